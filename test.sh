@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Sets up what the tests need and runs them all; arguments go to pytest (./test.sh -k native, ./test.sh -m gpu).
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+# shellcheck source=environment.sh
+. "$root/environment.sh"
+stronghold_environment pytest pytest_timeout hypothesis
+
+# The models of the tests are small: more threads than two only get into one another's way.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" # no test may need the network
+cd "$root"
+exec "$PYTHON" -m pytest "$@" </dev/null
