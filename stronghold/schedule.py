@@ -1,0 +1,237 @@
+"""What to fetch, keep and evict: decisions over integers, made without torch.
+
+A step touches layers in a sequence that is known ahead of time: forward 0, 1, … L-1, backward
+L-1, … 0, forward again. That makes the window a cache whose future is known, and the least traffic
+is that of Belady's rule (evict what is needed last; L. Belady, 1966). Two additions make it a
+schedule: the rule looks one computation ahead, so that with two slots or more every fetch can run
+under the computation before it; and each fetch is moved to the earliest moment that keeps the
+traffic at that minimum, which is the end of its victim's last use (Cao, Felten, Karlin and Li,
+1995, "do no harm" and "first opportunity").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Action(Enum):
+    """What a move does; the value is its letter in print."""
+
+    FETCH = "F"
+    EVICT = "E"
+    COMPUTE = "C"
+
+
+@dataclass(frozen=True)
+class Move:
+    """One decision about one layer, printed as its letter and the layer: ``F3``, ``E0``."""
+
+    action: Action
+    layer: int
+
+    def __str__(self) -> str:
+        return f"{self.action.value}{self.layer}"
+
+
+def fetch(layer: int) -> Move:
+    return Move(Action.FETCH, layer)
+
+
+def evict(layer: int) -> Move:
+    return Move(Action.EVICT, layer)
+
+
+def possible_now(
+    future: Sequence[int], held: Iterable[int], window: int, computing: int | None = None
+) -> Iterator[Move]:
+    """Yields the evictions and fetches that the least-traffic plan for ``future`` can make now.
+
+    ``future`` are the layers to be computed, next first; ``computing`` is the layer in computation,
+    whose slot is not free yet, or None between computations. The moves come in the order of need,
+    each eviction before the fetch that takes its slot; the first fetch whose victim is still needed
+    before it ends the list, so that the link carries the layers in the order they are computed.
+    """
+    held = set(held)
+    first_use = {layer: t for t, layer in reversed(list(enumerate(future)))}
+    previous = computing
+    for t, layer in enumerate(future):
+        if layer not in held:
+            victim = None
+            if len(held) >= window:
+                # One computation ahead: with two slots or more, what computes just before stays.
+                candidates = held - {previous} if window > 1 else held
+                victim = max(candidates, key=lambda x: (_next_use(future, x, t), x))
+                if victim == computing or first_use.get(victim, t) < t:
+                    return
+                held.remove(victim)
+                yield evict(victim)
+            held.add(layer)
+            yield fetch(layer)
+        previous = layer
+
+
+def _next_use(future: Sequence[int], layer: int, start: int) -> int:
+    for t in range(start, len(future)):
+        if future[t] == layer:
+            return t
+    return len(future)
+
+
+class Schedule:
+    """Holds which layers are in the window and answers each event with moves.
+
+    The events are the beginning and the end of a layer's computation, in forward and in backward,
+    and a change of layers in the store. From them it foresees the computations to come: the rest of
+    the forward pass as it went the last time, the backward pass over the layers that will return,
+    and the next forward pass. A wrong forecast costs a late fetch, never a wrong result: a layer
+    that is needed and not held is fetched when its computation begins.
+
+    Traffic of a step that updates every layer of ``L``, with a window of ``w``: 2L - w fetches.
+    Every update changes its layer, so each of the L forward computations needs a fetch; the backward
+    pass finds the last w of them still in the window and needs the other L - w, and no schedule can
+    find more than w. Without an update between them (accumulation), the next forward pass in turn
+    finds the first w: 2(L - w) per pass. Frozen layers that no gradient reaches are not computed
+    again in the backward pass, and no layer that did not change is fetched because of a step. An
+    evaluation that goes round and round keeps most of the window in place and streams the others
+    through the rest, each fetch under a computation: at most L - w + 2 fetches a pass.
+    """
+
+    def __init__(self, layers: int, window: int) -> None:
+        if not 1 <= window <= layers:
+            raise ValueError(
+                f"window must be between 1 and the number of layers (got window={window}, "
+                f"layers={layers}); pass a smaller window, or 'auto'"
+            )
+        self.layers = layers
+        self.window = window
+        self._held: set[int] = set()
+        self._computing: int | None = None
+        self._last: int | None = None
+        self._training = False
+        self._backward = False
+        self._remaining: tuple[int, ...] = ()
+        self._after = {mode: {i: (i + 1) % layers for i in range(layers)} for mode in (True, False)}
+        self._first = {True: 0, False: 0}
+        self._returning = [True] * layers
+
+    @property
+    def held(self) -> frozenset[int]:
+        """The layers in the window, those on their way included."""
+        return frozenset(self._held)
+
+    def begin_forward(self, layer: int, *, training: bool, behind: Sequence[int] = ()) -> list[Move]:
+        """Says what must move when ``layer`` begins its forward computation.
+
+        ``training`` tells that a backward pass may follow; ``behind`` are the layers computed before
+        it that a backward pass will compute again, in forward order.
+        """
+        if self._last is None or self._backward or training != self._training:
+            self._first[training] = layer
+        else:
+            self._after[training][self._last] = layer
+        self._training, self._backward = training, False
+        self._remaining = tuple(reversed(behind))
+        return self._begin(layer)
+
+    def end_forward(self, *, returning: bool) -> list[Move]:
+        """Says what can move now; ``returning``: a backward pass will compute this layer again."""
+        layer = self._end()
+        if self._training:
+            self._returning[layer] = returning
+            if returning:
+                self._remaining = (layer, *self._remaining)
+        return self._apply(possible_now(self._future(layer), self._held, self.window))
+
+    def begin_backward(self, layer: int, remaining: Sequence[int]) -> list[Move]:
+        """Says what must move when ``layer`` begins its backward computation.
+
+        ``remaining`` are the layers that this backward pass will compute after it, in that order.
+        """
+        self._backward, self._training = True, True
+        self._remaining = tuple(remaining)
+        return self._begin(layer)
+
+    def end_backward(self) -> list[Move]:
+        """Says what can move now that the layer's backward computation has ended."""
+        layer = self._end()
+        return self._apply(possible_now(self._future(layer), self._held, self.window))
+
+    def changed(self, layers: Iterable[int]) -> list[Move]:
+        """Drops what changed in the store and says what to fetch for the computations to come."""
+        stale = sorted(self._held.intersection(layers))
+        moves = self._apply([evict(layer) for layer in stale])
+        if self._computing is None and self._last is not None:
+            moves += self._apply(possible_now(self._future(self._last), self._held, self.window))
+        return moves
+
+    def _begin(self, layer: int) -> list[Move]:
+        moves: list[Move] = []
+        self._last = layer
+        if layer not in self._held:
+            future = [layer, *self._future(layer)]
+            if len(self._held) >= self.window:
+                victim = max(self._held, key=lambda x: (_next_use(future, x, 0), x))
+                moves += self._apply([evict(victim)])
+            moves += self._apply([fetch(layer)])
+        self._computing = layer
+        moves += self._apply(possible_now(self._future(layer), self._held, self.window, layer))
+        return moves
+
+    def _end(self) -> int:
+        assert self._computing is not None, "a computation ends that has not begun"
+        layer, self._computing = self._computing, None
+        return layer
+
+    def _apply(self, moves: Iterable[Move]) -> list[Move]:
+        done = list(moves)
+        for move in done:
+            (self._held.add if move.action is Action.FETCH else self._held.remove)(move.layer)
+        assert len(self._held) <= self.window, "more layers held than the window has slots"
+        return done
+
+    def _future(self, layer: int) -> list[int]:
+        """Foresees the computations after that of ``layer``, as far as decisions depend on them."""
+        if self._backward:
+            return [*self._remaining, *self._pass(self._first[True], True)]
+        rest = list(self._pass(layer, self._training))[1:]
+        if not self._training:
+            return rest + list(self._pass(self._first[False], False))
+        again = [x for x in reversed(rest) if self._returning[x]]
+        back = list(self._remaining)
+        if self._computing == layer and self._returning[layer]:
+            back.insert(0, layer)
+        return rest + again + back + list(self._pass(self._first[True], True))
+
+    def _pass(self, start: int, training: bool) -> Iterator[int]:
+        """Yields one forward pass from ``start`` on, in the order it had the last time."""
+        after, first, layer = self._after[training], self._first[training], start
+        for _ in range(self.layers):
+            yield layer
+            layer = after[layer]
+            if layer == first:
+                return
+
+
+def trace(layers: int, window: int, passes: Sequence[str]) -> str:
+    """Prints what the schedule does over ``passes``, each of "forward", "backward", "evaluate" or "step".
+
+    ``trace(4, 2, ["forward", "backward"])`` is
+    ``F0 F1 C0 E0 F2 C1 E1 F3 C2 C3 C3 E3 F1 C2 E2 F0 C1 C0``.
+    """
+    schedule = Schedule(layers, window)
+    moves: list[Move] = []
+    for kind in passes:
+        if kind == "step":
+            moves += schedule.changed(range(layers))
+            continue
+        for i in reversed(range(layers)) if kind == "backward" else range(layers):
+            compute = Move(Action.COMPUTE, i)
+            if kind == "backward":
+                moves += [*schedule.begin_backward(i, range(i - 1, -1, -1)), compute, *schedule.end_backward()]
+            else:
+                training = kind == "forward"
+                begin = schedule.begin_forward(i, training=training, behind=range(i) if training else ())
+                moves += [*begin, compute, *schedule.end_forward(returning=training)]
+    return " ".join(map(str, moves))

@@ -1,0 +1,197 @@
+"""Who may know whom: DESIGN's rooms, read from the source by ast, so that no import has to run."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stronghold
+
+ROOMS = {
+    "errors": 0,
+    "units": 0,
+    "config": 1,
+    "native": 1,
+    "layout": 1,
+    "device": 1,
+    "schedule": 2,
+    "home": 2,
+    "models": 2,
+    "data": 2,
+    "evaluation": 2,
+    "store": 3,
+    "optim": 3,
+    "plan": 3,
+    "window": 4,
+    "offload": 5,
+    "checkpoint": 6,
+    "methods": 6,
+    "parallel": 6,
+    "training": 7,
+    "cli": 8,
+}
+EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above every room
+MAY_IMPORT_MODELS = {"models", "methods", "training", "cli"}  # everything else works on any nn.Module
+EVALUATION_MAY_IMPORT = {"evaluation", "errors", "units", "config"}  # records only, never the engine
+MAY_READ_ENVIRONMENT = {"cli", "__main__"}
+
+
+def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
+    """Yields (line, dotted name) of everything that a file of ``package`` imports, wherever it does so.
+
+    ``from a import b`` yields ``a.b``: ``b`` may be a module.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+
+
+def environment_reads(tree: ast.AST) -> Iterator[int]:
+    names = {"environ", "environb", "getenv", "getenvb"}
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Attribute) and node.attr in names and getattr(node.value, "id", "") == "os") or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and any(alias.name in names for alias in node.names)
+        ):
+            yield node.lineno
+
+
+def violations(root: Path) -> list[str]:
+    """Returns what breaks the rules in the package at ``root``, one line per import, in order."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(relative))
+        room = relative.parts[0].removesuffix(".py")
+        if room not in MAY_READ_ENVIRONMENT:
+            found += [f"{relative}:{line} reads the environment" for line in environment_reads(tree)]
+        package = ["stronghold", *relative.parts[:-1]]
+        for line, name in imported_modules(tree, package):
+            if "_C" in name.split(".") and name.startswith("stronghold.") and str(relative) != "native.py":
+                found.append(f"{relative}:{line} imports _C, which is native.py's alone")
+        if str(relative) in EXEMPT:
+            continue
+        if room not in ROOMS:
+            found.append(f"{relative} is in no room")
+            continue
+        for line, name in imported_modules(tree, package):
+            top, _, rest = name.partition(".")
+            if top == "torch" and room == "schedule":
+                found.append(f"{relative}:{line} imports torch into the schedule")
+            if top != "stronghold" or rest.split(".")[0] == "_C":
+                continue
+            target = rest.split(".")[0]
+            if target not in ROOMS:
+                if room != "cli":
+                    found.append(f"{relative}:{line} imports the public face ({name}), which is above it")
+            elif target != room and ROOMS[target] >= ROOMS[room]:
+                found.append(f"{relative}:{line} (room {ROOMS[room]}) imports {target} (room {ROOMS[target]})")
+            elif target == "models" and room not in MAY_IMPORT_MODELS:
+                found.append(f"{relative}:{line} imports models, which the engine must not know")
+            elif room == "evaluation" and target not in EVALUATION_MAY_IMPORT:
+                found.append(f"{relative}:{line} imports {target} into evaluation, which reads records only")
+    return list(dict.fromkeys(found))  # one line may import several names
+
+
+def test_every_file_imports_downwards():
+    assert violations(Path(stronghold.__file__).parent) == []
+
+
+GOOD = {
+    "__init__.py": "from stronghold.offload import offload\nfrom stronghold import training",
+    "__main__.py": "import os\nfrom stronghold.cli import main\nprint(os.environ)",
+    "errors.py": "import os\nos.cpu_count()",
+    "native.py": "import torch\nfrom stronghold import _C",
+    "schedule.py": "from collections import deque\nfrom stronghold.errors import StrongholdError",
+    "store/__init__.py": "from .ram import Ram",
+    "store/ram.py": "from stronghold.store.base import Base\nfrom . import base\nfrom ..native import adamw",
+    "store/base.py": "import torch",
+    "evaluation/tables.py": "from stronghold import units",
+    "training.py": "from stronghold.models.gpt import GPT",
+    "cli.py": "import os, stronghold\nfrom stronghold import __version__\nos.environ['A']",
+}
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_tree_that_keeps_the_rules_passes(tmp_path):
+    assert violations(plant(tmp_path, GOOD)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("window.py", "import stronghold.offload", "window.py:1 (room 4) imports offload (room 5)"),
+        (
+            "window.py",
+            "def f():\n    from .offload import x",
+            "window.py:2 (room 4) imports offload (room 5)",
+        ),
+        ("errors.py", "from stronghold import units", "errors.py:1 (room 0) imports units (room 0)"),
+        ("store/disk.py", "from ..optim import AdamW", "store/disk.py:1 (room 3) imports optim (room 3)"),
+        ("store/disk.py", "from .. import window", "store/disk.py:1 (room 3) imports window (room 4)"),
+        (
+            "device/cuda.py",
+            "import stronghold",
+            "device/cuda.py:1 imports the public face (stronghold), which is above it",
+        ),
+        (
+            "training.py",
+            "from stronghold import AdamW",
+            "training.py:1 imports the public face (stronghold.AdamW), which is above it",
+        ),
+        ("helpers.py", "", "helpers.py is in no room"),
+        ("utils/io.py", "", "utils/io.py is in no room"),
+        (
+            "store/ram.py",
+            "from stronghold import _C",
+            "store/ram.py:1 imports _C, which is native.py's alone",
+        ),
+        ("store/ram.py", "import stronghold._C", "store/ram.py:1 imports _C, which is native.py's alone"),
+        ("store/native.py", "from .. import _C", "store/native.py:1 imports _C, which is native.py's alone"),
+        (
+            "__init__.py",
+            "from stronghold._C import adamw",
+            "__init__.py:1 imports _C, which is native.py's alone",
+        ),
+        ("schedule.py", "import torch", "schedule.py:1 imports torch into the schedule"),
+        ("schedule.py", "from torch.nn import Module", "schedule.py:1 imports torch into the schedule"),
+        (
+            "window.py",
+            "from stronghold.models import gpt",
+            "window.py:1 imports models, which the engine must not know",
+        ),
+        (
+            "store/ram.py",
+            "from ..models import gpt",
+            "store/ram.py:1 imports models, which the engine must not know",
+        ),
+        (
+            "evaluation/tables.py",
+            "from stronghold.native import adamw",
+            "evaluation/tables.py:1 imports native into evaluation, which reads records only",
+        ),
+        (
+            "evaluation/tables.py",
+            "from stronghold.window.window import Window",
+            "evaluation/tables.py:1 (room 2) imports window (room 4)",
+        ),
+        ("training.py", "import os\nos.environ.get('A')", "training.py:2 reads the environment"),
+        ("training.py", "import os\nos.getenv('A')", "training.py:2 reads the environment"),
+        ("native.py", "from os import environ", "native.py:1 reads the environment"),
+        ("__init__.py", "import os\nprint(os.environ)", "__init__.py:2 reads the environment"),
+    ],
+)
+def test_a_tree_that_breaks_one_rule_is_told_which(tmp_path, name, text, message):
+    assert violations(plant(tmp_path, GOOD | {name: text})) == [message]
