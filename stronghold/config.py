@@ -1,0 +1,168 @@
+"""Settings, validated once where they enter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+
+from stronghold.units import parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadSettings:
+    """How a model is offloaded; the meaning of each is in ``stronghold.offload``.
+
+    Raises ValueError for a value out of range. What depends on the model (a window longer than its row of layers, a
+    budget) is checked where the model is known.
+    """
+
+    window: int | str = "auto"
+    store: str = "ram"
+    micro_batch: int | None = None
+    activations: str = "recompute"
+    resident: int | str = 0
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.window != "auto" and (not isinstance(self.window, int) or isinstance(self.window, bool)):
+            raise ValueError(f"window must be a number of layers or 'auto' (got {self.window!r})")
+        if self.store != "ram":
+            raise ValueError(f"store must be 'ram' (got {self.store!r}); this version keeps layers in host memory only")
+        if self.micro_batch is not None and (not isinstance(self.micro_batch, int) or self.micro_batch < 1):
+            raise ValueError(
+                f"micro_batch must be a number of samples, 1 or more (got {self.micro_batch!r}); pass None to run each "
+                "layer over the whole batch"
+            )
+        if self.activations not in ("recompute", "keep", "host"):
+            raise ValueError(f"activations must be 'recompute', 'keep' or 'host' (got {self.activations!r})")
+        if self.resident != 0:
+            raise ValueError(
+                f"resident must be 0 (got {self.resident!r}); this version updates every layer on the host"
+            )
+        for name in ("device_memory", "host_memory"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What to train: the reference GPT of a shape, or the model at ``path``.
+
+    ``path`` is a folder with a config.json, with or without weights beside it, or such a file alone; then the
+    shape is the file's own, and layers, hidden, heads, vocabulary and dropout are not used.
+    """
+
+    path: str | None = None
+    layers: int = 16
+    hidden: int = 2048
+    heads: int = 16
+    vocabulary: int = 51200
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What to train on: the text at ``source``, or without one the Python standard library's own source.
+
+    ``tokenizer`` is a folder or a tokenizer.json; without one, bytes are tokens. ``held_out`` samples are kept
+    for a loss on text that was not trained on.
+    """
+
+    source: str | None = None
+    tokenizer: str | None = None
+    held_out: int = 0
+
+    def __post_init__(self) -> None:
+        _check_whole("held_out", self.held_out, at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW and its schedule: the rate rises over ``warmup_steps`` to ``lr`` and falls, as a cosine, to a tenth.
+
+    ``max_grad_norm`` clips the norm of all gradients; None leaves them. Parameters of fewer than two
+    dimensions, biases and norms, do not decay. ``update`` and ``nonfinite`` are as in ``stronghold.AdamW``.
+    """
+
+    lr: float = 3e-4
+    warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = None
+    update: str = "deferred"
+    nonfinite: str = "raise"
+
+    def __post_init__(self) -> None:
+        _check_whole("warmup_steps", self.warmup_steps, at_least=0)
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be a positive number (got {self.lr}); pass one such as 3e-4")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be 0 or a positive number (got {self.weight_decay}); pass 0.1")
+        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
+            raise ValueError(
+                f"max_grad_norm must be a positive number, or None for no clipping (got {self.max_grad_norm}); "
+                "pass one such as 1.0"
+            )
+        _check_one_of("update", self.update, ("deferred", "in_backward"))
+        _check_one_of("nonfinite", self.nonfinite, ("raise", "skip"))
+        if self.update == "in_backward" and self.max_grad_norm is not None:
+            raise ValueError(
+                "max_grad_norm needs all gradients before the first update (got "
+                f"max_grad_norm={self.max_grad_norm} with update='in_backward', which updates each layer during "
+                "the backward pass); use update='deferred', or no clipping"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """One training run: ``steps`` steps of ``batch`` samples of ``sequence`` tokens.
+
+    ``dtype`` is the compute type, "fp32" or "bf16". ``out`` is the run's folder. ``save`` is where the model
+    goes at the end; without one it is kept only if the run is interrupted, in ``out``/model. ``log`` is a file
+    for a log to read, ``record`` one of JSON lines to which the run's summary is appended.
+    """
+
+    method: str = "stronghold"
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    offload: OffloadSettings = field(default_factory=OffloadSettings)
+    device: str = "cpu"
+    dtype: str = "fp32"
+    batch: int = 4
+    sequence: int = 1024
+    steps: int = 100
+    seed: int = 0
+    out: str
+    save: str | None = None
+    log: str | None = None
+    record: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "steps"):
+            _check_whole(name, getattr(self, name), at_least=1)
+        _check_whole("sequence", self.sequence, at_least=2)
+        _check_whole("seed", self.seed, at_least=0)
+        _check_one_of("dtype", self.dtype, ("fp32", "bf16"))
+
+    def flat(self) -> dict[str, object]:
+        """Returns every setting by its own name, as a record holds them; no two groups share a name."""
+        groups = (self.model, self.data, self.optimizer, self.offload)
+        return {
+            "method": self.method,
+            **{item.name: getattr(group, item.name) for group in groups for item in fields(group)},
+            **{item.name: getattr(self, item.name) for item in fields(self)[5:]},
+        }
+
+
+def _check_whole(name: str, value: int, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name} must be a whole number of at least {at_least} (got {value!r}); pass one")
+
+
+def _check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))} (got {value!r}); pass one of them")

@@ -1,0 +1,33 @@
+"""Streams, events and buffers: what the engine needs of a device, and the devices that have it."""
+
+import torch
+
+from stronghold.device.base import Device
+from stronghold.device.cpu import CpuDevice
+from stronghold.device.events import Event
+from stronghold.device.memory import HostBuffer
+from stronghold.device.streams import Stream
+
+__all__ = ["CpuDevice", "Device", "Event", "HostBuffer", "Stream", "open_device"]
+
+
+def open_device(device: str | torch.device | Device) -> Device:
+    """Opens the device named like torch names it (``"cpu"``, ``"cuda"``, ``"cuda:1"``), or returns a Device as it is.
+
+    Raises ValueError for a kind of device that there is no engine for, or that this machine lacks.
+    """
+    if isinstance(device, Device):
+        return device
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return CpuDevice()
+    if wanted.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"device {str(wanted)!r} needs a CUDA device and a CUDA build of torch (got torch "
+                f"{torch.__version__}, which sees none); pass device='cpu'"
+            )
+        from stronghold.device.cuda import CudaDevice
+
+        return CudaDevice(wanted)
+    raise ValueError(f"device must be 'cpu' or 'cuda[:index]' (got {str(wanted)!r}); pass one of those")

@@ -1,0 +1,77 @@
+"""What the engine asks of a device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stronghold.device.events import Event
+from stronghold.device.memory import HostBuffer
+from stronghold.device.streams import Stream
+
+
+class Device(ABC):
+    """Buffers, streams, and a clock.
+
+    ``fetches`` copies layers to the device and ``edges`` the edges (apart, because an edge that is updated last would
+    hold up the layers behind it), ``gradients`` copies from the device, ``updates`` works on the host. The computation
+    itself is a stream that autograd issues from the caller's thread: ``compute_wait`` makes it wait, ``compute_mark``
+    records an event in it and ``compute_copy`` copies within it.
+    """
+
+    name: str
+    torch_device: torch.device
+    fetches: Stream
+    edges: Stream
+    gradients: Stream
+    updates: Stream
+
+    def __init__(self) -> None:
+        self.pinned_bytes = 0
+        self.pageable_bytes = 0
+
+    @abstractmethod
+    def buffer(self, length_bytes: int) -> Tensor:
+        """Allocates a flat uint8 tensor on the device."""
+
+    @abstractmethod
+    def host_buffer(self, length_bytes: int, *, pinned: bool = True) -> HostBuffer:
+        """Allocates host memory to the byte, pinned where copies need it and the system allows it, and counts it."""
+
+    @abstractmethod
+    def compute_wait(self, event: Event) -> None:
+        """Makes the computation issued from now on wait for ``event``."""
+
+    @abstractmethod
+    def compute_mark(self) -> Event:
+        """Records an event behind the computation issued so far."""
+
+    @abstractmethod
+    def compute_copy(self, target: Tensor, source: Tensor, *, add: bool = False) -> None:
+        """Copies device memory in the order of the computation, or adds it to what is there."""
+
+    @abstractmethod
+    def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
+        """Tells that a computation has been issued that reads these buffers, of a layer of ``parameters`` elements.
+
+        For devices that simulate its time or check that nobody overwrites what it reads; the others need not know.
+        """
+
+    @abstractmethod
+    def stamp(self) -> object:
+        """Notes the time in the computation's order, without waiting for it."""
+
+    @abstractmethod
+    def seconds(self, begin: object, end: object) -> float:
+        """Returns the seconds between two stamps, once both have passed."""
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Returns the device memory that is free now, or None where the device does not say."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Returns the most device memory that tensors took so far, or 0 where the device does not count."""

@@ -1,0 +1,69 @@
+"""The CPU as a device: slots in ordinary memory, streams that are threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stronghold.device.base import Device
+from stronghold.device.events import Event
+from stronghold.device.memory import HostBuffer
+from stronghold.device.streams import Stream
+
+
+class CpuDevice(Device):
+    """Computes on the CPU, in the caller's thread; everything else runs in the threads of its streams.
+
+    It is the same engine as on CUDA, so that a machine without a GPU can hold the engine to its ordering.
+    """
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetches = self.stream("fetches")
+        self.edges = self.stream("edges")
+        self.gradients = self.stream("gradients")
+        self.updates = self.stream("updates")
+
+    def stream(self, name: str) -> Stream:
+        return Stream(name)
+
+    def buffer(self, length_bytes: int) -> Tensor:
+        return torch.empty(length_bytes, dtype=torch.uint8)
+
+    def host_buffer(self, length_bytes: int, *, pinned: bool = True) -> HostBuffer:
+        self.pageable_bytes += length_bytes
+        return HostBuffer(length_bytes)
+
+    def compute_wait(self, event: Event) -> None:
+        event.wait()
+
+    def compute_mark(self) -> Event:
+        # The caller's thread computes: what it issued before is done.
+        event = Event()
+        event.happen()
+        return event
+
+    def compute_copy(self, target: Tensor, source: Tensor, *, add: bool = False) -> None:
+        (target.add_ if add else target.copy_)(source.detach())
+
+    def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
+        pass
+
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: object, end: object) -> float:
+        assert isinstance(begin, float) and isinstance(end, float)
+        return end - begin
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def peak_bytes(self) -> int:
+        return 0

@@ -1,0 +1,167 @@
+"""CUDA as a device: copy streams beside the computation, pinned host memory allocated to the byte."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stronghold.device.base import Device
+from stronghold.device.events import Event
+from stronghold.device.memory import HostBuffer
+from stronghold.device.streams import Stream
+
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context
+
+
+class CudaEvent(Event):
+    """An event in a CUDA stream; for the host it has happened once the device has passed it."""
+
+    __slots__ = ("cuda",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        # No timing, and a blocking wait: an event is waited for, and waiting must not burn a core.
+        self.cuda = torch.cuda.Event(blocking=True)
+
+    @property
+    def happened(self) -> bool:
+        return super().happened and self.cuda.query()
+
+    def wait(self) -> None:
+        super().wait()  # until it has been recorded at all: a CUDA event that was not is no wait
+        self.cuda.synchronize()
+
+    def recorded(self) -> torch.cuda.Event:
+        """Blocks until the event has been put into its stream, and returns what other streams can wait for."""
+        super().wait()
+        return self.cuda
+
+
+class CudaStream(Stream):
+    """A thread that issues copies to a CUDA stream of its own."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.cuda = torch.cuda.Stream(device)
+        super().__init__(name)
+        self.submit(lambda: torch.cuda.set_device(device))
+
+    def _new_event(self) -> Event:
+        return CudaEvent()
+
+    def _happen(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        event.cuda.record(self.cuda)
+        event.happen()
+
+    def _wait(self, event: Event) -> None:
+        if isinstance(event, CudaEvent):
+            self.cuda.wait_event(event.recorded())  # the stream waits, the thread goes on
+        else:
+            event.wait()  # an update on the host: only the thread can wait for it
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.cuda):
+            target.copy_(source, non_blocking=True)
+
+
+class CudaDevice(Device):
+    """One CUDA device. Nothing here synchronises the whole device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.torch_device = torch.device("cuda", index)
+        self.name = f"cuda:{index}"
+        self.fetches = CudaStream("fetches", self.torch_device)
+        self.edges = CudaStream("edges", self.torch_device)
+        self.gradients = CudaStream("gradients", self.torch_device)
+        self.updates = Stream("updates")
+
+    def buffer(self, length_bytes: int) -> Tensor:
+        return torch.empty(length_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def host_buffer(self, length_bytes: int, *, pinned: bool = True) -> HostBuffer:
+        buffer = HostBuffer(length_bytes)
+        buffer.pinned = pinned and _pin(buffer, self.torch_device)
+        if buffer.pinned:
+            self.pinned_bytes += length_bytes
+        else:
+            self.pageable_bytes += length_bytes
+        return buffer
+
+    def compute_wait(self, event: Event) -> None:
+        if isinstance(event, CudaEvent):
+            torch.cuda.current_stream(self.torch_device).wait_event(event.recorded())
+        else:
+            event.wait()
+
+    def compute_mark(self) -> Event:
+        event = CudaEvent()
+        event.cuda.record(torch.cuda.current_stream(self.torch_device))
+        event.happen()
+        return event
+
+    def compute_copy(self, target: Tensor, source: Tensor, *, add: bool = False) -> None:
+        (target.add_ if add else target.copy_)(source.detach())
+
+    def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
+        pass
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def seconds(self, begin: object, end: object) -> float:
+        assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+
+_warned = threading.Event()
+
+
+def _pin(buffer: HostBuffer, device: torch.device) -> bool:
+    """Pins ``buffer`` where it lies and returns True; warns once and returns False where the system refuses.
+
+    The driver's call rather than the runtime's: a refusal of the runtime's stays behind as its last error, and the
+    next kernel launch would report it.
+    """
+    if buffer.length_bytes == 0:
+        return False
+    driver = ctypes.CDLL("libcuda.so.1")
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # makes the device's context current in this thread
+        address = ctypes.c_void_p(buffer.flat.data_ptr())
+        result = driver.cuMemHostRegister_v2(address, ctypes.c_size_t(buffer.length_bytes), _PORTABLE)
+    if result != 0:
+        if not _warned.is_set():
+            _warned.set()
+            warnings.warn(
+                f"pinning {buffer.length_bytes} bytes of host memory was refused (CUDA driver error {result}); "
+                "training goes on with pageable memory, whose copies are slower and do not overlap as well. "
+                "Raise the locked-memory limit (ulimit -l) or the container's, or ignore this",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
+    # The mapping outlives the registration: the finalizer holds it until the driver has let go.
+    weakref.finalize(buffer, _unpin, driver, address, buffer.flat)
+    return True
+
+
+def _unpin(driver: ctypes.CDLL, address: ctypes.c_void_p, memory: Tensor) -> None:
+    driver.cuMemHostUnregister(address)

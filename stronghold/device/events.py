@@ -1,0 +1,39 @@
+"""Events: what one stream records and another waits for."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Event:
+    """A point in a stream's work that others wait for.
+
+    It happens once. Where the work before it failed, the event fails too and everyone who waits for it gets that
+    error: an engine whose copy failed ends with the reason, never in a hang.
+    """
+
+    __slots__ = ("__weakref__", "_error", "_happened", "time")
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+        self._error: BaseException | None = None
+        self.time = 0.0
+        """Seconds on the throttled device's clock; unused elsewhere."""
+
+    def happen(self) -> None:
+        self._happened.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._happened.set()
+
+    @property
+    def happened(self) -> bool:
+        """Whether waiting would return at once."""
+        return self._happened.is_set()
+
+    def wait(self) -> None:
+        """Blocks the calling thread until the event has happened; raises what made it fail."""
+        self._happened.wait()
+        if self._error is not None:
+            raise RuntimeError(f"a background copy or update failed: {self._error}") from self._error

@@ -1,0 +1,86 @@
+"""A stream on the host: a thread that carries out its work in the order it was given."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stronghold.device.events import Event
+
+Task = Callable[[], None]
+
+
+class Stream:
+    """Work in order, beside the thread that gives it: copies, waits, events and functions.
+
+    The same class serves both devices. On the CPU its thread does the copying; on CUDA the thread issues copies to a
+    CUDA stream, because only a thread can wait for the host's updates before it issues the next one. After a failure
+    nothing more is done and every event recorded from then on fails with the first error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._error: BaseException | None = None
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._tasks, name), daemon=True).start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies ``source`` to ``target``, of the same shape and dtype; the buffers are the caller's to guard."""
+        self.submit(lambda: self._copy(target, source))
+
+    def wait(self, event: Event) -> None:
+        """Makes the work given from now on wait for ``event``."""
+        self.submit(lambda: self._wait(event))
+
+    def run(self, task: Task, moved_bytes: int = 0) -> None:
+        """Runs ``task``, which moves about ``moved_bytes`` through the host's memory."""
+        self.submit(task)
+
+    def record(self) -> Event:
+        """Returns an event that happens when all work given before it is done."""
+        event = self._new_event()
+
+        def happen() -> None:
+            if self._error is not None:
+                event.fail(self._error)
+            else:
+                self._happen(event)
+
+        self._tasks.put(happen)
+        return event
+
+    def submit(self, task: Task) -> None:
+        def guarded() -> None:
+            if self._error is None:
+                try:
+                    task()
+                except BaseException as error:
+                    self._error = error
+
+        self._tasks.put(guarded)
+
+    def _new_event(self) -> Event:
+        return Event()
+
+    def _happen(self, event: Event) -> None:
+        event.happen()
+
+    def _wait(self, event: Event) -> None:
+        event.wait()
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+
+def _work(tasks: queue.SimpleQueue[Task | None], name: str) -> None:
+    threading.current_thread().name = f"stronghold-{name}"
+    with torch.no_grad():
+        while (task := tasks.get()) is not None:
+            task()
+            del task  # a finished task keeps no buffer alive while the thread waits for the next

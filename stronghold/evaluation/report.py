@@ -1,0 +1,117 @@
+"""What training takes of each memory, and where its last step's time went."""
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from stronghold.units import format_bytes, format_count, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """One optimizer step: its time in seconds, and what crossed the link between host and device.
+
+    ``total_s`` is from the end of the step before. The waits are those of the computation: for a layer's
+    fetch, for a layer's update to complete before its fetch, for the disk; ``compute_s`` is the rest.
+    """
+
+    total_s: float
+    compute_s: float
+    fetch_wait_s: float
+    update_wait_s: float
+    disk_wait_s: float
+    fetches: int
+    fetched_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a model under training takes, in bytes by place; ``str()`` of it is a table to read.
+
+    ``peak_device_bytes`` is 0 where the device does not count. ``step`` is None before the first step.
+    """
+
+    parameters: int
+    trainable_parameters: int
+    layers: int
+    window: int
+    device: str
+    dtype: str
+    slots_device_bytes: int
+    gradients_device_bytes: int
+    edges_device_bytes: int
+    peak_device_bytes: int
+    pinned_host_bytes: int
+    pageable_host_bytes: int
+    disk_bytes: int
+    skipped_steps: int
+    step: StepTimes | None
+
+    @property
+    def device_bytes(self) -> int:
+        """What is held on the device between steps: slots, gradients and edges."""
+        return self.slots_device_bytes + self.gradients_device_bytes + self.edges_device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What is held in host memory: pinned and pageable."""
+        return self.pinned_host_bytes + self.pageable_host_bytes
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Returns the table's lines: (section, name, value); a section's later lines leave it empty."""
+        parameters = format_count(self.parameters)
+        if self.trainable_parameters != self.parameters:
+            parameters += f", {format_count(self.trainable_parameters)} of them trained"
+        rows = [
+            ("model", "parameters", parameters),
+            ("", "layers", f"{self.layers}, {self.window} at a time on {self.device}"),
+            ("", "compute type", self.dtype),
+            ("device", "slots", format_bytes(self.slots_device_bytes)),
+            ("", "gradients", format_bytes(self.gradients_device_bytes)),
+            ("", "edges", format_bytes(self.edges_device_bytes)),
+            ("", "together", format_bytes(self.device_bytes)),
+            ("", "peak", format_bytes(self.peak_device_bytes) if self.peak_device_bytes else "not counted"),
+            ("host", "pinned", format_bytes(self.pinned_host_bytes)),
+            ("", "pageable", format_bytes(self.pageable_host_bytes)),
+            ("", "together", format_bytes(self.host_bytes)),
+            ("disk", "layers and states", format_bytes(self.disk_bytes)),
+        ]
+        if (step := self.step) is not None:
+            rows += [
+                ("last step", "total", format_seconds(step.total_s)),
+                ("", "computing", _part(step.compute_s, step)),
+                ("", "waiting for a fetch", _part(step.fetch_wait_s, step)),
+                ("", "waiting for an update", _part(step.update_wait_s, step)),
+                ("", "waiting for disk", _part(step.disk_wait_s, step)),
+                ("", "fetched", f"{format_bytes(step.fetched_bytes)} in {step.fetches} fetches"),
+                ("", "gradients down", format_bytes(step.gradient_bytes)),
+            ]
+        if self.skipped_steps:
+            rows.append(("steps", "skipped", f"{self.skipped_steps}, for gradients that were not finite"))
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        section_width = max(len(section) for section, _, _ in rows)
+        name_width = max(len(name) for _, name, _ in rows)
+        return "\n".join(f"{section:<{section_width}}  {name:<{name_width}}  {value}" for section, name, value in rows)
+
+    def __rich__(self) -> Table:
+        return table("report", self.rows())
+
+
+def table(title: str, rows: list[tuple[str, str, str]]) -> Table:
+    """Returns rows of (section, name, value) as a table, with a line above each section."""
+    drawn = Table(title=title, show_header=False, title_justify="left")
+    drawn.add_column("section", style="bold", no_wrap=True)
+    drawn.add_column("name", no_wrap=True)
+    drawn.add_column("value")
+    for index, (section, name, value) in enumerate(rows):
+        drawn.add_row(section, name, value, end_section=index + 1 < len(rows) and bool(rows[index + 1][0]))
+    return drawn
+
+
+def _part(seconds: float, step: StepTimes) -> str:
+    share = f" ({seconds / step.total_s:.0%})" if step.total_s > 0 else ""
+    return f"{format_seconds(seconds)}{share}"

@@ -1,0 +1,23 @@
+"""Where one unit of parameters lives on the host, and how its parameters behave there."""
+
+from stronghold.home.home import Home, Owner, Updater
+from stronghold.home.parameter import (
+    ConsumedGradient,
+    OffloadedParameter,
+    PendingGradient,
+    consumed_error,
+    consumed_like,
+    home_of,
+)
+
+__all__ = [
+    "ConsumedGradient",
+    "Home",
+    "OffloadedParameter",
+    "Owner",
+    "PendingGradient",
+    "Updater",
+    "consumed_error",
+    "consumed_like",
+    "home_of",
+]

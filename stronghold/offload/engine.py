@@ -1,0 +1,213 @@
+"""One offloaded model: the events that its blocks, autograd and the optimizer send, and what follows from each."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.config import OffloadSettings
+from stronghold.device import Device, Event
+from stronghold.errors import OffloadedModelError
+from stronghold.home import Home, OffloadedParameter, Updater, home_of
+from stronghold.offload.block import Block, Run
+from stronghold.offload.placement import Placement
+from stronghold.offload.timing import Stopwatch
+from stronghold.schedule import Schedule
+from stronghold.store.ram import RamStore
+from stronghold.window import Gradients, HostActivations, Wait, Waits, Window
+
+
+class Engine:
+    """One offloaded model: its homes, its window, and the events that autograd and the optimizer send."""
+
+    def __init__(self, model: nn.Module, placement: Placement, device: Device, settings: OffloadSettings) -> None:
+        self.model = weakref.ref(model)
+        self.device = device
+        self.homes: Sequence[Home] = placement.homes
+        self.layers = placement.layers
+        self.keep = settings.activations == "keep"
+        self.micro_batch = settings.micro_batch
+        self.waits = Waits(device)
+        self.optimizer: weakref.ref[Updater] | None = None
+        self._runs: list[weakref.ref[Run]] = []
+        self._hooked: set[int] = set()
+        self._backward_open = False
+        store = RamStore(device)
+        for home in self.homes:
+            home.owner = self
+            store.place(home)
+            self._attach(home)
+        self.edges_bytes = placement.move_edges(device)
+        self.window = Window(self.layers, Schedule(len(self.layers), placement.window), device, store, self.waits)
+        self.gradients = Gradients(self.layers, device, self.waits)
+        self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
+        self.stopwatch = Stopwatch(device, self.window.traffic, self.gradients.traffic)
+        self.blocks = [Block(module, home, self) for module, home in zip(placement.modules, self.layers, strict=True)]
+        self._edges = placement.edges
+
+    # What blocks say.
+
+    def enter(self, block: Block) -> list[int]:
+        if torch._C._current_graph_task_id() == -1:
+            self.close_backward()
+        else:
+            self._close_layer()  # a checkpoint of the user's own runs its layers again
+        block.check()
+        self.take_writes(block.home)
+        if block.layer == 0:
+            self._check_edges()
+        if torch.is_grad_enabled():
+            self._hook(block.home)
+        return [run.layer for run in self._alive()]
+
+    def ran(self, run: Run) -> None:
+        self._runs.append(weakref.ref(run))
+
+    def return_to(self, run: Run) -> None:
+        self._return_to(run.layer, run)
+
+    # What autograd says.
+
+    def _return_to(self, layer: int, run: Run | None) -> None:
+        if self.gradients.layer == layer and self.window.is_bound(layer):
+            return
+        if torch._C._current_graph_task_id() == -1:
+            raise OffloadedModelError(
+                f"what autograd saved for {self.layers[layer].name} was asked for outside a backward pass, where no "
+                "layer is on the device; read it in the backward pass, or offload without activations='keep'"
+            )
+        self._close_layer()
+        if not self._backward_open:
+            self._backward_open = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.close_backward)
+        alive = self._alive()
+        numbers = [i for i, other in enumerate(alive) if (other is run if run else other.layer == layer)]
+        before = alive[: numbers[-1]] if numbers else alive
+        self._runs = [weakref.ref(other) for other in before]
+        self.window.begin_backward(layer, [other.layer for other in reversed(before)])
+        self.gradients.open(layer)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        home = home_of(parameter)
+        assert home is not None and home.index is not None
+        # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient.
+        self._return_to(home.index, None)
+        self.gradients.take(parameter)
+
+    def _close_layer(self) -> None:
+        layer = self.gradients.layer
+        if layer is None:
+            return
+        updated = self.gradients.close()
+        self.window.end_backward(layer)
+        if updated is not None:
+            self.window.changed([layer])
+
+    def close_backward(self) -> None:
+        """Ends a backward pass: its last layer, and the gradients that the user now sees."""
+        self._close_layer()
+        if self._backward_open:
+            self._backward_open = False
+            self.gradients.publish()
+
+    # What the optimizer and the parameters say.
+
+    def adopt(self, optimizer: Updater) -> None:
+        known = self.optimizer() if self.optimizer is not None else None
+        if known is not None and (known.in_backward or optimizer.in_backward):
+            raise OffloadedModelError(
+                "update='in_backward' needs the model's only optimizer, because the backward pass itself updates (got "
+                "a second one); delete the first, or use update='deferred'"
+            )
+        self.optimizer = weakref.ref(optimizer)
+        self.gradients.updater = optimizer
+
+    def gradients_on_host(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        moved = {}
+        for place, gradient in gradients.items():
+            if gradient.layout != torch.strided:
+                raise OffloadedModelError(
+                    f"{home.name} has a gradient of layout {gradient.layout}, and only dense gradients are updated; "
+                    "pass sparse=False to its embedding"
+                )
+            if home.is_edge:
+                home.place_gradients(self.device)
+                self.device.compute_copy(home.gradient[place], gradient)
+                gradient = home.gradient[place]
+            moved[place] = gradient.contiguous()
+        if home.is_edge:
+            # The copy runs behind the backward pass on the same stream; the host reads what it brings.
+            self.waits.host(self.device.compute_mark(), Wait.EDGE_GRADIENT)
+        return moved
+
+    def take_writes(self, home: Home) -> bool:
+        if not home.was_written():
+            return False
+        home.wait_updated()
+        if home.is_edge:
+            for target, weight in zip(home.on_device, home.weight, strict=True):
+                self.device.compute_copy(weight, target)
+            # The host is to compare its master with what was written on the device.
+            self.waits.host(self.device.compute_mark(), Wait.EDGE_WRITTEN)
+        elif home.index is not None:
+            self.window.changed([home.index])
+        home.take_writes()
+        return True
+
+    def update(self, home: Home, task: Callable[[], None], elements: int, after: Event | None) -> Event:
+        updates = self.device.updates
+        # Under in_backward the gradient may still be on its way down.
+        self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
+        updates.run(task, moved_bytes=28 * elements)
+        done = updates.record()
+        if not home.is_edge:
+            return done
+        edges = self.device.edges
+        # The upload carries what the update wrote. That nobody computes with the old value any more, the host knows
+        # since it waited for the edge's gradient.
+        self.waits.stream(edges, done, Wait.EDGE_UPDATED)
+        for target, weight in zip(home.on_device, home.weight, strict=True):
+            edges.copy(target, weight)
+        return edges.record()
+
+    def changed(self, homes: Sequence[Home]) -> None:
+        self.window.changed([home.index for home in homes if home.index is not None])
+
+    def step_done(self) -> None:
+        self.stopwatch.lap()
+
+    def wait_updated(self, home: Home) -> None:
+        event = home.updated
+        if home.is_edge:
+            # The upload of the edge's new value must have arrived before anything computes with it.
+            self.waits.compute(event, Wait.EDGE_UPLOADED)
+        else:
+            self.waits.host(event, Wait.WEIGHTS_READ)
+        home.updated = None
+
+    # Its own.
+
+    def _alive(self) -> list[Run]:
+        return [run for reference in self._runs if (run := reference()) is not None]
+
+    def _attach(self, home: Home) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for place, (parameter, weight) in enumerate(zip(home.parameters, home.weight, strict=True)):
+                parameter.data = weight
+                parameter.__class__ = OffloadedParameter
+                parameter.__dict__.update(_home=home, _place=place)
+                home.versions[place] = parameter._version
+
+    def _hook(self, home: Home) -> None:
+        for parameter in home.parameters:
+            if id(parameter) not in self._hooked and parameter.requires_grad:
+                self._hooked.add(id(parameter))
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.register_post_accumulate_grad_hook(self._take)
+
+    def _check_edges(self) -> None:
+        for home, owners in self._edges:
+            home.check_unchanged((module, name, home.parameters[0]) for module, name in owners)

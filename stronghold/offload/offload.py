@@ -1,0 +1,132 @@
+"""The public face: ``offload(model)`` and ``report(model)``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.config import OffloadSettings
+from stronghold.device import Device, open_device
+from stronghold.errors import OffloadedModelError
+from stronghold.evaluation.report import Report
+from stronghold.offload.engine import Engine
+from stronghold.offload.placement import plan
+
+
+def offload(
+    model: nn.Module,
+    *,
+    window: int | str = "auto",
+    store: str = "ram",
+    device: str | torch.device | Device = "cuda",
+    dtype: torch.dtype | None = None,
+    layers: str | Sequence[str] | None = None,
+    micro_batch: int | None = None,
+    activations: str = "recompute",
+    resident: int | str = 0,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+) -> nn.Module:
+    """Moves the layers of ``model`` into the store and computes them through a window; returns the same module.
+
+    The model is changed in place and used as before. Outside its own computation a layer's parameter is an ordinary
+    CPU tensor, and so is its gradient; edges (embedding, final norm, head) stay on the device.
+
+    ``window`` is the number of layers on the device at a time, or ``"auto"`` for as many as ``device_memory`` (by
+    default the free memory) allows with half of it left to activations. ``device`` is where layers compute. ``dtype``
+    is the compute type (torch.float32 or torch.bfloat16; by default the parameters' own); the fp32 master is kept
+    exactly. ``layers`` names the containers of the layers where they are not found by themselves. ``micro_batch=k``
+    runs each layer over the batch k samples at a time, so that weights cross the bus once however large the batch.
+    ``activations`` says what the backward pass finds: ``"recompute"`` (each layer runs again from its input),
+    ``"host"`` (the same, with the inputs in host memory) or ``"keep"`` (everything autograd saves stays on the
+    device). ``device_memory`` and ``host_memory`` are budgets, in bytes or like ``"24GiB"``: what cannot fit is refused
+    before anything has changed. They count slots, gradient slots and edges, and weights, gradients and AdamW's states;
+    activations depend on the batch and come on top.
+
+    Raises ValueError for settings out of range and models without a repeated block, BudgetError for budgets that
+    cannot hold it, and OffloadedModelError for a model that is offloaded already.
+    """
+    settings = OffloadSettings(
+        window=window,
+        store=store,
+        micro_batch=micro_batch,
+        activations=activations,
+        resident=resident,
+        device_memory=device_memory,
+        host_memory=host_memory,
+    )
+    if engine_of(model) is not None:
+        raise OffloadedModelError(
+            f"{type(model).__name__} is offloaded already, and a module can be offloaded once; build it anew to change "
+            "its settings"
+        )
+    opened = open_device(device)
+    placement = plan(model, layers, dtype, settings, opened)
+    engine = Engine(model, placement, opened, settings)
+    model.__dict__["_stronghold"] = engine
+    for module in model.modules():
+        module._apply = _Apply(module, engine)  # type: ignore[method-assign]
+    return model
+
+
+class _Apply:
+    """Stands for ``nn.Module._apply``: ``.to(device)`` on an offloaded model changes nothing, or is refused.
+
+    Trainers move their model to the device as a matter of course.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self._module = weakref.ref(module)
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module | None:
+        engine, module = self._engine(), self._module()
+        if engine is not None:
+            home = engine.layers[0]
+            probe = torch.empty(0, dtype=home.dtype, device=engine.device.torch_device)
+            result = function(probe)
+            if result.device != probe.device or result.dtype != probe.dtype:
+                raise OffloadedModelError(
+                    f"an offloaded model stays on {probe.device} with dtype {probe.dtype} (got a move to "
+                    f"{result.device}, {result.dtype}); build it anew and pass device= and dtype= to offload()"
+                )
+        return module
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """Returns the engine of an offloaded model, or None."""
+    return model.__dict__.get("_stronghold")
+
+
+def report(model: nn.Module) -> Report:
+    """Tells what an offloaded model takes of each memory, and where its last step's time went.
+
+    Raises OffloadedModelError for a model that is not offloaded.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        raise OffloadedModelError(f"{type(model).__name__} is not offloaded; call stronghold.offload(model) first")
+    optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
+    home, device = engine.layers[0], engine.device
+    parameters = [p for h in engine.homes for p in h.parameters]
+    return Report(
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        layers=len(engine.layers),
+        window=engine.window.schedule.window,
+        device=device.name,
+        dtype=str(home.dtype).removeprefix("torch."),
+        slots_device_bytes=sum(slot.flat.numel() for slot in engine.window.slots),
+        gradients_device_bytes=engine.gradients.device_bytes,
+        edges_device_bytes=engine.edges_bytes,
+        peak_device_bytes=device.peak_bytes(),
+        pinned_host_bytes=device.pinned_bytes,
+        pageable_host_bytes=device.pageable_bytes,
+        disk_bytes=0,
+        skipped_steps=optimizer.skipped_steps if optimizer is not None else 0,
+        step=engine.stopwatch.last(),
+    )

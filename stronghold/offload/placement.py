@@ -1,0 +1,205 @@
+"""Decides where every parameter of a model goes, and refuses what does not fit, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from stronghold.config import OffloadSettings
+from stronghold.device import Device
+from stronghold.errors import BudgetError
+from stronghold.home import Home
+from stronghold.layout import lay_out
+from stronghold.offload.rows import Layer, find_layers
+from stronghold.units import format_bytes
+from stronghold.window import RING
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
+Owner = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the parameters of a model go.
+
+    ``homes`` are all units in the order of the model's parameters, which is about the order of their first use and
+    the order of their updates; ``layers`` those of the layers, and ``modules`` the layers themselves, in the order of
+    the rows; ``edges`` the edges with the modules that own them.
+    """
+
+    homes: list[Home]
+    layers: list[Home]
+    modules: list[nn.Module]
+    edges: list[tuple[Home, list[Owner]]]
+    buffers: list[Owner]
+    window: int
+
+    def move_edges(self, device: Device) -> int:
+        """Moves edges and all buffers to the device, once their homes are placed; returns the bytes they take there."""
+        length = 0
+        with torch._C.DisableTorchFunctionSubclass():
+            for home, _ in self.edges:
+                for parameter, weight in zip(home.parameters, home.weight, strict=True):
+                    # Not through .to(): on the CPU that would be the host's own tensor.
+                    there = torch.empty(weight.shape, dtype=weight.dtype, device=device.torch_device)
+                    there.copy_(weight)
+                    parameter.data = there
+                    home.on_device.append(there)
+                    home.versions = [parameter._version]
+                length += home.layout.total_bytes
+        for module, name in self.buffers:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            module._buffers[name] = buffer.to(device.torch_device)
+            length += buffer.numel() * buffer.element_size()
+        return length
+
+
+def plan(
+    model: nn.Module,
+    layers: str | Sequence[str] | None,
+    dtype: torch.dtype | None,
+    settings: OffloadSettings,
+    device: Device,
+) -> Placement:
+    """Places the parameters of ``model`` and chooses the window; changes nothing.
+
+    A parameter that one layer alone uses goes with that layer; what layers share, with one another or with the rest of
+    the model, is an edge, and so is everything outside the layers. Raises ValueError and BudgetError.
+    """
+    found = find_layers(model, layers)
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"dtype must be torch.float32 or torch.bfloat16 (got {dtype}); for float16 use torch.bfloat16, which needs "
+            "no loss scaling"
+        )
+    owned, edges = _share_out(model, found)
+    homes_by_parameter: dict[int, Home] = {}
+    modules: list[nn.Module] = []
+    layer_homes: list[Home] = []
+    for layer, parameters in zip(found, owned, strict=True):
+        if parameters:
+            home = Home(len(modules), layer.name, parameters, _dtype_of(layer.name, parameters, dtype))
+            modules.append(layer.module)
+            layer_homes.append(home)
+            homes_by_parameter.update((id(p), home) for p in parameters)
+    if not modules:
+        raise ValueError(
+            f"every parameter of the {len(found)} layers of {type(model).__name__} is shared with other layers or the "
+            "rest of the model, so that nothing can be moved by itself: there is nothing to offload"
+        )
+    edge_homes = []
+    for name, parameter, owners in edges:
+        home = Home(None, name, [parameter], _dtype_of(name, [parameter], dtype))
+        homes_by_parameter[id(parameter)] = home
+        edge_homes.append((home, owners))
+    homes = list({id(h): h for p in model.parameters() if (h := homes_by_parameter[id(p)])}.values())
+    buffers = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    buffer_bytes = sum(b.numel() * b.element_size() for m, name in buffers if (b := m._buffers[name]) is not None)
+    edge_bytes = buffer_bytes + sum(home.layout.total_bytes for home, _ in edge_homes)
+    window = _choose_window(layer_homes, edge_bytes, settings, device)
+    _check_host(homes, settings)
+    return Placement(homes=homes, layers=layer_homes, modules=modules, edges=edge_homes, buffers=buffers, window=window)
+
+
+def _share_out(
+    model: nn.Module, layers: Sequence[Layer]
+) -> tuple[list[list[nn.Parameter]], list[tuple[str, nn.Parameter, list[Owner]]]]:
+    """Returns each layer's own parameters, and the edges with their names and owners."""
+    layer_of = {id(module): i for i, layer in enumerate(layers) for module in layer.module.modules()}
+    owned: list[list[nn.Parameter]] = [[] for _ in layers]
+    owners: dict[int, list[Owner]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    edges = []
+    for name, parameter in model.named_parameters():
+        users = {layer_of.get(id(module)) for module, _ in owners[id(parameter)]}
+        layer = users.pop()
+        if layer is None or users:
+            edges.append((name, parameter, owners[id(parameter)]))
+        else:
+            owned[layer].append(parameter)
+    return owned, edges
+
+
+def _dtype_of(name: str, parameters: Sequence[nn.Parameter], wanted: torch.dtype | None) -> torch.dtype:
+    present = {parameter.dtype for parameter in parameters}
+    if any(not d.is_floating_point for d in present):
+        raise ValueError(
+            f"parameters must be floating-point (got {', '.join(map(str, present))} in {name}); quantised weights "
+            "cannot be trained here, load the model in float32 or bfloat16"
+        )
+    if any(parameter.is_meta for parameter in parameters):
+        raise ValueError(
+            f"parameters must have values (those of {name} are on the meta device); initialise or load the model first"
+        )
+    if wanted is not None:
+        return wanted
+    if len(present) > 1 or not present <= set(COMPUTE_DTYPES):
+        raise ValueError(
+            f"a layer's parameters must be all float32 or all bfloat16 (got {', '.join(sorted(map(str, present)))} in "
+            f"{name}); pass dtype=torch.bfloat16 or torch.float32 to offload()"
+        )
+    return present.pop()
+
+
+def _choose_window(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> int:
+    layers, slot = len(homes), max(home.layout.total_bytes for home in homes)
+    fixed = edge_bytes + RING * max((home.layout.total_bytes for home in homes if home.trainable), default=0)
+    budget = settings.device_memory
+    assert budget is None or isinstance(budget, int)
+    needed = f"edges and gradient slots take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
+    if isinstance(settings.window, int):
+        window = settings.window
+        if not 1 <= window <= layers:
+            raise ValueError(
+                f"window must be between 1 and the number of layers (got window={window}, layers={layers}); "
+                "pass a smaller window, or 'auto'"
+            )
+        if budget is not None and fixed + window * slot > budget:
+            fits = (budget - fixed) // slot
+            raise BudgetError(
+                f"a window of {window} needs {format_bytes(fixed + window * slot)} on the device before activations "
+                f"(got device_memory={format_bytes(budget)}; {needed}); "
+                + (f"pass window={fits} or less" if fits >= 1 else "not even a window of 1 fits: raise device_memory")
+            )
+        return window
+    if budget is not None and fixed + slot > budget:
+        raise BudgetError(
+            f"a window of 1 needs {format_bytes(fixed + slot)} on the device before activations (got "
+            f"device_memory={format_bytes(budget)}; {needed}); raise device_memory, or use a smaller dtype"
+        )
+    limit = budget if budget is not None else device.free_bytes()
+    if limit is None:
+        return min(2, layers)  # on the CPU slots are a second copy: just enough to overlap
+    return max(1, min(layers, (limit // 2 - fixed) // slot))
+
+
+def _check_host(homes: Sequence[Home], settings: OffloadSettings) -> None:
+    """Refuses a host budget that cannot hold weights, gradients, staging and AdamW's fp32 states."""
+    budget = settings.host_memory
+    if budget is None:
+        return
+    assert isinstance(budget, int)
+    weights = sum(home.layout.total_bytes for home in homes)
+    masters = sum(_fp32_bytes(home, False) for home in homes if home.dtype != torch.float32)
+    gradients = sum(home.layout.total_bytes for home in homes if home.trainable)
+    staging = RING * max((home.layout.total_bytes for home in homes if home.trainable and not home.is_edge), default=0)
+    states = 2 * sum(_fp32_bytes(home, True) for home in homes)
+    total = weights + masters + gradients + staging + states
+    if total > budget:
+        raise BudgetError(
+            f"host memory must hold {format_bytes(total)} (got host_memory={format_bytes(budget)}): weights "
+            f"{format_bytes(weights + masters)}, gradients {format_bytes(gradients + staging)}, AdamW's states "
+            f"{format_bytes(states)}; raise host_memory, freeze parameters, or train a smaller model"
+        )
+
+
+def _fp32_bytes(home: Home, trainable_only: bool) -> int:
+    sizes = [4 * p.numel() for p in home.parameters if p.requires_grad or not trainable_only]
+    return lay_out(sizes).total_bytes

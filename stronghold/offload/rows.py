@@ -1,0 +1,100 @@
+"""Finds the layers of a model: the containers whose children are repeated blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One repeated block: its qualified name and the module itself."""
+
+    name: str
+    module: nn.Module
+
+
+def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> list[Layer]:
+    """Returns the layers of ``model`` in the order of the model's modules, all rows behind one another.
+
+    ``layers`` names the containers (``"model.layers"``, or several); without it the outermost containers with a
+    repeated block are taken. Children without parameters, such as activations, move nothing and are left out.
+
+    Raises ValueError where there is no repeated block, or ``layers`` names none.
+    """
+    rows = _named_rows(model, [layers] if isinstance(layers, str) else layers) if layers else _found_rows(model)
+    result, seen = [], set()
+    for name in rows:
+        for child_name, child in model.get_submodule(name).named_children():
+            if id(child) not in seen and any(True for _ in child.parameters()):
+                result.append(Layer(f"{name}.{child_name}" if name else child_name, child))
+            seen.add(id(child))
+    if len(result) < 2:
+        where = ", ".join(map(repr, rows)) or "no container"
+        raise ValueError(
+            "a model must have a row of at least two layers with parameters of their own (got "
+            f"{len(result)} in {where} of {type(model).__name__}): there is nothing to pass through a window. One block "
+            "that is used again and again (as in ALBERT) fits the device as it is"
+        )
+    return result
+
+
+def _named_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
+    modules = dict(model.named_modules())
+    candidates = ", ".join(repr(name) for name in _candidates(model)) or "none"
+    for name in names:
+        module = modules.get(name)
+        if module is None or not isinstance(module, _CONTAINERS) or not len(module):
+            got = "names no module" if module is None else f"names a {type(module).__name__} of {_length(module)}"
+            raise ValueError(
+                f"layers= must name containers of layers (ModuleList, Sequential or ModuleDict) of the model (got "
+                f"{name!r}, which {got}); containers with a repeated block here: {candidates}"
+            )
+    return list(names)
+
+
+def _found_rows(model: nn.Module) -> list[str]:
+    candidates = _candidates(model)
+    if not candidates:
+        raise ValueError(
+            f"{type(model).__name__} has no repeated block: no ModuleList, Sequential or ModuleDict in it has two or "
+            "more children of one class with parameters; name the container of its layers with layers='...'"
+        )
+    sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in candidates}
+    largest = max(candidates, key=lambda name: sizes[name])
+    # Beside the largest row, a row of composite blocks is one too (a decoder, a vision tower); a short stack of plain
+    # linear layers is a head.
+    return [name for name in candidates if name == largest or not _is_leaf(_block_of(model.get_submodule(name)))]
+
+
+def _candidates(model: nn.Module) -> list[str]:
+    """Returns the names of the outermost containers with a repeated block, in the model's order."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") if outer else name for outer in names)
+        if not inside and isinstance(module, _CONTAINERS) and _block_of(module) is not None:
+            names.append(name)
+    return names
+
+
+def _block_of(container: nn.Module) -> nn.Module | None:
+    """Returns one of the children of the class that occurs most often, at least twice, with parameters; or None."""
+    children = [c for c in container.children() if any(True for _ in c.parameters())]
+    counts = Counter(type(child) for child in children)
+    if not counts or counts.most_common(1)[0][1] < 2:
+        return None
+    block = counts.most_common(1)[0][0]
+    return next(child for child in children if type(child) is block)
+
+
+def _is_leaf(module: nn.Module | None) -> bool:
+    return module is None or not any(True for _ in module.children())
+
+
+def _length(module: nn.Module) -> str:
+    return f"{len(module)} children" if isinstance(module, _CONTAINERS) else "no children to pass through"

@@ -1,0 +1,42 @@
+"""The moments of AdamW, on the host: one buffer a unit, one view a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from stronghold.device import Device, HostBuffer
+from stronghold.home import Home
+from stronghold.layout import lay_out
+
+
+class Moments:
+    """``exp_avg`` and ``exp_avg_sq`` in fp32 for the parameters that are trained: 8 bytes each.
+
+    Memory that a unit's frozen parameters would need is not taken; a parameter that is unfrozen later gets its own.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffers: list[HostBuffer] = []
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def allocate(self, home: Home, places: Iterable[int]) -> None:
+        """Allocates moments, all zero, for the parameters at ``places`` of ``home`` that have none yet."""
+        places = [place for place in places if (id(home), place) not in self._views]
+        if not places:
+            return
+        layout = lay_out([4 * home.parameters[place].numel() for place in places for _ in range(2)])
+        buffer = self._device.host_buffer(layout.total_bytes, pinned=False)
+        self._buffers.append(buffer)
+        for i, place in enumerate(places):
+            shape = home.shapes[place]
+            first, second = (buffer.view(layout.offsets[2 * i + j], shape, torch.float32) for j in range(2))
+            self._views[id(home), place] = (first, second)
+
+    def of(self, home: Home, place: int) -> tuple[Tensor, Tensor]:
+        """Returns (exp_avg, exp_avg_sq) of one parameter, in its shape."""
+        self.allocate(home, [place])
+        return self._views[id(home), place]

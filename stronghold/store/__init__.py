@@ -1,0 +1,1 @@
+"""Where layers live when they are not in the window."""

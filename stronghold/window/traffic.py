@@ -1,0 +1,26 @@
+"""What the engine moves, counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+_KEPT_WAITS = 8192
+"""Waits that are remembered for the report: a long evaluation takes no step that would cut them."""
+
+
+@dataclass
+class Traffic:
+    """What has crossed the link since the last step, and what was waited for."""
+
+    fetches: int = 0
+    fetched_bytes: int = 0
+    gradient_bytes: int = 0
+    fetch_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
+    update_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
+
+    def cut(self) -> Traffic:
+        """Returns what has been counted and begins anew."""
+        until_now = Traffic(**vars(self))
+        vars(self).update(vars(Traffic()))
+        return until_now

@@ -1,0 +1,51 @@
+"""The engine's waits: every one of them, with its reason."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from stronghold.device import Device, Event, Stream
+
+
+class Wait(Enum):
+    """Every wait of the engine, with its reason. There is none without one of these."""
+
+    SLOT_FREE = "a fetch overwrites a slot: the last computation with it must have read it"
+    FETCHED = "a computation reads a slot: its fetch must be complete"
+    UPDATED = "a fetch reads the host's weights: their update must be complete"
+    WEIGHTS_READ = "somebody reads a layer's weights on the host: their update must be complete"
+    GRADIENT_SLOT_FREE = "a computation refills a gradient slot: its last copy down must be complete"
+    GRADIENT_WRITTEN = "a copy down reads a gradient slot: the computation must have filled it"
+    GRADIENT_READ = "gradients are published on the host: their copy down must be complete"
+    GRADIENT_ADDED = "gradients are published on the host: their addition must be complete"
+    GRADIENT_ADD = "the host adds a gradient from staging: its copy down must be complete"
+    GRADIENT_UPDATE = "an update in the backward pass reads staging: the copy down must be complete"
+    STAGING_FREE = "a copy down refills the host's staging: what read it must be complete"
+    EDGE_GRADIENT = "the host reads an edge's gradient: the computation and its copy must be complete"
+    EDGE_WRITTEN = "the host reads an edge that the user wrote on the device: its copy down must be complete"
+    EDGE_UPDATED = "an upload reads an edge's host weights: their update must be complete"
+    EDGE_UPLOADED = "a computation reads an edge: its upload must be complete"
+    INPUT_SLOT_FREE = "a computation refills an activation slot: its last copy down must be complete"
+    INPUT_WRITTEN = "a copy down reads an activation slot: the computation must have filled it"
+    INPUT_DOWN = "a copy up reads the host's activations: their copy down must be complete"
+    INPUT_SLOT_READ = "a copy up overwrites an activation slot: the computation with it must have ended"
+    INPUT_UP = "a computation reads an activation slot: its copy up must be complete"
+
+
+class Waits:
+    """Makes streams wait. One place for all of them, so that a test can take each away in turn."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def stream(self, stream: Stream, event: Event | None, reason: Wait) -> None:
+        if event is not None:
+            stream.wait(event)
+
+    def compute(self, event: Event | None, reason: Wait) -> None:
+        if event is not None:
+            self.device.compute_wait(event)
+
+    def host(self, event: Event | None, reason: Wait) -> None:
+        if event is not None:
+            event.wait()

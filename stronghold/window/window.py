@@ -1,0 +1,151 @@
+"""Carries the schedule out: layers into slots and out of them, in the order of events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.device import Device, Event
+from stronghold.errors import OffloadedModelError
+from stronghold.home import Home, OffloadedParameter
+from stronghold.schedule import Action, Move, Schedule
+from stronghold.store.ram import RamStore
+from stronghold.window.traffic import Traffic
+from stronghold.window.waits import Wait, Waits
+
+
+@dataclass
+class Slot:
+    """A fixed device buffer that holds one layer at a time."""
+
+    flat: Tensor
+    ready: Event | None = None
+    """The fetch of the layer it holds."""
+    read: Event | None = None
+    """The end of the last computation with the layer it held."""
+    views: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+class Window:
+    """The slots, what is in them, and the parameters that look into them.
+
+    ``homes`` are the layers in order. All slots are allocated here, once, each as long as the longest layer.
+    """
+
+    def __init__(
+        self, homes: Sequence[Home], schedule: Schedule, device: Device, store: RamStore, waits: Waits
+    ) -> None:
+        self.homes = homes
+        self.schedule = schedule
+        self.device = device
+        self.store = store
+        self.waits = waits
+        self.traffic = Traffic()
+        longest = max(home.layout.total_bytes for home in homes)
+        self.slots = [Slot(device.buffer(longest)) for _ in range(schedule.window)]
+        self._free = list(reversed(self.slots))
+        self._where: dict[int, Slot] = {}
+        self._bound: set[int] = set()
+
+    def begin_forward(self, layer: int, *, training: bool, behind: Sequence[int]) -> None:
+        """Brings ``layer`` onto the device and points its parameters into its slot."""
+        self.carry_out(self.schedule.begin_forward(layer, training=training, behind=behind))
+        self._bind(layer)
+
+    def end_forward(self, layer: int, *, returning: bool) -> None:
+        """Points the parameters back to the host and lets the schedule use the slot."""
+        self._unbind(layer)
+        self._computed(layer, backward=False)
+        self._where[layer].read = self.device.compute_mark()
+        self.carry_out(self.schedule.end_forward(returning=returning))
+
+    def begin_backward(self, layer: int, remaining: Sequence[int]) -> None:
+        self.carry_out(self.schedule.begin_backward(layer, remaining))
+        self._bind(layer)
+
+    def end_backward(self, layer: int) -> None:
+        self._unbind(layer)
+        self._computed(layer, backward=True)
+        self._where[layer].read = self.device.compute_mark()
+        self.carry_out(self.schedule.end_backward())
+
+    def changed(self, layers: Iterable[int]) -> None:
+        """Drops layers whose update is under way and begins to fetch what comes next."""
+        self.carry_out(self.schedule.changed(layers))
+
+    def views(self, layer: int) -> list[Tensor]:
+        """Returns the tensors of ``layer`` in the slot that holds it."""
+        slot, home = self._where[layer], self.homes[layer]
+        if layer not in slot.views:
+            slot.views[layer] = [
+                slot.flat[offset : offset + size].view(home.dtype).view(shape)
+                for offset, size, shape in zip(home.layout.offsets, home.layout.sizes, home.shapes, strict=True)
+            ]
+        return slot.views[layer]
+
+    def slot_of(self, address: int) -> tuple[int, int] | None:
+        """Returns the layer whose slot holds ``address`` and the offset in bytes there, or None."""
+        for layer in self._bound:
+            offset = address - self._where[layer].flat.data_ptr()
+            if 0 <= offset < self.homes[layer].layout.total_bytes:
+                return layer, offset
+        return None
+
+    def is_bound(self, layer: int) -> bool:
+        return layer in self._bound
+
+    def flat(self, layer: int) -> Tensor:
+        return self._where[layer].flat
+
+    def carry_out(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            if move.action is Action.EVICT:
+                self._free.append(self._where.pop(move.layer))
+                continue
+            home, slot = self.homes[move.layer], self._free.pop()
+            self._where[move.layer] = slot
+            # The slot's last layer may still be computing, on the device, when this is issued.
+            self.waits.stream(self.device.fetches, slot.read, Wait.SLOT_FREE)
+            # The update runs on the host: the first layer's may be done when the last one's has not begun.
+            self.waits.stream(self.device.fetches, home.updated, Wait.UPDATED)
+            self.store.fetch(home, slot.flat)
+            slot.ready = self.device.fetches.record()
+            self.traffic.fetches += 1
+            self.traffic.fetched_bytes += home.layout.total_bytes
+
+    def _computed(self, layer: int, *, backward: bool) -> None:
+        home = self.homes[layer]
+        self.device.computed([self.flat(layer)[: home.layout.total_bytes]], home.elements, backward=backward)
+
+    def _bind(self, layer: int) -> None:
+        home, slot = self.homes[layer], self._where[layer]
+        begin = self.device.stamp()
+        late_update = home.updated is not None and not home.updated.happened
+        # The computation must not read the slot before the fetch has filled it; the fetch in its turn
+        # waits for the update, so that nothing here has to.
+        self.waits.compute(slot.ready, Wait.FETCHED)
+        waits = self.traffic.update_waits if late_update else self.traffic.fetch_waits
+        waits.append((begin, self.device.stamp()))
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, view in zip(home.parameters, self.views(layer), strict=True):
+                parameter.__class__ = nn.Parameter
+                parameter.data = view
+        self._bound.add(layer)
+
+    def _unbind(self, layer: int) -> None:
+        home = self.homes[layer]
+        self._bound.discard(layer)
+        versions = [p._version for p in home.parameters]
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, weight in zip(home.parameters, home.weight, strict=True):
+                parameter.data = weight
+                parameter.__class__ = OffloadedParameter
+        if versions != home.versions:
+            home.versions = versions
+            raise OffloadedModelError(
+                f"{home.name} changed one of its own parameters in place during its computation; such a change would "
+                "be lost, because the device holds a copy. Change parameters outside the layer's forward"
+            )

@@ -1,0 +1,166 @@
+"""Promise 2: no buffer is read before it is filled or refilled before it is drained, whatever is late.
+
+Every wait of the engine goes through ``Waits`` with its reason. With all of them, random delays change no bit; without
+any one of them, some delays do: so each is needed, and each is tested.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.window import Wait, Waits
+from tests.delayed import DelayedDevice, RaceError
+
+LAYERS = 5
+
+
+class Layer(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, size)
+        self.down = nn.Linear(size, size)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into = nn.Linear(8, 12)
+        self.layers = nn.ModuleList(Layer(12) for _ in range(LAYERS))
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x):
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def train(
+    device: DelayedDevice | str,
+    *,
+    window=2,
+    update="deferred",
+    accumulate=1,
+    read=False,
+    clip=False,
+    write=False,
+    **kwargs,
+):
+    """Returns all that was seen in a few steps: losses, norms, weights right after the step, parameters at the end."""
+    torch.set_num_threads(1)
+    model, seen = Model(), []
+    stronghold.offload(model, window=window, device=device, **kwargs)
+    optimizer = stronghold.AdamW(model.parameters(), lr=0.05, update=update, threads=1)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        for _ in range(accumulate):
+            x = torch.randn(6, 8, generator=generator).to(kwargs.get("dtype"))
+            loss = (model(x) ** 2).mean() + model(-x).abs().mean() * 0.1
+            loss.backward()
+            seen.append(loss.item())
+        if clip:
+            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        if write:
+            with torch.no_grad():
+                model.out.weight.mul_(0.5)
+        if read:
+            seen += [model.layers[i].up.weight.sum().item() for i in range(LAYERS)]
+        optimizer.zero_grad()
+    seen += [p.detach().double().sum().item() for p in model.parameters()]
+    if isinstance(device, DelayedDevice):
+        device.settle()
+    return seen
+
+
+SETTINGS = {
+    "deferred": {},
+    "window of one": {"window": 1},
+    "whole window": {"window": LAYERS},
+    "accumulation": {"accumulate": 3},
+    "in_backward": {"update": "in_backward"},
+    "keep": {"activations": "keep"},
+    "host": {"activations": "host"},
+    "reading": {"read": True},
+    "clipped accumulation": {"accumulate": 3, "clip": True},
+    "writing in bf16": {"write": True, "dtype": torch.bfloat16},
+    "micro-batches": {"micro_batch": 6},
+}
+# Who is late, in seconds at most; each profile brings out other races.
+PROFILES = {
+    "fetches late": {"fetches": 3e-3},
+    "gradients late": {"gradients": 4e-3},
+    "updates late": {"updates": 4e-3},
+    "edges late": {"edges": 6e-3},
+    "computation late": {"compute": 4e-3},
+    "copies late, computation more": {"compute": 4e-3, "fetches": 1e-3, "gradients": 1e-3},
+    "all late": {"fetches": 2e-3, "gradients": 2e-3, "updates": 2e-3, "edges": 2e-3, "compute": 2e-3},
+}
+
+
+def undelayed(setting: str):
+    return train("cpu", **SETTINGS[setting])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_delay_changes_a_bit(setting):
+    expected = undelayed(setting)
+    for seed, profile in enumerate(PROFILES.values()):
+        assert train(DelayedDevice(seed, **profile), **SETTINGS[setting]) == expected
+
+
+@pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
+def test_every_wait_is_needed(wait, monkeypatch):
+    """Takes one reason for waiting away: some delay must then change a result or be seen as a race."""
+    originals = {kind: getattr(Waits, kind) for kind in ("stream", "compute", "host")}
+    used = []
+
+    def without(original):
+        def waits(self, *args):
+            *_, reason = args
+            if reason is wait:
+                used.append(reason)
+                return None
+            return original(self, *args)
+
+        return waits
+
+    for kind, original in originals.items():
+        monkeypatch.setattr(Waits, kind, without(original))
+    for setting in SETTINGS:
+        monkeypatch.undo()
+        expected = undelayed(setting)
+        for kind, original in originals.items():
+            monkeypatch.setattr(Waits, kind, without(original))
+        for seed, profile in enumerate(PROFILES.values()):
+            used.clear()
+            try:
+                got = train(DelayedDevice(seed, **profile), **SETTINGS[setting])
+            except (RaceError, RuntimeError):
+                return
+            if got != expected:
+                return
+            if not used:
+                break  # this setting never waits for that reason
+    pytest.fail(f"nothing went wrong without {wait.name}: {wait.value}")
+
+
+def test_every_wait_has_one_place_and_its_own_reason():
+    """The mutation above takes a reason away; with one place for each reason it takes away one wait."""
+    root = Path(stronghold.__file__).parent
+    source = "".join(p.read_text() for room in ("window", "offload") for p in sorted((root / room).glob("*.py")))
+    source = source.replace((root / "window" / "waits.py").read_text(), "")
+    for wait in Wait:
+        assert source.count(f"Wait.{wait.name})") == 1, wait
+    assert source.count("self.waits.") == len(Wait)
+    assert ".compute_wait(" not in source, "a wait that has no reason"
+    assert "synchronize()" not in source
