@@ -45,6 +45,10 @@ class Device(ABC):
     def compute_wait(self, event: Event) -> None:
         """Makes the computation issued from now on wait for ``event``."""
 
+    def host_wait(self, event: Event) -> None:
+        """Blocks the calling thread until ``event``."""
+        event.wait()
+
     @abstractmethod
     def compute_mark(self) -> Event:
         """Records an event behind the computation issued so far."""

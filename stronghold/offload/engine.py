@@ -40,7 +40,8 @@ class Engine:
             home.owner = self
             store.place(home)
             self._attach(home)
-        self.edges_bytes = placement.move_edges(device)
+        placement.move_edges(device)
+        self.edge_bytes = placement.edge_bytes
         self.window = Window(self.layers, Schedule(len(self.layers), placement.window), device, store, self.waits)
         self.gradients = Gradients(self.layers, device, self.waits)
         self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
@@ -101,6 +102,7 @@ class Engine:
         layer = self.gradients.layer
         if layer is None:
             return
+        self.window.computed(layer, backward=True)
         updated = self.gradients.close()
         self.window.end_backward(layer)
         if updated is not None:

@@ -122,7 +122,7 @@ def report(model: nn.Module) -> Report:
         dtype=str(home.dtype).removeprefix("torch."),
         slots_device_bytes=sum(slot.flat.numel() for slot in engine.window.slots),
         gradients_device_bytes=engine.gradients.device_bytes,
-        edges_device_bytes=engine.edges_bytes,
+        edges_device_bytes=engine.edge_bytes,
         peak_device_bytes=device.peak_bytes(),
         pinned_host_bytes=device.pinned_bytes,
         pageable_host_bytes=device.pageable_bytes,

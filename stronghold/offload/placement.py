@@ -35,11 +35,11 @@ class Placement:
     modules: list[nn.Module]
     edges: list[tuple[Home, list[Owner]]]
     buffers: list[Owner]
+    edge_bytes: int
     window: int
 
-    def move_edges(self, device: Device) -> int:
-        """Moves edges and all buffers to the device, once their homes are placed; returns the bytes they take there."""
-        length = 0
+    def move_edges(self, device: Device) -> None:
+        """Moves edges and all buffers to the device, once their homes are placed."""
         with torch._C.DisableTorchFunctionSubclass():
             for home, _ in self.edges:
                 for parameter, weight in zip(home.parameters, home.weight, strict=True):
@@ -49,13 +49,10 @@ class Placement:
                     parameter.data = there
                     home.on_device.append(there)
                     home.versions = [parameter._version]
-                length += home.layout.total_bytes
         for module, name in self.buffers:
             buffer = module._buffers[name]
             assert buffer is not None
             module._buffers[name] = buffer.to(device.torch_device)
-            length += buffer.numel() * buffer.element_size()
-        return length
 
 
 def plan(
@@ -99,10 +96,19 @@ def plan(
     homes = list({id(h): h for p in model.parameters() if (h := homes_by_parameter[id(p)])}.values())
     buffers = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     buffer_bytes = sum(b.numel() * b.element_size() for m, name in buffers if (b := m._buffers[name]) is not None)
-    edge_bytes = buffer_bytes + sum(home.layout.total_bytes for home, _ in edge_homes)
+    # An edge's gradient lies beside it, as in any model on the device.
+    edge_bytes = buffer_bytes + sum((1 + home.trainable) * home.layout.total_bytes for home, _ in edge_homes)
     window = _choose_window(layer_homes, edge_bytes, settings, device)
     _check_host(homes, settings)
-    return Placement(homes=homes, layers=layer_homes, modules=modules, edges=edge_homes, buffers=buffers, window=window)
+    return Placement(
+        homes=homes,
+        layers=layer_homes,
+        modules=modules,
+        edges=edge_homes,
+        buffers=buffers,
+        edge_bytes=edge_bytes,
+        window=window,
+    )
 
 
 def _share_out(

@@ -38,8 +38,8 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
         where = ", ".join(map(repr, rows)) or "no container"
         raise ValueError(
             "a model must have a row of at least two layers with parameters of their own (got "
-            f"{len(result)} in {where} of {type(model).__name__}): there is nothing to pass through a window. One block "
-            "that is used again and again (as in ALBERT) fits the device as it is"
+            f"{len(result)} in {where} of {type(model).__name__}): there is nothing to pass through a window. One "
+            "block that is used again and again (as in ALBERT) fits the device as it is"
         )
     return result
 

@@ -48,4 +48,4 @@ class Waits:
 
     def host(self, event: Event | None, reason: Wait) -> None:
         if event is not None:
-            event.wait()
+            self.device.host_wait(event)

@@ -58,7 +58,7 @@ class Window:
     def end_forward(self, layer: int, *, returning: bool) -> None:
         """Points the parameters back to the host and lets the schedule use the slot."""
         self._unbind(layer)
-        self._computed(layer, backward=False)
+        self.computed(layer, backward=False)
         self._where[layer].read = self.device.compute_mark()
         self.carry_out(self.schedule.end_forward(returning=returning))
 
@@ -68,7 +68,6 @@ class Window:
 
     def end_backward(self, layer: int) -> None:
         self._unbind(layer)
-        self._computed(layer, backward=True)
         self._where[layer].read = self.device.compute_mark()
         self.carry_out(self.schedule.end_backward())
 
@@ -116,7 +115,8 @@ class Window:
             self.traffic.fetches += 1
             self.traffic.fetched_bytes += home.layout.total_bytes
 
-    def _computed(self, layer: int, *, backward: bool) -> None:
+    def computed(self, layer: int, *, backward: bool) -> None:
+        """Tells the device that the computation of ``layer`` has been issued in full."""
         home = self.homes[layer]
         self.device.computed([self.flat(layer)[: home.layout.total_bytes]], home.elements, backward=backward)
 

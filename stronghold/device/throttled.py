@@ -1,0 +1,119 @@
+"""A device of given speed, on the CPU: to see what a schedule makes of a machine that is not at hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stronghold.device.cpu import CpuDevice
+from stronghold.device.events import Event
+from stronghold.device.streams import Stream, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What a machine sustains: FLOP/s of its device, bytes/s of its link each way and of its host's updates."""
+
+    flops: float
+    up: float
+    down: float
+    host: float
+
+
+class ThrottledDevice(CpuDevice):
+    """Runs the real engine on small layers and charges the time that large ones would take.
+
+    Every parameter counts as ``scale`` parameters, each layer's computation as 2 FLOP per parameter and token in the
+    forward pass and 6 in the backward pass (4, and 2 to recompute). Streams and computation keep clocks in seconds:
+    an operation begins when the one before it and all that it waits for have ended, and events carry the time from
+    stream to stream. With ``paced`` every thread also sleeps until its clock, so that the wall clock shows what the
+    engine's own overhead adds; without, the clocks alone tell, the same on every run.
+    """
+
+    def __init__(self, speed: Speed, *, tokens: int, scale: float = 1.0, paced: bool = False) -> None:
+        self.speed = speed
+        self.tokens = tokens
+        self.scale = scale
+        self.paced = paced
+        self.clock_s = 0.0
+        self.busy_s = {"compute": 0.0, "fetches": 0.0, "edges": 0.0, "gradients": 0.0, "updates": 0.0}
+        """Seconds of work given to each resource so far."""
+        self._origin_s = time.perf_counter()
+        super().__init__()
+
+    def stream(self, name: str) -> Stream:
+        return _ThrottledStream(name, self)
+
+    def compute_wait(self, event: Event) -> None:
+        event.wait()
+        self.clock_s = max(self.clock_s, event.time)
+
+    host_wait = compute_wait  # the thread that waits is the one that computes
+
+    def compute_mark(self) -> Event:
+        event = super().compute_mark()
+        event.time = self.clock_s
+        return event
+
+    def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
+        flops = (6 if backward else 2) * parameters * self.scale * self.tokens
+        spent_s = flops / self.speed.flops
+        self.busy_s["compute"] += spent_s
+        self.clock_s += spent_s
+        self.sleep_until(self.clock_s)
+        if self.paced:
+            # Where issuing took longer than the computation itself, that is the time.
+            self.clock_s = max(self.clock_s, time.perf_counter() - self._origin_s)
+
+    def sleep_until(self, clock_s: float) -> None:
+        if self.paced and (left_s := self._origin_s + clock_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+
+    def stamp(self) -> float:
+        return self.clock_s
+
+
+class _ThrottledStream(Stream):
+    def __init__(self, name: str, device: ThrottledDevice) -> None:
+        self._device = device
+        self._clock_s = 0.0
+        super().__init__(name)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._timed(lambda: self._copy(target, source), source.numel() * source.element_size())
+
+    def run(self, task: Task, moved_bytes: int = 0) -> None:
+        self._timed(task, moved_bytes)
+
+    def submit(self, task: Task) -> None:
+        issued_s = self._device.clock_s
+
+        def begin() -> None:
+            self._clock_s = max(self._clock_s, issued_s)
+            task()
+
+        super().submit(begin)
+
+    def _wait(self, event: Event) -> None:
+        super()._wait(event)
+        self._clock_s = max(self._clock_s, event.time)
+
+    def _happen(self, event: Event) -> None:
+        event.time = self._clock_s
+        super()._happen(event)
+
+    def _timed(self, task: Task, moved_bytes: int) -> None:
+        speed = self._device.speed
+        rate = {"fetches": speed.up, "edges": speed.up, "gradients": speed.down, "updates": speed.host}[self.name]
+        spent_s = moved_bytes * self._device.scale / rate
+        self._device.busy_s[self.name] += spent_s
+
+        def timed() -> None:
+            task()
+            self._clock_s += spent_s
+            self._device.sleep_until(self._clock_s)
+
+        self.submit(timed)
