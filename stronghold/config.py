@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 
 from stronghold.units import parse_bytes
@@ -147,6 +148,8 @@ class TrainSettings:
         _check_whole("sequence", self.sequence, at_least=2)
         _check_whole("seed", self.seed, at_least=0)
         _check_one_of("dtype", self.dtype, ("fp32", "bf16"))
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device must be cpu, cuda or cuda:N (got {self.device!r}); pass one of them")
 
     def flat(self) -> dict[str, object]:
         """Returns every setting by its own name, as a record holds them; no two groups share a name."""

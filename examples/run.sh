@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Runs the main job: trains the reference GPT on the source of the Python standard library, and times it.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+usage() {
+  cat <<'EOF'
+usage: examples/run.sh [-m METHOD] [-l LAYERS] [-h HIDDEN] [-b BATCH] [-w WINDOW] [options]
+
+Trains the reference GPT (16 heads, a vocabulary of 51200, AdamW) on the source of the Python standard
+library, byte by byte, sets up what it needs first, and prints speed, memory and loss. The log goes to
+results/log_METHOD_l-LAYERS_h-HIDDEN_bs-BATCH_ws-WINDOW_TIME.txt, the summary as a JSON line to
+results/runs.jsonl, every step's record and TensorBoard events to a folder of their own in results/runs/.
+
+  -m METHOD       stronghold (default)
+  -l LAYERS       layers (default: 16)
+  -h HIDDEN       width of a layer, a multiple of 32 (default: 2048)
+  -b BATCH        samples in a step (default: 4)
+  -w WINDOW       layers on the device at a time, or auto (default: 4)
+  --seq N         tokens in a sample (default: 256; the paper's runs have 1024)
+  --steps N       steps (default: 50)
+  --lr X          highest learning rate (default: 6e-4), after a tenth of the steps
+  --dtype TYPE    fp32 or bf16, the compute type (default: fp32)
+  --store STORE   where layers outside the window are: ram (default)
+  --device NAME   cpu, cuda or cuda:N (default: cuda where there is one, else cpu)
+  --results DIR   where all that goes (default: results)
+  --help          this text
+
+examples:
+  ./examples/run.sh -m stronghold -l 8 -h 256 -b 4 -w 2      two minutes on two cores
+  ./examples/run.sh -m stronghold -l 32 -h 2048 -b 4 -w 4 --seq 1024 --device cuda
+EOF
+}
+
+fail() {
+  printf 'run.sh: error: %s\n' "$*" >&2
+  exit 2
+}
+
+method=stronghold layers=16 hidden=2048 batch=4 window=4
+seq=256 steps=50 lr=6e-4 dtype=fp32 store=ram device="" results=results
+while (($#)); do
+  case "$1" in
+    --help) usage; exit 0 ;;
+    -m | -l | -h | -b | -w | --seq | --steps | --lr | --dtype | --store | --device | --results)
+      (($# > 1)) || fail "$1 needs a value; see --help"
+      case "$1" in
+        -m) method="$2" ;;
+        -l) layers="$2" ;;
+        -h) hidden="$2" ;;
+        -b) batch="$2" ;;
+        -w) window="$2" ;;
+        --results) results="$(realpath -m -- "$2")" ;;
+        *) printf -v "${1#--}" '%s' "$2" ;;
+      esac
+      shift 2
+      ;;
+    *) fail "unknown option '$1'; see --help" ;;
+  esac
+done
+
+# What can be known before anything is set up; the program itself checks the rest.
+[[ "$method" =~ ^[a-z][a-z0-9-]*$ && -f "$root/stronghold/methods/${method//-/_}.py" ]] ||
+  fail "-m must be one of: $(cd "$root/stronghold/methods" && printf '%s ' [a-z]*.py | sed 's/\.py//g; s/_/-/g; s/ $//') (got '$method')"
+whole() { [[ "$2" =~ ^[1-9][0-9]{0,8}$ ]] || fail "$1 must be a whole number of at least 1 (got '$2')"; }
+whole -l "$layers"
+whole -h "$hidden"
+whole -b "$batch"
+whole --seq "$seq"
+whole --steps "$steps"
+if [[ "$window" != auto ]]; then
+  whole -w "$window"
+  ((window <= layers)) || fail "-w must not be more than the layers (got -w $window, -l $layers)"
+fi
+[[ "$dtype" == fp32 || "$dtype" == bf16 ]] || fail "--dtype must be fp32 or bf16 (got '$dtype')"
+
+# shellcheck source=../environment.sh
+. "$root/environment.sh"
+stronghold_environment
+
+name="${method}_l-${layers}_h-${hidden}_bs-${batch}_ws-${window}_$(date +%Y-%m-%d_%H-%M-%S)"
+log="$results/log_$name.txt"
+printf 'run        %s: %s steps of %s x %s tokens, window %s, %s, lr %s\nlog        %s\n' \
+  "$method" "$steps" "$batch" "$seq" "$window" "$dtype" "$lr" "$log"
+cd "$root" # so that the paths in logs are those of the project, not of this machine
+# exec: a signal sent to this script reaches the program, which then saves what was learned
+exec "$PYTHON" -m stronghold train --method "$method" --layers "$layers" --hidden "$hidden" --batch "$batch" \
+  --window "$window" --seq "$seq" --steps "$steps" --lr "$lr" --dtype "$dtype" --store "$store" \
+  ${device:+--device "$device"} --log "$log" --record "$results/runs.jsonl" --out "$results/runs/$name"

@@ -1,0 +1,279 @@
+"""The command line: arguments to settings, nothing else."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NoReturn
+
+from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
+from stronghold.errors import StrongholdError
+from stronghold.methods import METHODS
+
+FAILED = 1
+WRONG_USAGE = 2
+INTERRUPTED = 130
+
+_SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "vocabulary": 51200, "dropout": 0.0}
+
+_TRAIN_EXAMPLES = """\
+examples:
+  stronghold train -l 8 --hidden 256 --seq 256 --window 2 --steps 60
+      a small reference GPT on the source of the Python standard library
+  stronghold train --data 'books/**/*.txt' --device cuda --dtype bf16 -l 100 --window 8 --out runs/books
+      a 5 billion parameter GPT on text files, on a GPU
+  stronghold train --model Qwen3-8B/ --tokenizer Qwen3-8B/ --data pairs.jsonl --save Qwen3-8B-tuned/
+      fine-tunes a transformers model from a local folder
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_USAGE, f"stronghold: error: {message}; see {self.prog} --help\n")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that ``arguments`` name (default: the process's own) and returns its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone: there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        if options.traceback:
+            raise
+        print(f"stronghold: error: {_in_one_line(error)}", file=sys.stderr)
+        wrong = isinstance(error, ValueError | StrongholdError) and not _is_failure(error)
+        return WRONG_USAGE if wrong else FAILED
+
+
+def _train(options: argparse.Namespace) -> int:
+    settings = _train_settings(options)
+    from stronghold.training import train
+
+    outcome = train(settings)
+    return INTERRUPTED if outcome.interrupted else 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from stronghold.evaluation.figures import draw_runs
+    from stronghold.evaluation.runs import read_run
+
+    runs = [read_run(path) for path in options.runs]
+    for run in runs:
+        if run.truncated:
+            print(f"stronghold: note: {run.truncated}", file=sys.stderr)
+    print(draw_runs(runs, options.output))
+    return 0
+
+
+def _train_settings(options: argparse.Namespace) -> TrainSettings:
+    given = {name: getattr(options, name) for name in _SHAPE if getattr(options, name) is not None}
+    if options.model is not None and given:
+        raise ValueError(
+            f"a model from files has its own shape (got --model with {', '.join('--' + name for name in given)}); "
+            "leave out one or the other"
+        )
+    clip = options.clip
+    if clip is None:
+        clip = 0.0 if options.update == "in_backward" else 1.0
+    warmup = min(100, options.steps // 10) if options.warmup is None else options.warmup
+    device = options.device
+    if device is None:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return TrainSettings(
+        method=options.method,
+        model=ModelSettings(path=options.model, **(_SHAPE | given)),
+        data=DataSettings(source=options.data, tokenizer=options.tokenizer, held_out=options.held_out),
+        optimizer=OptimizerSettings(
+            lr=options.lr,
+            warmup_steps=warmup,
+            weight_decay=options.weight_decay,
+            max_grad_norm=clip or None,
+            update=options.update,
+            nonfinite=options.nonfinite,
+        ),
+        offload=OffloadSettings(
+            window=options.window,
+            store=options.store,
+            micro_batch=options.micro_batch,
+            activations=options.activations,
+            device_memory=options.device_memory,
+            host_memory=options.host_memory,
+        ),
+        device=device,
+        dtype=options.dtype,
+        batch=options.batch,
+        sequence=options.seq,
+        steps=options.steps,
+        seed=options.seed,
+        out=options.out or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}",
+        save=options.save,
+        log=options.log,
+        record=options.record,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="stronghold",
+        description="Trains models that are larger than the device: a window of layers on it, the rest in RAM.",
+        formatter_class=_Help,
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    train = commands.add_parser(
+        "train",
+        help="train a model on text",
+        usage="stronghold train [options]",
+        description="Trains the reference GPT, or a transformers model from local files, on text.",
+        epilog=_TRAIN_EXAMPLES,
+        formatter_class=_Help,
+    )
+    train.set_defaults(run=_train)
+    _add_train_arguments(train)
+    plot = commands.add_parser(
+        "plot",
+        help="draw loss and throughput of runs",
+        description="Draws loss and throughput of one or several runs into one PNG.",
+        epilog="example:\n  stronghold plot runs/* -o comparison.png\n",
+        formatter_class=_Help,
+    )
+    plot.set_defaults(run=_plot)
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or its log.jsonl")
+    plot.add_argument("-o", "--output", default="runs.png", metavar="FILE", help="the PNG to write (default: runs.png)")
+    return parser
+
+
+def _add_train_arguments(train: argparse.ArgumentParser) -> None:
+    data = train.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        metavar="PATH",
+        help='text files, or .jsonl files with a "text" in each line: a file, a folder or a quoted glob (default: '
+        "the source of the Python standard library)",
+    )
+    data.add_argument(
+        "--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder with a tokenizer (default: bytes)"
+    )
+    data.add_argument(
+        "--held-out", type=int, default=0, metavar="N", help="samples kept for a loss at the end (default: 0)"
+    )
+
+    model = train.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        metavar="PATH",
+        help="a model's folder, or a config.json to begin anew from; of transformers, or as --save writes it "
+        "(default: the reference GPT, of this shape:)",
+    )
+    model.add_argument("-l", "--layers", type=int, metavar="N", help="layers (default: 16)")
+    model.add_argument("--hidden", type=int, metavar="N", help="width of a layer (default: 2048)")
+    model.add_argument("--heads", type=int, metavar="N", help="attention heads (default: 16)")
+    model.add_argument("--vocabulary", type=int, metavar="N", help="token ids (default: 51200)")
+    model.add_argument("--dropout", type=float, metavar="P", help="dropout probability (default: 0)")
+
+    course = train.add_argument_group("training")
+    course.add_argument("--batch", type=int, default=4, metavar="N", help="samples in a step (default: 4)")
+    course.add_argument("--seq", type=int, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
+    course.add_argument("--steps", type=int, default=100, metavar="N", help="steps (default: 100)")
+    course.add_argument("--lr", type=float, default=3e-4, metavar="X", help="highest learning rate (default: 3e-4)")
+    course.add_argument(
+        "--warmup",
+        type=int,
+        metavar="N",
+        help="steps until it is reached, before a cosine to a tenth (default: a tenth of all, at most 100)",
+    )
+    course.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="on matrices (default: 0.1)")
+    course.add_argument(
+        "--clip",
+        type=float,
+        metavar="X",
+        help="largest norm of all gradients, 0 for any (default: 1; with --update in_backward 0)",
+    )
+    course.add_argument(
+        "--nonfinite",
+        choices=("raise", "skip"),
+        default="raise",
+        help="end at a gradient of NaN or infinity, or skip and count its step (default: raise)",
+    )
+    course.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and order (default: 0)")
+
+    place = train.add_argument_group("placement")
+    place.add_argument("--method", choices=tuple(METHODS), default="stronghold", help="(default: stronghold)")
+    place.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one, else cpu)")
+    place.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="compute type; masters are fp32 (default: fp32)"
+    )
+    place.add_argument(
+        "--window",
+        type=_window,
+        default="auto",
+        metavar="N|auto",
+        help="layers on the device at a time (default: auto)",
+    )
+    place.add_argument("--store", default="ram", help="where the other layers are: ram (default: ram)")
+    place.add_argument(
+        "--micro-batch", type=int, metavar="N", help="samples a layer computes at a time (default: the batch)"
+    )
+    place.add_argument(
+        "--activations",
+        choices=("recompute", "keep", "host"),
+        default="recompute",
+        help="what the backward pass needs: computed again, kept, or computed again from inputs kept in host "
+        "memory (default: recompute)",
+    )
+    place.add_argument(
+        "--update",
+        choices=("deferred", "in_backward"),
+        default="deferred",
+        help="update layers behind the step, or as soon as each has its gradient (default: deferred)",
+    )
+    place.add_argument("--device-memory", metavar="SIZE", help="budget, such as 24GiB (default: what is free)")
+    place.add_argument("--host-memory", metavar="SIZE", help="budget, such as 64GiB (default: none)")
+
+    output = train.add_argument_group("output")
+    output.add_argument(
+        "--out",
+        metavar="DIR",
+        help="the run's folder: log.jsonl and TensorBoard events (default: runs/ and the time)",
+    )
+    output.add_argument("--save", metavar="DIR", help="save the model there; on Ctrl-C without it: OUT/model")
+    output.add_argument("--log", metavar="FILE", help="also write a log to read")
+    output.add_argument("--record", metavar="FILE", help="append the run's summary there, as a JSON line")
+
+
+def _window(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of layers or auto (got {text!r})") from None
+
+
+def _is_failure(error: Exception) -> bool:
+    """Tells errors of a training under way from those of its settings."""
+    from stronghold.training import TrainingError
+
+    return isinstance(error, TrainingError)
+
+
+def _in_one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.strerror}: {error.filename}"
+    else:
+        text = str(error) or type(error).__name__
+    text = " ".join(text.split())
+    return text if isinstance(error, ValueError | StrongholdError | OSError) else f"{type(error).__name__}: {text}"

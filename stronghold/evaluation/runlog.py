@@ -1,0 +1,125 @@
+"""What a run writes while it trains: JSON lines, TensorBoard events, a log to read."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from stronghold.evaluation.records import to_line
+from stronghold.evaluation.runs import LOG_NAME, Summary
+from stronghold.units import format_bytes, format_seconds
+
+
+class RunLog:
+    """Writes a run's records to ``folder``/log.jsonl and as TensorBoard events beside it.
+
+    ``text`` is a second log, to be read by people. Every record is handed to the system before the call
+    returns, so a killed run loses none. Raises ValueError if ``folder`` holds a run already, and OSError with
+    the file's name wherever one cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, *, text: str | Path | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # imports for seconds
+
+        self.folder = Path(folder)
+        check_run_folder(folder)
+        self._json = _open(self.folder / LOG_NAME)
+        self._text = _open(Path(text)) if text is not None else None
+        self._events = SummaryWriter(str(self.folder))
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except OSError:
+            if kind is None:  # the error that ends the run is the one to tell
+                raise
+
+    def start(self, record: Mapping[str, Any]) -> None:
+        """Writes the run's settings, machine and parameter count."""
+        self._write_record({"event": "start", **record})
+        for section in ("settings", "machine"):
+            for name, value in record[section].items():
+                shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+                self._write_text(f"{section:<9} {name:<18} {shown}")
+        self._write_text(f"{'model':<9} {'parameters':<18} {record['parameters']}")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Writes one step: its number, loss, rate, times in seconds and bytes."""
+        self._write_record({"event": "step", **record})
+        self._write_text(
+            f"step {record['step']:>6}  loss {record['loss']:.6f}  lr {record['lr']:.3e}  "
+            f"iteration {format_seconds(record['iteration_s'])}  "
+            f"samples/s {record['batch'] / record['iteration_s']:.4g}  "
+            f"device {format_bytes(record['device_bytes'])}  host {format_bytes(record['host_bytes'])}"
+        )
+        try:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float):
+                    group = "step" if name in ("loss", "lr") else name.rsplit("_", 1)[-1]
+                    self._events.add_scalar(f"{group}/{name}", value, record["step"])
+        except OSError as error:
+            raise _named(error, self.folder) from error
+
+    def end(self, record: Mapping[str, Any], summary: Summary) -> None:
+        """Writes the run's summary, and what ``record`` adds to it."""
+        self._write_record({"event": "end", **record, "summary": summary.record()})
+        for section, name, value in summary.rows():
+            self._write_text(f"{section:<9} {name:<38} {value}")
+
+    def close(self) -> None:
+        """Flushes and closes all of them; the first error is raised, after all were tried."""
+        errors = []
+        for close, path in (
+            (self._events.close, self.folder),
+            (self._json.close, self._json.name),
+            (self._text.close if self._text else None, self._text.name if self._text else None),
+        ):
+            try:
+                if close is not None:
+                    close()
+            except OSError as error:
+                errors.append(_named(error, path))
+        if errors:
+            raise errors[0]
+
+    def _write_record(self, record: Mapping[str, Any]) -> None:
+        _write(self._json, to_line(record))
+
+    def _write_text(self, line: str) -> None:
+        if self._text is not None:
+            _write(self._text, line + "\n")
+
+
+def check_run_folder(folder: str | Path) -> None:
+    """Raises ValueError if ``folder`` holds a run already."""
+    if (Path(folder) / LOG_NAME).exists():
+        raise ValueError(
+            f"a run's folder must not hold another run (got {str(folder)!r}, which has a {LOG_NAME}); "
+            "pass another folder, or remove that one"
+        )
+
+
+def _open(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise _named(error, path) from error
+
+
+def _write(file: IO[str], text: str) -> None:
+    try:
+        file.write(text)
+        file.flush()
+    except OSError as error:
+        raise _named(error, file.name) from error
+
+
+def _named(error: OSError, path: Any) -> OSError:
+    return OSError(error.errno, f"cannot write the log ({error.strerror})", str(path))

@@ -1,0 +1,188 @@
+"""The reference GPT: the model that the main job trains and every method is compared on."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stronghold.models.cross_entropy import linear_cross_entropy
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a reference GPT. ``sequence`` is the longest input, in tokens."""
+
+    layers: int
+    hidden: int
+    heads: int = 16
+    sequence: int = 1024
+    vocabulary: int = 51200
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "sequence", "vocabulary"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1 (got {value!r}); pass one")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(
+                "hidden must be a multiple of 2 · heads, for rotary positions turn pairs of each head's "
+                f"elements (got hidden={self.hidden}, heads={self.heads}); "
+                f"pass hidden={math.ceil(self.hidden / (2 * self.heads)) * 2 * self.heads} or other heads"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1 (got {self.dropout}); pass one such")
+
+    @property
+    def separator(self) -> int:
+        """The id that separates documents: the one after the vocabulary's last."""
+        return self.vocabulary
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding table: vocabulary and separator, rounded up to a multiple of 128."""
+        return -(-(self.vocabulary + 1) // 128) * 128
+
+    @property
+    def parameters(self) -> int:
+        """The parameter count: 12·l·h² + 13·l·h + rows·h + 2h."""
+        layers, hidden = self.layers, self.hidden
+        return 12 * layers * hidden**2 + 13 * layers * hidden + self.rows * hidden + 2 * hidden
+
+
+class GPTOutput(NamedTuple):
+    """What ``GPT.forward`` returns: the loss where labels are given, the logits where none are."""
+
+    loss: Tensor | None
+    logits: Tensor | None
+
+
+class GPT(nn.Module):
+    """A pre-LayerNorm GPT with rotary positions and a head tied to the embedding.
+
+    It is initialised as GPT-2 is (Radford et al. 2019): normal with std 0.02, projections that end in the
+    residual stream divided by sqrt(2 · layers), biases zero; the same for the same ``torch.manual_seed``.
+    Built on the meta device it has no values: call :meth:`initialize` after ``to_empty``.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = _bare(nn.Embedding, config.rows, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draws every parameter anew from the default generator."""
+        residual_std = 0.02 / math.sqrt(2 * self.config.layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Embedding | nn.Linear):
+                ends_in_residual = name.endswith((".out", ".down"))
+                nn.init.normal_(module.weight, std=residual_std if ends_in_residual else 0.02)
+                if isinstance(module, nn.Linear):
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> GPTOutput:
+        """Returns the mean loss over ``labels``, or without labels the logits (batch, sequence, rows).
+
+        ``input_ids`` and ``labels`` are int64 (batch, sequence). As in transformers, labels are not shifted
+        yet and usually equal ``input_ids``: position t is scored by label t + 1; −100 is ignored.
+        """
+        batch, sequence = input_ids.shape
+        if sequence > self.config.sequence:
+            raise ValueError(
+                f"an input must not be longer than the model's sequence (got {sequence} tokens, "
+                f"sequence={self.config.sequence}); shorten it, or build the model with a longer sequence"
+            )
+        x = self.dropout(self.embedding(input_ids))
+        cos, sin = rotary(sequence, self.config.hidden // self.config.heads, x.device)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        x = self.norm(x)
+        weight = self.embedding.weight
+        if labels is None:
+            return GPTOutput(loss=None, logits=F.linear(x, weight))
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)  # moving labels, not x, spares a copy of x
+        loss = linear_cross_entropy(x.reshape(batch * sequence, -1), weight, shifted.reshape(-1))
+        return GPTOutput(loss=loss, logits=None)
+
+
+class Block(nn.Module):
+    """One layer: causal self-attention and a GELU MLP of width 4h, each on a LayerNorm of its input."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden = config.hidden
+        self.heads = config.heads
+        self.attention_dropout = config.dropout
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.qkv = _bare(nn.Linear, hidden, 3 * hidden)
+        self.out = _bare(nn.Linear, hidden, hidden)
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.up = _bare(nn.Linear, hidden, 4 * hidden)
+        self.down = _bare(nn.Linear, 4 * hidden, hidden)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Returns ``x`` (batch, sequence, hidden) after this layer; ``cos`` and ``sin`` as from rotary()."""
+        x = x + self.dropout(self._attend(self.attention_norm(x), cos, sin))
+        return x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, sequence, hidden = x.shape
+        split = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
+        split = split.permute(2, 0, 3, 1, 4)  # query, key and value, each (batch, heads, sequence, head size)
+        query, key = _rotate(split[:2], cos, sin)
+        attended = F.scaled_dot_product_attention(
+            query,
+            key,
+            split[2],
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            is_causal=True,
+        )
+        return self.out(attended.transpose(1, 2).reshape(batch, sequence, hidden))
+
+
+def rotary(sequence: int, head_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin of every position's angles, fp32 (1, 1, sequence, head_size / 2).
+
+    After Su et al., RoFormer (2021), base 10000. They are computed in each forward pass, not kept as buffers:
+    so they stay fp32 in a bf16 model and need no place of their own.
+    """
+    pairs = head_size // 2
+    frequencies = 10000.0 ** (-torch.arange(pairs, dtype=torch.float32, device=device) / pairs)
+    angles = torch.outer(torch.arange(sequence, dtype=torch.float32, device=device), frequencies)
+    return angles.cos()[None, None], angles.sin()[None, None]
+
+
+def flops_per_token(parameters: int, *, recomputation: bool = False) -> int:
+    """Returns the model FLOPs to train on one token: 6·N, or 8·N with the forward pass run twice.
+
+    N counts every parameter once, so a tied embedding counts for the head's product and nothing for the
+    look-up, and biases and norms count as if they were matrices. A multiply-add is two FLOPs: 2·N forward and
+    4·N backward. Attention's products of queries, keys and values are not counted.
+    """
+    return (8 if recomputation else 6) * parameters
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _bare(kind: Callable[..., M], *shape: int) -> M:
+    """Returns a module without values: PyTorch's own initialisation would be drawn only to be redrawn."""
+    module: M = torch.nn.utils.skip_init(kind, *shape, device=torch.get_default_device())  # type: ignore
+    return module

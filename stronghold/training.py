@@ -1,0 +1,264 @@
+"""The one loop that times and trains, whatever the model and the method."""
+
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from stronghold.config import DataSettings, OptimizerSettings, TrainSettings
+from stronghold.data.batches import Batches
+from stronghold.data.text import read_documents, standard_library
+from stronghold.data.tokens import BYTES, ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, tokenize
+from stronghold.errors import StrongholdError
+from stronghold.evaluation.progress import StepDisplay
+from stronghold.evaluation.records import Record, append_record, describe_machine
+from stronghold.evaluation.report import table
+from stronghold.evaluation.runlog import RunLog, check_run_folder
+from stronghold.evaluation.runs import Summary, summarize
+from stronghold.methods import Prepared, find_method
+from stronghold.models.files import (
+    check_save_folder,
+    inputs_of,
+    load_model,
+    longest_sequence_of,
+    save_model,
+    vocabulary_of,
+)
+from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.units import format_count
+
+INTERRUPTED = 130
+"""The exit code of a process that ended for SIGINT or SIGTERM, as shells have it for SIGINT."""
+
+
+class TrainingError(StrongholdError):
+    """Training began and could not go on; the message says at which step and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run came to. ``saved`` is the folder of its model, if it was saved."""
+
+    summary: Summary
+    interrupted: bool
+    saved: str | None
+
+
+def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome:
+    """Trains as ``settings`` say, and shows it on ``console``.
+
+    SIGINT and SIGTERM end it after the step under way, with the model saved; a second one ends the process at
+    once. Raises ValueError or StrongholdError for settings and data that do not fit, before anything is
+    trained or written; TrainingError for a step that fails, OSError for a file that cannot be written.
+    """
+    console = console or Console()
+    method = find_method(settings.method)
+    save_folder = settings.save or os.path.join(settings.out, "model")
+    check_save_folder(save_folder)
+    check_run_folder(settings.out)
+    torch.manual_seed(settings.seed)
+    model = _build_model(settings, console)
+    batches = _load_batches(settings, model, console)
+    prepared = method.prepare(model, settings)
+    parameters = prepared.report().parameters
+    start = {"settings": settings.flat(), "machine": describe_machine(), "parameters": parameters}
+    steps: list[Record] = []
+    with _stops() as stop, RunLog(settings.out, text=settings.log) as log:
+        log.start(start)
+        with StepDisplay(console, settings.steps) as display:
+            for record in _steps(prepared, batches, settings):
+                steps.append(record)
+                log.step(record)
+                display.step(record)
+                if stop.is_set():
+                    break
+        interrupted = len(steps) < settings.steps
+        if interrupted:
+            console.print(f"interrupted after step {len(steps)} of {settings.steps}")
+        saved = save_folder if interrupted or settings.save else None
+        if saved is not None:
+            save_model(model, saved)
+            console.print(f"model saved in {saved}", soft_wrap=True)
+        held_out_loss = None if interrupted else _held_out_loss(prepared, batches)
+        summary = summarize(start, steps, held_out_loss=held_out_loss)
+        log.end({"interrupted": interrupted, "saved": saved}, summary)
+    if settings.record:
+        append_record(settings.record, {**start, "summary": summary.record(), "interrupted": interrupted})
+    console.print(prepared.report())
+    console.print(table("summary", summary.rows()))
+    return Outcome(summary=summary, interrupted=interrupted, saved=saved)
+
+
+def learning_rate_factor(step: int, *, steps: int, warmup_steps: int) -> float:
+    """Returns the factor on the learning rate in ``step`` (from 0): a line up to 1, a cosine down to 0.1."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps))
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
+
+
+def peak_host_bytes() -> int:
+    """Returns the peak resident memory of this process, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _build_model(settings: TrainSettings, console: Console) -> nn.Module:
+    wanted = settings.model
+    if wanted.path is None:
+        config = GPTConfig(
+            layers=wanted.layers,
+            hidden=wanted.hidden,
+            heads=wanted.heads,
+            sequence=settings.sequence,
+            vocabulary=wanted.vocabulary,
+            dropout=wanted.dropout,
+        )
+        console.print(
+            f"model      reference GPT, {wanted.layers} layers of width {wanted.hidden}: "
+            f"{format_count(config.parameters)} parameters",
+            soft_wrap=True,
+        )
+        return GPT(config)
+    model, with_weights = load_model(wanted.path)
+    weights = "its weights" if with_weights else "no weights beside it, initialised anew"
+    console.print(f"model      {type(model).__name__} of {wanted.path} ({weights})", soft_wrap=True)
+    longest = longest_sequence_of(model)
+    if longest is not None and settings.sequence > longest:
+        raise ValueError(
+            f"sequence must not be longer than the model takes (got sequence={settings.sequence}, the model of "
+            f"{wanted.path!r} takes {longest}); pass a shorter sequence"
+        )
+    return model
+
+
+def _load_batches(settings: TrainSettings, model: nn.Module, console: Console) -> Batches:
+    data = settings.data
+    tokenizer = _load_tokenizer(data, model)
+    documents = standard_library() if data.source is None else read_documents(data.source)
+    batches = Batches(
+        tokenize(documents, tokenizer),
+        batch=settings.batch,
+        sequence=settings.sequence,
+        seed=settings.seed,
+        held_out=data.held_out,
+    )
+    console.print(
+        f"data       {data.source or 'the source of the Python standard library'}, {tokenizer.name}: "
+        f"{batches.samples:,} samples of {settings.sequence:,} tokens",
+        soft_wrap=True,
+    )
+    return batches
+
+
+def _load_tokenizer(data: DataSettings, model: nn.Module) -> Tokenizer:
+    separator = model.config.separator if isinstance(model, GPT) else None
+    if data.tokenizer is None:
+        tokenizer: Tokenizer = ByteTokenizer(BYTES if separator is None else separator)
+    else:
+        tokenizer = load_tokenizer(data.tokenizer, separator=separator)
+    check_vocabulary(tokenizer, vocabulary_of(model))
+    return tokenizer
+
+
+def _steps(prepared: Prepared, batches: Batches, settings: TrainSettings) -> Iterator[Record]:
+    """Trains, and yields each step's record. A step's time is from the end of the one before it."""
+    model, optimizer, wanted = prepared.model, prepared.optimizer, settings.optimizer
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: learning_rate_factor(step, steps=settings.steps, warmup_steps=wanted.warmup_steps),
+    )
+    model.train()
+    begin = time.perf_counter()
+    for step in range(1, settings.steps + 1):
+        lr = optimizer.param_groups[0]["lr"]
+        try:
+            batch = batches[step - 1].to(prepared.device)
+            loss = model(**inputs_of(model, batch)).loss
+            loss.backward()
+            value = loss.item()  # the forward pass is long over: nothing is waited for
+            _check_loss(value, step, lr, wanted)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            report = prepared.report()
+        except TrainingError:
+            raise
+        except Exception as error:
+            raise TrainingError(f"step {step} failed: {error}") from error
+        now = time.perf_counter()
+        times = report.step
+        yield {
+            "step": step,
+            "loss": value,
+            "lr": lr,
+            "batch": settings.batch,
+            "iteration_s": now - begin,
+            "tokens_per_s": settings.batch * settings.sequence / (now - begin),
+            "device_bytes": report.device_bytes,
+            "peak_device_bytes": report.peak_device_bytes,
+            "host_bytes": report.host_bytes,
+            "peak_host_bytes": peak_host_bytes(),
+            "skipped_steps": report.skipped_steps,
+            "compute_s": times.compute_s if times else 0.0,
+            "fetch_wait_s": times.fetch_wait_s if times else 0.0,
+            "update_wait_s": times.update_wait_s if times else 0.0,
+            "disk_wait_s": times.disk_wait_s if times else 0.0,
+        }
+        begin = now
+
+
+def _check_loss(loss: float, step: int, lr: float, wanted: OptimizerSettings) -> None:
+    if math.isfinite(loss) or wanted.nonfinite == "skip":
+        return
+    clipping = "" if wanted.max_grad_norm else ", clip gradients"
+    raise TrainingError(
+        f"the loss must stay finite (got {loss} in step {step} at lr={lr:.3g}); lower the learning rate, warm up "
+        f"longer{clipping} or check the data; the parameters are those after step {step - 1}"
+    )
+
+
+@torch.no_grad()
+def _held_out_loss(prepared: Prepared, batches: Batches) -> float | None:
+    if not batches.held_out_samples:
+        return None
+    prepared.model.eval()
+    total = 0.0
+    for batch in batches.held_out():
+        batch = batch.to(prepared.device)
+        total += prepared.model(**inputs_of(prepared.model, batch)).loss.item() * len(batch)
+    prepared.model.train()
+    return total / batches.held_out_samples
+
+
+@contextmanager
+def _stops() -> Iterator[threading.Event]:
+    """Gives an event that the first SIGINT or SIGTERM sets; the second ends the process at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may take signals
+        return
+
+    def take(number: int, _: Any) -> None:
+        if stop.is_set():
+            os._exit(INTERRUPTED)
+        stop.set()
+        os.write(2, b"\nending after this step; once more to quit at once\n")  # print is not safe in a handler
+
+    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

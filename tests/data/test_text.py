@@ -1,0 +1,96 @@
+"""Files to documents, and what is said of files that give none."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from stronghold.data.text import find_files, read_documents, standard_library
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "b.txt").write_text("second", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("first é", encoding="utf-8")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.jsonl").write_text('{"text": "third"}\n\n{"text": ""}\n{"text": "fourth", "x": 1}\n')
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "index").write_bytes(b"\xff\xfe")
+    (tmp_path / "empty.txt").touch()
+    return tmp_path
+
+
+def test_a_directory_is_all_its_files_in_order_without_hidden_ones(folder):
+    assert list(read_documents(folder)) == ["first é", "second", "third", "fourth"]
+
+
+def test_a_path_is_one_file_and_a_glob_is_what_matches(folder):
+    assert list(read_documents(folder / "b.txt")) == ["second"]
+    assert [file.name for file in find_files(f"{folder}/**/*.jsonl")] == ["c.jsonl"]
+    assert list(read_documents(f"{folder}/[ab].txt")) == ["first é", "second"]
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_that_file(folder):
+    (folder / "[x].txt").write_text("odd")
+    assert list(read_documents(f"{folder}/[x].txt")) == ["odd"]
+
+
+def test_a_byte_order_mark_is_no_text(folder):
+    (folder / "b.txt").write_bytes(b"\xef\xbb\xbfmarked")
+    assert list(read_documents(folder / "b.txt")) == ["marked"]
+
+
+@pytest.mark.parametrize("source", ["nowhere.txt", "*.nothing", "void"])
+def test_a_source_without_files_is_refused_with_its_name(folder, source):
+    (folder / "void").mkdir()
+    with pytest.raises(ValueError, match="which gives none"):
+        find_files(folder / source)
+
+
+def test_a_file_that_is_not_text_is_refused_with_the_byte_and_its_offset(folder):
+    (folder / "b.txt").write_bytes(b"fine \xff")
+    with pytest.raises(ValueError, match=r"byte 0xff at offset 5 of '.*b\.txt'.*convert it"):
+        list(read_documents(folder / "b.txt"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "sub/c.jsonl"])
+def test_a_file_that_cannot_be_read_is_refused_with_its_name(folder, name, monkeypatch):
+    def refuse(self, *arguments, **keywords):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    with pytest.raises(ValueError, match=f"Permission denied for '.*{name}'"):
+        list(read_documents(folder / name))
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"body": "x", "id": 3}', "its fields are: 'body', 'id'"),
+        ('{"text": 5}', '"text" is a int'),
+        ('["text"]', "got a list"),
+        ("{text}", "not JSON"),
+        ('{"text": "cut', "not JSON"),
+    ],
+)
+def test_a_jsonl_line_without_text_is_refused_with_file_and_line(tmp_path, line, problem):
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "good"}) + "\n\n" + line + "\n")
+    documents = read_documents(tmp_path / "d.jsonl")
+    assert next(documents) == "good"
+    with pytest.raises(ValueError) as refusal:
+        next(documents)
+    assert f"{tmp_path / 'd.jsonl'}:3: " in str(refusal.value)
+    assert problem in str(refusal.value)
+
+
+def test_the_standard_library_is_its_source_without_tests():
+    documents = list(standard_library())
+    total = sum(map(len, documents))
+    assert total > 5_000_000
+    own = Path(os.__file__).read_text(encoding="utf-8")
+    assert own in documents
+    assert documents == list(standard_library())
+    assert not any("class OSFileTestCase" in text for text in documents)
+    assert pytest.__doc__ not in documents

@@ -1,0 +1,94 @@
+"""The report, line by line."""
+
+from rich.console import Console
+
+from stronghold.evaluation.report import Report, StepTimes, table
+
+STEP = StepTimes(
+    total_s=2.0,
+    compute_s=1.5,
+    fetch_wait_s=0.3,
+    update_wait_s=0.2,
+    disk_wait_s=0.0,
+    fetches=14,
+    fetched_bytes=3 * 2**30,
+    gradient_bytes=2**20,
+)
+
+
+def report(**changes):
+    values = {
+        "parameters": 1_716_588_544,
+        "trainable_parameters": 1_716_588_544,
+        "layers": 32,
+        "window": 4,
+        "device": "cuda:0",
+        "dtype": "bfloat16",
+        "slots_device_bytes": 4 * 2**20,
+        "gradients_device_bytes": 2**20,
+        "edges_device_bytes": 3 * 2**20,
+        "peak_device_bytes": 0,
+        "pinned_host_bytes": 2**30,
+        "pageable_host_bytes": 2**29,
+        "disk_bytes": 0,
+        "skipped_steps": 0,
+        "step": None,
+    }
+    return Report(**(values | changes))
+
+
+def test_sums():
+    assert report().device_bytes == 8 * 2**20
+    assert report().host_bytes == 3 * 2**29
+
+
+def test_it_reads_as_a_table():
+    assert (
+        str(report())
+        == """\
+model   parameters         1.717 B
+        layers             32, 4 at a time on cuda:0
+        compute type       bfloat16
+device  slots              4.00 MiB
+        gradients          1.00 MiB
+        edges              3.00 MiB
+        together           8.00 MiB
+        peak               not counted
+host    pinned             1.00 GiB
+        pageable           512 MiB
+        together           1.50 GiB
+disk    layers and states  0 B"""
+    )
+
+
+def test_the_last_step_skipped_steps_and_frozen_parameters_are_told_where_there_are_any():
+    text = str(report(step=STEP, skipped_steps=2, trainable_parameters=5000, peak_device_bytes=2**30))
+    lines = [line.split("  ") for line in text.splitlines()]
+    told = {tuple(cell.strip() for cell in line if cell.strip())[-2:] for line in lines}
+    assert told >= {
+        ("parameters", "1.717 B, 5 k of them trained"),
+        ("peak", "1.00 GiB"),
+        ("total", "2.00 s"),
+        ("computing", "1.50 s (75%)"),
+        ("waiting for a fetch", "300 ms (15%)"),
+        ("waiting for an update", "200 ms (10%)"),
+        ("waiting for disk", "0 s (0%)"),
+        ("fetched", "3.00 GiB in 14 fetches"),
+        ("gradients down", "1.00 MiB"),
+        ("skipped", "2, for gradients that were not finite"),
+    }
+
+
+def test_rich_draws_every_line():
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(report(step=STEP))
+    drawn = console.export_text()
+    for _, name, value in report(step=STEP).rows():
+        assert any(name in line and value in line for line in drawn.splitlines()), name
+
+
+def test_a_table_has_a_line_above_each_section():
+    console = Console(width=60, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table("title", [("a", "x", "1"), ("", "y", "2"), ("b", "z", "3")]))
+    lines = console.export_text().splitlines()
+    assert [line[0] for line in lines] == ["t", "┌", "│", "│", "├", "│", "└"]

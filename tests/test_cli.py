@@ -1,0 +1,246 @@
+"""The command line: settings arrive, errors are one line, signals and pictures work from outside."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stronghold import cli
+from stronghold.evaluation.runs import read_run
+from stronghold.models.files import load_model
+
+ROOT = Path(__file__).parents[1]
+TINY = ["-l", "2", "--hidden", "32", "--heads", "2", "--vocabulary", "256", "--seq", "32", "--batch", "2"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return str(path)
+
+
+def settings_of(*arguments):
+    return cli._train_settings(cli._parser().parse_args(["train", *arguments]))
+
+
+def refuse(capsys, *arguments):
+    """Returns the one line with which ``arguments`` are refused, and the exit code."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert error.startswith("stronghold: error: ")
+    assert error.count("\n") == 1
+    return error, code
+
+
+def test_every_argument_arrives():
+    settings = settings_of(
+        *TINY,
+        *("--data", "d", "--tokenizer", "t", "--held-out", "3", "--dropout", "0.5", "--steps", "7", "--lr", "0.1"),
+        *("--warmup", "2", "--weight-decay", "0.3", "--clip", "0.7", "--nonfinite", "skip", "--seed", "9"),
+        *("--device", "cuda:1", "--dtype", "bf16", "--window", "2", "--micro-batch", "1", "--activations", "host"),
+        *("--device-memory", "1GiB", "--host-memory", "2GB", "--out", "o", "--save", "s", "--log", "l"),
+        *("--record", "r"),
+    )
+    expected = {
+        "method": "stronghold", "path": None, "layers": 2, "hidden": 32, "heads": 2, "vocabulary": 256,
+        "dropout": 0.5, "source": "d", "tokenizer": "t", "held_out": 3, "lr": 0.1, "warmup_steps": 2,
+        "weight_decay": 0.3, "max_grad_norm": 0.7, "update": "deferred", "nonfinite": "skip", "window": 2,
+        "store": "ram", "micro_batch": 1, "activations": "host", "device_memory": 2**30,
+        "host_memory": 2 * 10**9, "device": "cuda:1", "dtype": "bf16", "batch": 2, "sequence": 32, "steps": 7,
+        "seed": 9, "out": "o", "save": "s", "log": "l", "record": "r",
+    }  # fmt: skip
+    flat = settings.flat()
+    assert {name: flat[name] for name in expected} == expected
+
+
+def test_defaults_are_those_that_help_tells():
+    flat = settings_of("--device", "cpu").flat()
+    assert (flat["layers"], flat["hidden"], flat["sequence"], flat["batch"]) == (16, 2048, 1024, 4)
+    assert (flat["window"], flat["max_grad_norm"], flat["warmup_steps"]) == ("auto", 1.0, 10)
+    assert re.fullmatch(r"runs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", flat["out"])
+    assert settings_of("--device", "cpu", "--steps", "5000").optimizer.warmup_steps == 100
+    assert settings_of("--device", "cpu", "--clip", "0").optimizer.max_grad_norm is None
+    assert settings_of("--device", "cpu", "--update", "in_backward").optimizer.max_grad_norm is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["train", "--bogus"], "--bogus"),
+        (["train", "--batch", "many"], "--batch"),
+        (["train", "--batch", "0"], "batch must be a whole number of at least 1 (got 0)"),
+        (["train", "--window", "wide"], "must be a number of layers or auto (got 'wide')"),
+        (["train", "--method", "magic"], "magic"),
+        (["train", "--device", "mars"], "device must be cpu, cuda or cuda:N (got 'mars')"),
+        (["train", "--model", "m", "--layers", "3"], "got --model with --layers"),
+        (["train", "--model", "/nowhere"], "a model must be a folder with a config.json"),
+        (["train", "--update", "in_backward", "--clip", "1"], "max_grad_norm needs all gradients"),
+        (["train", *TINY, "--data", "/nowhere"], "got '/nowhere'"),
+        (["train", "--hidden", "100"], "hidden must be a multiple of 2 · heads"),
+        (["train", "--device-memory", "lots"], "'lots'"),
+        (["plot"], "RUN"),
+        (["plot", "/nowhere"], "a run must be a folder"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(capsys, arguments, message):
+    device = ["--device", "cpu"] if arguments[:1] == ["train"] and "--device" not in arguments else []
+    error, code = refuse(capsys, *arguments, *device)
+    assert message in error
+    assert code == 2
+
+
+def test_a_window_wider_than_the_model_is_refused_before_anything_is_written(capsys, text, tmp_path):
+    error, code = refuse(
+        capsys, "train", *TINY, "--data", text, "--window", "3", "--device", "cpu", "--out", str(tmp_path / "o")
+    )
+    assert "window=3, layers=2" in error
+    assert code == 2
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_failure_is_one_line_and_exit_code_1(capsys, text, tmp_path):
+    common = ["train", *TINY, "--data", text, "--device", "cpu", "--steps", "3", "--out", str(tmp_path / "o")]
+    error, code = refuse(capsys, *common, "--log", "/dev/full")
+    assert "cannot write the log (No space left on device): /dev/full" in error
+    assert code == 1
+
+
+def test_train_then_plot(capsys, text, tmp_path):
+    run = tmp_path / "o"
+    command = ["train", *TINY, "--data", text, "--device", "cpu", "--steps", "4", "--window", "1", "--out", str(run)]
+    assert cli.main(command) == 0
+    assert "TFLOPS (6·N·tokens)" in capsys.readouterr().out
+    assert len(read_run(run).steps) == 4
+    with (run / "log.jsonl").open("a") as file:
+        file.write('{"event":')
+    picture = tmp_path / "p.png"
+    assert cli.main(["plot", str(run), str(run / "log.jsonl"), "-o", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "was cut off and is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["plot", "--help"]])
+def test_help_fits_and_has_no_gaps(capsys, arguments, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 104
+    for option in re.findall(r"^  (--[a-z-]+|-[a-z], --[a-z-]+)", text, flags=re.MULTILINE):
+        assert re.search(rf"{option}.*\s+\S+ \S+", text), option
+
+
+def start(arguments, log):
+    return subprocess.Popen(
+        [sys.executable, "-m", "stronghold", *arguments],
+        cwd=ROOT,
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+    )
+
+
+def wait_for(condition, process, log, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.05)
+
+
+def steps_in(run):
+    path = run / "log.jsonl"
+    return path.read_text().count('"event": "step"') if path.exists() else 0
+
+
+def test_ctrl_c_saves_and_exits_with_130(text, tmp_path):
+    run, log = tmp_path / "o", tmp_path / "out.txt"
+    process = start(["train", *TINY, "--data", text, "--device", "cpu", "--steps", "1000000", "--out", str(run)], log)
+    try:
+        wait_for(lambda: steps_in(run) >= 5, process, log)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, log.read_text()
+    finally:
+        process.kill()
+    shown = log.read_text()
+    assert "ending after this step" in shown
+    assert "Traceback" not in shown
+    logged = read_run(run)
+    assert logged.end["interrupted"] is True
+    assert f"interrupted after step {len(logged.steps)} of 1000000" in shown
+    assert load_model(run / "model")[1]
+
+
+def test_a_second_ctrl_c_quits_at_once(text, tmp_path):
+    run, log = tmp_path / "o", tmp_path / "out.txt"
+    slow = ["-l", "24", "--hidden", "512", "--heads", "2", "--vocabulary", "256", "--seq", "512", "--batch", "8"]
+    process = start(["train", *slow, "--data", text, "--device", "cpu", "--out", str(run)], log)
+    try:
+        wait_for(lambda: (run / "log.jsonl").exists(), process, log)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: "ending after this step" in log.read_text(), process, log)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert time.monotonic() - begin < 2
+    finally:
+        process.kill()
+    assert not (run / "model").exists()
+
+
+def run_sh(*arguments):
+    return subprocess.run(
+        [ROOT / "examples" / "run.sh", *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-m", "magic"], "-m must be one of: stronghold (got 'magic')"),
+        (["-m", "../x"], "-m must be one of: stronghold (got '../x')"),
+        (["-l", "none"], "-l must be a whole number of at least 1 (got 'none')"),
+        (["-b", "0"], "-b must be a whole number of at least 1 (got '0')"),
+        (["-l", "2", "-w", "3"], "-w must not be more than the layers (got -w 3, -l 2)"),
+        (["--dtype", "fp8"], "--dtype must be fp32 or bf16 (got 'fp8')"),
+        (["--steps"], "--steps needs a value"),
+        (["--bogus"], "unknown option '--bogus'"),
+    ],
+)
+def test_run_sh_refuses_in_one_line_with_exit_code_2(arguments, message):
+    result = run_sh(*arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"run.sh: error: {message}")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_run_sh_runs_the_main_job_and_leaves_its_log(tmp_path):
+    small = "-m stronghold -l 2 -h 32 -b 2 -w 1 --seq 32 --steps 5 --device cpu"
+    result = run_sh(*small.split(), "--results", str(tmp_path / "results"))
+    assert result.returncode == 0, result.stderr
+    (log,) = (tmp_path / "results").glob("log_stronghold_l-2_h-32_bs-2_ws-1_*.txt")
+    written = log.read_text()
+    assert str(log) in result.stdout
+    for core in (
+        "parameters", "samples/s", "iteration time", "TFLOPS (6·N·tokens)",
+        "TFLOPS with recomputation (8·N·tokens)", "peak device bytes", "peak host bytes", "first", "last",
+    ):  # fmt: skip
+        assert core in written
+        assert core in result.stdout
+    assert len(re.findall(r"^step +\d+  loss \d+\.\d{6}", written, flags=re.MULTILINE)) == 5
+    (record,) = map(json.loads, (tmp_path / "results" / "runs.jsonl").read_text().splitlines())
+    assert record["summary"]["steps"] == 5
+    (run,) = (tmp_path / "results" / "runs").iterdir()
+    assert len(read_run(run).steps) == 5
