@@ -30,7 +30,9 @@ class OffloadSettings:
             raise ValueError(f"window must be a number of layers or 'auto' (got {self.window!r})")
         if self.store != "ram":
             raise ValueError(f"store must be 'ram' (got {self.store!r}); this version keeps layers in host memory only")
-        if self.micro_batch is not None and (not isinstance(self.micro_batch, int) or self.micro_batch < 1):
+        if self.micro_batch is not None and (
+            not isinstance(self.micro_batch, int) or isinstance(self.micro_batch, bool) or self.micro_batch < 1
+        ):
             raise ValueError(
                 f"micro_batch must be a number of samples, 1 or more (got {self.micro_batch!r}); pass None to run each "
                 "layer over the whole batch"

@@ -30,4 +30,5 @@ class HostBuffer:
             count *= size
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset_bytes).view(shape)
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset_bytes)
+        return flat.view(shape).data  # not a view of ``flat``, which would live on as a second user of the storage

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -27,8 +29,10 @@ class Stream:
         self.name = name
         self._error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self._tasks, name), daemon=True).start()
-        weakref.finalize(self, self._tasks.put, None)
+        self._thread = threading.Thread(target=_work, args=(self._tasks, name), daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._tasks.put, None).atexit = False
+        _open.add(self)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies ``source`` to ``target``, of the same shape and dtype; the buffers are the caller's to guard."""
@@ -76,6 +80,22 @@ class Stream:
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
+
+
+_open: weakref.WeakSet[Stream] = weakref.WeakSet()
+_LAST_WORK_S = 60.0
+"""How long the end of the process waits for work under way, such as the updates of the last step."""
+
+
+@atexit.register
+def _finish() -> None:
+    # A thread that is inside an update when the interpreter goes away would take the process with it.
+    streams = list(_open)
+    for stream in streams:
+        stream._tasks.put(None)
+    deadline = time.monotonic() + _LAST_WORK_S
+    for stream in streams:
+        stream._thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _work(tasks: queue.SimpleQueue[Task | None], name: str) -> None:

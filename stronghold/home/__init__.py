@@ -1,7 +1,8 @@
 """Where one unit of parameters lives on the host, and how its parameters behave there."""
 
-from stronghold.home.home import Home, Owner, Updater
+from stronghold.home.home import Home, Owner, Updater, is_shared
 from stronghold.home.parameter import (
+    BoundParameter,
     ConsumedGradient,
     OffloadedParameter,
     PendingGradient,
@@ -11,6 +12,7 @@ from stronghold.home.parameter import (
 )
 
 __all__ = [
+    "BoundParameter",
     "ConsumedGradient",
     "Home",
     "OffloadedParameter",
@@ -20,4 +22,5 @@ __all__ = [
     "consumed_error",
     "consumed_like",
     "home_of",
+    "is_shared",
 ]

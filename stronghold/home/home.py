@@ -52,6 +52,9 @@ class Updater(Protocol):
 
     in_backward: bool
 
+    def updates(self, home: Home, place: int) -> bool:
+        """Whether a parameter is one of those that the optimizer updates."""
+
     def update_now(self, home: Home, gradients: dict[int, Tensor], ready: Event) -> Event:
         """Submits the update of ``home`` behind ``ready``; returns its event."""
 
@@ -63,8 +66,8 @@ class Home:
     """The host's memory of one unit, and what is under way in it.
 
     ``index`` is the layer's number, or None for an edge. ``weight`` are views in the compute dtype: what is copied to
-    the device and what the parameter is outside the window. ``master`` are the fp32 views that the optimizer updates;
-    with fp32 compute they are the same memory. All buffers share one layout up to their item size.
+    the device and what the parameter is outside the window. Gradients have a layout of their own, without those of
+    frozen parameters. "Place" is a parameter's number in its unit.
     """
 
     def __init__(self, index: int | None, name: str, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
@@ -79,15 +82,20 @@ class Home:
         self.weight: list[Tensor] = []
         self.on_device: list[Tensor] = []
         """An edge's own memory on the device; a layer has none but its slot."""
-        self.master: list[Tensor] = []
-        self.gradient: list[Tensor] = []
+        self._masters: dict[int, Tensor] = {}
+        self._buffers: list[HostBuffer] = []
+        self._device: Device | None = None
+        self.gradient_places: tuple[int, ...] = ()
+        self.gradient_layout: Layout = lay_out([])
         self.gradient_buffer: HostBuffer | None = None
-        self._keep: list[HostBuffer] = []
+        self.fit_gradients()
         self.updated: Event | None = None
         """Happens when the update under way is complete; None where none is."""
         self.touched = False
         """Somebody may have written the host's weights by a way that leaves no trace in the version."""
         self.versions = [0] * len(self.parameters)
+        self.generation = 0
+        """Counts what has changed the weights: updates, and writes that show in the versions."""
 
     @property
     def is_edge(self) -> bool:
@@ -102,30 +110,64 @@ class Home:
         return sum(p.numel() for p in self.parameters)
 
     def place(self, device: Device) -> None:
-        """Allocates the host's weights (and the fp32 master, where compute is not fp32) and fills them."""
-        masters = [p.detach().to("cpu", torch.float32) for p in self.parameters]
+        """Allocates the host's weights, and the fp32 masters that training or exactness need, and fills them."""
+        self._device = device
+        values = [p.detach() for p in self.parameters]
         self.buffer = device.host_buffer(self.layout.total_bytes)
-        self.weight = self._views(self.buffer, self.layout, self.dtype)
+        self.weight = [
+            self.buffer.view(offset, shape, self.dtype)
+            for offset, shape in zip(self.layout.offsets, self.shapes, strict=True)
+        ]
+        for weight, value in zip(self.weight, values, strict=True):
+            weight.copy_(value)
+        self._place_masters(self.master_places(), values)
+
+    def master_places(self) -> list[int]:
+        """Returns which parameters have a master apart from their weight: those trained, or rounded when placed."""
         if self.dtype == torch.float32:
-            self.master = self.weight
-        else:
-            layout = lay_out([4 * p.numel() for p in self.parameters])
-            buffer = device.host_buffer(layout.total_bytes, pinned=False)
-            self._keep.append(buffer)
-            self.master = self._views(buffer, layout, torch.float32)
-        for view, master, value in zip(self.weight, self.master, masters, strict=True):
-            master.copy_(value)
-            if view is not master:
-                view.copy_(value)
+            return []
+        parameters = enumerate(self.parameters)
+        return [place for place, p in parameters if raw_requires_grad(p) or p.dtype != self.dtype]
 
-    def place_gradients(self, device: Device) -> None:
-        """Allocates the host's gradients, in the compute dtype, if there are none yet."""
+    def master(self, place: int) -> Tensor:
+        """Returns the fp32 master of a parameter, which the optimizer updates; with fp32 compute the weight itself."""
+        if self.dtype == torch.float32:
+            return self.weight[place]
+        if place not in self._masters:  # frozen until now, and its weight exact
+            self._place_masters([place], self.weight)
+        return self._masters[place]
+
+    def fit_gradients(self) -> bool:
+        """Makes room in the gradients' layout for the parameters that are trained now; returns whether it changed."""
+        trained = {place for place, p in enumerate(self.parameters) if raw_requires_grad(p)}
+        if trained <= set(self.gradient_places):
+            return False
+        self.gradient_places = tuple(sorted(trained.union(self.gradient_places)))
+        self.gradient_layout = lay_out([self.layout.sizes[place] for place in self.gradient_places])
+        self.gradient_buffer = None
+        return True
+
+    def place_gradients(self, device: Device) -> HostBuffer:
+        """Returns the host's gradients, in the compute dtype, allocated if there are none yet."""
         if self.gradient_buffer is None:
-            self.gradient_buffer = device.host_buffer(self.layout.total_bytes)
-            self.gradient = self._views(self.gradient_buffer, self.layout, self.dtype)
+            self.gradient_buffer = device.host_buffer(self.gradient_layout.total_bytes)
+        return self.gradient_buffer
 
-    def _views(self, buffer: HostBuffer, layout: Layout, dtype: torch.dtype) -> list[Tensor]:
-        return [buffer.view(o, s, dtype) for o, s in zip(layout.offsets, self.shapes, strict=True)]
+    def gradient_in(self, buffer: HostBuffer, place: int) -> Tensor:
+        """Returns the gradient of one parameter in a host buffer of the gradients' layout."""
+        offset = self.gradient_layout.offsets[self.gradient_places.index(place)]
+        return buffer.view(offset, self.shapes[place], self.dtype)
+
+    def _place_masters(self, places: Sequence[int], values: Sequence[Tensor]) -> None:
+        assert self._device is not None
+        layout = lay_out([4 * self.parameters[place].numel() for place in places])
+        if not places:
+            return
+        buffer = self._device.host_buffer(layout.total_bytes, pinned=False)
+        self._buffers.append(buffer)
+        for place, offset in zip(places, layout.offsets, strict=True):
+            self._masters[place] = buffer.view(offset, self.shapes[place], torch.float32)
+            self._masters[place].copy_(values[place])
 
     def wait_updated(self) -> None:
         """Blocks until no update of this unit is under way."""
@@ -133,10 +175,20 @@ class Home:
             assert self.owner is not None
             self.owner.wait_updated(self)
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody holds a tensor over a parameter's memory, such as ``p.data``, and may write through it."""
+        return any(is_shared(tensor) for tensor in (self.on_device or self.weight))
+
+    def versions_now(self) -> list[int]:
+        return [raw_version(p) for p in self.parameters]
+
     def was_written(self) -> bool:
         """Whether somebody may have written the parameters since this was last asked."""
-        versions = [raw_version(p) for p in self.parameters]
-        written = self.touched or versions != self.versions
+        versions = self.versions_now()
+        if versions != self.versions:
+            self.generation += 1
+        written = self.touched or self.is_lent or versions != self.versions
         self.touched, self.versions = False, versions
         return written
 
@@ -146,9 +198,9 @@ class Home:
         A weight that is no longer its master's rounding was written by the user, and its master takes the value;
         where it still is, the master keeps its low bits.
         """
-        for weight, master in zip(self.weight, self.master, strict=True):
-            if weight is not master:
-                torch.where(weight == master.to(weight.dtype), master, weight.float(), out=master)
+        for place, master in self._masters.items():
+            weight = self.weight[place]
+            torch.where(weight == master.to(weight.dtype), master, weight.float(), out=master)
 
     def check_unchanged(self, owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
         """Raises where one of the modules that use a parameter no longer holds it by its name."""
@@ -159,6 +211,18 @@ class Home:
                     "engine would compute with the old one; write into the parameter (p.data.copy_(...)), or replace "
                     "it before calling offload()"
                 )
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor that has one twin (a parameter, or a detached gradient) is used by a third."""
+    return _users(tensor) > _users(_ALONE) + 1
+
+
+def _users(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = torch.empty(1)
 
 
 def raw_version(parameter: Tensor) -> int:

@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from stronghold.errors import OffloadedModelError
 from stronghold.home.home import Home
 
 # What tells of a tensor and not of its values: asking for it waits for nothing.
@@ -78,7 +79,6 @@ _FACTS = frozenset(
 _ALIASES = frozenset(
     [
         "get:data",
-        "set:data",
         "detach",
         "data_ptr",
         "untyped_storage",
@@ -118,6 +118,10 @@ class OffloadedParameter(nn.Parameter):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         key = _key(func)
+        if key in ("get:grad", "set:grad"):
+            _end_failed_backward(args[0])
+        if key == "set:data" and isinstance(args[0], OffloadedParameter):
+            return args[0]._set_data(args[1])
         if key not in _FACTS:
             for value in _walk((args, tuple(kwargs.values()))):
                 if isinstance(value, OffloadedParameter) and (home := _home_of(value)) is not None:
@@ -127,6 +131,22 @@ class OffloadedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    def _set_data(self, value: Tensor) -> None:
+        """Takes the values of ``p.data = value`` over: the memory itself is the home's."""
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise OffloadedModelError(
+                f"the data of an offloaded parameter keeps its shape and dtype ({tuple(self.shape)} {self.dtype}; got "
+                f"{tuple(value.shape)} {value.dtype}); change the parameter before offload()"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if (home := _home_of(self)) is not None:
+            home.wait_updated()
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(nn.Parameter(self.detach(), self.requires_grad))
+
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -134,6 +154,27 @@ class OffloadedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: SupportsIndex):
         return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, {})
+
+
+class BoundParameter(nn.Parameter):
+    """What a parameter is while its layer is on the device: a plain one, but for a backward pass that has failed."""
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        _end_failed_backward(self)
+        return Tensor.grad.__get__(self)  # type: ignore[union-attr]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _end_failed_backward(self)
+        Tensor.grad.__set__(self, value)  # type: ignore[union-attr]
+
+
+def _end_failed_backward(parameter: Tensor) -> None:
+    """Publishes the gradients of a backward pass that an error has ended, before somebody sees or drops them."""
+    home = _home_of(parameter)
+    if home is not None and home.owner is not None and torch._C._current_graph_task_id() == -1:
+        home.owner.close_backward()
 
 
 class PendingGradient(Tensor):
@@ -147,14 +188,16 @@ class PendingGradient(Tensor):
         if _key(func) not in _FACTS:
             for value in _walk((args, tuple(kwargs.values()))):
                 if isinstance(value, PendingGradient):
-                    value._home.wait_updated()
-                    value.__class__ = Tensor  # type: ignore[assignment]
+                    value._settle()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: SupportsIndex):
-        self._home.wait_updated()
+    def _settle(self) -> None:
+        self.__dict__.pop("_home").wait_updated()
         self.__class__ = Tensor  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: SupportsIndex):
+        self._settle()
         return self.__reduce_ex__(protocol)
 
 
@@ -170,8 +213,6 @@ class ConsumedGradient(Tensor):
 
 
 def consumed_error() -> RuntimeError:
-    from stronghold.errors import OffloadedModelError
-
     return OffloadedModelError(
         "update='in_backward' updates each layer during backward() and frees its gradient, so that no gradient can be "
         "read, clipped over the whole model, or added to by a second backward() before step() and zero_grad(); "
@@ -186,7 +227,7 @@ def consumed_like(parameter: Tensor) -> ConsumedGradient:
         return one.expand(parameter.shape).as_subclass(ConsumedGradient)
 
 
-def _home_of(parameter: nn.Parameter) -> Home | None:
+def _home_of(parameter: Tensor) -> Home | None:
     return parameter.__dict__.get("_home")
 
 

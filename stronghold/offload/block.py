@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 from stronghold.errors import OffloadedModelError
 from stronghold.home import Home
-from stronghold.offload.microbatch import join, split
-from stronghold.offload.replay import Buffers, Hooks, structural_copy
+from stronghold.offload.microbatch import batch_of, join, split
+from stronghold.offload.replay import Hooks, State, structural_copy
 from stronghold.window import HostActivations, Window
 
 
 class Run:
     """One run of a layer in a forward pass; it lives as long as autograd may come back to it."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, generation: int) -> None:
         self.layer = layer
+        self.generation = generation
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,28 @@ class _SlotTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+
+class Members:
+    """The modules in a part of the model, and how many parameters each has, to notice when that changes."""
+
+    def __init__(self, name: str, modules: Iterable[nn.Module]) -> None:
+        self._name = name
+        self._modules = list(modules)
+        self._before = self._now()
+
+    def check(self) -> None:
+        """Raises OffloadedModelError where modules or parameters were added, removed or replaced."""
+        for module, before, now in zip(self._modules, self._before, self._now(), strict=True):
+            if before != now:
+                raise OffloadedModelError(
+                    f"{type(module).__name__} in {self._name} has other modules or parameters than at offload() "
+                    f"({len(before[0])} modules and {before[1]} parameters then, {len(now[0])} and {now[1]} now), and "
+                    "what is new would be left out; add or replace modules before offload()"
+                )
+
+    def _now(self) -> list[tuple[list[int], int]]:
+        return [([id(child) for child in m._modules.values()], len(m._parameters)) for m in self._modules]
 
 
 class Runner(Protocol):
@@ -78,44 +103,42 @@ class Block:
         self.layer = home.index
         self.engine = engine
         self._forward: Callable[..., Any] = module.forward
-        self._modules = list(module.modules())
         placed = {id(parameter) for parameter in home.parameters}
-        owners = ((m, name, p) for m in self._modules for name, p in m._parameters.items())
+        owners = ((m, name, p) for m in module.modules() for name, p in m._parameters.items())
         self._owners = [(m, name, p) for m, name, p in owners if p is not None and id(p) in placed]
-        self._extent = self._measure()
-        self._has_buffers = any(True for _ in module.buffers())
+        self._members = Members(home.name, module.modules())
 
-        @functools.wraps(self._forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
-
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = _Forward(self, self._forward)  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine, training = self.engine, torch.is_grad_enabled()
         behind = engine.enter(self)
         engine.window.begin_forward(self.layer, training=training, behind=behind)
-        run, returning = Run(self.layer), False
+        run, nodes, returning = Run(self.layer, self.home.generation), set(), False
         try:
             output = self._pieces(run, args, kwargs) if training else self._bare(*args, **kwargs)
-            returning = training and _requires_grad(output)
+            nodes = _nodes(output) if training else set()
+            returning = bool(nodes)
         finally:
             engine.window.end_forward(self.layer, returning=returning)
         if returning:
             engine.ran(run)
+            for node in nodes:
+                node.register_prehook(self._refuse_graph)
         return output
 
     def check(self) -> None:
         """Raises OffloadedModelError where parameters were added or replaced since ``offload``."""
         self.home.check_unchanged(self._owners)
-        if self._measure() != self._extent:
-            raise OffloadedModelError(
-                f"{self.home.name} ({type(self.module).__name__}) has other modules or parameters than at offload() "
-                f"(modules and parameters then: {self._extent}, now: {self._measure()}); add them before offload()"
-            )
+        self._members.check()
 
-    def _measure(self) -> tuple[int, int]:
-        return sum(len(m._modules) for m in self._modules), sum(len(m._parameters) for m in self._modules)
+    def _refuse_graph(self, gradients: tuple[Tensor | None, ...]) -> None:
+        if torch.is_grad_enabled():
+            raise OffloadedModelError(
+                "create_graph=True keeps the graph of a backward pass, and with it weights on the device that the "
+                f"window takes back (got it in {self.home.name}); compute second derivatives on a model that is not "
+                "offloaded"
+            )
 
     def _bare(self, *args: Any, **kwargs: Any) -> Any:
         # Autocast caches the casts of weights by their identity for as long as it is active: cleared at both ends, it
@@ -134,7 +157,8 @@ class Block:
         outputs = [one(run, *piece) for piece in pieces]
         if len(outputs) == 1:
             return outputs[0]
-        return join(outputs, [_batch(piece) for piece in pieces])
+        leaders = [leader.shape for piece in pieces if (leader := batch_of(*piece)) is not None]
+        return join(outputs, leaders)
 
     def _kept(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         window = self.engine.window
@@ -161,8 +185,7 @@ class Block:
     def _recomputed(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
         arguments = _flatten((args, kwargs), tensors)
-        buffers = Buffers(self.module) if self._has_buffers else None
-        hooks = Hooks(self.module)
+        state, hooks = State(self.module), Hooks(self.module)
         # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
         first: list[Any] = [(args, kwargs)]
         del args, kwargs
@@ -172,19 +195,35 @@ class Block:
                 args, kwargs = first.pop()
                 with hooks.first():
                     output = self._bare(*args, **kwargs)
-                if buffers is not None:
-                    buffers.ran()
+                state.ran()
                 return output
             self.engine.return_to(run)
             args, kwargs = _fill(arguments, tensors)
-            with buffers.again() if buffers is not None else ExitStack(), hooks.again():
+            with state.again(), hooks.again():
                 return self._bare(*args, **kwargs)
 
         with ExitStack() as stack:
             if self.engine.activations is not None:
-                keeper = self.engine.activations
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack))
+                stack.enter_context(self.engine.activations.inputs())
             return checkpoint(compute, *tensors, use_reentrant=False)
+
+
+class _Forward:
+    """Stands for the ``forward`` of a layer; a copy of the layer, in memory or in a file, gets its own back."""
+
+    def __init__(self, block: Block, own: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, own)
+        self._block = block
+        self._own = own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._block(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Callable[..., Any]:
+        return copy.deepcopy(self._own, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self._own.__reduce_ex__(protocol)
 
 
 def _flatten(value: Any, tensors: list[Tensor]) -> Any:
@@ -209,22 +248,15 @@ def _fill(value: Any, tensors: tuple[Tensor, ...]) -> Any:
     return structural_copy(value)
 
 
-def _requires_grad(output: Any) -> bool:
+def _nodes(output: Any) -> set[Node]:
+    """Returns where the backward pass enters the layer, as far as its output shows."""
     if isinstance(output, Tensor):
-        return output.requires_grad
+        return set() if output.grad_fn is None else {output.grad_fn}
     if isinstance(output, (list, tuple)):
-        return any(_requires_grad(item) for item in output)
+        return {node for item in output for node in _nodes(item)}
     if isinstance(output, dict):
-        return any(_requires_grad(item) for item in output.values())
-    return False
-
-
-def _batch(piece: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
-    from stronghold.offload.microbatch import batch_of
-
-    leader = batch_of(*piece)
-    assert leader is not None
-    return leader.shape[0]
+        return {node for item in output.values() for node in _nodes(item)}
+    return set()
 
 
 RunReference = weakref.ref[Run]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stronghold.config import OffloadSettings
 from stronghold.device import Device, Event
 from stronghold.errors import OffloadedModelError
-from stronghold.home import Home, OffloadedParameter, Updater, home_of
-from stronghold.offload.block import Block, Run
+from stronghold.home import Home, OffloadedParameter, Updater
+from stronghold.offload.block import Block, Members, Run
 from stronghold.offload.placement import Placement
 from stronghold.offload.timing import Stopwatch
 from stronghold.schedule import Schedule
@@ -33,7 +35,7 @@ class Engine:
         self.waits = Waits(device)
         self.optimizer: weakref.ref[Updater] | None = None
         self._runs: list[weakref.ref[Run]] = []
-        self._hooked: set[int] = set()
+        self._hooks: dict[int, RemovableHandle] = {}
         self._backward_open = False
         store = RamStore(device)
         for home in self.homes:
@@ -45,9 +47,20 @@ class Engine:
         self.window = Window(self.layers, Schedule(len(self.layers), placement.window), device, store, self.waits)
         self.gradients = Gradients(self.layers, device, self.waits)
         self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
+        # Weakly: the garbage collector does not see through these hooks, and a model without users must go.
+        taker = weakref.WeakMethod(self.gradients.take)
+        self._take = lambda parameter: (take := taker()) and take(parameter)
         self.stopwatch = Stopwatch(device, self.window.traffic, self.gradients.traffic)
         self.blocks = [Block(module, home, self) for module, home in zip(placement.modules, self.layers, strict=True)]
         self._edges = placement.edges
+        within = {id(inner) for module in placement.modules for inner in module.modules()}
+        self._outside = Members(type(model).__name__, (m for m in model.modules() if id(m) not in within))
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """Leaves itself out: a copy of an offloaded model is an ordinary model."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(None), ()
 
     # What blocks say.
 
@@ -80,6 +93,12 @@ class Engine:
                 f"what autograd saved for {self.layers[layer].name} was asked for outside a backward pass, where no "
                 "layer is on the device; read it in the backward pass, or offload without activations='keep'"
             )
+        home = self.layers[layer]
+        if run is not None and (home.generation != run.generation or home.versions_now() != home.versions):
+            raise OffloadedModelError(
+                f"the weights of {home.name} must be the same in the backward pass as in its forward pass (they have "
+                "been updated or written in between); call backward() before step(), or run the forward pass again"
+            )
         self._close_layer()
         if not self._backward_open:
             self._backward_open = True
@@ -91,12 +110,10 @@ class Engine:
         self.window.begin_backward(layer, [other.layer for other in reversed(before)])
         self.gradients.open(layer)
 
-    def _take(self, parameter: nn.Parameter) -> None:
-        home = home_of(parameter)
-        assert home is not None and home.index is not None
-        # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient.
-        self._return_to(home.index, None)
-        self.gradients.take(parameter)
+    def _expect(self, layer: int, gradient: Tensor) -> None:
+        # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient. It
+        # is opened before autograd adds this gradient to one that the user keeps on the host.
+        self._return_to(layer, None)
 
     def _close_layer(self) -> None:
         layer = self.gradients.layer
@@ -136,9 +153,11 @@ class Engine:
                     "pass sparse=False to its embedding"
                 )
             if home.is_edge:
-                home.place_gradients(self.device)
-                self.device.compute_copy(home.gradient[place], gradient)
-                gradient = home.gradient[place]
+                home.wait_updated()  # an update under way reads the gradient that is replaced here
+                home.fit_gradients()
+                there = home.gradient_in(home.place_gradients(self.device), place)
+                self.device.compute_copy(there, gradient)
+                gradient = there
             moved[place] = gradient.contiguous()
         if home.is_edge:
             # The copy runs behind the backward pass on the same stream; the host reads what it brings.
@@ -204,12 +223,21 @@ class Engine:
                 home.versions[place] = parameter._version
 
     def _hook(self, home: Home) -> None:
-        for parameter in home.parameters:
-            if id(parameter) not in self._hooked and parameter.requires_grad:
-                self._hooked.add(id(parameter))
-                with torch._C.DisableTorchFunctionSubclass():
-                    parameter.register_post_accumulate_grad_hook(self._take)
+        assert home.index is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in home.parameters:
+                if not parameter.requires_grad:
+                    continue
+                handle = self._hooks.get(id(parameter))
+                if handle is None:
+                    parameter.register_hook(functools.partial(self._expect, home.index))
+                elif next(reversed(parameter._post_accumulate_grad_hooks), None) == handle.id:
+                    continue
+                else:
+                    handle.remove()  # the user has added a hook since, which is to see the gradient before it goes
+                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take)
 
     def _check_edges(self) -> None:
         for home, owners in self._edges:
             home.check_unchanged((module, name, home.parameters[0]) for module, name in owners)
+        self._outside.check()

@@ -13,6 +13,7 @@ from stronghold.config import OffloadSettings
 from stronghold.device import Device, open_device
 from stronghold.errors import OffloadedModelError
 from stronghold.evaluation.report import Report
+from stronghold.home import home_of
 from stronghold.offload.engine import Engine
 from stronghold.offload.placement import plan
 
@@ -64,6 +65,11 @@ def offload(
             f"{type(model).__name__} is offloaded already, and a module can be offloaded once; build it anew to change "
             "its settings"
         )
+    if any(home_of(parameter) is not None for parameter in model.parameters()):
+        raise OffloadedModelError(
+            f"a part of {type(model).__name__}, or a model that it is a part of, is offloaded already, and a parameter "
+            "can be offloaded once; offload the whole model"
+        )
     opened = open_device(device)
     placement = plan(model, layers, dtype, settings, opened)
     engine = Engine(model, placement, opened, settings)
@@ -82,6 +88,12 @@ class _Apply:
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         self._module = weakref.ref(module)
         self._engine = weakref.ref(engine)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return getattr(memo.get(id(self._module())), "_apply", None)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "_apply")
 
     def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module | None:
         engine, module = self._engine(), self._module()

@@ -14,9 +14,11 @@ from stronghold.errors import BudgetError
 from stronghold.home import Home
 from stronghold.layout import lay_out
 from stronghold.offload.rows import Layer, find_layers
+from stronghold.optim.states import lay_out_moments
 from stronghold.units import format_bytes
 from stronghold.window import RING
 
+_BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 Owner = tuple[nn.Module, str]
 
@@ -73,6 +75,8 @@ def plan(
             f"dtype must be torch.float32 or torch.bfloat16 (got {dtype}); for float16 use torch.bfloat16, which needs "
             "no loss scaling"
         )
+    if settings.micro_batch is not None:
+        _check_micro_batch(found)
     owned, edges = _share_out(model, found)
     homes_by_parameter: dict[int, Home] = {}
     modules: list[nn.Module] = []
@@ -111,11 +115,30 @@ def plan(
     )
 
 
+def _check_micro_batch(layers: Sequence[Layer]) -> None:
+    """Refuses layers whose samples cannot be told apart, or depend on one another."""
+    for layer in layers:
+        inner = layer.module.self_attn if isinstance(layer.module, _BATCH_SECOND) else layer.module
+        if getattr(inner, "batch_first", True) is False:
+            raise ValueError(
+                f"micro_batch cuts the first dimension of a layer's input, which must be the batch (got "
+                f"batch_first=False in {layer.name}); build the layer with batch_first=True, or offload without "
+                "micro_batch"
+            )
+        for name, module in layer.module.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                raise ValueError(
+                    f"micro_batch must not change what a layer computes (got {type(module).__name__} in {layer.name}"
+                    f"{name and '.'}{name}, which depends on all samples at once); use a LayerNorm or GroupNorm, or "
+                    "offload without micro_batch"
+                )
+
+
 def _share_out(
     model: nn.Module, layers: Sequence[Layer]
 ) -> tuple[list[list[nn.Parameter]], list[tuple[str, nn.Parameter, list[Owner]]]]:
     """Returns each layer's own parameters, and the edges with their names and owners."""
-    layer_of = {id(module): i for i, layer in enumerate(layers) for module in layer.module.modules()}
+    users_of = _users(model, layers)
     owned: list[list[nn.Parameter]] = [[] for _ in layers]
     owners: dict[int, list[Owner]] = {}
     for module in model.modules():
@@ -124,13 +147,30 @@ def _share_out(
                 owners.setdefault(id(parameter), []).append((module, name))
     edges = []
     for name, parameter in model.named_parameters():
-        users = {layer_of.get(id(module)) for module, _ in owners[id(parameter)]}
+        users = set().union(*(users_of[id(module)] for module, _ in owners[id(parameter)]))
         layer = users.pop()
         if layer is None or users:
             edges.append((name, parameter, owners[id(parameter)]))
         else:
             owned[layer].append(parameter)
     return owned, edges
+
+
+def _users(model: nn.Module, layers: Sequence[Layer]) -> dict[int, set[int | None]]:
+    """Returns, by the id of every module, the layers that it is a part of, and None where it is used outside them."""
+    users: dict[int, set[int | None]] = {}
+    for i, layer in enumerate(layers):
+        for module in layer.module.modules():
+            users.setdefault(id(module), set()).add(i)
+    within = {id(layer.module) for layer in layers}
+    outside = [model]
+    while outside:
+        module = outside.pop()
+        known = users.setdefault(id(module), set())
+        if None not in known:
+            known.add(None)
+            outside += [child for child in module.children() if id(child) not in within]
+    return users
 
 
 def _dtype_of(name: str, parameters: Sequence[nn.Parameter], wanted: torch.dtype | None) -> torch.dtype:
@@ -156,7 +196,7 @@ def _dtype_of(name: str, parameters: Sequence[nn.Parameter], wanted: torch.dtype
 
 def _choose_window(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> int:
     layers, slot = len(homes), max(home.layout.total_bytes for home in homes)
-    fixed = edge_bytes + RING * max((home.layout.total_bytes for home in homes if home.trainable), default=0)
+    fixed = edge_bytes + RING * max(home.gradient_layout.total_bytes for home in homes)
     budget = settings.device_memory
     assert budget is None or isinstance(budget, int)
     needed = f"edges and gradient slots take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
@@ -193,10 +233,10 @@ def _check_host(homes: Sequence[Home], settings: OffloadSettings) -> None:
         return
     assert isinstance(budget, int)
     weights = sum(home.layout.total_bytes for home in homes)
-    masters = sum(_fp32_bytes(home, False) for home in homes if home.dtype != torch.float32)
-    gradients = sum(home.layout.total_bytes for home in homes if home.trainable)
-    staging = RING * max((home.layout.total_bytes for home in homes if home.trainable and not home.is_edge), default=0)
-    states = 2 * sum(_fp32_bytes(home, True) for home in homes)
+    masters = sum(_fp32_bytes(home, home.master_places()) for home in homes)
+    gradients = sum(home.gradient_layout.total_bytes for home in homes)
+    staging = RING * max(home.gradient_layout.total_bytes for home in homes if not home.is_edge)
+    states = sum(lay_out_moments(home, home.gradient_places).total_bytes for home in homes)
     total = weights + masters + gradients + staging + states
     if total > budget:
         raise BudgetError(
@@ -206,6 +246,5 @@ def _check_host(homes: Sequence[Home], settings: OffloadSettings) -> None:
         )
 
 
-def _fp32_bytes(home: Home, trainable_only: bool) -> int:
-    sizes = [4 * p.numel() for p in home.parameters if p.requires_grad or not trainable_only]
-    return lay_out(sizes).total_bytes
+def _fp32_bytes(home: Home, places: Sequence[int]) -> int:
+    return lay_out([4 * home.parameters[place].numel() for place in places]).total_bytes

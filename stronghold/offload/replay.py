@@ -42,12 +42,12 @@ def structural_copy(value: Any, tensor: Callable[[Tensor], Tensor] = lambda t: t
     memo = {} if memo is None else memo
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):
         items = [structural_copy(item, tensor, memo) for item in value]
-        if isinstance(value, tuple):
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
         copied = memo[id(value)] = value.__class__.__new__(value.__class__)
-        copied.extend(items)
+        copied.extend(structural_copy(item, tensor, memo) for item in value)
         return copied
     if isinstance(value, dict):
         copy = memo[id(value)] = value.copy()
@@ -68,51 +68,111 @@ def structural_copy(value: Any, tensor: Callable[[Tensor], Tensor] = lambda t: t
     return copy
 
 
-class Buffers:
-    """The buffers of a layer as they were before its first run, kept where that run changed them."""
+class State:
+    """What a layer's modules keep between runs, as it was before the first run; held where that run changed it.
+
+    That is buffers and plain attributes. A change shows by the object's identity, in a list, dictionary or set by its
+    items', in a tensor by its version; ``batch_norm`` leaves no trace in the version of its statistics, so that of
+    tensors with one dimension a change is always taken for granted. What an object of another kind holds is not known.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = [(m, name) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-        self._before = [(m._buffers[name], m._buffers[name].clone()) for m, name in self._places]  # type: ignore[union-attr]
-        self._versions = [buffer._version for buffer, _ in self._before]  # type: ignore[union-attr]
-        self._changed: list[tuple[nn.Module, str, Tensor]] = []
+        self._modules = list(module.modules())
+        self._before = [(names, name, value, _copy(value), _version(value)) for names, name, value in self._all()]
+        self._changed: list[tuple[dict[str, Any], str, Any]] = []
 
     def ran(self) -> None:
-        """Forgets the copies of buffers that the first run left alone."""
-        for (module, name), (buffer, copy), version in zip(self._places, self._before, self._versions, strict=True):
-            now = module._buffers[name]
-            if now is not buffer or now._version != version:  # type: ignore[union-attr]
-                self._changed.append((module, name, copy))
+        """Forgets what the first run left alone."""
+        known = set()
+        for names, name, value, copy, version in self._before:
+            known.add((id(names), name))
+            if _differs(names.get(name, _ABSENT), value, copy, version):
+                self._changed.append((names, name, _LEFT if _has_graph(copy) else copy))
+        self._changed += [(names, name, _ABSENT) for names, name, _ in self._all() if (id(names), name) not in known]
         self._before.clear()
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Runs the block with the buffers as before the first run; what it does to them is forgotten."""
-        present = [(module, name, module._buffers[name]) for module, name, _ in self._changed]
-        for module, name, copy in self._changed:
-            module._buffers[name] = copy.clone()
+        """Runs the block with everything as before the first run; what it does to it is forgotten."""
+        present = [(names, name, names.get(name, _ABSENT)) for names, name, _ in self._changed]
+        for names, name, copy in self._changed:
+            if copy is not _LEFT:
+                _put(names, name, _copy(copy))
         try:
             yield
         finally:
-            for module, name, buffer in present:
-                module._buffers[name] = buffer
+            for names, name, value in present:
+                _put(names, name, value)
+
+    def _all(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        for module in self._modules:
+            yield from ((module._buffers, name, buffer) for name, buffer in module._buffers.items())
+            names = module.__dict__
+            yield from ((names, name, value) for name, value in names.items() if name not in _OF_EVERY_MODULE)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_apply"}
+_ABSENT = object()
+_LEFT = object()
+"""Stands for a value with a graph: to hold it would keep the graph of every step before."""
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else value.clone()
+    return value.copy() if type(value) in (list, dict, set) else value
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _differs(now: Any, value: Any, copy: Any, version: int) -> bool:
+    if now is not value:
+        return True
+    if isinstance(now, Tensor):
+        return not now.requires_grad and (now.ndim == 1 or _version(now) != version)
+    if type(now) in (list, set, dict):
+        items = [[*one.items()] if isinstance(one, dict) else [(item, item) for item in one] for one in (now, copy)]
+        return len(items[0]) != len(items[1]) or any(
+            k is not key or v is not item for (k, v), (key, item) in zip(*items, strict=True)
+        )
+    return False
+
+
+def _has_graph(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, dict):
+        return any(_has_graph(item) for item in value.values())
+    return isinstance(value, (list, tuple, set)) and any(_has_graph(item) for item in value)
+
+
+def _put(names: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        names.pop(name, None)
+    else:
+        names[name] = value
 
 
 class Hooks:
     """Keeps forward hooks that only look from looking twice.
 
-    A hook that returned None in the first run and left the output as it was records something; a second call would
-    record it twice. One that changed the output belongs to the computation and runs again.
+    A hook that returned None in the first run and left its arguments and its module as they were records something; a
+    second call would record it twice. One that changed them belongs to the computation and runs again.
     """
 
+    _KINDS = ("_forward_pre_hooks", "_forward_hooks")
+
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [m for m in module.modules() if m is not module and m._forward_hooks]
+        inner = (m for m in module.modules() if m is not module)
+        self._places = [(m, kind) for m in inner for kind in self._KINDS if getattr(m, kind)]
         self._lookers: set[tuple[int, int]] = set()
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Runs the block and notes which hooks only look."""
-        if not self._modules:
+        if not self._places:
             yield
             return
         with self._replaced(self._observed):
@@ -129,21 +189,22 @@ class Hooks:
 
     @contextmanager
     def _replaced(self, replace: Callable[[tuple[int, int], Callable], Callable | None]) -> Iterator[None]:
-        originals = [(m, m._forward_hooks) for m in self._modules]
-        for number, (module, hooks) in enumerate(originals):
+        originals = [(m, kind, getattr(m, kind)) for m, kind in self._places]
+        for number, (module, kind, hooks) in enumerate(originals):
             new = ((handle, replace((number, handle), hook)) for handle, hook in hooks.items())
-            module._forward_hooks = OrderedDict((handle, hook) for handle, hook in new if hook is not None)
+            setattr(module, kind, OrderedDict((handle, hook) for handle, hook in new if hook is not None))
         try:
             yield
         finally:
-            for module, hooks in originals:
-                module._forward_hooks = hooks
+            for module, kind, hooks in originals:
+                setattr(module, kind, hooks)
 
     def _observed(self, key: tuple[int, int], hook: Callable) -> Callable:
         def observe(module: nn.Module, *rest: Any) -> Any:
-            before = _versions(rest[-1])
+            before = _versions(rest), dict(vars(module))
             result = hook(module, *rest)
-            if result is None and _versions(rest[-1]) == before:
+            values = [before[1].get(name, _ABSENT) is value for name, value in vars(module).items()]
+            if result is None and _versions(rest) == before[0] and all(values) and len(values) == len(before[1]):
                 self._lookers.add(key)
             return result
 

@@ -27,7 +27,10 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
 
     Raises ValueError where there is no repeated block, or ``layers`` names none.
     """
-    rows = _named_rows(model, [layers] if isinstance(layers, str) else layers) if layers else _found_rows(model)
+    if layers is None:
+        rows = _found_rows(model)
+    else:
+        rows = _named_rows(model, [layers] if isinstance(layers, str) else list(layers))
     result, seen = [], set()
     for name in rows:
         for child_name, child in model.get_submodule(name).named_children():
@@ -47,6 +50,11 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
 def _named_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
     modules = dict(model.named_modules())
     candidates = ", ".join(repr(name) for name in _candidates(model)) or "none"
+    if not names:
+        raise ValueError(
+            "layers= must name at least one container of layers (got an empty list); pass None to have them found, "
+            f"or name one with a repeated block: {candidates}"
+        )
     for name in names:
         module = modules.get(name)
         if module is None or not isinstance(module, _CONTAINERS) or not len(module):
@@ -55,6 +63,13 @@ def _named_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
                 f"layers= must name containers of layers (ModuleList, Sequential or ModuleDict) of the model (got "
                 f"{name!r}, which {got}); containers with a repeated block here: {candidates}"
             )
+    for outer in names:
+        for inner in names:
+            if inner != outer and (not outer or inner.startswith(f"{outer}.")):
+                raise ValueError(
+                    f"layers= must name containers that lie beside one another (got {outer!r} and {inner!r} inside "
+                    "it); name one of the two"
+                )
     return list(names)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stronghold import native
 from stronghold.device import Event
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
-from stronghold.home import ConsumedGradient, Home, Owner, PendingGradient, home_of
+from stronghold.home import ConsumedGradient, Home, Owner, PendingGradient, home_of, is_shared
 from stronghold.optim.states import Moments
 from stronghold.optim.update import Change, Update
 
@@ -106,6 +106,12 @@ class AdamW(torch.optim.Optimizer):
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         self._state = value
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise OffloadedModelError(
+            "an optimizer over an offloaded model cannot be copied or pickled, for it updates that model's own memory; "
+            "copy or save its state_dict(), and load that into an optimizer over the other model"
+        )
+
     def wait(self) -> None:
         """Blocks until every update under way is complete."""
         for home in self._owner.homes if self._owner is not None else ():
@@ -124,13 +130,19 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         assert self._owner is not None
         self._owner.close_backward()
-        updates = [update for home in self._owner.homes if (update := self._collect(home)) is not None]
-        scale = self._clip_scale(updates)
+        if self.in_backward:
+            self.wait()  # the updates of the backward pass tell whether its gradients were finite
+        found = {home: gradients for home in self._owner.homes if (gradients := self._collect(home))}
+        scale = self._clip_scale([gradient for gradients in found.values() for gradient in gradients.values()])
         if scale is not None:
+            updates = [self._update(home, gradients) for home, gradients in found.items()]
             for update in updates:
                 update.submit(scale)
             self._owner.changed([update.home for update in updates])
             for update in updates:
+                if update.home.is_lent or any(is_shared(change.gradient) for change in update.changes):
+                    self.wait()  # what somebody else can read or write without our noticing must be done by now
+                    break
                 _mark_pending(update)
         self._owner.step_done()
         return loss
@@ -139,17 +151,18 @@ class AdamW(torch.optim.Optimizer):
         """Updates one layer during the backward pass, behind ``ready``; returns the update's event."""
         if home.was_written():
             home.take_writes()
-        update = Update(
-            home, [self._change(home, place, g) for place, g in gradients.items() if self._has(home, place)]
-        )
+        update = self._update(home, gradients)
         update.finite = self._stay_finite
-        update.threads = self.threads
         return update.submit(1.0, after=ready)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, or with ``set_to_none=False`` fills them with zeros, as torch.optim does."""
         assert self._owner is not None
         self._owner.close_backward()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                if isinstance(parameter.grad, ConsumedGradient):
+                    parameter.grad = None  # there is no memory to fill with zeros
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -158,6 +171,8 @@ class AdamW(torch.optim.Optimizer):
         params = [params] if isinstance(params, Tensor) else list(params)
         for item in params:
             parameter = item[1] if isinstance(item, tuple) else item
+            if not isinstance(parameter, Tensor):
+                raise TypeError(f"parameters must be tensors, or pairs of a name and one (got {type(item).__name__})")
             home = home_of(parameter) if isinstance(parameter, nn.Parameter) else None
             if home is None or home.owner is None or (self._owner is not None and home.owner is not self._owner):
                 raise OffloadedModelError(
@@ -180,17 +195,22 @@ class AdamW(torch.optim.Optimizer):
         from stronghold.optim.exchange import checked_states
 
         loaded = checked_states(state_dict, self.param_groups)
+        for group in state_dict["param_groups"]:
+            _check_group(group)
         self.wait()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.__dict__.pop("state", None)  # where torch's __setstate__ puts it, and our property does not look
+        self._state = defaultdict(dict)
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             if number not in loaded:
                 continue
             home, place = home_of(parameter), parameter.__dict__["_place"]
             assert home is not None
-            state, (exp_avg, exp_avg_sq) = self._state_of(home, place), self.moments.of(home, place)
-            state["step"].copy_(torch.as_tensor(loaded[number]["step"]))
+            exp_avg, exp_avg_sq = self.moments.of(home, place)
             exp_avg.copy_(loaded[number]["exp_avg"])
             exp_avg_sq.copy_(loaded[number]["exp_avg_sq"])
+            step = torch.as_tensor(loaded[number]["step"], dtype=torch.float32, device="cpu").clone()
+            self._state[parameter] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     @property
     def moments(self) -> Moments:
@@ -200,19 +220,20 @@ class AdamW(torch.optim.Optimizer):
         return self._moments
 
     def _allocate(self, home: Home) -> None:
-        places = [p for p in range(len(home.parameters)) if self._has(home, p) and home.parameters[p].requires_grad]
+        places = [p for p in range(len(home.parameters)) if self.updates(home, p) and home.parameters[p].requires_grad]
         self.moments.allocate(home, places)
         if places and (home.is_edge or not self.in_backward):
             assert self._owner is not None
             home.place_gradients(self._owner.device)
 
-    def _has(self, home: Home, place: int) -> bool:
+    def updates(self, home: Home, place: int) -> bool:
+        """Whether a parameter is in one of the groups."""
         return id(home.parameters[place]) in self._groups
 
     def _state_of(self, home: Home, place: int) -> dict[str, Tensor]:
         state = self._state[home.parameters[place]]
         if not state:
-            exp_avg, exp_avg_sq = self.moments.of(home, place)
+            exp_avg, exp_avg_sq = self.moments.begin(home, place)
             state.update(step=torch.zeros((), dtype=torch.float32), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         return state
 
@@ -229,26 +250,29 @@ class AdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
         )
 
-    def _collect(self, home: Home) -> Update | None:
-        gradients: dict[int, Tensor] = {}
-        with torch._C.DisableTorchFunctionSubclass():
-            for place, parameter in enumerate(home.parameters):
-                gradient = parameter.grad
-                if gradient is None or isinstance(gradient, ConsumedGradient) or not self._has(home, place):
-                    continue
-                gradients[place] = gradient.detach()  # .grad itself becomes a PendingGradient; the update reads this
-        if not gradients:
-            return None
-        assert self._owner is not None
-        self._owner.take_writes(home)
-        gradients = self._owner.gradients_on_host(home, gradients)
+    def _update(self, home: Home, gradients: dict[int, Tensor]) -> Update:
         update = Update(home, [self._change(home, place, gradient) for place, gradient in gradients.items()])
         update.threads = self.threads
         return update
 
-    def _clip_scale(self, updates: list[Update]) -> float | None:
+    def _collect(self, home: Home) -> dict[int, Tensor]:
+        """Returns the gradients that the step uses of one unit, by place, in host memory."""
+        gradients: dict[int, Tensor] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for place, parameter in enumerate(home.parameters):
+                gradient = parameter.grad
+                if gradient is None or isinstance(gradient, ConsumedGradient) or not self.updates(home, place):
+                    continue
+                gradients[place] = gradient.detach()  # .grad itself becomes a PendingGradient; the update reads this
+        if not gradients:
+            return {}
+        assert self._owner is not None
+        self._owner.take_writes(home)
+        return self._owner.gradients_on_host(home, gradients)
+
+    def _clip_scale(self, gradients: list[Tensor]) -> float | None:
         """Returns what to multiply the gradients with, or None where the step must be skipped."""
-        norm = math.sqrt(native.squared_norm([c.gradient for u in updates for c in u.changes], threads=self.threads))
+        norm = math.sqrt(native.squared_norm(gradients, threads=self.threads))
         if self._spoiled or not math.isfinite(norm):
             self._spoiled = False
             if self.nonfinite == "raise":
@@ -287,7 +311,10 @@ def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    lr, (beta1, beta2), eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+    lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers (got {betas!r}), such as (0.9, 0.999)")
+    beta1, beta2 = betas
     for name, value, good in (
         ("lr", lr, float(lr) >= 0),
         ("betas", (beta1, beta2), 0 <= beta1 < 1 and 0 <= beta2 < 1),
@@ -297,6 +324,6 @@ def _check_group(group: dict[str, Any]) -> None:
         if not good:
             rule = "both in [0, 1)" if name == "betas" else "zero or more"
             raise ValueError(f"{name} must be {rule} (got {value})")
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise ValueError(f"{name}=True is not supported (got it in a parameter group); leave it out")
+    for name, supported in (("amsgrad", False), ("maximize", False), ("decoupled_weight_decay", True)):
+        if bool(group.get(name, supported)) is not supported:
+            raise ValueError(f"{name}={not supported} is not supported (got it in a parameter group); leave it out")

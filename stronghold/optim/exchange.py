@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _ENTRIES = ("step", "exp_avg", "exp_avg_sq")
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def checked_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -16,8 +17,8 @@ def checked_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> 
     Raises ValueError where the dictionary's groups, entries, shapes or dtypes are not those of AdamW for these groups.
     """
     try:
-        states, saved = state_dict["state"], state_dict["param_groups"]
-    except (KeyError, TypeError):
+        states, saved = dict(state_dict["state"]), list(state_dict["param_groups"])
+    except (KeyError, TypeError, ValueError):
         raise ValueError(
             "a state dictionary must have 'state' and 'param_groups' "
             f"(got {sorted(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__}); "
@@ -30,8 +31,16 @@ def checked_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> 
             f"groups of {wanted}); build the optimizer with the groups it was saved from"
         )
     for group in saved:
-        if group.get("amsgrad") or group.get("maximize"):
-            raise ValueError("a state dictionary with amsgrad or maximize cannot be taken over by this optimizer")
+        if missing := [name for name in _SETTINGS if name not in group]:
+            raise ValueError(
+                f"every group of the state dictionary must have {', '.join(_SETTINGS)} (got one without "
+                f"{', '.join(missing)}); it was saved by another optimizer than AdamW"
+            )
+        if group.get("amsgrad") or group.get("maximize") or not group.get("decoupled_weight_decay", True):
+            raise ValueError(
+                "a state dictionary with amsgrad, maximize or coupled weight decay (Adam's) cannot be taken over by "
+                "this optimizer"
+            )
     parameters = [p for group in groups for p in group["params"]]
     numbers = {key: i for i, key in enumerate(key for group in saved for key in group["params"])}
     loaded = {}

@@ -42,6 +42,7 @@ class Update:
         """
         assert self.home.owner is not None
         elements = sum(change.gradient.numel() for change in self.changes)
+        self.home.generation += 1
         self.home.updated = self.home.owner.update(self.home, lambda: self._run(scale), elements, after)
         return self.home.updated
 
@@ -53,7 +54,7 @@ class Update:
         segments = []
         for change in changes:
             change.state["step"] += 1
-            weight = home.master[change.place]
+            weight = home.master(change.place)
             segments.append(
                 native.Segment(
                     weight=weight,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stronghold.device import Device, Event, HostBuffer
+from stronghold.layout import ALIGNMENT_BYTES
 from stronghold.window.waits import Wait, Waits
 
 SLOTS = 2
@@ -20,24 +23,46 @@ class _Slot:
     flat: Tensor
     event: Event | None = None
     used_bytes: int = 0
+    inputs: weakref.ref[_Inputs] | None = None
+
+
+class _Inputs:
+    """The inputs of one run of a layer, which come up together; they live as long as autograd keeps one of them."""
+
+    def __init__(self) -> None:
+        self.kept: list[weakref.ref[_Kept]] = []
+        self.length_bytes = 0
+        self.slot: _Slot | None = None
+        """The slot that holds them on the device, or soon will."""
 
 
 class _Kept:
     """One input that lies in host memory; it gives its memory back when autograd lets go of it."""
 
-    def __init__(self, tensor: Tensor, buffer: HostBuffer, down: Event) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+    def __init__(self, tensor: Tensor, buffer: HostBuffer, inputs: _Inputs) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        # Dense, in the order of the tensor's own dimensions: a channels-last input stays one.
+        self.stride = torch.empty_like(tensor, device="meta").stride()
         self.length_bytes = tensor.numel() * tensor.element_size()
         self.buffer = buffer
-        self.down = down
-        self.slot: _Slot | None = None
+        self.down: Event | None = None
+        self.inputs = inputs
+        self.offset = inputs.length_bytes
+        inputs.kept.append(weakref.ref(self))
+        inputs.length_bytes += -(-self.length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def view(self, flat: Tensor, offset: int) -> Tensor:
+        """Returns the tensor that lies at ``offset`` bytes in ``flat``."""
+        span = flat[offset : offset + self.length_bytes].view(self.dtype)
+        return torch.as_strided(span, self.shape, self.stride)
 
 
 class HostActivations:
-    """Saved-tensor hooks that keep the inputs of layers on the host, and bring the next one up ahead of time.
+    """Saved-tensor hooks that keep the inputs of layers on the host, and bring the next ones up ahead of time.
 
     Each input is copied into a device slot and from there to the host, so that autograd may free it at once; on the
-    way back the slot itself is what the layer computes with. Host buffers are reused from step to step.
+    way back all inputs of a run lie in one slot, which itself is what the layer computes with. Host buffers are reused
+    from step to step.
     """
 
     def __init__(self, device: Device, waits: Waits) -> None:
@@ -46,67 +71,78 @@ class HostActivations:
         self._outgrown: list[_Slot] = []
         self._down: list[_Slot] = []
         self._up: list[_Slot] = []
-        self._kept: list[weakref.ref[_Kept]] = []
-        self._pool: dict[int, list[HostBuffer]] = {}
+        self._runs: list[weakref.ref[_Inputs]] = []
+        self._pool: list[HostBuffer] = []
 
-    def pack(self, tensor: Tensor) -> Any:
+    def inputs(self) -> AbstractContextManager[None]:
+        """Returns the hooks under which autograd saves the inputs of one run of a layer."""
+        inputs = _Inputs()
+        self._runs = [reference for reference in self._runs if reference() is not None]
+        self._runs.append(weakref.ref(inputs))
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(inputs, tensor), self._unpack)
+
+    def _pack(self, inputs: _Inputs, tensor: Tensor) -> Any:
         """Sends a layer's input down; tensors without gradient (masks, positions) stay where they are."""
         if not tensor.requires_grad or tensor.device != self.device.torch_device or not tensor.numel():
             return tensor
-        source = tensor.detach().contiguous()
-        length = source.numel() * source.element_size()
-        slot = self._next(self._down, length)
+        kept = _Kept(tensor, self._take(tensor.numel() * tensor.element_size()), inputs)
+        weakref.finalize(kept, self._pool.append, kept.buffer)
+        slot = self._next(self._down, kept.length_bytes)
         # The copy down of the input that used this slot before must have read it.
         self.waits.compute(slot.event, Wait.INPUT_SLOT_FREE)
-        view = slot.flat[:length]
-        self.device.compute_copy(view.view(source.dtype).view(source.shape), source)
-        buffer = self._take(length)
+        self.device.compute_copy(kept.view(slot.flat, 0), tensor)
         down = self.device.gradients
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
         self.waits.stream(down, self.device.compute_mark(), Wait.INPUT_WRITTEN)
-        down.copy(buffer.flat, view)
-        slot.event = down.record()
-        kept = _Kept(source, buffer, slot.event)
-        self._kept.append(weakref.ref(kept))
-        weakref.finalize(kept, self._pool.setdefault(length, []).append, buffer)
+        down.copy(kept.buffer.flat[: kept.length_bytes], slot.flat[: kept.length_bytes])
+        slot.event = kept.down = down.record()
         return kept
 
-    def unpack(self, packed: Any) -> Tensor:
-        """Returns the input on the device, and begins to bring up the one that the backward pass needs next."""
+    def _unpack(self, packed: Any) -> Tensor:
+        """Returns the input on the device, and begins to bring up those that the backward pass needs next."""
         if isinstance(packed, Tensor):
             return packed
-        if packed.slot is None:
-            self._bring_up(packed)
-        slot, packed.slot = packed.slot, None
+        inputs = packed.inputs
+        if inputs.slot is None:
+            self._bring_up(inputs)
+        slot = inputs.slot
         # The layer must not compute with its input before it has arrived.
         self.waits.compute(slot.event, Wait.INPUT_UP)
-        alive = [kept for kept in (reference() for reference in self._kept) if kept is not None]
-        self._kept = [weakref.ref(kept) for kept in alive]
-        place = next((i for i, kept in enumerate(alive) if kept is packed), 0)
+        alive = [run for reference in self._runs if (run := reference()) is not None and run.kept]
+        place = next((i for i, run in enumerate(alive) if run is inputs), 0)
         if place and alive[place - 1].slot is None:
             self._bring_up(alive[place - 1])
-        return slot.flat[: packed.length_bytes].view(packed.dtype).view(packed.shape)
+        return packed.view(slot.flat, packed.offset)
 
-    def _bring_up(self, kept: _Kept) -> None:
-        slot = self._next(self._up, kept.length_bytes)
+    def _bring_up(self, inputs: _Inputs) -> None:
+        slot = self._next(self._up, inputs.length_bytes)
+        if slot.inputs is not None and (before := slot.inputs()) is not None:
+            before.slot = None  # the backward pass is past it; should it come back, it is brought up again
         up = self.device.fetches
         self.device.computed([slot.flat[: slot.used_bytes]], 0, backward=True)
-        # The computation with the slot's last input has been issued in full: the backward pass is past it.
+        # The computation with the slot's last inputs has been issued in full: the backward pass is past it.
         self.waits.stream(up, self.device.compute_mark(), Wait.INPUT_SLOT_READ)
-        # The host must have the input before it is copied up again.
-        self.waits.stream(up, kept.down, Wait.INPUT_DOWN)
-        up.copy(slot.flat[: kept.length_bytes], kept.buffer.flat)
+        for kept in (kept for reference in inputs.kept if (kept := reference()) is not None):
+            # The host must have the input before it is copied up again.
+            self.waits.stream(up, kept.down, Wait.INPUT_DOWN)
+            place = slice(kept.offset, kept.offset + kept.length_bytes)
+            up.copy(slot.flat[place], kept.buffer.flat[: kept.length_bytes])
         slot.event = up.record()
-        kept.slot, slot.used_bytes = slot, kept.length_bytes
+        slot.inputs, inputs.slot, slot.used_bytes = weakref.ref(inputs), slot, inputs.length_bytes
 
     def _next(self, slots: list[_Slot], length: int) -> _Slot:
         if not slots or slots[0].flat.numel() < length:
-            self._outgrown += slots  # copies may still be under way in them
+            # Copies may still be under way in those that are too short now.
+            self._outgrown = [slot for slot in self._outgrown + slots if slot.event and not slot.event.happened]
             slots[:] = [_Slot(self.device.buffer(length)) for _ in range(SLOTS)]
         slots.append(slots.pop(0))
         return slots[-1]
 
     def _take(self, length: int) -> HostBuffer:
         # What may still be on its way up from a buffer in the pool, nobody waits for any more.
-        pool = self._pool.get(length)
-        return pool.pop() if pool else self.device.host_buffer(length)
+        fitting = [buffer for buffer in self._pool if buffer.length_bytes >= length]
+        if not fitting:
+            return self.device.host_buffer(length)
+        buffer = min(fitting, key=lambda buffer: buffer.length_bytes)
+        self._pool.remove(buffer)
+        return buffer

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from stronghold.device import Device, Event, HostBuffer
 from stronghold.errors import OffloadedModelError
@@ -44,15 +45,18 @@ class Gradients:
         self.waits = waits
         self.traffic = Traffic()
         self.updater: Updater | None = None
-        longest = max((home.layout.total_bytes for home in homes if home.trainable), default=0)
-        self._slots = [_DeviceSlot(device.buffer(longest)) for _ in range(RING)] if longest else []
-        self._staging = [_Staging(device.host_buffer(longest)) for _ in range(RING)] if longest else []
+        self._slots: list[_DeviceSlot] = []
+        self._staging: list[_Staging] = []
+        self._outgrown: list[object] = []
+        self._fit()
         self._layer: int | None = None
         self._written: set[int] = set()
         self._held: dict[int, dict[int, Tensor]] = {}
         self._down: Event | None = None
         self._added: Event | None = None
-        self._consumed: set[int] = set()
+        self._consumed: set[tuple[int, int]] = set()
+        self._lent: dict[tuple[int, int], StorageWeakRef] = {}
+        """The tensors over the homes' gradient buffers that the user got."""
 
     @property
     def device_bytes(self) -> int:
@@ -61,12 +65,19 @@ class Gradients:
     def open(self, layer: int) -> None:
         """Begins the backward pass of ``layer``: its ``.grad`` become the class's own."""
         home = self.homes[layer]
+        if home.fit_gradients():  # a frozen parameter is trained now
+            self._fit()
         self._layer, self._written = layer, set()
         held = self._held.setdefault(layer, {})
         with torch._C.DisableTorchFunctionSubclass():
             for place, parameter in enumerate(home.parameters):
                 if isinstance(parameter.grad, ConsumedGradient):
                     raise consumed_error()
+                if parameter.grad is not None and self._takes(home, place):
+                    raise OffloadedModelError(
+                        f"update='in_backward' adds to no gradient that is there already (got one on a parameter of "
+                        f"{home.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
+                    )
                 if parameter.grad is not None:
                     held[place] = parameter.grad
                     parameter.grad = None
@@ -110,20 +121,32 @@ class Gradients:
         down = self.device.gradients
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
         self.waits.stream(down, self.device.compute_mark(), Wait.GRADIENT_WRITTEN)
-        if self.updater is not None and self.updater.in_backward:
-            return self._down_and_update(home, slot, places)
-        held = self._held[layer]
-        home.place_gradients(self.device)
+        taken = [place for place in places if self._takes(home, place)]
+        updated = self._down_and_update(home, slot, taken) if taken else None
+        if len(taken) < len(places):
+            self._keep(layer, slot, [place for place in places if place not in taken])
+        return updated
+
+    def _takes(self, home: Home, place: int) -> bool:
+        """Whether the gradient is used for an update at once, rather than kept for the user."""
+        return self.updater is not None and self.updater.in_backward and self.updater.updates(home, place)
+
+    def _keep(self, layer: int, slot: _DeviceSlot, places: Sequence[int]) -> None:
+        home, held, down = self.homes[layer], self._held[layer], self.device.gradients
+        buffer = home.place_gradients(self.device)
+        for place in places:
+            if place not in held and (lent := self._lent.get((layer, place))) is not None and not lent.expired():
+                held[place] = torch.zeros(home.shapes[place], dtype=home.dtype)  # the user has kept the one before
         fresh = [place for place in places if place not in held]
-        assert home.gradient_buffer is not None
-        self._copy_down(home, slot, fresh, home.gradient_buffer)
-        held.update((place, home.gradient[place].detach()) for place in fresh)
+        self._copy_down(home, slot, fresh, buffer)
+        for place in fresh:
+            held[place] = home.gradient_in(buffer, place)
+            self._lent[layer, place] = StorageWeakRef(held[place].untyped_storage())
         again = [place for place in places if place not in fresh]
         if again:
             self._add(home, slot, again, held)
         else:
             self._down = slot.drained = down.record()
-        return None
 
     def publish(self) -> None:
         """Ends the backward pass: waits for all gradients and makes them the parameters' ``.grad``."""
@@ -135,10 +158,9 @@ class Gradients:
             for layer, held in self._held.items():
                 for place, gradient in held.items():
                     self.homes[layer].parameters[place].grad = gradient
-            for layer in self._consumed:
-                for parameter in self.homes[layer].parameters:
-                    if parameter.requires_grad:
-                        parameter.grad = consumed_like(parameter)
+            for layer, place in self._consumed:
+                parameter = self.homes[layer].parameters[place]
+                parameter.grad = consumed_like(parameter)
         self._held.clear()
         self._consumed.clear()
 
@@ -151,12 +173,21 @@ class Gradients:
     def _slot(self) -> _DeviceSlot:
         return self._slots[0]
 
+    def _fit(self) -> None:
+        """Allocates slots and staging as long as the longest layer's gradients; again only after an unfreezing."""
+        longest = max(home.gradient_layout.total_bytes for home in self.homes)
+        if longest > (self._slots[0].flat.numel() if self._slots else 0):
+            self._outgrown += [*self._slots, *self._staging]  # copies may still be under way in them
+            self._slots = [_DeviceSlot(self.device.buffer(longest)) for _ in range(RING)]
+            self._staging = [_Staging(self.device.host_buffer(longest)) for _ in range(RING)]
+
     def _view(self, flat: Tensor, home: Home, place: int) -> Tensor:
-        begin, size = home.layout.offsets[place], home.layout.sizes[place]
+        layout, number = home.gradient_layout, home.gradient_places.index(place)
+        begin, size = layout.offsets[number], layout.sizes[number]
         return flat[begin : begin + size].view(home.dtype).view(home.shapes[place])
 
     def _copy_down(self, home: Home, slot: _DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
-        for begin, length in home.layout.runs(places):
+        for begin, length in home.gradient_layout.runs([home.gradient_places.index(place) for place in places]):
             self.device.gradients.copy(buffer.flat[begin : begin + length], slot.flat[begin : begin + length])
             self.traffic.gradient_bytes += length
 
@@ -168,8 +199,7 @@ class Gradients:
         self.waits.stream(self.device.gradients, staging.free, Wait.STAGING_FREE)
         self._copy_down(home, slot, places, staging.buffer)
         slot.drained = self.device.gradients.record()
-        layout = home.layout
-        return staging, {p: staging.buffer.view(layout.offsets[p], home.shapes[p], home.dtype) for p in places}
+        return staging, {place: home.gradient_in(staging.buffer, place) for place in places}
 
     def _add(self, home: Home, slot: _DeviceSlot, places: Sequence[int], held: dict[int, Tensor]) -> None:
         staging, views = self._stage(home, slot, places)
@@ -187,13 +217,13 @@ class Gradients:
 
     def _down_and_update(self, home: Home, slot: _DeviceSlot, places: Sequence[int]) -> Event:
         assert home.index is not None and self.updater is not None
-        if home.index in self._consumed:
+        if not self._consumed.isdisjoint((home.index, place) for place in places):
             raise OffloadedModelError(
                 f"{home.name} received gradients twice in one backward pass, and update='in_backward' had already "
                 "used the first; use update='deferred'"
             )
         staging, views = self._stage(home, slot, places)
-        self._consumed.add(home.index)
+        self._consumed.update((home.index, place) for place in places)
         assert slot.drained is not None
         staging.free = self.updater.update_now(home, views, slot.drained)
         return staging.free

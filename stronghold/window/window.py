@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stronghold.device import Device, Event
 from stronghold.errors import OffloadedModelError
-from stronghold.home import Home, OffloadedParameter
+from stronghold.home import BoundParameter, Home, OffloadedParameter
 from stronghold.schedule import Action, Move, Schedule
 from stronghold.store.ram import RamStore
 from stronghold.window.traffic import Traffic
@@ -79,10 +79,11 @@ class Window:
         """Returns the tensors of ``layer`` in the slot that holds it."""
         slot, home = self._where[layer], self.homes[layer]
         if layer not in slot.views:
-            slot.views[layer] = [
-                slot.flat[offset : offset + size].view(home.dtype).view(shape)
-                for offset, size, shape in zip(home.layout.offsets, home.layout.sizes, home.shapes, strict=True)
-            ]
+            with torch.inference_mode(False):  # what is made under it cannot be trained with, and these are kept
+                slot.views[layer] = [
+                    slot.flat[offset : offset + size].view(home.dtype).view(shape)
+                    for offset, size, shape in zip(home.layout.offsets, home.layout.sizes, home.shapes, strict=True)
+                ]
         return slot.views[layer]
 
     def slot_of(self, address: int) -> tuple[int, int] | None:
@@ -131,7 +132,7 @@ class Window:
         waits.append((begin, self.device.stamp()))
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, view in zip(home.parameters, self.views(layer), strict=True):
-                parameter.__class__ = nn.Parameter
+                parameter.__class__ = BoundParameter
                 parameter.data = view
         self._bound.add(layer)
 

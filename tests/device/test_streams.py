@@ -1,0 +1,131 @@
+"""Streams on the host: order, waiting, failure, and the end of the process."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+from stronghold.device import CpuDevice, Event, HostBuffer, Stream, open_device
+
+
+def test_work_is_done_in_order_beside_the_thread_that_gives_it():
+    stream, done, gate = Stream("test"), [], Event()
+    stream.wait(gate)
+    for i in range(5):
+        stream.run(lambda i=i: done.append((i, threading.current_thread().name)))
+    event = stream.record()
+    assert not event.happened
+    assert done == []
+    gate.happen()
+    event.wait()
+    assert done == [(i, "stronghold-test") for i in range(5)]
+
+
+def test_streams_wait_for_one_another():
+    first, second, target = Stream("first"), Stream("second"), torch.zeros(4)
+    gate = Event()
+    first.wait(gate)
+    first.copy(target, torch.ones(4))
+    second.wait(first.record())
+    seen = []
+    second.run(lambda: seen.append(target.clone()))
+    gate.happen()
+    second.record().wait()
+    assert torch.equal(seen[0], torch.ones(4))
+
+
+def test_a_failure_reaches_everyone_who_waits_and_nothing_more_is_done():
+    first, second, done = Stream("first"), Stream("second"), []
+    first.run(lambda: 1 / 0)
+    first.run(lambda: done.append("after"))
+    event = first.record()
+    with pytest.raises(RuntimeError, match="background copy or update failed: division by zero") as caught:
+        event.wait()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    second.wait(event)
+    with pytest.raises(RuntimeError, match="division by zero"):
+        second.record().wait()
+    assert done == []
+
+
+def test_a_copy_of_another_shape_fails_as_a_copy_does():
+    stream = Stream("test")
+    stream.copy(torch.zeros(2), torch.zeros(3))
+    with pytest.raises(RuntimeError, match="background copy or update failed"):
+        stream.record().wait()
+
+
+def test_the_thread_ends_with_its_stream():
+    stream = Stream("test")
+    thread = stream._thread
+    del stream
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_finished_task_keeps_no_buffer_alive():
+    stream, source = Stream("test"), torch.ones(3)
+    alive = weakref.ref(source)
+    stream.copy(torch.zeros(3), source)
+    stream.record().wait()
+    stream.record().wait()  # the copy's task has been dropped by now
+    del source
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("length", [0, 1, 4095, 4096, 100_001])
+def test_host_memory_is_as_long_as_asked_for(length):
+    buffer = HostBuffer(length)
+    assert buffer.flat.numel() == length
+    if length:
+        assert buffer.flat.data_ptr() % 4096 == 0
+
+
+def test_views_have_storages_of_their_own_and_share_the_memory():
+    buffer = HostBuffer(256)
+    one, other = buffer.view(0, (4, 2), torch.float32), buffer.view(64, (3,), torch.bfloat16)
+    buffer.flat.zero_()
+    one.fill_(1)
+    assert one.untyped_storage().nbytes() == 32
+    assert other.untyped_storage().nbytes() == 6
+    assert torch.equal(buffer.flat[:32].view(torch.float32), torch.ones(8))
+    assert torch.equal(other, torch.zeros(3, dtype=torch.bfloat16))
+    assert buffer.view(0, (0, 3), torch.float32).shape == (0, 3)
+
+
+def test_devices_open_by_torchs_names():
+    assert open_device("cpu").name == "cpu"
+    assert open_device(torch.device("cpu")).torch_device == torch.device("cpu")
+    device = CpuDevice()
+    assert open_device(device) is device
+    with pytest.raises(ValueError, match=r"device must be 'cpu' or 'cuda\[:index\]' \(got 'meta'\)"):
+        open_device("meta")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here CUDA is at hand")
+def test_cuda_where_there_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"needs a CUDA device .* pass device='cpu'"):
+        open_device("cuda")
+
+
+def test_the_process_ends_cleanly_with_updates_under_way():
+    """A thread that was inside an update when the interpreter went away took the process with it (SIGABRT)."""
+    program = """
+import torch, stronghold
+model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(6)))
+stronghold.offload(model, window=1, device="cpu")
+optimizer = stronghold.AdamW(model.parameters())
+model(torch.ones(1, 1500)).sum().backward()
+optimizer.step()
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,32 @@
+"""Models of many kinds train as plain PyTorch trains them, with every way to keep activations and every window."""
+
+import pytest
+
+from tests.small import KINDS, follow
+
+ACTIVATIONS = ("recompute", "keep", "host")
+
+
+@pytest.mark.parametrize("window", ["1", "2", "all"])
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_trains_as_plain_pytorch_does(kind, activations, window):
+    build, batches, layers = KINDS[kind].build, KINDS[kind].batches, KINDS[kind].layers
+    model = build()
+    count = {
+        "chain": 4,
+        "mixed": 7,
+        "structured": 3,
+        "encoder_decoder": 6,
+        "frozen": 5,
+        "lending": 3,
+        "torch_encoder": 3,
+    }.get(kind, 4)
+    assert sum(1 for _ in model.modules()) > count
+    follow(
+        build,
+        batches(3),
+        activations=activations,
+        window=count if window == "all" else int(window),
+        layers=layers,
+    )

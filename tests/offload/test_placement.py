@@ -1,0 +1,77 @@
+"""Where every parameter of a model goes."""
+
+import torch
+
+from stronghold.config import OffloadSettings
+from stronghold.device import CpuDevice
+from stronghold.offload.placement import plan
+from tests.small import Decoder, EncoderDecoder, Lending, Residual, Shared
+
+
+def placed(model, **settings):
+    return plan(model, None, settings.pop("dtype", None), OffloadSettings(**settings), CpuDevice())
+
+
+def names_of(model, home):
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for p in home.parameters]
+
+
+def test_every_parameter_has_one_place():
+    for model in (Residual(), Decoder(), EncoderDecoder(), Shared()):
+        placement = placed(model)
+        everything = [id(p) for home in placement.homes for p in home.parameters]
+        assert sorted(everything) == sorted(id(p) for p in model.parameters())
+
+
+def test_layers_are_numbered_in_the_order_of_the_rows():
+    placement = placed(EncoderDecoder())
+    layers = [home for home in placement.homes if home.index is not None]
+    assert [home.name for home in layers] == [f"{row}.{i}" for row in ("encoder", "decoder") for i in range(3)]
+    assert [home.index for home in layers] == list(range(6))
+
+
+def test_what_is_outside_the_layers_is_an_edge():
+    model = Residual()
+    placement = placed(model)
+    assert [home.name for home, _ in placement.edges] == ["into.weight", "into.bias", "out.weight", "out.bias"]
+    assert all(home.is_edge and len(home.parameters) == 1 for home, _ in placement.edges)
+
+
+def test_what_layers_share_is_an_edge():
+    model = Shared()
+    placement = placed(model)
+    shared = [(home, owners) for home, owners in placement.edges if home.name == "layers.0.down.weight"]
+    assert len(shared) == 1
+    assert shared[0][1] == [(model.layers[0].down, "weight"), (model.layers[2].down, "weight")]
+    assert "layers.0.down.weight" not in names_of(model, placement.layers[0])
+    assert "layers.1.down.weight" in names_of(model, placement.layers[1])
+
+
+def test_tied_parameters_are_one_edge():
+    model = Decoder()
+    (tied,) = [owners for home, owners in placed(model).edges if home.name == "words.weight"]
+    assert tied == [(model.words, "weight"), (model.head, "weight")]
+
+
+def test_planning_changes_nothing():
+    model = Residual()
+    before = [(id(p), p.data_ptr(), type(p), p._version) for p in model.parameters()]
+    placed(model, window=3, dtype=torch.bfloat16)
+    assert [(id(p), p.data_ptr(), type(p), p._version) for p in model.parameters()] == before
+    assert "forward" not in vars(model.layers[0])
+
+
+def test_the_window_is_a_layer_and_the_next_where_nobody_says():
+    assert placed(Residual()).window == 2
+    assert placed(Residual(layers=2)).window == 2
+    assert placed(Residual(), window=4).window == 4
+
+
+def test_layers_without_parameters_of_their_own_are_no_layers_of_the_window():
+    model = Lending()
+    placement = placed(model)
+    assert [home.name for home in placement.layers] == ["layers.0", "layers.2", "layers.3"]
+    assert names_of(model, placement.layers[0]) == ["layers.0.norm.weight", "layers.0.norm.bias"]
+    assert "layers.3.up.weight" in [home.name for home, _ in placement.edges], "the head uses it too"
+    assert "layers.3.down.weight" in names_of(model, placement.layers[2])

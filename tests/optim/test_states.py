@@ -1,0 +1,48 @@
+"""The moments on the host."""
+
+import torch
+from torch import nn
+
+from stronghold.device import CpuDevice
+from stronghold.home import Home
+from stronghold.optim.states import Moments, lay_out_moments
+
+
+def unit(*shapes):
+    return Home(0, "unit", [nn.Parameter(torch.randn(shape)) for shape in shapes], torch.bfloat16)
+
+
+def test_moments_are_fp32_and_zero_in_the_parameters_shape_and_overlap_nowhere():
+    device, home = CpuDevice(), unit((3, 5), (), (0, 2), (7,))
+    moments = Moments(device)
+    moments.allocate(home, range(4))
+    assert device.pageable_bytes == lay_out_moments(home, range(4)).total_bytes
+    views = [view for place in range(4) for view in moments.of(home, place)]
+    for number, view in enumerate(views):
+        assert view.dtype is torch.float32
+        assert not view.any()
+        view.fill_(number + 1.0)
+    assert [view.shape for view in views[::2]] == [(3, 5), (), (0, 2), (7,)]
+    assert all((view == number + 1.0).all() for number, view in enumerate(views))
+
+
+def test_only_what_is_asked_for_takes_memory_and_once():
+    device, home = CpuDevice(), unit((100,), (1000,))
+    moments = Moments(device)
+    moments.allocate(home, [0])
+    first = moments.of(home, 0)
+    assert device.pageable_bytes < 2000
+    moments.allocate(home, [0, 1])
+    assert 8000 <= device.pageable_bytes < 10_000
+    assert moments.of(home, 0)[0] is first[0]
+
+
+def test_a_state_that_was_dropped_begins_at_zero_again():
+    moments, home = Moments(CpuDevice()), unit((4,))
+    one, other = moments.begin(home, 0)
+    one.fill_(3.0)
+    other.fill_(4.0)
+    assert moments.of(home, 0)[0][0] == 3.0
+    one, other = moments.begin(home, 0)
+    assert not one.any()
+    assert not other.any()

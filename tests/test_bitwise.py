@@ -1,0 +1,116 @@
+"""To the bit: no window, activation setting, update order or thread count changes a loss or a weight."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+
+from tests.reference import CASES, Case, differences, offloaded, snapshot, train
+
+STEPS = 3
+ACTIVATIONS = ("recompute", "keep", "host")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are tiny
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to train the same thing."""
+
+    window: int = 1
+    activations: str = "recompute"
+    update: str = "deferred"
+    threads: int = 1
+    dtype: torch.dtype = torch.float32
+    accumulation: int = 1
+    clip: float | None = None
+    micro_batch: int | None = None
+    batch: int = 2
+    dropout: bool = True
+
+
+def run(case: Case, way: Way) -> tuple[list[float], dict[str, dict[str, torch.Tensor]]]:
+    model, optimizer = offloaded(
+        case,
+        window=way.window,
+        activations=way.activations,
+        dtype=way.dtype,
+        micro_batch=way.micro_batch,
+        adamw={"update": way.update, "threads": way.threads},
+    )
+    model.train(way.dropout)
+    batches = case.batches(STEPS * way.accumulation, size=way.batch)
+    losses = train(model, optimizer, batches, accumulation=way.accumulation, clip=way.clip, warmup=2)
+    return losses, snapshot(model, optimizer)
+
+
+first = cache(run)
+
+
+def check(case: Case, way: Way, like: Way) -> None:
+    losses, final = run(case, way)
+    expected_losses, expected = first(case, like)
+    assert losses == expected_losses, way
+    assert differences(final, expected) == [], way
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["gpt", "t5", "mixtral"])
+def test_every_way_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    case, usual = CASES[name], Way(dtype=dtype)
+    windows = range(1, case.layers + 1)
+    for values in itertools.product(windows, ACTIVATIONS, ("deferred", "in_backward"), (1, 2)):
+        window, activations, update, threads = values
+        way = replace(usual, window=window, activations=activations, update=update, threads=threads)
+        check(case, way, usual)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["gpt", "bart", "qwen2_moe"])
+def test_clipping_and_accumulation_do_not_change_that(name: str, dtype: torch.dtype) -> None:
+    case, usual = CASES[name], Way(dtype=dtype, accumulation=3, clip=0.5)
+    for window, activations in itertools.product(range(1, case.layers + 1), ACTIVATIONS):
+        check(case, replace(usual, window=window, activations=activations, threads=2), usual)
+
+
+def test_running_statistics_are_those_of_one_forward_pass() -> None:
+    """A batch norm's buffers change in the first run of a layer, and not again in the second."""
+    case, usual = CASES["resnet"], Way()
+    for window, activations in itertools.product(range(1, case.layers + 1), ACTIVATIONS):
+        check(case, replace(usual, window=window, activations=activations), usual)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["gpt", "llama", "t5", "mixtral"])
+def test_a_micro_batch_of_the_whole_batch_changes_no_bit(name: str, dtype: torch.dtype) -> None:
+    case, usual = CASES[name], Way(dtype=dtype, window=2, batch=3)
+    for activations, micro_batch in itertools.product(ACTIVATIONS, (3, 4)):
+        check(case, replace(usual, activations=activations, micro_batch=micro_batch), usual)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "resnet"])
+def test_smaller_micro_batches_change_the_rounding_only(name: str) -> None:
+    """The decoders fill their default key-value cache, which is cut like the batch; padding masks are cut too."""
+    case, usual = CASES[name], Way(batch=5, dropout=False, accumulation=2, clip=0.5)
+    expected_losses, expected = first(case, usual)
+    for micro_batch, activations in ((1, "recompute"), (2, "keep"), (3, "host")):
+        losses, final = run(case, replace(usual, micro_batch=micro_batch, activations=activations, window=2))
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=0.0)
+        for parameter, tensors in expected.items():
+            if "exp_avg" in tensors:
+                distance = torch.dist(final[parameter]["exp_avg"], tensors["exp_avg"])
+                assert distance <= 1e-4 * tensors["exp_avg"].norm() + 1e-8, (parameter, micro_batch)
