@@ -76,7 +76,8 @@ def train(
         if read:
             seen += [model.layers[i].up.weight.sum().item() for i in range(LAYERS)]
         optimizer.zero_grad()
-    seen += [p.detach().double().sum().item() for p in model.parameters()]
+    for parameter in model.parameters():
+        seen += parameter.detach().flatten().tolist()
     if isinstance(device, DelayedDevice):
         device.settle()
     return seen
@@ -92,6 +93,8 @@ SETTINGS = {
     "host": {"activations": "host"},
     "reading": {"read": True},
     "clipped accumulation": {"accumulate": 3, "clip": True},
+    "deferred in bf16": {"dtype": torch.bfloat16},
+    "in_backward in bf16": {"dtype": torch.bfloat16, "update": "in_backward"},
     "writing in bf16": {"write": True, "dtype": torch.bfloat16},
     "micro-batches": {"micro_batch": 6},
 }
