@@ -201,12 +201,13 @@ class Engine:
         self.stopwatch.lap()
 
     def wait_updated(self, home: Home) -> None:
-        event = home.updated
+        event, begin = home.updated, self.device.stamp()
         if home.is_edge:
             # The upload of the edge's new value must have arrived before anything computes with it.
             self.waits.compute(event, Wait.EDGE_UPLOADED)
         else:
             self.waits.host(event, Wait.WEIGHTS_READ)
+        self.window.traffic.update_waits.append((begin, self.device.stamp()))
         home.updated = None
 
     # Its own.
