@@ -164,4 +164,5 @@ def _pin(buffer: HostBuffer, device: torch.device) -> bool:
 
 
 def _unpin(driver: ctypes.CDLL, address: ctypes.c_void_p, memory: Tensor) -> None:
+    # Its result says nothing that could be acted on: the memory goes, and a pin that is left goes with the process.
     driver.cuMemHostUnregister(address)

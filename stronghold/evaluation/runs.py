@@ -91,6 +91,8 @@ def summarize(
     timed = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps[1:] or steps
     times = sorted(step["iteration_s"] for step in timed)
     iteration_s = statistics.median(times)
+    # 2·N a token forward and 4·N backward, N every parameter once: a tied embedding counts for the head's product,
+    # biases and norms as if they were matrices, attention's own products not at all.
     flops = 6 * start["parameters"] * batch * sequence
     return Summary(
         method=settings["method"],

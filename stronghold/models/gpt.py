@@ -166,16 +166,6 @@ def rotary(sequence: int, head_size: int, device: torch.device) -> tuple[Tensor,
     return angles.cos()[None, None], angles.sin()[None, None]
 
 
-def flops_per_token(parameters: int, *, recomputation: bool = False) -> int:
-    """Returns the model FLOPs to train on one token: 6·N, or 8·N with the forward pass run twice.
-
-    N counts every parameter once, so a tied embedding counts for the head's product and nothing for the
-    look-up, and biases and norms count as if they were matrices. A multiply-add is two FLOPs: 2·N forward and
-    4·N backward. Attention's products of queries, keys and values are not counted.
-    """
-    return (8 if recomputation else 6) * parameters
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -257,6 +256,3 @@ def _nodes(output: Any) -> set[Node]:
     if isinstance(output, dict):
         return {node for item in output.values() for node in _nodes(item)}
     return set()
-
-
-RunReference = weakref.ref[Run]

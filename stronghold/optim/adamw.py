@@ -116,7 +116,7 @@ class AdamW(torch.optim.Optimizer):
         """Blocks until every update under way is complete."""
         for home in self._owner.homes if self._owner is not None else ():
             if home.updated is not None:
-                home.updated.wait()
+                home.updated.wait()  # for the host's sake: somebody is to read or write what the update writes
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
