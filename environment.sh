@@ -43,7 +43,7 @@ _stronghold_choose() {
 import sys
 from importlib.util import find_spec
 assert (3, 10) <= sys.version_info < (3, 14)
-needed = "accelerate matplotlib numpy rich safetensors tensorboard tokenizers transformers".split()
+needed = "accelerate matplotlib numpy psutil rich safetensors tensorboard tokenizers transformers".split()
 assert all(find_spec(name) for name in needed + sys.argv[1:])
 import torch
 assert tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)

@@ -2,6 +2,10 @@
 
     python benchmarks/overlap.py [--windows 1 2 4 8] [--layers 32] [--steps 3] [--clock-only]
 
+Two tables: the machines as they are, over windows; and each with a host so slow that its updates take nine tenths of
+the pass that they hide under (the backward pass under in_backward, the next forward pass when deferred), without and
+with the first layer resident.
+
 Runs the real engine (streams, events, schedule, optimizer) on stronghold.device.throttled: layers of 50 M parameters,
 as in the 1.7 B model, played by small ones. Prints the step time beside the longest of compute, link up, link down and
 host update, and appends one JSON line per row to results/overlap.jsonl.
@@ -12,11 +16,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import nn
 
@@ -41,19 +46,19 @@ class Machine:
 MACHINES = (
     Machine(
         name="V100, PCIe 3, fp32",
-        speed=Speed(flops=14e12, up=12e9, down=12e9, host=60e9),
+        speed=Speed(flops=14e12, up=12e9, down=12e9, host=60e9, device=0.8e12),
         dtype=torch.float32,
         tokens=4 * 1024,
     ),
     Machine(
         name="RTX 4090, PCIe 4, bf16",
-        speed=Speed(flops=150e12, up=25e9, down=25e9, host=60e9),
+        speed=Speed(flops=150e12, up=25e9, down=25e9, host=60e9, device=0.9e12),
         dtype=torch.bfloat16,
         tokens=48 * 1024,
     ),
     Machine(
         name="H200, PCIe 5, bf16",
-        speed=Speed(flops=600e12, up=55e9, down=55e9, host=300e9),
+        speed=Speed(flops=600e12, up=55e9, down=55e9, host=300e9, device=4e12),
         dtype=torch.bfloat16,
         tokens=64 * 1024,
     ),
@@ -97,14 +102,24 @@ class Outcome:
         return (self.wall_s or self.step_s) / self.busy_s[self.longest]
 
 
-def run(machine: Machine, *, layers: int, window: int, update: str, steps: int, paced: bool) -> Outcome:
+def with_slow_host(machine: Machine, update: str, share: float = 0.9) -> Machine:
+    """Returns the machine with a host whose updates take ``share`` of the pass that they hide under."""
+    forward_s = 2 * LAYER_PARAMETERS * machine.tokens / machine.speed.flops
+    pass_s = 3 * forward_s if update == "in_backward" else forward_s
+    moved_bytes = 28 if machine.dtype == torch.float32 else 26
+    return replace(machine, speed=replace(machine.speed, host=moved_bytes * LAYER_PARAMETERS / (share * pass_s)))
+
+
+def run(
+    machine: Machine, *, layers: int, window: int, update: str, steps: int, paced: bool, resident: int = 0
+) -> Outcome:
     """Trains ``steps`` steps after one that is not counted, and returns the median step."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = _Model(layers)
     scale = LAYER_PARAMETERS / sum(p.numel() for p in model.layers[0].parameters())
     device = ThrottledDevice(machine.speed, tokens=machine.tokens, scale=scale, paced=paced)
-    stronghold.offload(model, window=window, device=device, dtype=machine.dtype)
+    stronghold.offload(model, window=window, device=device, dtype=machine.dtype, resident=resident)
     optimizer = stronghold.AdamW(model.parameters(), lr=1e-3, update=update, threads=1)
     x = torch.randn(2, 64).to(machine.dtype)
     clocks, walls, works = [], [], []
@@ -133,50 +148,90 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of which the median counts (default: 3)")
     parser.add_argument("--clock-only", action="store_true", help="do not sleep; trust the simulated clocks")
     arguments = parser.parse_args()
-    table = Table(title=f"{arguments.layers} layers of 50 M parameters, seconds per step")
-    for column in ("machine", "update", "w", "compute", "up", "down", "host", "clock", "wall", "over the longest"):
-        table.add_column(column, justify="left" if column in ("machine", "update") else "right")
     console = Console(width=150)
-    for machine in MACHINES:
-        for update in ("deferred", "in_backward"):
-            for window in arguments.windows:
-                outcome = run(
-                    machine,
-                    layers=arguments.layers,
-                    window=window,
-                    update=update,
-                    steps=arguments.steps,
-                    paced=not arguments.clock_only,
-                )
-                busy = outcome.busy_s
-                table.add_row(
-                    machine.name,
-                    update,
-                    str(window),
-                    *(f"{busy[name]:.3f}" for name in ("compute", "fetches", "gradients", "updates")),
-                    f"{outcome.step_s:.3f}",
-                    f"{outcome.wall_s:.3f}" if outcome.wall_s else "-",
-                    f"{(outcome.ratio - 1) * 100:+.1f} % ({outcome.longest})",
-                )
-                append_record(
-                    RESULTS,
-                    {
-                        "benchmark": "overlap",
-                        "machine": machine.name,
-                        "update": update,
-                        "window": window,
-                        "layers": arguments.layers,
-                        "tokens": machine.tokens,
-                        "speed": vars(machine.speed),
-                        "step_s": outcome.step_s,
-                        "wall_s": outcome.wall_s,
-                        "busy_s": busy,
-                        "longest": outcome.longest,
-                        "over_longest": outcome.ratio - 1,
-                        **describe_machine(),
-                    },
-                )
-    console.print(table)
+    console.print(
+        _measure(
+            f"{arguments.layers} layers of 50 M parameters, seconds per step",
+            [
+                (machine, update, window, 0)
+                for machine in MACHINES
+                for update in ("deferred", "in_backward")
+                for window in arguments.windows
+            ],
+            arguments,
+        )
+    )
+    console.print(
+        _measure(
+            "the same, host updates at 0.9 of the pass that they hide under",
+            [
+                (with_slow_host(machine, update), update, 2, resident)
+                for machine in MACHINES
+                for update in ("deferred", "in_backward")
+                for resident in (0, 1)
+            ],
+            arguments,
+        )
+    )
+
+
+def _measure(title: str, rows: list[tuple[Machine, str, int, int]], arguments: argparse.Namespace) -> Table:
+    table = Table(title=title)
+    for column in (
+        "machine",
+        "update",
+        "w",
+        "resident",
+        "compute",
+        "up",
+        "down",
+        "host",
+        "clock",
+        "wall",
+        "over the longest",
+    ):
+        table.add_column(column, justify="left" if column in ("machine", "update") else "right")
+    for machine, update, window, resident in track(rows, description="playing", transient=True):
+        outcome = run(
+            machine,
+            layers=arguments.layers,
+            window=window,
+            update=update,
+            steps=arguments.steps,
+            paced=not arguments.clock_only,
+            resident=resident,
+        )
+        busy = outcome.busy_s
+        table.add_row(
+            machine.name,
+            update,
+            str(window),
+            str(resident),
+            *(f"{busy[name]:.3f}" for name in ("compute", "fetches", "gradients", "updates")),
+            f"{outcome.step_s:.3f}",
+            f"{outcome.wall_s:.3f}" if outcome.wall_s else "-",
+            f"{(outcome.ratio - 1) * 100:+.1f} % ({outcome.longest})",
+        )
+        append_record(
+            RESULTS,
+            {
+                "benchmark": "overlap",
+                "machine": machine.name,
+                "update": update,
+                "window": window,
+                "resident": resident,
+                "layers": arguments.layers,
+                "tokens": machine.tokens,
+                "speed": vars(machine.speed),
+                "step_s": outcome.step_s,
+                "wall_s": outcome.wall_s,
+                "busy_s": busy,
+                "longest": outcome.longest,
+                "over_longest": outcome.ratio - 1,
+                **describe_machine(),
+            },
+        )
+    return table
 
 
 if __name__ == "__main__":

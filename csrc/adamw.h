@@ -1,36 +1,28 @@
-// The AdamW update and the gradient norm on host memory.
+// The AdamW update on host memory.
 //
-// Nothing here knows Python or PyTorch: pointers, lengths and numbers in, memory changed or a number out.
+// Nothing in the kernels knows Python or PyTorch: pointers, lengths and numbers in, memory changed or numbers out.
 // Errors are thrown (std::invalid_argument); nothing is printed.
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
+
+#include "isa.h"
 
 namespace stronghold {
 
-// The instruction sets that a kernel is compiled for. All compute the same bits: products and sums are never
-// contracted into fused multiply-adds, and every sum has one fixed order.
-enum class Isa { plain, avx2, avx512 };
-
-// The sets that this processor runs, the plainest first.
-std::vector<std::string> available_isas();
-
-// The last of available_isas().
-const char* best_isa();
-
-// The set of that name. Throws std::invalid_argument where it is unknown or this processor lacks it.
-Isa isa_named(const std::string& name);
-
-// One tensor's share of an AdamW step. The buffers hold `n` elements each and overlap nowhere.
+// One tensor's share of an AdamW step. The buffers hold `n` elements each (exponents: n / 64 rounded up) and overlap
+// nowhere. formats.h defines the split float and the 8-bit moments.
 struct Segment {
-  float* weight;
-  const void* grad;  // float, or bfloat16 where grad_bf16
+  void* weight;                       // float, or the upper halves of a split float
+  std::int16_t* remainder;            // null, or the weight's lower halves
+  const void* grad;                   // float, or bfloat16 where grad_bf16
+  const std::int16_t* grad_remainder; // null, or with it the gradient is a split float
   bool grad_bf16;
-  float* exp_avg;
-  float* exp_avg_sq;
-  std::uint16_t* low;  // null, or where the new weight goes as bfloat16, rounded to nearest even
+  void* exp_avg;                      // float, or the codes of an 8-bit first moment
+  std::uint8_t* exp_avg_exponents;    // null, or the exponents
+  void* exp_avg_sq;                   // float, or the codes of an 8-bit second moment
+  std::uint8_t* exp_avg_sq_exponents; // null, or the exponents; both moments are float or both are 8-bit
   std::int64_t n;
   double lr;
   double beta1;
@@ -38,24 +30,25 @@ struct Segment {
   double eps;
   double weight_decay;
   std::int64_t step;  // counted from 1, this step included
-  float grad_scale;   // what the gradient is multiplied by first, in float
+  double grad_scale;  // what the gradient is multiplied by first, in float
 };
 
-// One step of torch.optim.AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization", ICLR 2019) on
-// every segment: loads and stores are float, what happens between them is double, so that each result is within
-// one ulp of exact arithmetic on the stored values. One parallel region for the whole call; `threads` changes
-// the time it takes and nothing else. Throws std::invalid_argument before anything is written.
+// One step of torch.optim.AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization", ICLR 2019) on every
+// segment. `threads` and `isa` change the time it takes and nothing else. Throws std::invalid_argument before anything
+// is written.
+//
+// With t = step and these coefficients, computed in double:
+//   decay = 1 - lr * weight_decay, step_size = lr / (1 - beta1^t), denom_scale = 1 / sqrt(1 - beta2^t)
+// an element is updated in this order of operations, none of them fused:
+//   g = grad * grad_scale                                (in float)
+//   m = beta1 * m + (1 - beta1) * g
+//   v = beta2 * v + (1 - beta2) * (g * g)
+//   denom = sqrt(v) * denom_scale + eps
+//   w = w * decay - step_size * m / denom                (the product before the quotient)
+// With float moments all but the first line is in double between a float load and a float store, so that each result
+// is within one ulp of exact arithmetic on the stored values. With 8-bit moments every line is in float, the
+// coefficients rounded to float once, and v, after its line, is the float with the bits min(bits & 0x7FFFFFFF,
+// 0x7F780000): the update sees the new moments before they are encoded, for element i of the tensor and step t.
 void adamw(const std::vector<Segment>& segments, int threads, Isa isa);
-
-// A run of `n` floats, or bfloat16s where `bf16`.
-struct Span {
-  const void* data;
-  bool bf16;
-  std::int64_t n;
-};
-
-// The sum of squares of all elements, in double. Neither `threads` nor `isa` changes a bit of it. It is finite
-// if and only if every element is: the square of a float is far inside double's range.
-double squared_norm(const std::vector<Span>& spans, int threads, Isa isa);
 
 }  // namespace stronghold

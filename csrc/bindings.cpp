@@ -9,51 +9,98 @@
 #include <vector>
 
 #include "adamw.h"
+#include "gradients.h"
+#include "isa.h"
+#include "stream.h"
 
 namespace py = pybind11;
 
 namespace {
 
+using stronghold::Addition;
 using stronghold::Segment;
 using stronghold::Span;
+using stronghold::isa_named;
 
-// weight, grad, grad_bf16, exp_avg, exp_avg_sq, low (0 for none), n, lr, beta1, beta2, eps, weight_decay, step,
-// grad_scale; buffers are addresses
-using SegmentTuple = std::tuple<std::uintptr_t, std::uintptr_t, bool, std::uintptr_t, std::uintptr_t, std::uintptr_t,
+using Address = std::uintptr_t;  // 0 for none
+
+// weight, its remainder, grad, its remainder, grad_bf16, exp_avg, its exponents, exp_avg_sq, its exponents, n, lr,
+// beta1, beta2, eps, weight_decay, step, grad_scale
+using SegmentTuple = std::tuple<Address, Address, Address, Address, bool, Address, Address, Address, Address,
                                 std::int64_t, double, double, double, double, double, std::int64_t, double>;
 // data, bf16, n
-using SpanTuple = std::tuple<std::uintptr_t, bool, std::int64_t>;
+using SpanTuple = std::tuple<Address, bool, std::int64_t>;
+// target, its remainder, source, n
+using AdditionTuple = std::tuple<Address, Address, Address, std::int64_t>;
 
 template <class T>
-T* at(std::uintptr_t address) {
+T* at(Address address) {
   return reinterpret_cast<T*>(address);
+}
+
+// Calls work() without the interpreter lock. Not pybind11's gil_scoped_release: in a daemon thread of a program that
+// ends, taking the lock back unwinds the thread, and out of a destructor that would be std::terminate.
+template <class Work>
+void unlocked(const Work& work) {
+  PyThreadState* const thread = PyEval_SaveThread();
+  try {
+    work();
+  } catch (...) {
+    PyEval_RestoreThread(thread);
+    throw;
+  }
+  PyEval_RestoreThread(thread);
 }
 
 void adamw(const std::vector<SegmentTuple>& tuples, int threads, const std::string& isa) {
   std::vector<Segment> segments;
   segments.reserve(tuples.size());
-  for (const auto& [weight, grad, grad_bf16, exp_avg, exp_avg_sq, low, n, lr, beta1, beta2, eps, weight_decay, step,
-                    grad_scale] : tuples)
-    segments.push_back({at<float>(weight), at<const void>(grad), grad_bf16, at<float>(exp_avg),
-                        at<float>(exp_avg_sq), at<std::uint16_t>(low), n, lr, beta1, beta2, eps, weight_decay, step,
-                        static_cast<float>(grad_scale)});
-  stronghold::adamw(segments, threads, stronghold::isa_named(isa));
+  for (const auto& [weight, remainder, grad, grad_remainder, grad_bf16, exp_avg, exp_avg_exponents, exp_avg_sq,
+                    exp_avg_sq_exponents, n, lr, beta1, beta2, eps, weight_decay, step, grad_scale] : tuples)
+    segments.push_back({at<void>(weight), at<std::int16_t>(remainder), at<const void>(grad),
+                        at<const std::int16_t>(grad_remainder), grad_bf16, at<void>(exp_avg),
+                        at<std::uint8_t>(exp_avg_exponents), at<void>(exp_avg_sq),
+                        at<std::uint8_t>(exp_avg_sq_exponents), n, lr, beta1, beta2, eps, weight_decay, step,
+                        grad_scale});
+  unlocked([&] { stronghold::adamw(segments, threads, isa_named(isa)); });
 }
 
-double squared_norm(const std::vector<SpanTuple>& tuples, int threads, const std::string& isa) {
+std::vector<double> squared_norms(const std::vector<SpanTuple>& tuples, int threads, const std::string& isa) {
   std::vector<Span> spans;
   spans.reserve(tuples.size());
   for (const auto& [data, bf16, n] : tuples) spans.push_back({at<const void>(data), bf16, n});
-  return stronghold::squared_norm(spans, threads, stronghold::isa_named(isa));
+  std::vector<double> norms;
+  unlocked([&] { norms = stronghold::squared_norms(spans, threads, isa_named(isa)); });
+  return norms;
+}
+
+std::vector<double> accumulate(const std::vector<AdditionTuple>& tuples, int threads, const std::string& isa) {
+  std::vector<Addition> additions;
+  additions.reserve(tuples.size());
+  for (const auto& [target, remainder, source, n] : tuples)
+    additions.push_back({at<void>(target), at<std::int16_t>(remainder), at<const void>(source), n});
+  std::vector<double> norms;
+  unlocked([&] { norms = stronghold::accumulate(additions, threads, isa_named(isa)); });
+  return norms;
+}
+
+void stream(Address weight, Address grad, Address exp_avg, Address exp_avg_sq, std::int64_t n, int threads,
+            const std::string& isa) {
+  unlocked([&] {
+    stronghold::stream(at<float>(weight), at<const float>(grad), at<float>(exp_avg), at<float>(exp_avg_sq), n, threads,
+                       isa_named(isa));
+  });
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Host kernels of stronghold; import stronghold.native instead.";
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();
-  module.def("adamw", &adamw, py::arg("segments"), py::arg("threads"), py::arg("isa"), unlocked);
-  module.def("squared_norm", &squared_norm, py::arg("spans"), py::arg("threads"), py::arg("isa"), unlocked);
+  module.def("adamw", &adamw, py::arg("segments"), py::arg("threads"), py::arg("isa"));
+  module.def("squared_norms", &squared_norms, py::arg("spans"), py::arg("threads"), py::arg("isa"));
+  module.def("accumulate", &accumulate, py::arg("additions"), py::arg("threads"), py::arg("isa"));
+  module.def("stream", &stream, py::arg("weight"), py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
+             py::arg("n"), py::arg("threads"), py::arg("isa"));
   module.def("available_isas", &stronghold::available_isas);
   module.def("best_isa", &stronghold::best_isa);
 }

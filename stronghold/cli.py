@@ -101,6 +101,7 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
             warmup_steps=warmup,
             weight_decay=options.weight_decay,
             max_grad_norm=clip or None,
+            states=options.states,
             update=options.update,
             nonfinite=options.nonfinite,
         ),
@@ -109,6 +110,7 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
             store=options.store,
             micro_batch=options.micro_batch,
             activations=options.activations,
+            resident=options.resident,
             device_memory=options.device_memory,
             host_memory=options.host_memory,
         ),
@@ -218,10 +220,17 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     )
     place.add_argument(
         "--window",
-        type=_window,
+        type=_layers,
         default="auto",
         metavar="N|auto",
         help="layers on the device at a time (default: auto)",
+    )
+    place.add_argument(
+        "--resident",
+        type=_layers,
+        default=0,
+        metavar="N|auto",
+        help="layers that stay on the device and are updated there; auto fills --device-memory (default: 0)",
     )
     place.add_argument("--store", default="ram", help="where the other layers are: ram (default: ram)")
     place.add_argument(
@@ -240,6 +249,12 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
         default="deferred",
         help="update layers behind the step, or as soon as each has its gradient (default: deferred)",
     )
+    place.add_argument(
+        "--states",
+        choices=("fp32", "8bit"),
+        default="fp32",
+        help="AdamW's moments: 8 bytes a parameter, or 2 (default: fp32)",
+    )
     place.add_argument("--device-memory", metavar="SIZE", help="budget, such as 24GiB (default: what is free)")
     place.add_argument("--host-memory", metavar="SIZE", help="budget, such as 64GiB (default: none)")
 
@@ -254,7 +269,7 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     output.add_argument("--record", metavar="FILE", help="append the run's summary there, as a JSON line")
 
 
-def _window(text: str) -> int | str:
+def _layers(text: str) -> int | str:
     if text == "auto":
         return text
     try:

@@ -39,10 +39,10 @@ class OffloadSettings:
             )
         if self.activations not in ("recompute", "keep", "host"):
             raise ValueError(f"activations must be 'recompute', 'keep' or 'host' (got {self.activations!r})")
-        if self.resident != 0:
-            raise ValueError(
-                f"resident must be 0 (got {self.resident!r}); this version updates every layer on the host"
-            )
+        if self.resident != "auto" and (
+            not isinstance(self.resident, int) or isinstance(self.resident, bool) or self.resident < 0
+        ):
+            raise ValueError(f"resident must be a number of layers, 0 or more, or 'auto' (got {self.resident!r})")
         for name in ("device_memory", "host_memory"):
             value = getattr(self, name)
             if value is not None:
@@ -86,7 +86,7 @@ class OptimizerSettings:
     """AdamW and its schedule: the rate rises over ``warmup_steps`` to ``lr`` and falls, as a cosine, to a tenth.
 
     ``max_grad_norm`` clips the norm of all gradients; None leaves them. Parameters of fewer than two
-    dimensions, biases and norms, do not decay. ``update`` and ``nonfinite`` are as in ``stronghold.AdamW``.
+    dimensions, biases and norms, do not decay. ``states``, ``update`` and ``nonfinite`` are as in ``stronghold.AdamW``.
     """
 
     lr: float = 3e-4
@@ -95,6 +95,7 @@ class OptimizerSettings:
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float | None = None
+    states: str = "fp32"
     update: str = "deferred"
     nonfinite: str = "raise"
 
@@ -109,6 +110,7 @@ class OptimizerSettings:
                 f"max_grad_norm must be a positive number, or None for no clipping (got {self.max_grad_norm}); "
                 "pass one such as 1.0"
             )
+        _check_one_of("states", self.states, ("fp32", "8bit"))
         _check_one_of("update", self.update, ("deferred", "in_backward"))
         _check_one_of("nonfinite", self.nonfinite, ("raise", "skip"))
         if self.update == "in_backward" and self.max_grad_norm is not None:

@@ -1,4 +1,9 @@
-"""Typed, checked wrappers around the compiled host kernels; the only importer of ``stronghold._C``."""
+"""Typed, checked wrappers around the compiled host kernels; the only importer of ``stronghold._C``.
+
+Every tensor is contiguous, on the CPU, and overlaps no other of its call. Neither ``threads`` nor ``isa`` changes a
+bit of any result. The interpreter lock is released while a kernel runs, and several Python threads may call at once.
+What does not fit is refused with a ValueError before anything is written. ``csrc/formats.h`` defines the formats.
+"""
 
 import math
 import os
@@ -18,23 +23,42 @@ except ImportError as error:
         "installed, under the Python that imports them"
     ) from error
 
+BLOCK = 64  # elements that share an exponent; csrc/formats.h has the same number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """An 8-bit moment of n elements: blocks of :data:`BLOCK` codes, counted from the tensor's start, share an exponent.
+
+    ``codes`` holds n bytes, ``exponents`` one for each block, both uint8. Zeros are the moment of zeros. A first
+    moment's codes have a sign, 4 exponent and 3 mantissa bits, a second moment's 4 and 4. Storing rounds up or down
+    by a dither of low discrepancy, a function of element and step, so that a moment follows changes far below one
+    code. After the shared scales of the OCP Microscaling formats and Dettmers et al., "8-bit optimizers via
+    block-wise quantization", ICLR 2022.
+    """
+
+    codes: Tensor
+    exponents: Tensor
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
     """One tensor's share of an AdamW step.
 
-    All tensors are contiguous, on the CPU, hold the same number of elements (their shapes may differ) and
-    overlap nowhere. ``weight``, ``exp_avg`` and ``exp_avg_sq`` are float32 and are changed in place; ``grad``
-    is float32 or bfloat16; ``low``, where given, is bfloat16 and receives the new weight rounded to nearest
-    even. ``step`` counts from 1, this step included. ``grad_scale`` multiplies the gradient in float32 before
-    anything else.
+    The tensors hold the same number of elements; their shapes may differ. ``weight`` and the moments are changed in
+    place. ``weight`` is float32, or bfloat16 together with ``remainder``, int16: weight is then the float32 master
+    rounded to nearest, ties away from zero, and remainder its low half, so that no bit is lost. ``grad`` is float32
+    or bfloat16; with ``grad_remainder``, int16, the gradient is the float32 number that the pair holds. ``exp_avg``
+    and ``exp_avg_sq`` are both float32 or both :class:`Blocks`. ``step`` counts from 1, this step included.
+    ``grad_scale`` multiplies the gradient in float32 before anything else.
     """
 
     weight: Tensor
+    remainder: Tensor | None = None
     grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    low: Tensor | None = None
+    grad_remainder: Tensor | None = None
+    exp_avg: Tensor | Blocks
+    exp_avg_sq: Tensor | Blocks
     lr: float
     beta1: float
     beta2: float
@@ -44,78 +68,86 @@ class Segment:
     grad_scale: float = 1.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Addition:
+    """``source`` is to be added to ``target``, element by element.
+
+    ``target`` and ``source`` are float32; or both are bfloat16 and ``remainder``, int16, is the target's low half.
+    """
+
+    target: Tensor
+    remainder: Tensor | None = None
+    source: Tensor
+
+
 def adamw(segments: Sequence[Segment], *, threads: int, isa: str = "auto") -> None:
     """Carries out one step of ``torch.optim.AdamW`` on every segment, in place.
 
-    Between load and store the arithmetic is float64. Neither ``threads`` nor ``isa`` changes a bit of the
-    result. The interpreter lock is released meanwhile. Raises ValueError before anything is written.
-    Decoupled weight decay after Loshchilov & Hutter, ICLR 2019.
+    With float32 moments the arithmetic between load and store is float64, with 8-bit moments float32;
+    ``csrc/adamw.h`` gives the order of operations. Decoupled weight decay after Loshchilov & Hutter, ICLR 2019.
     """
     _check_threads(threads)
     isa = _resolve(isa)
-    float32, bfloat16 = torch.float32, torch.bfloat16
-    calls: list[tuple[object, ...]] = []
-    for segment in segments:
-        weight, grad, exp_avg, exp_avg_sq = segment.weight, segment.grad, segment.exp_avg, segment.exp_avg_sq
-        low = segment.low
-        n = weight.numel()
-        grad_dtype = grad.dtype
-        # One expression for the common case; _refuse finds out and says what is wrong with the others.
-        if not (
-            weight.is_cpu
-            and grad.is_cpu
-            and exp_avg.is_cpu
-            and exp_avg_sq.is_cpu
-            and weight.dtype is float32
-            and exp_avg.dtype is float32
-            and exp_avg_sq.dtype is float32
-            and (grad_dtype is bfloat16 or grad_dtype is float32)
-            and grad.numel() == n
-            and exp_avg.numel() == n
-            and exp_avg_sq.numel() == n
-            and weight.is_contiguous()
-            and grad.is_contiguous()
-            and exp_avg.is_contiguous()
-            and exp_avg_sq.is_contiguous()
-            and (low is None or (low.is_cpu and low.dtype is bfloat16 and low.numel() == n and low.is_contiguous()))
-            and segment.step >= 1
-        ):
-            _refuse(segment, len(calls))
-        calls.append(
-            (
-                weight.data_ptr(),
-                grad.data_ptr(),
-                grad_dtype is bfloat16,
-                exp_avg.data_ptr(),
-                exp_avg_sq.data_ptr(),
-                0 if low is None else low.data_ptr(),
-                n,
-                segment.lr,
-                segment.beta1,
-                segment.beta2,
-                segment.eps,
-                segment.weight_decay,
-                segment.step,
-                segment.grad_scale,
-            )
-        )
-    _C.adamw(calls, threads, isa)
+    _C.adamw([_arguments(segment, f"segment {index}: ") for index, segment in enumerate(segments)], threads, isa)
+
+
+def squared_norms(tensors: Sequence[Tensor], *, threads: int, isa: str = "auto") -> list[float]:
+    """Returns for each tensor, float32 or bfloat16, the sum of squares of its elements, computed in float64.
+
+    It is finite if and only if every element is: NaN and infinities show.
+    """
+    _check_threads(threads)
+    isa = _resolve(isa)
+    spans = [
+        (_address(f"tensor {index}", tensor, _FLOATS, tensor.numel()), tensor.dtype is torch.bfloat16, tensor.numel())
+        for index, tensor in enumerate(tensors)
+    ]
+    return _C.squared_norms(spans, threads, isa)
 
 
 def squared_norm(tensors: Sequence[Tensor], *, threads: int, isa: str = "auto") -> float:
-    """Returns the sum of squares of all elements, computed in float64.
+    """Returns the sum of :func:`squared_norms`."""
+    return sum(squared_norms(tensors, threads=threads, isa=isa), 0.0)
 
-    ``tensors`` are float32 or bfloat16, contiguous and on the CPU. Neither ``threads`` nor ``isa`` changes a
-    bit of the result. It is finite if and only if every element is: NaN and infinities show. The interpreter
-    lock is released meanwhile. Raises ValueError for tensors that do not fit.
+
+def accumulate(additions: Sequence[Addition], *, threads: int, isa: str = "auto") -> list[float]:
+    """Adds each source to its target in float32; returns for each target the sum of squares of its new values.
+
+    The sums are float64, the same bits as :func:`squared_norms` gives for the new values as float32 tensors.
     """
     _check_threads(threads)
     isa = _resolve(isa)
-    spans = []
-    for index, tensor in enumerate(tensors):
-        _check_tensor(f"tensor {index}", tensor, (torch.float32, torch.bfloat16))
-        spans.append((tensor.data_ptr(), tensor.dtype is torch.bfloat16, tensor.numel()))
-    return _C.squared_norm(spans, threads, isa)
+    calls = []
+    for index, addition in enumerate(additions):
+        prefix, n = f"addition {index}: ", addition.target.numel()
+        target, remainder = _halves(prefix, "target", addition.target, "remainder", addition.remainder, n)
+        if addition.target.dtype is torch.bfloat16 and addition.remainder is None:
+            raise ValueError(_LACKS_REMAINDER.format(f"{prefix}target"))
+        source = _address(f"{prefix}source", addition.source, (addition.target.dtype,), n)
+        calls.append((target, remainder, source, n))
+    return _C.accumulate(calls, threads, isa)
+
+
+def stream(
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, threads: int, isa: str = "auto"
+) -> None:
+    """Reads four float32 tensors and writes all but ``grad``: the memory traffic of an update, without its work.
+
+    Cut and scheduled as :func:`adamw` is, it takes the time that 28 bytes an element need at least. Written values
+    stay finite and normal however often it is called, as long as ``grad`` is finite.
+    """
+    _check_threads(threads)
+    isa = _resolve(isa)
+    n = weight.numel()
+    _C.stream(
+        _address("weight", weight, _FLOAT32, n),
+        _address("grad", grad, _FLOAT32, n),
+        _address("exp_avg", exp_avg, _FLOAT32, n),
+        _address("exp_avg_sq", exp_avg_sq, _FLOAT32, n),
+        n,
+        threads,
+        isa,
+    )
 
 
 def available_isas() -> tuple[str, ...]:
@@ -196,7 +228,70 @@ def _resolve(isa: str) -> str:
     return isa
 
 
-def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+_FLOAT32 = (torch.float32,)
+_FLOATS = (torch.float32, torch.bfloat16)
+_INT16 = (torch.int16,)
+_UINT8 = (torch.uint8,)
+_LACKS_REMAINDER = "{0} is bfloat16 and needs a remainder, the low half of its float32 master; pass both, or float32"
+
+
+def _arguments(segment: Segment, prefix: str) -> tuple[object, ...]:
+    """Returns what the extension takes for ``segment``. ``prefix`` begins the message if it is refused."""
+    weight, grad, exp_avg, exp_avg_sq = segment.weight, segment.grad, segment.exp_avg, segment.exp_avg_sq
+    n = weight.numel()
+    halves = _halves(prefix, "weight", weight, "remainder", segment.remainder, n)
+    if weight.dtype is torch.bfloat16 and segment.remainder is None:
+        raise ValueError(_LACKS_REMAINDER.format(f"{prefix}weight"))
+    grad_halves = _halves(prefix, "grad", grad, "grad_remainder", segment.grad_remainder, n)
+    if isinstance(exp_avg, Blocks) != isinstance(exp_avg_sq, Blocks):
+        kinds = [type(moment).__name__ for moment in (exp_avg, exp_avg_sq)]
+        raise ValueError(
+            f"{prefix}exp_avg and exp_avg_sq must be of one kind (got {kinds[0]} and {kinds[1]}); "
+            "pass float32 tensors for both, or Blocks for both"
+        )
+    moments = (*_moment(f"{prefix}exp_avg", exp_avg, n), *_moment(f"{prefix}exp_avg_sq", exp_avg_sq, n))
+    if segment.step < 1:
+        raise ValueError(f"{prefix}step counts from 1 (got {segment.step}); increase it before the update")
+    return (
+        *halves,
+        *grad_halves,
+        grad.dtype is torch.bfloat16,
+        *moments,
+        n,
+        segment.lr,
+        segment.beta1,
+        segment.beta2,
+        segment.eps,
+        segment.weight_decay,
+        segment.step,
+        segment.grad_scale,
+    )
+
+
+def _halves(
+    prefix: str, name: str, tensor: Tensor, low_name: str, low: Tensor | None, elements: int
+) -> tuple[int, int]:
+    """Returns the addresses of a tensor and of its low half, 0 where it has none."""
+    address = _address(prefix + name, tensor, _FLOATS, elements)
+    if low is None:
+        return address, 0
+    if tensor.dtype is not torch.bfloat16:
+        raise ValueError(
+            f"{prefix}{low_name} is the low half of a bfloat16 {name} (got a {name} of {tensor.dtype}); leave it out"
+        )
+    return address, _address(prefix + low_name, low, _INT16, elements)
+
+
+def _moment(name: str, moment: Tensor | Blocks, elements: int) -> tuple[int, int]:
+    """Returns the addresses of a moment and of its exponents, 0 where it has none."""
+    if isinstance(moment, Tensor):
+        return _address(name, moment, _FLOAT32, elements), 0
+    codes = _address(f"{name}.codes", moment.codes, _UINT8, elements)
+    return codes, _address(f"{name}.exponents", moment.exponents, _UINT8, -(-elements // BLOCK))
+
+
+def _address(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], elements: int) -> int:
+    """Returns where the tensor's elements are. Raises ValueError for the first rule that it breaks."""
     if not tensor.is_cpu:
         raise ValueError(f"{name} must be on the CPU (got {tensor.device}); copy it to the host first")
     if tensor.dtype not in dtypes:
@@ -207,28 +302,6 @@ def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) ->
             f"{name} must be contiguous (got shape {tuple(tensor.shape)} with strides {tensor.stride()}); "
             "pass the storage that it views, or a contiguous copy and copy the result back"
         )
-
-
-def _refuse(segment: Segment, index: int) -> None:
-    """Raises ValueError for the first rule that ``segment``, the ``index``-th of its call, breaks."""
-    prefix = f"segment {index}: "
-    float32 = (torch.float32,)
-    _check_tensor(f"{prefix}weight", segment.weight, float32)
-    _check_tensor(f"{prefix}grad", segment.grad, (torch.float32, torch.bfloat16))
-    _check_tensor(f"{prefix}exp_avg", segment.exp_avg, float32)
-    _check_tensor(f"{prefix}exp_avg_sq", segment.exp_avg_sq, float32)
-    if segment.low is not None:
-        _check_tensor(f"{prefix}low", segment.low, (torch.bfloat16,))
-    lengths = {
-        name: tensor.numel()
-        for name in ("weight", "grad", "exp_avg", "exp_avg_sq", "low")
-        if (tensor := getattr(segment, name)) is not None
-    }
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(
-            f"{prefix}all tensors must hold the same number of elements (got {listed}); pass matching ones"
-        )
-    if segment.step < 1:
-        raise ValueError(f"{prefix}step counts from 1 (got {segment.step}); increase it before the update")
-    raise AssertionError(f"segment {index} was refused without a reason")
+    if tensor.numel() != elements:
+        raise ValueError(f"{name} must hold {elements} elements (got {tensor.numel()}); pass matching tensors")
+    return tensor.data_ptr()

@@ -11,7 +11,9 @@ import transformers
 from torch import Tensor, nn
 
 import stronghold
+from stronghold.home import home_of
 from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.native import Blocks
 
 VOCABULARY = 61
 SEQUENCE = 12
@@ -268,12 +270,17 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (warmup + 1)))
     torch.manual_seed(seed)
     losses = []
+    masters = optimizer if isinstance(optimizer, MasterAdamW) else None
     for number, batch in enumerate(batches):
         loss = model(**batch).loss
         (loss / accumulation).backward()
         losses.append(loss.item())
+        if masters is not None:
+            masters.add_up()
         if (number + 1) % accumulation == 0:
             if clip is not None:
+                if masters is not None:
+                    masters.publish()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             scheduler.step()
@@ -281,11 +288,21 @@ def train(
     return losses
 
 
+def rounded_to(dtype: torch.dtype, values: Tensor) -> Tensor:
+    """Returns ``values`` in ``dtype``: in bf16 the nearest number, and of two equally near the larger in magnitude."""
+    if dtype != torch.bfloat16:
+        return values.to(dtype)
+    exact = values.double()
+    unit = torch.exp2((torch.frexp(exact).exponent - 8).clamp(min=-133).double())  # 8 significant bits
+    return (exact.sign() * (exact.abs() / unit + 0.5).floor() * unit).to(dtype)
+
+
 class MasterAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` on fp32 copies of the parameters: mixed precision without an engine.
 
     With ``arithmetic=torch.float64`` every step computes in float64 and rounds what it keeps to fp32 once, as the
-    engine's kernel promises to. ``model`` computes in ``dtype`` from now on; its buffers stay as they are.
+    engine's kernel promises to. ``model`` computes in ``dtype`` from now on; its buffers stay as they are. Gradients
+    of several backward passes are added in fp32; who looks at a sum (to clip it) sees it rounded.
     """
 
     def __init__(
@@ -301,25 +318,47 @@ class MasterAdamW(torch.optim.AdamW):
         self.pairs = [(p, p.detach().to(arithmetic, copy=True)) for group in groups for p in group["params"]]
         masters = iter(master for _, master in self.pairs)
         super().__init__([{**g, "params": [next(masters) for _ in g["params"]]} for g in groups], **settings)
+        self.sums: dict[Tensor, Tensor] = {}
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = rounded_to(dtype, parameter.data)
+
+    def add_up(self) -> None:
+        """Takes the gradients of one backward pass."""
+        for parameter, _ in self.pairs:
+            if parameter.grad is not None:
+                self.sums[parameter] = self.sums.get(parameter, 0.0) + parameter.grad.float()
+                parameter.grad = None
+
+    def publish(self) -> None:
+        """Makes the sums the parameters' gradients."""
+        for parameter, total in self.sums.items():
+            parameter.grad = rounded_to(parameter.dtype, total)
+        self.sums.clear()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for parameter, master in self.pairs:
-            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+            gradient = self.sums.pop(parameter, parameter.grad)
+            master.grad = None if gradient is None else gradient.to(master.dtype)
         super().step()
         for parameter, master in self.pairs:
             state = self.state[master]
             for kept in (master, *(state[name] for name in MOMENTS if name in state)):
                 kept.copy_(kept.float())
-            parameter.copy_(master.float())
+            parameter.copy_(rounded_to(parameter.dtype, master.float()))
 
     @torch.no_grad()
-    def take_writes(self) -> None:
-        """Takes over what was written into the parameters; where one still is its master's rounding, nothing was."""
+    def take_writes(self, block: int, in_blocks: list[Tensor]) -> None:
+        """Takes over what was written into the parameters; where one still is its master's rounding, nothing was.
+
+        In the parameters ``in_blocks`` a write counts for its block, of ``block`` elements counted from the first.
+        """
+        whole = {id(parameter) for parameter in in_blocks}
         for parameter, master in self.pairs:
-            same = parameter == master.float().to(parameter.dtype)
+            same = parameter == rounded_to(parameter.dtype, master.float())
+            if id(parameter) in whole:
+                parts = same.flatten().split(block)
+                same = torch.cat([part.all().expand(len(part)) for part in parts]).view(same.shape)
             master.copy_(torch.where(same, master, parameter.to(master.dtype)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -334,7 +373,15 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tens
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(masters.get(id(parameter), parameter), {})
         found[name] = {"weight": parameter.detach().cpu().clone()}
-        found[name].update((key, state[key].detach().cpu().float().clone()) for key in MOMENTS if key in state)
+        for key in MOMENTS:
+            if key in state and isinstance(state[key], Blocks):
+                found[name].update(
+                    {f"{key} {part}": getattr(state[key], part).clone() for part in ("codes", "exponents")}
+                )
+            elif key in state:
+                found[name][key] = state[key].detach().cpu().float().clone()
+        if (home := home_of(parameter)) is not None and home.masters:
+            found[name]["master"] = home.master(parameter.__dict__["_place"]).cpu().clone()
     found.update((name, {"buffer": buffer.detach().cpu().clone()}) for name, buffer in model.named_buffers())
     return found
 

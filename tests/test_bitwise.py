@@ -38,6 +38,8 @@ class Way:
     micro_batch: int | None = None
     batch: int = 2
     dropout: bool = True
+    resident: int = 0
+    states: str = "fp32"
 
 
 def run(case: Case, way: Way) -> tuple[list[float], dict[str, dict[str, torch.Tensor]]]:
@@ -47,7 +49,8 @@ def run(case: Case, way: Way) -> tuple[list[float], dict[str, dict[str, torch.Te
         activations=way.activations,
         dtype=way.dtype,
         micro_batch=way.micro_batch,
-        adamw={"update": way.update, "threads": way.threads},
+        resident=way.resident,
+        adamw={"update": way.update, "threads": way.threads, "states": way.states},
     )
     model.train(way.dropout)
     batches = case.batches(STEPS * way.accumulation, size=way.batch)
@@ -85,6 +88,33 @@ def test_clipping_and_accumulation_do_not_change_that(name: str, dtype: torch.dt
     case, usual = CASES[name], Way(dtype=dtype, accumulation=3, clip=0.5)
     for window, activations in itertools.product(range(1, case.layers + 1), ACTIVATIONS):
         check(case, replace(usual, window=window, activations=activations, threads=2), usual)
+
+
+@DTYPES
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("name", ["gpt", "t5"])
+def test_resident_layers_give_the_same_bits(name: str, states: str, dtype: torch.dtype) -> None:
+    case, usual = CASES[name], Way(dtype=dtype, states=states)
+    for resident, activations, update in itertools.product(
+        range(1, case.layers + 1), ACTIVATIONS, ("deferred", "in_backward")
+    ):
+        window = min(2, case.layers)
+        check(case, replace(usual, resident=resident, window=window, activations=activations, update=update), usual)
+
+
+@DTYPES
+def test_resident_layers_clip_and_accumulate_to_the_same_bits(dtype: torch.dtype) -> None:
+    case, usual = CASES["gpt"], Way(dtype=dtype, accumulation=3, clip=0.5)
+    for resident, activations in itertools.product(range(1, case.layers + 1), ACTIVATIONS):
+        check(case, replace(usual, resident=resident, activations=activations, threads=2), usual)
+    check(case, replace(usual, resident=2, micro_batch=2), usual)
+
+
+@DTYPES
+def test_eight_bit_moments_are_the_same_in_every_way(dtype: torch.dtype) -> None:
+    case, usual = CASES["gpt"], Way(dtype=dtype, states="8bit")
+    for window, update, threads in itertools.product((1, 2, case.layers), ("deferred", "in_backward"), (1, 2)):
+        check(case, replace(usual, window=window, update=update, threads=threads), usual)
 
 
 def test_running_statistics_are_those_of_one_forward_pass() -> None:

@@ -30,13 +30,23 @@ def _exact_arithmetic():
     torch.cuda.empty_cache()
 
 
-def train(steps: int, *, offload: bool = True, update="deferred", threads=None, clip=True, accumulate=1, **kwargs):
+def train(
+    steps: int,
+    *,
+    offload: bool = True,
+    update="deferred",
+    states="fp32",
+    threads=None,
+    clip=True,
+    accumulate=1,
+    **kwargs,
+):
     """Returns the losses and the final parameters, on the CPU."""
     torch.manual_seed(0)
     model = GPT(SMALL)
     if offload:
         stronghold.offload(model, device="cuda", **kwargs)
-        optimizer = stronghold.AdamW(model.parameters(), lr=1e-3, update=update, threads=threads)
+        optimizer = stronghold.AdamW(model.parameters(), lr=1e-3, update=update, states=states, threads=threads)
     else:
         model.cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -79,6 +89,59 @@ def test_every_placement_is_bitwise_the_same(dtype):
         assert other_losses == losses, settings
         for one, other in zip(parameters, other_parameters, strict=True):
             assert torch.equal(one, other), settings
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resident_layers_train_as_those_in_the_store(dtype, states, update):
+    """To rounding: the device's arithmetic is fp32, the host's float64; in bf16 a weight may fall to its neighbour."""
+    settings = {"window": 2, "dtype": dtype, "clip": False, "states": states, "update": update}
+    losses, _ = train(30, **settings)
+    for resident in (1, 3, SMALL.layers):
+        others, _ = train(30, resident=resident, **settings)
+        assert others == pytest.approx(losses, rel=1e-5 if dtype == torch.float32 and states == "fp32" else 5e-3)
+
+
+def test_resident_layers_stay_out_of_a_step_that_is_not_finite():
+    for update in ("deferred", "in_backward"):
+        torch.manual_seed(0)
+        model = GPT(SMALL)
+        stronghold.offload(model, device="cuda", resident=3)
+        optimizer = stronghold.AdamW(model.parameters(), update=update, nonfinite="skip")
+        tokens = torch.zeros(2, 64, dtype=torch.long, device="cuda")
+        (model(tokens, labels=tokens).loss * float("nan")).backward()
+        before = [p.detach().cpu().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.skipped_steps == 1
+        assert all(torch.equal(p.detach().cpu(), b) for p, b in zip(model.parameters(), before, strict=True))
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_resident_auto_keeps_to_device_memory(states):
+    torch.manual_seed(0)
+    budget = 200 * 2**20
+    model = GPT(GPTConfig(layers=8, hidden=1024, heads=16, sequence=16, vocabulary=127))
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    stronghold.offload(model, device="cuda", dtype=torch.bfloat16, resident="auto", device_memory=budget)
+    optimizer = stronghold.AdamW(model.parameters(), states=states)
+    report = stronghold.report(model)
+    assert 0 < report.resident < 8
+    assert report.device_bytes <= budget
+    tokens = torch.zeros(1, 8, dtype=torch.long, device="cuda")
+    for _ in range(3):
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # An update on the device works on parts of 4 Mi elements at a time.
+    assert torch.cuda.max_memory_allocated() - before <= budget + 8 * 4 * 2**22
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])

@@ -14,6 +14,7 @@ ROOMS = {
     "config": 1,
     "native": 1,
     "layout": 1,
+    "split": 1,
     "device": 1,
     "schedule": 2,
     "home": 2,

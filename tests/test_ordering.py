@@ -53,13 +53,14 @@ def train(
     read=False,
     clip=False,
     write=False,
+    states="fp32",
     **kwargs,
 ):
     """Returns all that was seen in a few steps: losses, norms, weights right after the step, parameters at the end."""
     torch.set_num_threads(1)
     model, seen = Model(), []
     stronghold.offload(model, window=window, device=device, **kwargs)
-    optimizer = stronghold.AdamW(model.parameters(), lr=0.05, update=update, threads=1)
+    optimizer = stronghold.AdamW(model.parameters(), lr=0.05, update=update, threads=1, states=states)
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
         for _ in range(accumulate):
@@ -97,6 +98,11 @@ SETTINGS = {
     "in_backward in bf16": {"dtype": torch.bfloat16, "update": "in_backward"},
     "writing in bf16": {"write": True, "dtype": torch.bfloat16},
     "micro-batches": {"micro_batch": 6},
+    "accumulation in bf16": {"accumulate": 3, "dtype": torch.bfloat16},
+    "eight bits in_backward": {"states": "8bit", "update": "in_backward"},
+    "resident": {"resident": 2, "clip": True},
+    "resident, accumulation in bf16": {"resident": 2, "accumulate": 3, "dtype": torch.bfloat16},
+    "resident in_backward": {"resident": 2, "update": "in_backward", "states": "8bit"},
 }
 # Who is late, in seconds at most; each profile brings out other races.
 PROFILES = {

@@ -5,10 +5,21 @@ import torch
 from stronghold.device.base import Device
 from stronghold.device.cpu import CpuDevice
 from stronghold.device.events import Event
-from stronghold.device.memory import HostBuffer
+from stronghold.device.memory import Buffer, DeviceBuffer, HostBuffer, available_host_bytes, return_free_memory
 from stronghold.device.streams import Stream
 
-__all__ = ["CpuDevice", "Device", "Event", "HostBuffer", "Stream", "open_device"]
+__all__ = [
+    "Buffer",
+    "CpuDevice",
+    "Device",
+    "DeviceBuffer",
+    "Event",
+    "HostBuffer",
+    "Stream",
+    "available_host_bytes",
+    "open_device",
+    "return_free_memory",
+]
 
 
 def open_device(device: str | torch.device | Device) -> Device:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from stronghold.device.events import Event
-from stronghold.device.memory import HostBuffer
-from stronghold.device.streams import Stream
+from stronghold.device.memory import DeviceBuffer, HostBuffer
+from stronghold.device.streams import Stream, Task
+
+_Kind = TypeVar("_Kind", HostBuffer, DeviceBuffer)
 
 
 class Device(ABC):
@@ -19,7 +23,7 @@ class Device(ABC):
     ``fetches`` copies layers to the device and ``edges`` the edges (apart, because an edge that is updated last would
     hold up the layers behind it), ``gradients`` copies from the device, ``updates`` works on the host. The computation
     itself is a stream that autograd issues from the caller's thread: ``compute_wait`` makes it wait, ``compute_mark``
-    records an event in it and ``compute_copy`` copies within it.
+    records an event in it, ``compute_copy`` copies within it, ``compute_run`` and ``compute_now`` do other work in it.
     """
 
     name: str
@@ -32,14 +36,32 @@ class Device(ABC):
     def __init__(self) -> None:
         self.pinned_bytes = 0
         self.pageable_bytes = 0
+        self.resident_bytes = 0
 
     @abstractmethod
     def buffer(self, length_bytes: int) -> Tensor:
         """Allocates a flat uint8 tensor on the device."""
 
+    def device_buffer(self, length_bytes: int) -> DeviceBuffer:
+        """Allocates device memory for what lives there, all zero, and counts it."""
+        return self._counted(DeviceBuffer(self.buffer(length_bytes)))
+
     @abstractmethod
     def host_buffer(self, length_bytes: int, *, pinned: bool = True) -> HostBuffer:
         """Allocates host memory to the byte, pinned where copies need it and the system allows it, and counts it."""
+
+    def _counted(self, buffer: _Kind) -> _Kind:
+        """Counts what a new buffer takes, until it is given back."""
+        if isinstance(buffer, HostBuffer):
+            name = "pinned_bytes" if buffer.pinned else "pageable_bytes"
+        else:
+            name = "resident_bytes"
+        self._count(name, buffer.length_bytes)
+        weakref.finalize(buffer, self._count, name, -buffer.length_bytes).atexit = False
+        return buffer
+
+    def _count(self, name: str, length_bytes: int) -> None:
+        setattr(self, name, getattr(self, name) + length_bytes)
 
     @abstractmethod
     def compute_wait(self, event: Event) -> None:
@@ -56,6 +78,14 @@ class Device(ABC):
     @abstractmethod
     def compute_copy(self, target: Tensor, source: Tensor, *, add: bool = False) -> None:
         """Copies device memory in the order of the computation, or adds it to what is there."""
+
+    def compute_run(self, task: Task) -> None:
+        """Runs ``task``, which works on device memory, in the order of the computation."""
+        task()
+
+    def compute_now(self, task: Task, moved_bytes: int = 0) -> None:
+        """The same for work that what the caller computes next depends on; it moves ``moved_bytes`` on the device."""
+        task()
 
     @abstractmethod
     def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:

@@ -37,8 +37,7 @@ class CpuDevice(Device):
         return torch.empty(length_bytes, dtype=torch.uint8)
 
     def host_buffer(self, length_bytes: int, *, pinned: bool = True) -> HostBuffer:
-        self.pageable_bytes += length_bytes
-        return HostBuffer(length_bytes)
+        return self._counted(HostBuffer(length_bytes))
 
     def compute_wait(self, event: Event) -> None:
         event.wait()

@@ -90,11 +90,7 @@ class CudaDevice(Device):
     def host_buffer(self, length_bytes: int, *, pinned: bool = True) -> HostBuffer:
         buffer = HostBuffer(length_bytes)
         buffer.pinned = pinned and _pin(buffer, self.torch_device)
-        if buffer.pinned:
-            self.pinned_bytes += length_bytes
-        else:
-            self.pageable_bytes += length_bytes
-        return buffer
+        return self._counted(buffer)
 
     def compute_wait(self, event: Event) -> None:
         if isinstance(event, CudaEvent):

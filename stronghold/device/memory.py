@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import mmap
 from collections.abc import Sequence
+from typing import Protocol
 
+import psutil
 import torch
 from torch import Tensor
+
+from stronghold.units import format_bytes
+
+
+class Buffer(Protocol):
+    """A flat piece of memory, on the host or on the device."""
+
+    length_bytes: int
+    flat: Tensor
+
+    def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns the tensor of ``shape`` and ``dtype`` that lies at ``offset_bytes``, with a storage of its own."""
 
 
 class HostBuffer:
@@ -15,20 +31,54 @@ class HostBuffer:
     It is anonymous memory of its own rather than a torch allocation, so that it can be pinned where it lies
     (``torch.Tensor.pin_memory`` takes up to twice the size, pytorch #95823). The views have storages of their own:
     saving one tensor saves that tensor's bytes, and no library takes neighbours for tied weights.
+
+    Raises MemoryError where the system refuses it.
     """
 
     def __init__(self, length_bytes: int) -> None:
         self.length_bytes = length_bytes
-        self._memory = mmap.mmap(-1, max(length_bytes, 1))
+        try:
+            self._memory = mmap.mmap(-1, max(length_bytes, 1))
+        except (OSError, OverflowError, MemoryError) as error:
+            raise MemoryError(
+                f"the system refused {format_bytes(length_bytes)} of host memory ({error}); raise the process's limit "
+                "(ulimit -v) or the container's, or train a smaller model"
+            ) from error
         self.flat = torch.frombuffer(self._memory, dtype=torch.uint8)[:length_bytes]
         self.pinned = False
 
     def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns the tensor of ``shape`` and ``dtype`` that lies at ``offset_bytes``."""
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset_bytes)
         return flat.view(shape).data  # not a view of ``flat``, which would live on as a second user of the storage
+
+
+class DeviceBuffer:
+    """A flat piece of device memory, all zero; its views have storages of their own, like a host buffer's."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.length_bytes = flat.numel()
+        self.flat = flat.zero_()
+
+    def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns the tensor of ``shape`` and ``dtype`` that lies at ``offset_bytes``."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype, device=self.flat.device)
+        part = self.flat[offset_bytes : offset_bytes + count * dtype.itemsize].view(dtype)
+        return torch.from_dlpack(part).view(shape).data  # by DLPack it is a storage of its own
+
+
+def available_host_bytes() -> int:
+    """Returns how much host memory can still be had, swap included."""
+    return psutil.virtual_memory().available + psutil.swap_memory().free
+
+
+def return_free_memory() -> None:
+    """Lets the C library give memory back to the system that was freed and that it holds for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+    if trim is not None:
+        trim(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from stronghold.device.streams import Stream, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a machine sustains: FLOP/s of its device, bytes/s of its link each way and of its host's updates."""
+    """What a machine sustains: FLOP/s of its device, bytes/s of its link each way, of its host and of its device."""
 
     flops: float
     up: float
     down: float
     host: float
+    device: float = math.inf
 
 
 class ThrottledDevice(CpuDevice):
@@ -60,7 +62,13 @@ class ThrottledDevice(CpuDevice):
 
     def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
         flops = (6 if backward else 2) * parameters * self.scale * self.tokens
-        spent_s = flops / self.speed.flops
+        self._compute(flops / self.speed.flops)
+
+    def compute_now(self, task: Task, moved_bytes: int = 0) -> None:
+        task()
+        self._compute(moved_bytes * self.scale / self.speed.device)
+
+    def _compute(self, spent_s: float) -> None:
         self.busy_s["compute"] += spent_s
         self.clock_s += spent_s
         self.sleep_until(self.clock_s)

@@ -29,29 +29,36 @@ class StepTimes:
 class Report:
     """What a model under training takes, in bytes by place; ``str()`` of it is a table to read.
 
-    ``peak_device_bytes`` is 0 where the device does not count. ``step`` is None before the first step.
+    ``peak_device_bytes`` is 0 where the device does not count. ``states`` is the format of the optimizer's moments,
+    None without one. ``accumulation_bytes`` are not held yet: they are what a second ``backward()`` before ``step()``
+    takes, for sums in fp32. ``step`` is None before the first step.
     """
 
     parameters: int
     trainable_parameters: int
     layers: int
     window: int
+    resident: int
     device: str
     dtype: str
+    states: str | None
     slots_device_bytes: int
     gradients_device_bytes: int
     edges_device_bytes: int
+    resident_device_bytes: int
     peak_device_bytes: int
     pinned_host_bytes: int
     pageable_host_bytes: int
     disk_bytes: int
+    accumulation_bytes: int
     skipped_steps: int
     step: StepTimes | None
 
     @property
     def device_bytes(self) -> int:
-        """What is held on the device between steps: slots, gradients and edges."""
-        return self.slots_device_bytes + self.gradients_device_bytes + self.edges_device_bytes
+        """What is held on the device between steps: slots, gradients, edges and resident layers."""
+        streamed = self.slots_device_bytes + self.gradients_device_bytes
+        return streamed + self.edges_device_bytes + self.resident_device_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -63,18 +70,22 @@ class Report:
         parameters = format_count(self.parameters)
         if self.trainable_parameters != self.parameters:
             parameters += f", {format_count(self.trainable_parameters)} of them trained"
+        resident = f", {self.resident} resident" if self.resident else ""
         rows = [
             ("model", "parameters", parameters),
-            ("", "layers", f"{self.layers}, {self.window} at a time on {self.device}"),
+            ("", "layers", f"{self.layers}{resident}, {self.window} at a time on {self.device}"),
             ("", "compute type", self.dtype),
+            ("", "moments", self.states or "none yet"),
             ("device", "slots", format_bytes(self.slots_device_bytes)),
             ("", "gradients", format_bytes(self.gradients_device_bytes)),
             ("", "edges", format_bytes(self.edges_device_bytes)),
+            *([("", "resident layers", format_bytes(self.resident_device_bytes))] if self.resident else []),
             ("", "together", format_bytes(self.device_bytes)),
             ("", "peak", format_bytes(self.peak_device_bytes) if self.peak_device_bytes else "not counted"),
             ("host", "pinned", format_bytes(self.pinned_host_bytes)),
             ("", "pageable", format_bytes(self.pageable_host_bytes)),
             ("", "together", format_bytes(self.host_bytes)),
+            ("", "to accumulate", f"{format_bytes(self.accumulation_bytes)} more"),
             ("disk", "layers and states", format_bytes(self.disk_bytes)),
         ]
         if (step := self.step) is not None:

@@ -1,26 +1,35 @@
-"""Where one unit of parameters lives on the host, and how its parameters behave there."""
+"""Where one unit of parameters lives, and how its parameters and gradients behave there."""
 
-from stronghold.home.home import Home, Owner, Updater, is_shared
-from stronghold.home.parameter import (
-    BoundParameter,
+from stronghold.home.gradient import (
+    Collected,
     ConsumedGradient,
-    OffloadedParameter,
-    PendingGradient,
+    Known,
+    OffloadedGradient,
     consumed_error,
     consumed_like,
-    home_of,
+    known_of,
+    latest,
+    note_gradient,
 )
+from stronghold.home.home import Home, is_shared
+from stronghold.home.parameter import BoundParameter, OffloadedParameter, home_of
+from stronghold.home.protocols import Owner, Updater
 
 __all__ = [
     "BoundParameter",
+    "Collected",
     "ConsumedGradient",
     "Home",
+    "Known",
+    "OffloadedGradient",
     "OffloadedParameter",
     "Owner",
-    "PendingGradient",
     "Updater",
     "consumed_error",
     "consumed_like",
     "home_of",
     "is_shared",
+    "known_of",
+    "latest",
+    "note_gradient",
 ]

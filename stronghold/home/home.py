@@ -3,96 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from stronghold.device import Device, Event, HostBuffer
+from stronghold.device import Buffer, Device, Event, HostBuffer
 from stronghold.errors import OffloadedModelError
+from stronghold.home.masters import Masters
+from stronghold.home.protocols import Owner
 from stronghold.layout import Layout, lay_out
 
-
-class Owner(Protocol):
-    """What an optimizer and a parameter may ask of the engine they belong to."""
-
-    device: Device
-    homes: Sequence[Home]
-
-    def close_backward(self) -> None:
-        """Brings down and publishes the gradients of a backward pass that was left unfinished."""
-
-    def adopt(self, optimizer: Updater) -> None:
-        """Makes ``optimizer`` the one that updates this model; raises where it has one already."""
-
-    def gradients_on_host(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Returns ``gradients`` (by place) as contiguous tensors in host memory, complete."""
-
-    def take_writes(self, home: Home) -> bool:
-        """Brings the host's memory of ``home`` up to what the user wrote into its parameters, if anything."""
-
-    def update(self, home: Home, task: Callable[[], None], elements: int, after: Event | None) -> Event:
-        """Submits ``task``, the update of ``elements`` parameters of ``home``, behind ``after``.
-
-        Returns the event after which the weights may be used again.
-        """
-
-    def changed(self, homes: Sequence[Home]) -> None:
-        """Hears that updates of ``homes`` are under way: what the device holds of them is stale."""
-
-    def step_done(self) -> None:
-        """Hears that the optimizer's step has been taken."""
-
-    def wait_updated(self, home: Home) -> None:
-        """Waits for the update of ``home`` that is under way: somebody uses its weights or gradients."""
-
-
-class Updater(Protocol):
-    """What the engine may ask of the optimizer."""
-
-    in_backward: bool
-
-    def updates(self, home: Home, place: int) -> bool:
-        """Whether a parameter is one of those that the optimizer updates."""
-
-    def update_now(self, home: Home, gradients: dict[int, Tensor], ready: Event) -> Event:
-        """Submits the update of ``home`` behind ``ready``; returns its event."""
-
-    def wait(self) -> None:
-        """Blocks until every update is complete."""
+if TYPE_CHECKING:
+    from stronghold.home.gradient import Known
 
 
 class Home:
-    """The host's memory of one unit, and what is under way in it.
+    """The memory of one unit, and what is under way in it.
 
     ``index`` is the layer's number, or None for an edge. ``weight`` are views in the compute dtype: what is copied to
-    the device and what the parameter is outside the window. Gradients have a layout of their own, without those of
-    frozen parameters. "Place" is a parameter's number in its unit.
+    the device and what the parameter is outside the window. A ``resident`` layer has all of that on the device.
+    Gradients have a layout of their own, without those of frozen parameters. "Place" is a parameter's number in its
+    unit.
     """
 
-    def __init__(self, index: int | None, name: str, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        index: int | None,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        *,
+        resident: bool = False,
+    ) -> None:
         self.index = index
         self.name = name
         self.parameters = list(parameters)
         self.dtype = dtype
+        self.resident = resident
         self.shapes = [tuple(p.shape) for p in parameters]
         self.layout: Layout = lay_out([p.numel() * dtype.itemsize for p in parameters])
         self.owner: Owner | None = None
-        self.buffer: HostBuffer | None = None
+        self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
         self.on_device: list[Tensor] = []
         """An edge's own memory on the device; a layer has none but its slot."""
-        self._masters: dict[int, Tensor] = {}
-        self._buffers: list[HostBuffer] = []
+        self.masters = Masters()
+        self._buffers: list[Buffer] = []
         self._device: Device | None = None
         self.gradient_places: tuple[int, ...] = ()
         self.gradient_layout: Layout = lay_out([])
         self.gradient_buffer: HostBuffer | None = None
+        self.known: dict[int, Known] = {}
+        """What is known of the newest gradient at each place."""
+        self._sums: Buffer | None = None
+        self._sums_host: Buffer | None = None
         self.fit_gradients()
         self.updated: Event | None = None
         """Happens when the update under way is complete; None where none is."""
         self.touched = False
-        """Somebody may have written the host's weights by a way that leaves no trace in the version."""
+        """Somebody may have written the weights by a way that leaves no trace in the version."""
         self.versions = [0] * len(self.parameters)
         self.generation = 0
         """Counts what has changed the weights: updates, and writes that show in the versions."""
@@ -110,41 +80,68 @@ class Home:
         return sum(p.numel() for p in self.parameters)
 
     def place(self, device: Device) -> None:
-        """Allocates the host's weights, and the fp32 masters that training or exactness need, and fills them."""
+        """Allocates the weights, and the remainders that training or exactness need, and fills them."""
         self._device = device
         values = [p.detach() for p in self.parameters]
-        self.buffer = device.host_buffer(self.layout.total_bytes)
+        self.buffer = self.allocate(self.layout.total_bytes)
         self.weight = [
             self.buffer.view(offset, shape, self.dtype)
             for offset, shape in zip(self.layout.offsets, self.shapes, strict=True)
         ]
-        for weight, value in zip(self.weight, values, strict=True):
-            weight.copy_(value)
-        self._place_masters(self.master_places(), values)
+        places = self.master_places()
+        self._place_remainders(places)
+        for place, (weight, value) in enumerate(zip(self.weight, values, strict=True)):
+            if place in places:
+                self.masters.fill(place, weight, value.to(weight.device, torch.float32).contiguous())
+            else:
+                weight.copy_(value)
+
+    def allocate(self, length_bytes: int, *, pinned: bool = True) -> Buffer:
+        """Allocates memory where the unit lives: on the host, or on the device for a resident layer."""
+        assert self._device is not None
+        if self.resident:
+            return self._device.device_buffer(length_bytes)
+        return self._device.host_buffer(length_bytes, pinned=pinned)
 
     def master_places(self) -> list[int]:
-        """Returns which parameters have a master apart from their weight: those trained, or rounded when placed."""
+        """Returns which parameters have a remainder: those of bf16 units that are trained, or rounded when placed."""
         if self.dtype == torch.float32:
             return []
         parameters = enumerate(self.parameters)
         return [place for place, p in parameters if raw_requires_grad(p) or p.dtype != self.dtype]
 
     def master(self, place: int) -> Tensor:
-        """Returns the fp32 master of a parameter, which the optimizer updates; with fp32 compute the weight itself."""
+        """Returns the fp32 master of a parameter: a copy, or with fp32 compute the weight itself."""
         if self.dtype == torch.float32:
             return self.weight[place]
-        if place not in self._masters:  # frozen until now, and its weight exact
-            self._place_masters([place], self.weight)
-        return self._masters[place]
+        if place not in self.masters.remainders:
+            return self.weight[place].float()
+        return self.masters.value(place, self.weight[place])
+
+    def remainder(self, place: int) -> Tensor | None:
+        """Returns what the optimizer updates beside the weight, or None with fp32 compute."""
+        if self.dtype == torch.float32:
+            return None
+        if place not in self.masters.remainders:  # frozen until now, and its weight exact
+            self._place_remainders([place])
+        return self.masters.remainders[place]
+
+    def remainder_bytes(self) -> int:
+        """Returns what the remainders take when the unit is placed."""
+        return lay_out([2 * self.parameters[place].numel() for place in self.master_places()]).total_bytes
 
     def fit_gradients(self) -> bool:
-        """Makes room in the gradients' layout for the parameters that are trained now; returns whether it changed."""
+        """Makes room in the gradients' layout for the parameters that are trained now; returns whether it changed.
+
+        Behind the gradients lies a float64 number for each: the sum of its squares, which travels with it.
+        """
         trained = {place for place, p in enumerate(self.parameters) if raw_requires_grad(p)}
         if trained <= set(self.gradient_places):
             return False
         self.gradient_places = tuple(sorted(trained.union(self.gradient_places)))
-        self.gradient_layout = lay_out([self.layout.sizes[place] for place in self.gradient_places])
-        self.gradient_buffer = None
+        sizes = [self.layout.sizes[place] for place in self.gradient_places]
+        self.gradient_layout = lay_out([*sizes, *[8] * len(sizes)])
+        self.gradient_buffer = self._sums = self._sums_host = None
         return True
 
     def place_gradients(self, device: Device) -> HostBuffer:
@@ -153,21 +150,64 @@ class Home:
             self.gradient_buffer = device.host_buffer(self.gradient_layout.total_bytes)
         return self.gradient_buffer
 
-    def gradient_in(self, buffer: HostBuffer, place: int) -> Tensor:
-        """Returns the gradient of one parameter in a host buffer of the gradients' layout."""
+    def gradient_in(self, buffer: Buffer, place: int) -> Tensor:
+        """Returns the gradient of one parameter in a buffer of the gradients' layout."""
         offset = self.gradient_layout.offsets[self.gradient_places.index(place)]
         return buffer.view(offset, self.shapes[place], self.dtype)
 
-    def _place_masters(self, places: Sequence[int], values: Sequence[Tensor]) -> None:
-        assert self._device is not None
-        layout = lay_out([4 * self.parameters[place].numel() for place in places])
+    def squares_in(self, buffer: Buffer, place: int) -> Tensor:
+        """Returns the sum of squares of one parameter's gradient in a buffer of the gradients' layout."""
+        return buffer.view(self.squares_offset(place), (), torch.float64)
+
+    def squares_offset(self, place: int) -> int:
+        return self.gradient_layout.offsets[len(self.gradient_places) + self.gradient_places.index(place)]
+
+    def sum_remainder(self, place: int) -> Tensor | None:
+        """Returns where the low halves of a sum of bf16 gradients lie: beside the gradient, 2 bytes a parameter.
+
+        They are allocated when a second gradient is added to a first. None with fp32 compute, whose sums need none.
+        """
+        if self.dtype == torch.float32:
+            return None
+        if self._sums is None:
+            self._sums = self._sum_buffer(on_device=self.resident or self.is_edge)
+        return self._sum_in(self._sums, place)
+
+    def host_sum_remainder(self, place: int) -> Tensor:
+        """Returns where the low halves of an edge's sum arrive on the host."""
+        if self._sums_host is None:
+            self._sums_host = self._sum_buffer(on_device=False)
+        return self._sum_in(self._sums_host, place)
+
+    def _sum_buffer(self, *, on_device: bool) -> Buffer:
+        assert self._device is not None and self.owner is not None
+        size = self.sum_bytes()
+        self.owner.check_memory(
+            host_bytes=0 if on_device else size,
+            device_bytes=size if on_device else 0,
+            what=f"adding up several gradients of {self.name} in fp32, 2 bytes a parameter,",
+        )
+        return self._device.device_buffer(size) if on_device else self._device.host_buffer(size, pinned=False)
+
+    def _sum_in(self, buffer: Buffer, place: int) -> Tensor:
+        offset = self.gradient_layout.offsets[self.gradient_places.index(place)]
+        return buffer.view(offset, self.shapes[place], torch.int16)
+
+    def sum_bytes(self) -> int:
+        """Returns what :meth:`sum_remainder` takes."""
+        if self.dtype == torch.float32 or not self.gradient_places:
+            return 0
+        return self.gradient_layout.offsets[len(self.gradient_places)]
+
+    def _place_remainders(self, places: Sequence[int]) -> None:
+        layout = lay_out([2 * self.parameters[place].numel() for place in places])
         if not places:
             return
-        buffer = self._device.host_buffer(layout.total_bytes, pinned=False)
+        buffer = self.allocate(layout.total_bytes, pinned=False)
         self._buffers.append(buffer)
         for place, offset in zip(places, layout.offsets, strict=True):
-            self._masters[place] = buffer.view(offset, self.shapes[place], torch.float32)
-            self._masters[place].copy_(values[place])
+            remainder = buffer.view(offset, self.shapes[place], torch.int16)
+            self.masters.place(place, remainder, raw_version(self.parameters[place]))
 
     def wait_updated(self) -> None:
         """Blocks until no update of this unit is under way."""
@@ -180,6 +220,18 @@ class Home:
         """Whether somebody holds a tensor over a parameter's memory, such as ``p.data``, and may write through it."""
         return any(is_shared(tensor) for tensor in (self.on_device or self.weight))
 
+    def lend(self, place: int, *, unseen: bool) -> None:
+        """Hears that somebody gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
+        self.touched |= unseen
+        if not self.is_edge:  # of an edge the host has its own copy, to compare with
+            self.masters.lend(place, self.weight[place])
+
+    def write(self, place: int, task: Callable[[], Any]) -> Any:
+        """Runs ``task``, which writes into a parameter."""
+        if self.is_edge or place not in self.masters.remainders:
+            return task()
+        return self.masters.write(place, self.weight[place], task, lambda: raw_version(self.parameters[place]))
+
     def versions_now(self) -> list[int]:
         return [raw_version(p) for p in self.parameters]
 
@@ -188,19 +240,20 @@ class Home:
         versions = self.versions_now()
         if versions != self.versions:
             self.generation += 1
-        written = self.touched or self.is_lent or versions != self.versions
+        written = self.touched or self.masters.marked or self.is_lent or versions != self.versions
         self.touched, self.versions = False, versions
         return written
 
-    def take_writes(self) -> None:
-        """Brings the fp32 master up to what the user wrote into the host's weights.
+    def take_writes(self, arrived: Sequence[Tensor] = ()) -> None:
+        """Brings the fp32 masters up to what the user wrote into the weights; ``arrived`` are an edge's values."""
+        for place, value in enumerate(arrived):
+            self.masters.replace(place, self.weight[place], value)
+        if not self.is_edge:
+            self.masters.take_writes(self.weight, self.versions, lambda place: is_shared(self.weight[place]))
 
-        A weight that is no longer its master's rounding was written by the user, and its master takes the value;
-        where it still is, the master keeps its low bits.
-        """
-        for place, master in self._masters.items():
-            weight = self.weight[place]
-            torch.where(weight == master.to(weight.dtype), master, weight.float(), out=master)
+    def rewritten(self) -> None:
+        """Hears that an update has written the weights, not the user."""
+        self.masters.updated(self.weight, lambda place: is_shared(self.weight[place]))
 
     def check_unchanged(self, owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
         """Raises where one of the modules that use a parameter no longer holds it by its name."""

@@ -31,6 +31,7 @@ class Stronghold:
             betas=wanted.betas,
             eps=wanted.eps,
             max_grad_norm=wanted.max_grad_norm,
+            states=wanted.states,
             update=wanted.update,
             nonfinite=wanted.nonfinite,
         )

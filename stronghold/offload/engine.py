@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from stronghold import native
 from stronghold.config import OffloadSettings
-from stronghold.device import Device, Event
-from stronghold.errors import OffloadedModelError
-from stronghold.home import Home, OffloadedParameter, Updater
+from stronghold.device import Device, Event, available_host_bytes
+from stronghold.errors import BudgetError, OffloadedModelError
+from stronghold.home import Collected, Home, OffloadedParameter, Updater
 from stronghold.offload.block import Block, Members, Run
 from stronghold.offload.placement import Placement
 from stronghold.offload.timing import Stopwatch
-from stronghold.schedule import Schedule
 from stronghold.store.ram import RamStore
-from stronghold.window import Gradients, HostActivations, Wait, Waits, Window
+from stronghold.units import format_bytes
+from stronghold.window import DeviceGradients, Gradients, HostActivations, Wait, Waits, Window
 
 
 class Engine:
@@ -44,16 +45,22 @@ class Engine:
             self._attach(home)
         placement.move_edges(device)
         self.edge_bytes = placement.edge_bytes
-        self.window = Window(self.layers, Schedule(len(self.layers), placement.window), device, store, self.waits)
+        self.window = Window(self.layers, placement.window, device, store, self.waits)
         self.gradients = Gradients(self.layers, device, self.waits)
+        self.device_gradients = DeviceGradients(device, self.waits)
         self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
         # Weakly: the garbage collector does not see through these hooks, and a model without users must go.
         taker = weakref.WeakMethod(self.gradients.take)
         self._take = lambda parameter: (take := taker()) and take(parameter)
-        self.stopwatch = Stopwatch(device, self.window.traffic, self.gradients.traffic)
+        edge_taker = weakref.WeakMethod(self.device_gradients.take)
+        self._take_edge = lambda parameter: (take := edge_taker()) and take(parameter)
+        self.stopwatch = Stopwatch(device, self.window.traffic, self.gradients.downlink.traffic)
         self.blocks = [Block(module, home, self) for module, home in zip(placement.modules, self.layers, strict=True)]
         self._edges = placement.edges
+        self._budgets = settings.device_memory, settings.host_memory
         within = {id(inner) for module in placement.modules for inner in module.modules()}
+        for home, _ in self._edges:
+            self._hook_edge(home)
         self._outside = Members(type(model).__name__, (m for m in model.modules() if id(m) not in within))
 
     def __deepcopy__(self, memo: dict) -> None:
@@ -131,6 +138,7 @@ class Engine:
         if self._backward_open:
             self._backward_open = False
             self.gradients.publish()
+        self.device_gradients.close()
 
     # What the optimizer and the parameters say.
 
@@ -144,45 +152,36 @@ class Engine:
         self.optimizer = weakref.ref(optimizer)
         self.gradients.updater = optimizer
 
-    def gradients_on_host(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        moved = {}
-        for place, gradient in gradients.items():
-            if gradient.layout != torch.strided:
-                raise OffloadedModelError(
-                    f"{home.name} has a gradient of layout {gradient.layout}, and only dense gradients are updated; "
-                    "pass sparse=False to its embedding"
-                )
-            if home.is_edge:
-                home.wait_updated()  # an update under way reads the gradient that is replaced here
-                home.fit_gradients()
-                there = home.gradient_in(home.place_gradients(self.device), place)
-                self.device.compute_copy(there, gradient)
-                gradient = there
-            moved[place] = gradient.contiguous()
-        if home.is_edge:
-            # The copy runs behind the backward pass on the same stream; the host reads what it brings.
-            self.waits.host(self.device.compute_mark(), Wait.EDGE_GRADIENT)
-        return moved
+    def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+        if home.is_edge or home.resident:
+            return self.device_gradients.collect(home, gradients)
+        return self.gradients.collect(gradients)
 
     def take_writes(self, home: Home) -> bool:
         if not home.was_written():
             return False
         home.wait_updated()
-        if home.is_edge:
-            for target, weight in zip(home.on_device, home.weight, strict=True):
-                self.device.compute_copy(weight, target)
-            # The host is to compare its master with what was written on the device.
-            self.waits.host(self.device.compute_mark(), Wait.EDGE_WRITTEN)
-        elif home.index is not None:
+        if not home.is_edge:
+            assert home.index is not None
             self.window.changed([home.index])
-        home.take_writes()
+            home.take_writes()
+            return True
+        arrived = [torch.empty_like(weight) for weight in home.weight]
+        for value, there in zip(arrived, home.on_device, strict=True):
+            self.device.compute_copy(value, there)
+        # The host is to compare its weight with what was written on the device.
+        self.waits.host(self.device.compute_mark(), Wait.EDGE_WRITTEN)
+        home.take_writes(arrived)
         return True
 
-    def update(self, home: Home, task: Callable[[], None], elements: int, after: Event | None) -> Event:
+    def update(self, home: Home, task: Callable[[], None], moved_bytes: int, after: Event | None) -> Event | None:
+        if home.resident:
+            self.device.compute_now(task, moved_bytes)
+            return None
         updates = self.device.updates
         # Under in_backward the gradient may still be on its way down.
         self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
-        updates.run(task, moved_bytes=28 * elements)
+        updates.run(task, moved_bytes=moved_bytes)
         done = updates.record()
         if not home.is_edge:
             return done
@@ -193,6 +192,43 @@ class Engine:
         for target, weight in zip(home.on_device, home.weight, strict=True):
             edges.copy(target, weight)
         return edges.record()
+
+    def update_threads(self) -> int:
+        # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
+        # all cores and the longer work gets what the other leaves.
+        cores = native.usable_cores()
+        return cores if self.device.torch_device.type == "cpu" else max(1, cores - 1)
+
+    def take_poison(self) -> bool:
+        return self.gradients.take_poison()
+
+    def check_memory(self, *, host_bytes: int, device_bytes: int, what: str) -> None:
+        device_memory, host_memory = self._budgets
+        for name, budget, held, more in (
+            ("device_memory", device_memory, self.device_bytes(), device_bytes),
+            ("host_memory", host_memory, self.device.pinned_bytes + self.device.pageable_bytes, host_bytes),
+        ):
+            if isinstance(budget, int) and held + more > budget:
+                raise BudgetError(
+                    f"{what} takes {format_bytes(more)} beside {format_bytes(held)} that are held already (got "
+                    f"{name}={format_bytes(budget)}); raise {name}, freeze parameters, or see states='8bit' and "
+                    "update='in_backward'"
+                )
+        if host_bytes > (available := available_host_bytes()):
+            raise MemoryError(
+                f"{what} takes {format_bytes(host_bytes)} of host memory, and the system has {format_bytes(available)} "
+                "left; use states='8bit' or update='in_backward', freeze parameters, or train a smaller model"
+            )
+
+    def device_bytes(self) -> int:
+        """Returns what is held on the device between steps."""
+        slots = sum(slot.flat.numel() for slot in self.window.slots)
+        return slots + self.gradients.downlink.device_bytes + self.edge_bytes + self.resident_bytes()
+
+    def resident_bytes(self) -> int:
+        """Returns what resident layers hold on the device, their gradients and states included."""
+        gradients = sum(home.gradient_layout.total_bytes for home in self.layers if home.resident)
+        return gradients + self.device.resident_bytes
 
     def changed(self, homes: Sequence[Home]) -> None:
         self.window.changed([home.index for home in homes if home.index is not None])
@@ -238,7 +274,20 @@ class Engine:
                     handle.remove()  # the user has added a hook since, which is to see the gradient before it goes
                 self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take)
 
+    def _hook_edge(self, home: Home) -> None:
+        parameter = home.parameters[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            if home.dtype == torch.float32 or not parameter.requires_grad or id(parameter) in self._hooks:
+                return  # in fp32 autograd's own sum is exact enough
+            expect = weakref.WeakMethod(self.device_gradients.expect)
+            parameter.register_hook(lambda gradient: (call := expect()) and call(home, gradient))
+            handle = self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_edge)
+            hooks = parameter._post_accumulate_grad_hooks
+            for number in [number for number in hooks if number != handle.id]:
+                hooks[number] = hooks.pop(number)  # behind ours: the user's hooks see the sum
+
     def _check_edges(self) -> None:
         for home, owners in self._edges:
+            self._hook_edge(home)
             home.check_unchanged((module, name, home.parameters[0]) for module, name in owners)
         self._outside.check()

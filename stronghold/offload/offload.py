@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.config import OffloadSettings
-from stronghold.device import Device, open_device
+from stronghold.device import Device, open_device, return_free_memory
 from stronghold.errors import OffloadedModelError
 from stronghold.evaluation.report import Report
 from stronghold.home import home_of
@@ -39,14 +39,16 @@ def offload(
 
     ``window`` is the number of layers on the device at a time, or ``"auto"`` for as many as ``device_memory`` (by
     default the free memory) allows with half of it left to activations. ``device`` is where layers compute. ``dtype``
-    is the compute type (torch.float32 or torch.bfloat16; by default the parameters' own); the fp32 master is kept
-    exactly. ``layers`` names the containers of the layers where they are not found by themselves. ``micro_batch=k``
-    runs each layer over the batch k samples at a time, so that weights cross the bus once however large the batch.
-    ``activations`` says what the backward pass finds: ``"recompute"`` (each layer runs again from its input),
-    ``"host"`` (the same, with the inputs in host memory) or ``"keep"`` (everything autograd saves stays on the
-    device). ``device_memory`` and ``host_memory`` are budgets, in bytes or like ``"24GiB"``: what cannot fit is refused
-    before anything has changed. They count slots, gradient slots and edges, and weights, gradients and AdamW's states;
-    activations depend on the batch and come on top.
+    is the compute type (torch.float32 or torch.bfloat16; by default the parameters' own); with bf16 the fp32 master is
+    kept exactly, as the weight and a 16-bit remainder. ``layers`` names the containers of the layers where they are not
+    found by themselves. ``micro_batch=k`` runs each layer over the batch k samples at a time, so that weights cross the
+    bus once however large the batch. ``activations`` says what the backward pass finds: ``"recompute"`` (each layer
+    runs again from its input), ``"host"`` (the same, with the inputs in host memory) or ``"keep"`` (everything autograd
+    saves stays on the device). ``resident=k`` keeps k layers wholly on the device, weights, gradients and states, and
+    updates them there; ``"auto"`` keeps as many as ``device_memory`` holds, or without one half of the free memory.
+    ``device_memory`` and ``host_memory`` are budgets, in bytes or like ``"24GiB"``: what cannot fit is refused before
+    anything has changed, here or when the optimizer is made. They count slots, gradient slots, edges and resident
+    layers, and weights, gradients and AdamW's states; activations depend on the batch and come on top.
 
     Raises ValueError for settings out of range and models without a repeated block, BudgetError for budgets that
     cannot hold it, and OffloadedModelError for a model that is offloaded already.
@@ -76,6 +78,7 @@ def offload(
     model.__dict__["_stronghold"] = engine
     for module in model.modules():
         module._apply = _Apply(module, engine)  # type: ignore[method-assign]
+    return_free_memory()  # the parameters' own, which the store has taken over
     return model
 
 
@@ -129,16 +132,20 @@ def report(model: nn.Module) -> Report:
         parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         layers=len(engine.layers),
-        window=engine.window.schedule.window,
+        window=engine.window.size,
+        resident=sum(h.resident for h in engine.layers),
         device=device.name,
         dtype=str(home.dtype).removeprefix("torch."),
+        states=optimizer.states if optimizer is not None else None,
         slots_device_bytes=sum(slot.flat.numel() for slot in engine.window.slots),
-        gradients_device_bytes=engine.gradients.device_bytes,
+        gradients_device_bytes=engine.gradients.downlink.device_bytes,
         edges_device_bytes=engine.edge_bytes,
+        resident_device_bytes=engine.resident_bytes(),
         peak_device_bytes=device.peak_bytes(),
         pinned_host_bytes=device.pinned_bytes,
         pageable_host_bytes=device.pageable_bytes,
         disk_bytes=0,
+        accumulation_bytes=sum(h.sum_bytes() for h in engine.homes),
         skipped_steps=optimizer.skipped_steps if optimizer is not None else 0,
         step=engine.stopwatch.last(),
     )

@@ -1,4 +1,4 @@
-"""Decides where every parameter of a model goes, and refuses what does not fit, before anything changes."""
+"""Decides where every parameter of a model goes, before anything changes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from torch import nn
 
 from stronghold.config import OffloadSettings
 from stronghold.device import Device
-from stronghold.errors import BudgetError
 from stronghold.home import Home
-from stronghold.layout import lay_out
+from stronghold.offload.budget import check_host, choose_window, keep_resident
 from stronghold.offload.rows import Layer, find_layers
-from stronghold.optim.states import lay_out_moments
-from stronghold.units import format_bytes
-from stronghold.window import RING
 
 _BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
@@ -102,8 +98,9 @@ def plan(
     buffer_bytes = sum(b.numel() * b.element_size() for m, name in buffers if (b := m._buffers[name]) is not None)
     # An edge's gradient lies beside it, as in any model on the device.
     edge_bytes = buffer_bytes + sum((1 + home.trainable) * home.layout.total_bytes for home, _ in edge_homes)
-    window = _choose_window(layer_homes, edge_bytes, settings, device)
-    _check_host(homes, settings)
+    keep_resident(layer_homes, edge_bytes, settings, device)
+    window = choose_window(layer_homes, edge_bytes, settings, device)
+    check_host(homes, settings)
     return Placement(
         homes=homes,
         layers=layer_homes,
@@ -192,59 +189,3 @@ def _dtype_of(name: str, parameters: Sequence[nn.Parameter], wanted: torch.dtype
             f"{name}); pass dtype=torch.bfloat16 or torch.float32 to offload()"
         )
     return present.pop()
-
-
-def _choose_window(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> int:
-    layers, slot = len(homes), max(home.layout.total_bytes for home in homes)
-    fixed = edge_bytes + RING * max(home.gradient_layout.total_bytes for home in homes)
-    budget = settings.device_memory
-    assert budget is None or isinstance(budget, int)
-    needed = f"edges and gradient slots take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
-    if isinstance(settings.window, int):
-        window = settings.window
-        if not 1 <= window <= layers:
-            raise ValueError(
-                f"window must be between 1 and the number of layers (got window={window}, layers={layers}); "
-                "pass a smaller window, or 'auto'"
-            )
-        if budget is not None and fixed + window * slot > budget:
-            fits = (budget - fixed) // slot
-            raise BudgetError(
-                f"a window of {window} needs {format_bytes(fixed + window * slot)} on the device before activations "
-                f"(got device_memory={format_bytes(budget)}; {needed}); "
-                + (f"pass window={fits} or less" if fits >= 1 else "not even a window of 1 fits: raise device_memory")
-            )
-        return window
-    if budget is not None and fixed + slot > budget:
-        raise BudgetError(
-            f"a window of 1 needs {format_bytes(fixed + slot)} on the device before activations (got "
-            f"device_memory={format_bytes(budget)}; {needed}); raise device_memory, or use a smaller dtype"
-        )
-    limit = budget if budget is not None else device.free_bytes()
-    if limit is None:
-        return min(2, layers)  # on the CPU slots are a second copy: just enough to overlap
-    return max(1, min(layers, (limit // 2 - fixed) // slot))
-
-
-def _check_host(homes: Sequence[Home], settings: OffloadSettings) -> None:
-    """Refuses a host budget that cannot hold weights, gradients, staging and AdamW's fp32 states."""
-    budget = settings.host_memory
-    if budget is None:
-        return
-    assert isinstance(budget, int)
-    weights = sum(home.layout.total_bytes for home in homes)
-    masters = sum(_fp32_bytes(home, home.master_places()) for home in homes)
-    gradients = sum(home.gradient_layout.total_bytes for home in homes)
-    staging = RING * max(home.gradient_layout.total_bytes for home in homes if not home.is_edge)
-    states = sum(lay_out_moments(home, home.gradient_places).total_bytes for home in homes)
-    total = weights + masters + gradients + staging + states
-    if total > budget:
-        raise BudgetError(
-            f"host memory must hold {format_bytes(total)} (got host_memory={format_bytes(budget)}): weights "
-            f"{format_bytes(weights + masters)}, gradients {format_bytes(gradients + staging)}, AdamW's states "
-            f"{format_bytes(states)}; raise host_memory, freeze parameters, or train a smaller model"
-        )
-
-
-def _fp32_bytes(home: Home, places: Sequence[int]) -> int:
-    return lay_out([4 * home.parameters[place].numel() for place in places]).total_bytes

@@ -10,23 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold import native
 from stronghold.device import Event
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
-from stronghold.home import ConsumedGradient, Home, Owner, PendingGradient, home_of, is_shared
-from stronghold.optim.states import Moments
+from stronghold.home import (
+    Collected,
+    ConsumedGradient,
+    Home,
+    Owner,
+    home_of,
+    is_shared,
+)
+from stronghold.optim.exchange import as_saved, checked_states, take_saved
+from stronghold.optim.groups import TORCH_DEFAULTS, check_group, check_one_of
+from stronghold.optim.states import FORMATS, Moments
 from stronghold.optim.update import Change, Update
-
-_TORCH_DEFAULTS = {
-    "amsgrad": False,
-    "foreach": None,
-    "maximize": False,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
-"""What torch.optim.AdamW keeps in its groups beside ours, so that state dictionaries fit both ways."""
 
 
 class AdamW(torch.optim.Optimizer):
@@ -46,11 +43,14 @@ class AdamW(torch.optim.Optimizer):
     ``skipped_steps`` counts it). Under ``in_backward`` the layers updated before the first such gradient stay updated
     and all others are left alone.
 
-    ``threads`` are the cores an update may use; by default all that the process may use. It changes no bit of the
-    result.
+    ``states="8bit"`` keeps both moments in eight bits, 2 bytes a parameter rather than 8 (how, and after whom, is in
+    :mod:`stronghold.optim.blocks`); its ``state_dict()`` has them in fp32, and loading that gives the same codes again.
 
-    Raises ValueError for settings out of range and OffloadedModelError for parameters that are not all of one
-    offloaded model.
+    ``threads`` are the cores an update may use; by default all that the process may use (affinity, cgroup quota), less
+    one on a GPU for the thread that launches its kernels. It changes no bit of the result.
+
+    Raises ValueError for settings out of range, OffloadedModelError for parameters that are not all of one offloaded
+    model, BudgetError where the states do not fit the model's budgets, and MemoryError where the system refuses them.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class AdamW(torch.optim.Optimizer):
         nonfinite: str = "raise",
         threads: int | None = None,
     ) -> None:
-        _check_one_of("states", states, ("fp32",))
-        _check_one_of("update", update, ("deferred", "in_backward"))
-        _check_one_of("nonfinite", nonfinite, ("raise", "skip"))
+        check_one_of("states", states, FORMATS)
+        check_one_of("update", update, ("deferred", "in_backward"))
+        check_one_of("nonfinite", nonfinite, ("raise", "skip"))
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping (got {max_grad_norm})")
         if max_grad_norm is not None and update == "in_backward":
@@ -80,18 +80,24 @@ class AdamW(torch.optim.Optimizer):
             )
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1 (got {threads}); pass None for all usable cores")
+        self.states = states
         self.max_grad_norm = max_grad_norm
         self.in_backward = update == "in_backward"
         self.nonfinite = nonfinite
-        self.threads = threads or native.usable_cores()
+        self.threads = threads if threads is not None else 1
         self.skipped_steps = 0
         self._owner: Owner | None = None
         self._groups: dict[int, int] = {}
-        self._spoiled = False
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **_TORCH_DEFAULTS}
-        _check_group(defaults)
+        self._moments = Moments(states)
+        self._in_order: list[Update] = []
+        """Updates of the backward pass that were issued to the device before anybody saw their gradients."""
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_DEFAULTS}
+        check_group(defaults)
         super().__init__(params, defaults)
         assert self._owner is not None
+        if threads is None:
+            self.threads = self._owner.update_threads()
+        self._check_memory(self._owner)
         for home in self._owner.homes:
             self._allocate(home)
         self._owner.adopt(self)
@@ -133,27 +139,29 @@ class AdamW(torch.optim.Optimizer):
         if self.in_backward:
             self.wait()  # the updates of the backward pass tell whether its gradients were finite
         found = {home: gradients for home in self._owner.homes if (gradients := self._collect(home))}
-        scale = self._clip_scale([gradient for gradients in found.values() for gradient in gradients.values()])
+        scale = self._clip_scale(found.values())
         if scale is not None:
             updates = [self._update(home, gradients) for home, gradients in found.items()]
             for update in updates:
                 update.submit(scale)
             self._owner.changed([update.home for update in updates])
             for update in updates:
-                if update.home.is_lent or any(is_shared(change.gradient) for change in update.changes):
+                if update.home.is_lent or any(is_shared(change.gradient.values) for change in update.changes):
                     self.wait()  # what somebody else can read or write without our noticing must be done by now
                     break
-                _mark_pending(update)
+                update.mark_pending()
         self._owner.step_done()
         return loss
 
-    def update_now(self, home: Home, gradients: dict[int, Tensor], ready: Event) -> Event:
+    def update_now(self, home: Home, gradients: dict[int, Collected], ready: Event | None) -> Event | None:
         """Updates one layer during the backward pass, behind ``ready``; returns the update's event."""
         if home.was_written():
             home.take_writes()
-        update = self._update(home, gradients)
-        update.finite = self._stay_finite
-        return update.submit(1.0, after=ready)
+        update = self._update(home, gradients, checked=True)
+        done = update.submit(1.0, after=ready)
+        if done is None and not home.weight[0].is_cpu:
+            self._in_order.append(update)
+        return done
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, or with ``set_to_none=False`` fills them with zeros, as torch.optim does."""
@@ -181,10 +189,17 @@ class AdamW(torch.optim.Optimizer):
                     "stronghold.offload(model) first and pass that model's parameters()"
                 )
             self._owner = home.owner
-        _check_group({**self.defaults, **param_group})
+        check_group({**self.defaults, **param_group})
         super().add_param_group({**param_group, "params": params})
         for parameter in self.param_groups[-1]["params"]:
             self._groups[id(parameter)] = len(self.param_groups) - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state in ``torch.optim.AdamW``'s format; 8-bit moments as copies in fp32."""
+        result = super().state_dict()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        states = result["state"].items()
+        return {**result, "state": {n: as_saved(state, parameters[n].shape) for n, state in states}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dictionary of this class or of ``torch.optim.AdamW``.
@@ -192,11 +207,9 @@ class AdamW(torch.optim.Optimizer):
         Moments keep their fp32 values, whatever the parameters' dtype. Raises ValueError for one of another shape or
         format, before anything has changed.
         """
-        from stronghold.optim.exchange import checked_states
-
         loaded = checked_states(state_dict, self.param_groups)
         for group in state_dict["param_groups"]:
-            _check_group(group)
+            check_group(group)
         self.wait()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.__dict__.pop("state", None)  # where torch's __setstate__ puts it, and our property does not look
@@ -206,23 +219,29 @@ class AdamW(torch.optim.Optimizer):
                 continue
             home, place = home_of(parameter), parameter.__dict__["_place"]
             assert home is not None
-            exp_avg, exp_avg_sq = self.moments.of(home, place)
-            exp_avg.copy_(loaded[number]["exp_avg"])
-            exp_avg_sq.copy_(loaded[number]["exp_avg_sq"])
-            step = torch.as_tensor(loaded[number]["step"], dtype=torch.float32, device="cpu").clone()
-            self._state[parameter] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            self._state[parameter] = take_saved(loaded[number], self._moments.of(home, place))
 
-    @property
-    def moments(self) -> Moments:
-        if not hasattr(self, "_moments"):
-            assert self._owner is not None
-            self._moments = Moments(self._owner.device)
-        return self._moments
+    def _trained(self, home: Home) -> list[int]:
+        parameters = enumerate(home.parameters)
+        return [place for place, p in parameters if self.updates(home, place) and p.requires_grad]
+
+    def _check_memory(self, owner: Owner) -> None:
+        """Refuses states and gradients that do not fit the model's budgets, before any are allocated."""
+        host_bytes = device_bytes = 0
+        for home in owner.homes:
+            states = self._moments.missing_bytes(home, self._trained(home))
+            device_bytes += states if home.resident else 0
+            host_bytes += 0 if home.resident else states
+            if self._keeps_gradients(home) and home.gradient_buffer is None:
+                host_bytes += home.gradient_layout.total_bytes
+        owner.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, what="AdamW, its states and gradients,")
+
+    def _keeps_gradients(self, home: Home) -> bool:
+        return bool(self._trained(home)) and not home.resident and (home.is_edge or not self.in_backward)
 
     def _allocate(self, home: Home) -> None:
-        places = [p for p in range(len(home.parameters)) if self.updates(home, p) and home.parameters[p].requires_grad]
-        self.moments.allocate(home, places)
-        if places and (home.is_edge or not self.in_backward):
+        self._moments.allocate(home, self._trained(home))
+        if self._keeps_gradients(home):
             assert self._owner is not None
             home.place_gradients(self._owner.device)
 
@@ -230,14 +249,14 @@ class AdamW(torch.optim.Optimizer):
         """Whether a parameter is in one of the groups."""
         return id(home.parameters[place]) in self._groups
 
-    def _state_of(self, home: Home, place: int) -> dict[str, Tensor]:
+    def _state_of(self, home: Home, place: int) -> dict[str, Any]:
         state = self._state[home.parameters[place]]
         if not state:
-            exp_avg, exp_avg_sq = self.moments.begin(home, place)
+            exp_avg, exp_avg_sq = self._moments.begin(home, place)
             state.update(step=torch.zeros((), dtype=torch.float32), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         return state
 
-    def _change(self, home: Home, place: int, gradient: Tensor) -> Change:
+    def _change(self, home: Home, place: int, gradient: Collected) -> Change:
         """Notes what one parameter's update needs, with the group's settings as they are now."""
         group = self.param_groups[self._groups[id(home.parameters[place])]]
         return Change(
@@ -250,31 +269,41 @@ class AdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
         )
 
-    def _update(self, home: Home, gradients: dict[int, Tensor]) -> Update:
-        update = Update(home, [self._change(home, place, gradient) for place, gradient in gradients.items()])
-        update.threads = self.threads
-        return update
+    def _update(self, home: Home, gradients: dict[int, Collected], *, checked: bool = False) -> Update:
+        changes = [self._change(home, place, gradient) for place, gradient in gradients.items()]
+        return Update(home, changes, threads=self.threads, checked=checked)
 
-    def _collect(self, home: Home) -> dict[int, Tensor]:
-        """Returns the gradients that the step uses of one unit, by place, in host memory."""
+    def _collect(self, home: Home) -> dict[int, Collected]:
+        """Returns the gradients that the step uses of one unit, by place, where it is updated."""
         gradients: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for place, parameter in enumerate(home.parameters):
                 gradient = parameter.grad
                 if gradient is None or isinstance(gradient, ConsumedGradient) or not self.updates(home, place):
                     continue
-                gradients[place] = gradient.detach()  # .grad itself becomes a PendingGradient; the update reads this
+                if gradient.layout != torch.strided:
+                    raise OffloadedModelError(
+                        f"{home.name} has a gradient of layout {gradient.layout}, and only dense gradients are "
+                        "updated; pass sparse=False to its embedding"
+                    )
+                gradients[place] = gradient
         if not gradients:
             return {}
         assert self._owner is not None
         self._owner.take_writes(home)
-        return self._owner.gradients_on_host(home, gradients)
+        return self._owner.collect(home, gradients)
 
-    def _clip_scale(self, gradients: list[Tensor]) -> float | None:
+    def _clip_scale(self, found: Iterable[dict[int, Collected]]) -> float | None:
         """Returns what to multiply the gradients with, or None where the step must be skipped."""
-        norm = math.sqrt(native.squared_norm(gradients, threads=self.threads))
-        if self._spoiled or not math.isfinite(norm):
-            self._spoiled = False
+        norm = math.sqrt(sum(float(gradient.squares) for gradients in found for gradient in gradients.values()))
+        assert self._owner is not None
+        if self.in_backward and self._owner.take_poison():
+            norm = math.nan
+            for update in self._in_order:
+                if not update.finite:
+                    update.take_back()
+        self._in_order.clear()
+        if not math.isfinite(norm):
             if self.nonfinite == "raise":
                 raise NonFiniteGradientError(
                     f"the gradients' norm must be finite (got {norm}); nothing was updated"
@@ -287,43 +316,3 @@ class AdamW(torch.optim.Optimizer):
             return 1.0
         # torch.nn.utils.clip_grad_norm_'s coefficient
         return min(1.0, self.max_grad_norm / (norm + 1e-6))
-
-    def _stay_finite(self, gradients: list[Tensor]) -> bool:
-        """Whether an update in the backward pass may go on; runs in the update thread, in order."""
-        if not self._spoiled and not math.isfinite(native.squared_norm(gradients, threads=self.threads)):
-            self._spoiled = True
-        return not self._spoiled
-
-
-def _mark_pending(update: Update) -> None:
-    """Lets whoever uses a gradient before its update has read it wait."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for change in update.changes:
-            gradient = update.home.parameters[change.place].grad
-            if type(gradient) is Tensor:
-                gradient.__class__ = PendingGradient
-                gradient._home = update.home  # type: ignore[attr-defined]
-
-
-def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))} (got {value!r})")
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"betas must be two numbers (got {betas!r}), such as (0.9, 0.999)")
-    beta1, beta2 = betas
-    for name, value, good in (
-        ("lr", lr, float(lr) >= 0),
-        ("betas", (beta1, beta2), 0 <= beta1 < 1 and 0 <= beta2 < 1),
-        ("eps", eps, eps >= 0),
-        ("weight_decay", weight_decay, weight_decay >= 0),
-    ):
-        if not good:
-            rule = "both in [0, 1)" if name == "betas" else "zero or more"
-            raise ValueError(f"{name} must be {rule} (got {value})")
-    for name, supported in (("amsgrad", False), ("maximize", False), ("decoupled_weight_decay", True)):
-        if bool(group.get(name, supported)) is not supported:
-            raise ValueError(f"{name}={not supported} is not supported (got it in a parameter group); leave it out")

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stronghold.native import Blocks
+from stronghold.optim.blocks import decode, encode
+from stronghold.optim.states import Moment
+
 _ENTRIES = ("step", "exp_avg", "exp_avg_sq")
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
@@ -65,3 +69,23 @@ def checked_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> 
             raise ValueError(f"step of parameter {key} must be zero or more (got {state['step']})")
         loaded[numbers[key]] = state
     return loaded
+
+
+def as_saved(state: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
+    """Returns one parameter's state as torch.optim.AdamW has it: 8-bit moments as copies in fp32."""
+    if not isinstance(state["exp_avg"], Blocks):
+        return state
+    exp_avg, exp_avg_sq = decode(state["exp_avg"], signed=True), decode(state["exp_avg_sq"], signed=False)
+    return {**state, "exp_avg": exp_avg.view(shape), "exp_avg_sq": exp_avg_sq.view(shape)}
+
+
+def take_saved(saved: dict[str, Any], moments: tuple[Moment, Moment]) -> dict[str, Any]:
+    """Copies one parameter's saved state into ``moments``; returns the state that holds them."""
+    for moment, name in zip(moments, _ENTRIES[1:], strict=True):
+        if isinstance(moment, Blocks):
+            values = saved[name].to(moment.codes.device, torch.float32).contiguous().view(-1)
+            encode(values, moment, signed=name == "exp_avg", step=None)
+        else:
+            moment.copy_(saved[name])
+    step = torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu").clone()
+    return {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}

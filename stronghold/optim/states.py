@@ -1,4 +1,4 @@
-"""The moments of AdamW, on the host: one buffer a unit, one view a parameter."""
+"""The moments of AdamW: one buffer a unit, one view a parameter, where the unit lives."""
 
 from __future__ import annotations
 
@@ -7,52 +7,77 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from stronghold.device import Device, HostBuffer
+from stronghold.device import Buffer
 from stronghold.home import Home
 from stronghold.layout import Layout, lay_out
+from stronghold.native import Blocks
+from stronghold.optim.blocks import exponents_of
+
+FORMATS = ("fp32", "8bit")
+Moment = Tensor | Blocks
 
 
-def lay_out_moments(home: Home, places: Iterable[int]) -> Layout:
-    """Returns how the two moments of each parameter at ``places`` lie in one buffer."""
-    return lay_out([4 * home.parameters[place].numel() for place in places for _ in range(2)])
+def lay_out_moments(home: Home, places: Iterable[int], states: str) -> Layout:
+    """Returns how the moments of the parameters at ``places`` lie in one buffer.
+
+    ``states`` is ``"fp32"``, 8 bytes a parameter, or ``"8bit"``, 2 bytes and the exponents of both moments.
+    """
+    sizes = []
+    for place in places:
+        elements = home.parameters[place].numel()
+        sizes += [4 * elements] * 2 if states == "fp32" else [elements, elements, *[exponents_of(elements)] * 2]
+    return lay_out(sizes)
 
 
 class Moments:
-    """``exp_avg`` and ``exp_avg_sq`` in fp32 for the parameters that are trained: 8 bytes each.
+    """``exp_avg`` and ``exp_avg_sq`` of the parameters that are trained.
 
     Memory that a unit's frozen parameters would need is not taken; a parameter that is unfrozen later gets its own.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._buffers: list[HostBuffer] = []
-        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    def __init__(self, states: str) -> None:
+        self.states = states
+        self._buffers: list[Buffer] = []
+        self._moments: dict[tuple[int, int], tuple[Moment, Moment]] = {}
         self._used: set[tuple[int, int]] = set()
+
+    def missing_bytes(self, home: Home, places: Iterable[int]) -> int:
+        """Returns what :meth:`allocate` would take."""
+        places = [place for place in places if (id(home), place) not in self._moments]
+        return lay_out_moments(home, places, self.states).total_bytes
 
     def allocate(self, home: Home, places: Iterable[int]) -> None:
         """Allocates moments, all zero, for the parameters at ``places`` of ``home`` that have none yet."""
-        places = [place for place in places if (id(home), place) not in self._views]
+        places = [place for place in places if (id(home), place) not in self._moments]
         if not places:
             return
-        layout = lay_out_moments(home, places)
-        buffer = self._device.host_buffer(layout.total_bytes, pinned=False)
+        layout = lay_out_moments(home, places, self.states)
+        buffer = home.allocate(layout.total_bytes, pinned=False)
         self._buffers.append(buffer)
-        for i, place in enumerate(places):
-            shape = home.shapes[place]
-            first, second = (buffer.view(layout.offsets[2 * i + j], shape, torch.float32) for j in range(2))
-            self._views[id(home), place] = (first, second)
+        offsets = iter(layout.offsets)
+        for place in places:
+            shape, elements = home.shapes[place], home.parameters[place].numel()
+            if self.states == "fp32":
+                first, second = (buffer.view(next(offsets), shape, torch.float32) for _ in range(2))
+                self._moments[id(home), place] = (first, second)
+            else:
+                codes = [buffer.view(next(offsets), (elements,), torch.uint8) for _ in range(2)]
+                exponents = [buffer.view(next(offsets), (exponents_of(elements),), torch.uint8) for _ in range(2)]
+                one, other = (Blocks(codes=c, exponents=e) for c, e in zip(codes, exponents, strict=True))
+                self._moments[id(home), place] = (one, other)
 
-    def begin(self, home: Home, place: int) -> tuple[Tensor, Tensor]:
+    def begin(self, home: Home, place: int) -> tuple[Moment, Moment]:
         """Returns the moments of a parameter without state: all zero, though it had one that was since dropped."""
         used = (id(home), place) in self._used
         moments = self.of(home, place)
         if used:
             for moment in moments:
-                moment.zero_()
+                for tensor in (moment,) if isinstance(moment, Tensor) else (moment.codes, moment.exponents):
+                    tensor.zero_()
         return moments
 
-    def of(self, home: Home, place: int) -> tuple[Tensor, Tensor]:
-        """Returns (exp_avg, exp_avg_sq) of one parameter, in its shape."""
+    def of(self, home: Home, place: int) -> tuple[Moment, Moment]:
+        """Returns (exp_avg, exp_avg_sq) of one parameter, in its shape or as blocks."""
         self.allocate(home, [place])
         self._used.add((id(home), place))
-        return self._views[id(home), place]
+        return self._moments[id(home), place]

@@ -1,16 +1,17 @@
-"""One unit's update: what it needs, noted when it is asked for; carried out by the update stream."""
+"""One unit's update: what it needs, noted when it is asked for; carried out where the unit lives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from stronghold import native
 from stronghold.device import Event
-from stronghold.home import Home
+from stronghold.home import Collected, Home, known_of, note_gradient
+from stronghold.native import Blocks
+from stronghold.optim.on_device import adamw_on_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,57 +19,94 @@ class Change:
     """One parameter's update. The settings are copies: a scheduler may change the group before the update runs."""
 
     place: int
-    gradient: Tensor
-    state: dict[str, Tensor]
+    gradient: Collected
+    state: dict[str, Any]
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
 
+    @property
+    def moved_bytes(self) -> int:
+        """What the update reads and writes of the host's memory."""
+        values, moment = self.gradient.values, self.state["exp_avg"]
+        per_element = 4 * 2 + values.element_size()  # the master, whole or as two halves, and the gradient
+        per_element += 2 if self.gradient.remainder is not None else 0
+        per_element += 2 * 2 if isinstance(moment, Blocks) else 4 * 2 * 2
+        return per_element * values.numel()
+
 
 class Update:
-    """The update of one unit's parameters, in one call of the kernel."""
+    """The update of one unit's parameters, in one call of the kernel.
 
-    def __init__(self, home: Home, changes: list[Change]) -> None:
+    With ``checked``, nothing is updated where a gradient is not finite.
+    """
+
+    def __init__(self, home: Home, changes: list[Change], *, threads: int, checked: bool = False) -> None:
         self.home = home
         self.changes = changes
-        self.threads = 1
-        self.finite: Callable[[list[Tensor]], bool] | None = None
+        self.threads = threads
+        self.checked = checked
 
-    def submit(self, scale: float, after: Event | None = None) -> Event:
-        """Gives the update to the update stream, behind ``after``; returns its event.
+    def submit(self, scale: float, after: Event | None = None) -> Event | None:
+        """Gives the update to its place in line, behind ``after``; returns its event, if it has one.
 
         ``scale`` multiplies the gradients. The unit's weights are stale on the device from now on.
         """
-        assert self.home.owner is not None
-        elements = sum(change.gradient.numel() for change in self.changes)
-        self.home.generation += 1
-        self.home.updated = self.home.owner.update(self.home, lambda: self._run(scale), elements, after)
-        return self.home.updated
+        home = self.home
+        assert home.owner is not None
+        moved_bytes = sum(change.moved_bytes for change in self.changes)
+        home.generation += 1
+        home.updated = home.owner.update(home, lambda: self._run(scale), moved_bytes, after)
+        return home.updated
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients are finite; waits for them."""
+        return all(bool(torch.isfinite(change.gradient.squares)) for change in self.changes)
 
     def _run(self, scale: float) -> None:
-        home, changes = self.home, self.changes
-        if self.finite is not None and not self.finite([change.gradient for change in changes]):
+        home = self.home
+        on_host = home.weight[0].is_cpu
+        if self.checked and on_host and not self.finite:
             return
-        low = home.dtype == torch.bfloat16
         segments = []
-        for change in changes:
+        for change in self.changes:
             change.state["step"] += 1
-            weight = home.master(change.place)
-            segments.append(
-                native.Segment(
-                    weight=weight,
-                    grad=change.gradient,
-                    exp_avg=change.state["exp_avg"],
-                    exp_avg_sq=change.state["exp_avg_sq"],
-                    low=home.weight[change.place] if low else None,
-                    lr=change.lr,
-                    beta1=change.betas[0],
-                    beta2=change.betas[1],
-                    eps=change.eps,
-                    weight_decay=change.weight_decay,
-                    step=int(change.state["step"]),
-                    grad_scale=scale,
-                )
+            segment = native.Segment(
+                weight=home.weight[change.place],
+                remainder=home.remainder(change.place),
+                grad=change.gradient.values,
+                grad_remainder=change.gradient.remainder,
+                exp_avg=change.state["exp_avg"],
+                exp_avg_sq=change.state["exp_avg_sq"],
+                lr=change.lr,
+                beta1=change.betas[0],
+                beta2=change.betas[1],
+                eps=change.eps,
+                weight_decay=change.weight_decay,
+                step=int(change.state["step"]),
+                grad_scale=scale,
             )
-        native.adamw(segments, threads=self.threads)
+            if on_host:
+                segments.append(segment)
+            else:
+                adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
+        if segments:
+            native.adamw(segments, threads=self.threads)
+        home.rewritten()
+
+    def mark_pending(self) -> None:
+        """Lets whoever uses a gradient before the update has read it wait."""
+        if self.home.updated is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for change in self.changes:
+                gradient = self.home.parameters[change.place].grad
+                if gradient is not None:
+                    note_gradient(gradient, self.home, known=known_of(gradient), pending=True)
+
+    def take_back(self) -> None:
+        """Takes the step back from the counts: the gradients turned out not to be finite, and nothing was updated."""
+        for change in self.changes:
+            change.state["step"] -= 1

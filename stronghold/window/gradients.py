@@ -2,73 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from stronghold.device import Device, Event, HostBuffer
+from stronghold import native
+from stronghold.device import Device, Event
 from stronghold.errors import OffloadedModelError
-from stronghold.home import ConsumedGradient, Home, Updater, consumed_error, consumed_like
-from stronghold.window.traffic import Traffic
+from stronghold.home import (
+    Collected,
+    ConsumedGradient,
+    Home,
+    Known,
+    Updater,
+    consumed_error,
+    consumed_like,
+    known_of,
+    latest,
+    note_gradient,
+)
+from stronghold.window.downlink import DeviceSlot, Downlink, gradient_view, squares_view
+from stronghold.window.on_device import add_on_device, remainder_of
+from stronghold.window.sums import write_squares
 from stronghold.window.waits import Wait, Waits
-
-RING = 2
-"""Gradient slots on the device, and staging buffers on the host: one fills while the other drains."""
-
-
-@dataclass
-class _DeviceSlot:
-    flat: Tensor
-    drained: Event | None = None
-
-
-@dataclass
-class _Staging:
-    buffer: HostBuffer
-    free: Event | None = None
 
 
 class Gradients:
-    """Takes each gradient from autograd as it appears and brings it to the host, layer by layer.
+    """Takes each gradient from autograd as it appears and brings it to where its layer is updated.
 
     While a backward pass goes on, the gradients of its layers belong to this class and ``.grad`` is None; when it has
-    ended they are published, as ordinary CPU tensors in ``.grad``. A gradient that was there before is added to, on
-    the host, in the gradients' dtype, as autograd would.
+    ended they are published, as ordinary tensors in ``.grad``: of a layer in the store on the CPU, of a resident one
+    on the device. To a gradient that was there before it is added in fp32: with bf16 compute the sum's low halves lie
+    beside it. The squares of every gradient are summed on the device, as it leaves, and travel with it.
     """
 
     def __init__(self, homes: Sequence[Home], device: Device, waits: Waits) -> None:
         self.homes = homes
         self.device = device
         self.waits = waits
-        self.traffic = Traffic()
         self.updater: Updater | None = None
-        self._slots: list[_DeviceSlot] = []
-        self._staging: list[_Staging] = []
-        self._outgrown: list[object] = []
-        self._fit()
+        self._threads = native.usable_cores()
+        self.downlink = Downlink(homes, device, waits)
         self._layer: int | None = None
         self._written: set[int] = set()
+        self._fresh: dict[int, Tensor] = {}
+        """The gradients of the open layer, if it is resident."""
         self._held: dict[int, dict[int, Tensor]] = {}
+        self._known: dict[int, dict[int, Known | None]] = {}
         self._down: Event | None = None
         self._added: Event | None = None
         self._consumed: set[tuple[int, int]] = set()
         self._lent: dict[tuple[int, int], StorageWeakRef] = {}
         """The tensors over the homes' gradient buffers that the user got."""
+        self._poison = torch.zeros((), dtype=torch.float64, device=device.torch_device)
 
-    @property
-    def device_bytes(self) -> int:
-        return sum(slot.flat.numel() for slot in self._slots)
+    def take_poison(self) -> bool:
+        """Whether a gradient of the backward pass was not finite, from where on no layer was updated; forgets it."""
+        poisoned = not math.isfinite(self._poison.item())
+        self._poison.zero_()
+        return poisoned
 
     def open(self, layer: int) -> None:
         """Begins the backward pass of ``layer``: its ``.grad`` become the class's own."""
         home = self.homes[layer]
         if home.fit_gradients():  # a frozen parameter is trained now
-            self._fit()
+            self.downlink.fit()
         self._layer, self._written = layer, set()
-        held = self._held.setdefault(layer, {})
+        self._fresh = {}
+        held, known = self._held.setdefault(layer, {}), self._known.setdefault(layer, {})
         with torch._C.DisableTorchFunctionSubclass():
             for place, parameter in enumerate(home.parameters):
                 if isinstance(parameter.grad, ConsumedGradient):
@@ -79,7 +83,7 @@ class Gradients:
                         f"{home.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
                     )
                 if parameter.grad is not None:
-                    held[place] = parameter.grad
+                    held[place], known[place] = parameter.grad, known_of(parameter.grad)
                     parameter.grad = None
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -101,10 +105,17 @@ class Gradients:
                 f"{home.name} produced a gradient of layout {gradient.layout}, and only dense gradients travel; "
                 "pass sparse=False to its embedding"
             )
-        view = self._view(self._slot.flat, home, place)
+        if home.resident:
+            if place in self._fresh:
+                self._fresh[place].add_(gradient)
+            else:
+                self._fresh[place] = gradient.contiguous()
+            return
+        slot = self.downlink.slot
+        view = gradient_view(slot.flat, home, place)
         if not self._written:
             # The copy down of the layer that used this slot before must have read it.
-            self.waits.compute(self._slot.drained, Wait.GRADIENT_SLOT_FREE)
+            self.waits.compute(slot.drained, Wait.GRADIENT_SLOT_FREE)
         self.device.compute_copy(view, gradient, add=place in self._written)
         self._written.add(place)
 
@@ -114,14 +125,19 @@ class Gradients:
         Under ``in_backward`` the update follows at once; returns its event.
         """
         layer, self._layer = self._layer, None
+        if layer is not None and self._fresh:
+            self._close_resident(layer)
         if layer is None or not self._written:
             return None
-        home, slot, places = self.homes[layer], self._slot, sorted(self._written)
-        self._slots.append(self._slots.pop(0))
-        down = self.device.gradients
-        # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
-        self.waits.stream(down, self.device.compute_mark(), Wait.GRADIENT_WRITTEN)
+        home, slot, places = self.homes[layer], self.downlink.slot, sorted(self._written)
         taken = [place for place in places if self._takes(home, place)]
+        gradients = [gradient_view(slot.flat, home, place) for place in places]
+        squares = [squares_view(slot.flat, home, place) for place in places]
+        poison = self._poison if taken else None
+        self.device.compute_run(lambda: write_squares(gradients, squares, self._threads, poison))
+        self.downlink.turn()
+        # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
+        self.waits.stream(self.device.gradients, self.device.compute_mark(), Wait.GRADIENT_WRITTEN)
         updated = self._down_and_update(home, slot, taken) if taken else None
         if len(taken) < len(places):
             self._keep(layer, slot, [place for place in places if place not in taken])
@@ -131,20 +147,42 @@ class Gradients:
         """Whether the gradient is used for an update at once, rather than kept for the user."""
         return self.updater is not None and self.updater.in_backward and self.updater.updates(home, place)
 
-    def _keep(self, layer: int, slot: _DeviceSlot, places: Sequence[int]) -> None:
-        home, held, down = self.homes[layer], self._held[layer], self.device.gradients
+    def _close_resident(self, layer: int) -> None:
+        """Keeps the gradients of a resident layer on the device, or updates it with them at once."""
+        home, held, known = self.homes[layer], self._held[layer], self._known[layer]
+        fresh, self._fresh = self._fresh, {}
+        taken = {place: fresh.pop(place) for place in sorted(fresh) if self._takes(home, place)}
+        for place, gradient in fresh.items():
+            if place not in held:
+                held[place], known[place] = gradient, None
+                continue
+            known[place] = add_on_device(self.device, home, place, held[place], known[place], gradient, self._threads)
+        if taken:
+            assert self.updater is not None
+            self._consume(home, taken)
+            squares = torch.zeros(len(taken), dtype=torch.float64, device=self.device.torch_device)
+            parts = list(squares.unbind())
+            self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._poison))
+            pairs = zip(taken.items(), parts, strict=True)
+            self.updater.update_now(home, {place: Collected(g, one) for (place, g), one in pairs}, None)
+
+    def _keep(self, layer: int, slot: DeviceSlot, places: Sequence[int]) -> None:
+        home, held, known, down = self.homes[layer], self._held[layer], self._known[layer], self.device.gradients
         buffer = home.place_gradients(self.device)
+        blank = []
         for place in places:
             if place not in held and (lent := self._lent.get((layer, place))) is not None and not lent.expired():
-                held[place] = torch.zeros(home.shapes[place], dtype=home.dtype)  # the user has kept the one before
+                held[place] = torch.empty(home.shapes[place], dtype=home.dtype)  # the user has kept the one before
+                blank.append(place)
         fresh = [place for place in places if place not in held]
-        self._copy_down(home, slot, fresh, buffer)
+        self.downlink.copy(home, slot, fresh, buffer)
         for place in fresh:
             held[place] = home.gradient_in(buffer, place)
+            known[place] = latest(home, Known(place, home.squares_in(buffer, place)))
             self._lent[layer, place] = StorageWeakRef(held[place].untyped_storage())
         again = [place for place in places if place not in fresh]
         if again:
-            self._add(home, slot, again, held)
+            self._add(home, slot, again, blank)
         else:
             self._down = slot.drained = down.record()
 
@@ -156,74 +194,93 @@ class Gradients:
         self._down = self._added = None
         with torch._C.DisableTorchFunctionSubclass():
             for layer, held in self._held.items():
+                home = self.homes[layer]
                 for place, gradient in held.items():
-                    self.homes[layer].parameters[place].grad = gradient
+                    if (known := self._known[layer].get(place)) is not None:
+                        note_gradient(gradient, home, known=known)
+                    home.parameters[place].grad = gradient
             for layer, place in self._consumed:
                 parameter = self.homes[layer].parameters[place]
                 parameter.grad = consumed_like(parameter)
         self._held.clear()
+        self._known.clear()
         self._consumed.clear()
+
+    def collect(self, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+        """Returns the gradients of a layer on the host, with their squares as they were gathered on the way.
+
+        Those that somebody may have written since are read once more.
+        """
+        collected = {}
+        for place, gradient in gradients.items():
+            known = known_of(gradient)
+            with torch._C.DisableTorchFunctionSubclass():
+                values = gradient.detach().contiguous()
+            if known is None:
+                squares = torch.tensor(native.squared_norms([values], threads=self._threads)[0], dtype=torch.float64)
+                known = Known(place, squares)
+            collected[place] = Collected(values, known.squares, known.remainder)
+        return collected
 
     @property
     def layer(self) -> int | None:
         """The layer whose backward pass is open."""
         return self._layer
 
-    @property
-    def _slot(self) -> _DeviceSlot:
-        return self._slots[0]
+    def _sum_of(self, home: Home, place: int, known: Known | None) -> Known:
+        """Returns what will be known of a sum on the host."""
+        squares = home.squares_in(home.place_gradients(self.device), place)
+        return latest(home, Known(place, squares, remainder_of(home, place, known)))
 
-    def _fit(self) -> None:
-        """Allocates slots and staging as long as the longest layer's gradients; again only after an unfreezing."""
-        longest = max(home.gradient_layout.total_bytes for home in self.homes)
-        if longest > (self._slots[0].flat.numel() if self._slots else 0):
-            self._outgrown += [*self._slots, *self._staging]  # copies may still be under way in them
-            self._slots = [_DeviceSlot(self.device.buffer(longest)) for _ in range(RING)]
-            self._staging = [_Staging(self.device.host_buffer(longest)) for _ in range(RING)]
-
-    def _view(self, flat: Tensor, home: Home, place: int) -> Tensor:
-        layout, number = home.gradient_layout, home.gradient_places.index(place)
-        begin, size = layout.offsets[number], layout.sizes[number]
-        return flat[begin : begin + size].view(home.dtype).view(home.shapes[place])
-
-    def _copy_down(self, home: Home, slot: _DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
-        for begin, length in home.gradient_layout.runs([home.gradient_places.index(place) for place in places]):
-            self.device.gradients.copy(buffer.flat[begin : begin + length], slot.flat[begin : begin + length])
-            self.traffic.gradient_bytes += length
-
-    def _stage(self, home: Home, slot: _DeviceSlot, places: Sequence[int]) -> tuple[_Staging, dict[int, Tensor]]:
-        """Sends gradients down into a staging buffer; returns it and the views there."""
-        staging = self._staging[0]
-        self._staging.append(self._staging.pop(0))
-        # What was staged here before must have been added, or used for its update.
-        self.waits.stream(self.device.gradients, staging.free, Wait.STAGING_FREE)
-        self._copy_down(home, slot, places, staging.buffer)
-        slot.drained = self.device.gradients.record()
-        return staging, {place: home.gradient_in(staging.buffer, place) for place in places}
-
-    def _add(self, home: Home, slot: _DeviceSlot, places: Sequence[int], held: dict[int, Tensor]) -> None:
-        staging, views = self._stage(home, slot, places)
+    def _add(self, home: Home, slot: DeviceSlot, places: Sequence[int], blank: Sequence[int]) -> None:
+        """Adds gradients to what is held on the host; ``blank`` ones hold nothing yet, in memory of their own."""
+        assert home.index is not None
+        held, known = self._held[home.index], self._known[home.index]
+        staging, arrived = self.downlink.stage(home, slot, places)
+        plain = [p for p in places if p not in blank and not _fits(held[p], home)]
+        sums = [p for p in places if p not in blank and p not in plain]
+        known.update({p: self._sum_of(home, p, known.get(p)) for p in sums})
+        known.update(dict.fromkeys([*blank, *plain]))
         updates = self.device.updates
         # The copy into the staging buffer must be complete before the host adds from it.
         self.waits.stream(updates, slot.drained, Wait.GRADIENT_ADD)
+        additions = [
+            native.Addition(target=held[p], remainder=known[p].remainder, source=arrived[p].values)  # type: ignore[union-attr]
+            for p in sums
+        ]
+        targets = [home.squares_in(home.place_gradients(self.device), p) for p in sums]
 
-        def add() -> None:
+        def add_up() -> None:
             with torch._C.DisableTorchFunctionSubclass():
-                for place, view in views.items():
-                    held[place].add_(view)
+                for target, squares in zip(targets, native.accumulate(additions, threads=self._threads), strict=True):
+                    target.fill_(squares)
+                for place in blank:
+                    held[place].copy_(arrived[place].values)
+                for place in plain:
+                    held[place].add_(arrived[place].values)
 
-        updates.run(add, moved_bytes=3 * sum(home.layout.sizes[p] for p in places))
+        updates.run(add_up, moved_bytes=5 * sum(home.layout.sizes[p] for p in places))
         self._added = staging.free = updates.record()
 
-    def _down_and_update(self, home: Home, slot: _DeviceSlot, places: Sequence[int]) -> Event:
-        assert home.index is not None and self.updater is not None
+    def _down_and_update(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> Event:
+        assert self.updater is not None
+        self._consume(home, places)
+        staging, arrived = self.downlink.stage(home, slot, places)
+        staging.free = self.updater.update_now(home, arrived, slot.drained)
+        assert staging.free is not None
+        return staging.free
+
+    def _consume(self, home: Home, places: Iterable[int]) -> None:
+        assert home.index is not None
         if not self._consumed.isdisjoint((home.index, place) for place in places):
             raise OffloadedModelError(
                 f"{home.name} received gradients twice in one backward pass, and update='in_backward' had already "
                 "used the first; use update='deferred'"
             )
-        staging, views = self._stage(home, slot, places)
         self._consumed.update((home.index, place) for place in places)
-        assert slot.drained is not None
-        staging.free = self.updater.update_now(home, views, slot.drained)
-        return staging.free
+
+
+def _fits(gradient: Tensor, home: Home) -> bool:
+    """Whether a gradient that the user may have put there is one that the host's kernel adds to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient.is_cpu and gradient.dtype == home.dtype and gradient.is_contiguous()

@@ -32,52 +32,72 @@ class Slot:
 class Window:
     """The slots, what is in them, and the parameters that look into them.
 
-    ``homes`` are the layers in order. All slots are allocated here, once, each as long as the longest layer.
+    ``homes`` are the layers in order. All slots are allocated here, once, each as long as the longest layer that is
+    not resident; a resident layer is its own slot. The schedule knows of the others alone, which it counts from zero.
     """
 
-    def __init__(
-        self, homes: Sequence[Home], schedule: Schedule, device: Device, store: RamStore, waits: Waits
-    ) -> None:
+    def __init__(self, homes: Sequence[Home], size: int, device: Device, store: RamStore, waits: Waits) -> None:
         self.homes = homes
-        self.schedule = schedule
+        self._streamed = [layer for layer, home in enumerate(homes) if not home.resident]
+        self._number = {layer: number for number, layer in enumerate(self._streamed)}
+        self.schedule = Schedule(len(self._streamed), size) if self._streamed else None
         self.device = device
         self.store = store
         self.waits = waits
         self.traffic = Traffic()
-        longest = max(home.layout.total_bytes for home in homes)
-        self.slots = [Slot(device.buffer(longest)) for _ in range(schedule.window)]
+        longest = max((homes[layer].layout.total_bytes for layer in self._streamed), default=0)
+        self.slots = [Slot(device.buffer(longest)) for _ in range(size if self._streamed else 0)]
         self._free = list(reversed(self.slots))
-        self._where: dict[int, Slot] = {}
+        self._where = {layer: _own_slot(home) for layer, home in enumerate(homes) if home.resident}
         self._bound: set[int] = set()
+
+    @property
+    def size(self) -> int:
+        """The number of slots."""
+        return len(self.slots)
 
     def begin_forward(self, layer: int, *, training: bool, behind: Sequence[int]) -> None:
         """Brings ``layer`` onto the device and points its parameters into its slot."""
-        self.carry_out(self.schedule.begin_forward(layer, training=training, behind=behind))
+        if (schedule := self._scheduled(layer)) is not None:
+            moves = schedule.begin_forward(self._number[layer], training=training, behind=self._numbers(behind))
+            self._carry_out(moves)
         self._bind(layer)
 
     def end_forward(self, layer: int, *, returning: bool) -> None:
         """Points the parameters back to the host and lets the schedule use the slot."""
         self._unbind(layer)
         self.computed(layer, backward=False)
-        self._where[layer].read = self.device.compute_mark()
-        self.carry_out(self.schedule.end_forward(returning=returning))
+        if (schedule := self._scheduled(layer)) is not None:
+            self._where[layer].read = self.device.compute_mark()
+            self._carry_out(schedule.end_forward(returning=returning))
 
     def begin_backward(self, layer: int, remaining: Sequence[int]) -> None:
-        self.carry_out(self.schedule.begin_backward(layer, remaining))
+        if (schedule := self._scheduled(layer)) is not None:
+            self._carry_out(schedule.begin_backward(self._number[layer], self._numbers(remaining)))
         self._bind(layer)
 
     def end_backward(self, layer: int) -> None:
         self._unbind(layer)
-        self._where[layer].read = self.device.compute_mark()
-        self.carry_out(self.schedule.end_backward())
+        if (schedule := self._scheduled(layer)) is not None:
+            self._where[layer].read = self.device.compute_mark()
+            self._carry_out(schedule.end_backward())
 
     def changed(self, layers: Iterable[int]) -> None:
         """Drops layers whose update is under way and begins to fetch what comes next."""
-        self.carry_out(self.schedule.changed(layers))
+        if self.schedule is not None:
+            self._carry_out(self.schedule.changed(self._numbers(layers)))
+
+    def _scheduled(self, layer: int) -> Schedule | None:
+        return None if self.homes[layer].resident else self.schedule
+
+    def _numbers(self, layers: Iterable[int]) -> list[int]:
+        return [self._number[layer] for layer in layers if layer in self._number]
 
     def views(self, layer: int) -> list[Tensor]:
         """Returns the tensors of ``layer`` in the slot that holds it."""
         slot, home = self._where[layer], self.homes[layer]
+        if home.resident:
+            return home.weight
         if layer not in slot.views:
             with torch.inference_mode(False):  # what is made under it cannot be trained with, and these are kept
                 slot.views[layer] = [
@@ -100,13 +120,14 @@ class Window:
     def flat(self, layer: int) -> Tensor:
         return self._where[layer].flat
 
-    def carry_out(self, moves: Iterable[Move]) -> None:
+    def _carry_out(self, moves: Iterable[Move]) -> None:
         for move in moves:
+            layer = self._streamed[move.layer]
             if move.action is Action.EVICT:
-                self._free.append(self._where.pop(move.layer))
+                self._free.append(self._where.pop(layer))
                 continue
-            home, slot = self.homes[move.layer], self._free.pop()
-            self._where[move.layer] = slot
+            home, slot = self.homes[layer], self._free.pop()
+            self._where[layer] = slot
             # The slot's last layer may still be computing, on the device, when this is issued.
             self.waits.stream(self.device.fetches, slot.read, Wait.SLOT_FREE)
             # The update runs on the host: the first layer's may be done when the last one's has not begun.
@@ -150,3 +171,8 @@ class Window:
                 f"{home.name} changed one of its own parameters in place during its computation; such a change would "
                 "be lost, because the device holds a copy. Change parameters outside the layer's forward"
             )
+
+
+def _own_slot(home: Home) -> Slot:
+    assert home.buffer is not None
+    return Slot(home.buffer.flat)

@@ -22,15 +22,19 @@ def report(**changes):
         "trainable_parameters": 1_716_588_544,
         "layers": 32,
         "window": 4,
+        "resident": 0,
+        "states": "fp32",
         "device": "cuda:0",
         "dtype": "bfloat16",
         "slots_device_bytes": 4 * 2**20,
         "gradients_device_bytes": 2**20,
         "edges_device_bytes": 3 * 2**20,
+        "resident_device_bytes": 0,
         "peak_device_bytes": 0,
         "pinned_host_bytes": 2**30,
         "pageable_host_bytes": 2**29,
         "disk_bytes": 0,
+        "accumulation_bytes": 2**28,
         "skipped_steps": 0,
         "step": None,
     }
@@ -49,6 +53,7 @@ def test_it_reads_as_a_table():
 model   parameters         1.717 B
         layers             32, 4 at a time on cuda:0
         compute type       bfloat16
+        moments            fp32
 device  slots              4.00 MiB
         gradients          1.00 MiB
         edges              3.00 MiB
@@ -57,8 +62,17 @@ device  slots              4.00 MiB
 host    pinned             1.00 GiB
         pageable           512 MiB
         together           1.50 GiB
+        to accumulate      256 MiB more
 disk    layers and states  0 B"""
     )
+
+
+def test_resident_layers_and_the_optimizers_absence_are_told():
+    rows = report(resident=3, resident_device_bytes=2**20, states=None).rows()
+    assert ("", "layers", "32, 3 resident, 4 at a time on cuda:0") in rows
+    assert ("", "moments", "none yet") in rows
+    assert ("", "resident layers", "1.00 MiB") in rows
+    assert report(resident=3, resident_device_bytes=2**20).device_bytes == 9 * 2**20
 
 
 def test_the_last_step_skipped_steps_and_frozen_parameters_are_told_where_there_are_any():

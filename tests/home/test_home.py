@@ -5,6 +5,7 @@ from torch import nn
 
 from stronghold.device import CpuDevice
 from stronghold.home import Home
+from stronghold.split import rounded
 
 
 def home_of(*values, dtype=torch.float32, index=0):
@@ -26,23 +27,34 @@ def test_weights_are_copied_into_one_buffer():
     assert parameters[0].data_ptr() == a.data_ptr(), "placing leaves the parameters themselves alone"
 
 
-def test_the_master_of_a_bf16_unit_is_exact():
+def test_the_master_of_a_bf16_unit_is_exact_and_takes_two_bytes_more():
     value = torch.randn(50)
     home, _ = home_of(value, dtype=torch.bfloat16)
     assert home.weight[0].dtype is torch.bfloat16
     assert torch.equal(home.master(0), value)
-    assert torch.equal(home.weight[0], value.bfloat16())
+    assert torch.equal(home.weight[0], rounded(value))
+    assert home.remainder(0).dtype is torch.int16
+    assert home._device.pageable_bytes == 2 * 50 + 2 * 50
 
 
-def test_a_write_reaches_the_master_and_spares_its_low_bits_elsewhere():
+def test_a_frozen_exact_parameter_has_a_remainder_only_once_it_is_updated():
+    parameter = nn.Parameter(torch.randn(50).bfloat16(), requires_grad=False)
+    home = Home(0, "unit", [parameter], torch.bfloat16)
+    home.place(CpuDevice())
+    assert home._device.pageable_bytes == 2 * 50
+    assert torch.equal(home.master(0), parameter.float())
+    assert not home.remainder(0).any()
+    assert home._device.pageable_bytes == 2 * 50 + 2 * 50
+
+
+def test_a_resident_unit_lives_on_the_device():
     value = torch.randn(50)
-    home, _ = home_of(value, dtype=torch.bfloat16)
-    home.weight[0][7] = 3.0
-    home.weight[0][8] = float("nan")
-    home.take_writes()
-    expected = value.clone()
-    expected[7], expected[8] = 3.0, float("nan")
-    assert torch.equal(home.master(0).nan_to_num(9.0), expected.nan_to_num(9.0))
+    home = Home(0, "unit", [nn.Parameter(value)], torch.bfloat16, resident=True)
+    device = CpuDevice()
+    home.place(device)
+    assert torch.equal(home.master(0), value)
+    assert device.pageable_bytes == 0
+    assert device.resident_bytes == 2 * 50 + 2 * 50
 
 
 def test_gradients_have_room_for_what_is_trained_and_grow_when_more_is():
@@ -51,11 +63,11 @@ def test_gradients_have_room_for_what_is_trained_and_grow_when_more_is():
     home = Home(0, "unit", parameters, torch.float32)
     home.place(CpuDevice())
     assert home.gradient_places == (0, 2)
-    assert home.gradient_layout.sizes == (12, 20)
+    assert home.gradient_layout.sizes == (12, 20, 8, 8), "two gradients and their squares"
     assert not home.fit_gradients()
     parameters[1].requires_grad_(True)
     assert home.fit_gradients()
-    assert home.gradient_layout.sizes == (12, 16, 20)
+    assert home.gradient_layout.sizes == (12, 16, 20, 8, 8, 8)
     buffer = home.place_gradients(CpuDevice())
     for place, shape in enumerate([(3,), (4,), (5,)]):
         home.gradient_in(buffer, place).fill_(place + 1.0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.home import OffloadedParameter, PendingGradient
+from stronghold.home import OffloadedGradient, OffloadedParameter
 from tests.small import ADAMW, Residual, assert_close, numbers, pair
 
 LAYER, EDGE = "layers.1.up.weight", "out.weight"
@@ -115,7 +115,7 @@ def test_a_parameter_is_an_nn_parameter():
 def test_gradients_under_an_update_are_left_alone_until_it_is_done(late):
     model, plain, _ = late
     gradient = model.get_parameter(LAYER).grad
-    assert type(gradient) is PendingGradient
+    assert type(gradient) is OffloadedGradient
     gradient.zero_()
     assert type(gradient) is torch.Tensor
     assert_close(model.get_parameter(LAYER).detach(), plain.get_parameter(LAYER).detach())

@@ -118,8 +118,10 @@ def test_containers_within_one_another():
         ({"micro_batch": True}, "micro_batch must be a number of samples"),
         ({"micro_batch": 1.5}, "micro_batch must be a number of samples"),
         ({"activations": "drop"}, "activations must be 'recompute', 'keep' or 'host'"),
-        ({"resident": 2}, "resident must be 0"),
-        ({"resident": "auto"}, "resident must be 0"),
+        ({"resident": -1}, "resident must be a number of layers, 0 or more, or 'auto'"),
+        ({"resident": "all"}, "resident must be a number of layers"),
+        ({"resident": True}, "resident must be a number of layers"),
+        ({"resident": 5}, r"resident must be between 0 and the number of layers \(got resident=5, layers=4\)"),
         ({"device_memory": "lots"}, "a size must be one number and one unit"),
         ({"device_memory": -1}, "a size must not be negative"),
         ({"host_memory": "3 potatoes"}, "a size's unit"),
@@ -157,15 +159,52 @@ def test_a_device_budget_that_cannot_hold_the_window():
         assert report.window == {2 * needed: 3, 100 * needed: 4}.get(budget, 1 if budget < needed else 2)
 
 
-def test_a_host_budget_that_cannot_hold_weights_gradients_and_states():
-    for dtype in (None, torch.bfloat16):
-        model = stronghold.offload(Residual(), device="cpu", dtype=dtype)
-        optimizer = stronghold.AdamW(model.parameters())
-        first = stronghold.report(model).host_bytes
-        ordinary_loop(model, optimizer, [b.to(dtype or torch.float32) for b in numbers(2)])
-        assert stronghold.report(model).host_bytes == first, "all is taken before the first step"
-        assert_refused(Residual(), BudgetError, "weights .* gradients .* states", host_memory=first - 1, dtype=dtype)
-        stronghold.offload(Residual(), device="cpu", host_memory=first, dtype=dtype)
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_host_budget_that_cannot_hold_weights_gradients_and_states(dtype, states):
+    model = stronghold.offload(Residual(), device="cpu", dtype=dtype)
+    optimizer = stronghold.AdamW(model.parameters(), states=states)
+    first = stronghold.report(model).host_bytes
+    ordinary_loop(model, optimizer, [b.to(dtype or torch.float32) for b in numbers(2)])
+    assert stronghold.report(model).host_bytes == first, "all is taken before the first step"
+    model = stronghold.offload(Residual(), device="cpu", host_memory=first - 1, dtype=dtype)
+    held = stronghold.report(model).host_bytes
+    with pytest.raises(BudgetError, match=r"AdamW, its states and gradients, takes .* raise host_memory"):
+        stronghold.AdamW(model.parameters(), states=states)
+    assert stronghold.report(model).host_bytes == held, "nothing was taken"
+    model = stronghold.offload(Residual(), device="cpu", host_memory=first, dtype=dtype)
+    optimizer = stronghold.AdamW(model.parameters(), states=states)
+    ordinary_loop(model, optimizer, [b.to(dtype or torch.float32) for b in numbers(2)])
+
+
+def test_a_host_budget_that_cannot_hold_the_smallest_optimizer():
+    model = stronghold.offload(Residual(), device="cpu")
+    stronghold.AdamW(model.parameters(), states="8bit", update="in_backward")
+    smallest = stronghold.report(model).host_bytes
+    assert_refused(Residual(), BudgetError, "weights .* gradients .* states", host_memory=smallest - 1)
+    model = stronghold.offload(Residual(), device="cpu", host_memory=smallest)
+    stronghold.AdamW(model.parameters(), states="8bit", update="in_backward")
+
+
+def test_sums_of_gradients_are_told_beforehand_and_kept_to_the_budget():
+    def accumulate(model, optimizer, batches):
+        for batch in batches:
+            model(batch.bfloat16()).sum().backward()
+        optimizer.step()
+
+    model = stronghold.offload(Residual(), device="cpu", dtype=torch.bfloat16)
+    optimizer = stronghold.AdamW(model.parameters())
+    before = stronghold.report(model)
+    accumulate(model, optimizer, numbers(3))
+    after = stronghold.report(model)
+    taken = after.host_bytes + after.device_bytes - before.host_bytes - before.device_bytes
+    edges = sum(home.sum_bytes() for home in model.out.weight._home.owner.homes if home.is_edge)
+    assert taken == before.accumulation_bytes + edges, "an edge's sum arrives on the host too"
+    assert str(before.accumulation_bytes // 1024) in str(before)
+    model = stronghold.offload(Residual(), device="cpu", dtype=torch.bfloat16, host_memory=before.host_bytes)
+    optimizer = stronghold.AdamW(model.parameters())
+    with pytest.raises(BudgetError, match=r"adding up several gradients .* in fp32, 2 bytes a parameter"):
+        accumulate(model, optimizer, numbers(3))
 
 
 def test_a_model_can_be_offloaded_once():

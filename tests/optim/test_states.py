@@ -1,4 +1,4 @@
-"""The moments on the host."""
+"""The moments: how they lie, and that each parameter has its own."""
 
 import torch
 from torch import nn
@@ -9,14 +9,17 @@ from stronghold.optim.states import Moments, lay_out_moments
 
 
 def unit(*shapes):
-    return Home(0, "unit", [nn.Parameter(torch.randn(shape)) for shape in shapes], torch.bfloat16)
+    home = Home(0, "unit", [nn.Parameter(torch.randn(shape)) for shape in shapes], torch.bfloat16)
+    home._device = CpuDevice()
+    return home
 
 
 def test_moments_are_fp32_and_zero_in_the_parameters_shape_and_overlap_nowhere():
-    device, home = CpuDevice(), unit((3, 5), (), (0, 2), (7,))
-    moments = Moments(device)
+    home = unit((3, 5), (), (0, 2), (7,))
+    device = home._device
+    moments = Moments("fp32")
     moments.allocate(home, range(4))
-    assert device.pageable_bytes == lay_out_moments(home, range(4)).total_bytes
+    assert device.pageable_bytes == lay_out_moments(home, range(4), "fp32").total_bytes
     views = [view for place in range(4) for view in moments.of(home, place)]
     for number, view in enumerate(views):
         assert view.dtype is torch.float32
@@ -27,8 +30,9 @@ def test_moments_are_fp32_and_zero_in_the_parameters_shape_and_overlap_nowhere()
 
 
 def test_only_what_is_asked_for_takes_memory_and_once():
-    device, home = CpuDevice(), unit((100,), (1000,))
-    moments = Moments(device)
+    home = unit((100,), (1000,))
+    device = home._device
+    moments = Moments("fp32")
     moments.allocate(home, [0])
     first = moments.of(home, 0)
     assert device.pageable_bytes < 2000
@@ -38,7 +42,7 @@ def test_only_what_is_asked_for_takes_memory_and_once():
 
 
 def test_a_state_that_was_dropped_begins_at_zero_again():
-    moments, home = Moments(CpuDevice()), unit((4,))
+    moments, home = Moments("fp32"), unit((4,))
     one, other = moments.begin(home, 0)
     one.fill_(3.0)
     other.fill_(4.0)

@@ -1,0 +1,162 @@
+// How numbers lie in memory: float, bfloat16, the split float and the 8-bit moments. Integer arithmetic on the bits
+// throughout, so every instruction set, and any other implementation of the same rules, agrees on each bit.
+//
+// The split float: a float with bits B is stored as
+//   hi = (B + 0x8000) >> 16            a bfloat16: the float rounded to nearest, ties away from zero
+//   lo = int16(B & 0xFFFF)             so that B = (hi << 16) + sign_extended(lo)
+// Ties go away from zero because 16 bits tell 65,536 floats apart, and to-even would round 65,537 of them to an even
+// bfloat16. Every number and both infinities come back bit for bit. A NaN is stored as hi = (B >> 16) | 0x40, lo = 0:
+// it stays a quiet NaN of its sign in both halves and loses the low bits of its payload, for which there is no room.
+//
+// The 8-bit moments: kBlock elements, counted from the start of the tensor, share one exponent byte E, as in the OCP
+// Microscaling formats (blockwise optimizer states after Dettmers et al., "8-bit optimizers via block-wise
+// quantization", ICLR 2022). With E' = max(E, 16) and base = (E' - 15) << 23, a code c > 0 stands for the float with
+// the bits base + (c << shift), and 0 stands for zero: a small float of 4 exponent bits whose largest binade is E'.
+//   first moment:  sign in bit 7, 7 bits of code (3 of them mantissa), shift 20, largest magnitude 0x7F700000
+//   second moment: 8 bits of code (4 of them mantissa), shift 19, no sign, largest 0x7F780000
+// Memory of zeros is a tensor of zeros. To encode, with a = min(bits of the magnitude, largest) and a_max the
+// greatest a of the block:
+//   E = max((a_max + (1 << shift) - 1) >> 23, 16), code = clamp((a + d - base) >> shift, least, most)
+// in int32, the shift arithmetic. `least` is 1 for a second moment that is not zero (it never becomes zero), else 0.
+// A NaN is encoded as the largest magnitude, a first moment's sign is that of m < 0. A value that has a code is
+// encoded as itself, whatever d in [0, 1 << shift) is.
+//
+// d dithers: a code is rounded up with the probability of its remainder, so a moment that changes by far less than
+// one code a step still moves. It comes from a Weyl sequence over element i of the tensor and step t, in uint32,
+// which is reproducible and more even than random numbers:
+//   first moment:  (i * 0x85EBCA6B + t * 0x6A09E667) >> 12
+//   second moment: (i * 0xC2B2AE35 + t * 0x9E3779B9) >> 13
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "isa.h"
+
+namespace stronghold {
+
+// Elements of a tensor that share an exponent byte.
+constexpr std::int64_t kBlock = 64;
+
+STRONGHOLD_INLINE float float_of(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+STRONGHOLD_INLINE std::uint32_t bits_of(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// ---- formats of weights and gradients ----
+// `data` holds the elements, `remainder` the low halves of a split float and nothing otherwise.
+
+struct F32 {
+  using type = float;
+  static STRONGHOLD_INLINE float load(const float* data, const std::int16_t*, std::int64_t i) { return data[i]; }
+  static STRONGHOLD_INLINE void store(float* data, std::int16_t*, std::int64_t i, float value) { data[i] = value; }
+};
+
+struct Bf16 {
+  using type = std::uint16_t;
+  static STRONGHOLD_INLINE float load(const std::uint16_t* data, const std::int16_t*, std::int64_t i) {
+    return float_of(static_cast<std::uint32_t>(data[i]) << 16);
+  }
+};
+
+struct Split {
+  using type = std::uint16_t;
+  static STRONGHOLD_INLINE float load(const std::uint16_t* data, const std::int16_t* remainder, std::int64_t i) {
+    const auto low = static_cast<std::uint32_t>(static_cast<std::int32_t>(remainder[i]));
+    return float_of((static_cast<std::uint32_t>(data[i]) << 16) + low);
+  }
+  static STRONGHOLD_INLINE void store(std::uint16_t* data, std::int16_t* remainder, std::int64_t i, float value) {
+    const std::uint32_t bits = bits_of(value);
+    const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+    data[i] = static_cast<std::uint16_t>(nan ? (bits >> 16) | 0x40u : (bits + 0x8000u) >> 16);
+    remainder[i] = static_cast<std::int16_t>(nan ? 0u : bits);
+  }
+};
+
+// ---- 8-bit moments ----
+
+// base of the decoding rule, for an exponent byte as stored.
+STRONGHOLD_INLINE std::int32_t base_of(std::uint8_t exponent) {
+  return ((exponent < 16 ? 16 : static_cast<std::int32_t>(exponent)) - 15) << 23;
+}
+
+struct FirstMoment {
+  static constexpr int kShift = 20;
+  static constexpr std::uint32_t kElementFactor = 0x85EBCA6B;
+  static constexpr std::uint32_t kStepFactor = 0x6A09E667;
+  static constexpr std::int32_t kLargest = 0x7F700000;
+
+  static STRONGHOLD_INLINE float decode(std::uint8_t code, std::int32_t base) {
+    const std::int32_t magnitude = code & 0x7F;
+    const std::uint32_t sign = static_cast<std::uint32_t>(code & 0x80) << 24;
+    return float_of(magnitude == 0 ? 0u : static_cast<std::uint32_t>(base + (magnitude << kShift)) | sign);
+  }
+  static STRONGHOLD_INLINE std::int32_t magnitude(float m) {
+    const auto bits = static_cast<std::int32_t>(bits_of(m) & 0x7FFFFFFFu);
+    return bits < kLargest ? bits : kLargest;
+  }
+  static STRONGHOLD_INLINE std::uint8_t encode(float m, std::int32_t base, std::uint32_t dither) {
+    std::int32_t code = (magnitude(m) + static_cast<std::int32_t>(dither) - base) >> kShift;
+    code = code < 0 ? 0 : code > 127 ? 127 : code;
+    return static_cast<std::uint8_t>(code != 0 && m < 0.0f ? code | 0x80 : code);
+  }
+};
+
+struct SecondMoment {
+  static constexpr int kShift = 19;
+  static constexpr std::uint32_t kElementFactor = 0xC2B2AE35;
+  static constexpr std::uint32_t kStepFactor = 0x9E3779B9;
+  static constexpr std::int32_t kLargest = 0x7F780000;
+
+  static STRONGHOLD_INLINE float decode(std::uint8_t code, std::int32_t base) {
+    return float_of(code == 0 ? 0u : static_cast<std::uint32_t>(base + (code << kShift)));
+  }
+  static STRONGHOLD_INLINE std::int32_t magnitude(float v) {
+    const auto bits = static_cast<std::int32_t>(bits_of(v) & 0x7FFFFFFFu);
+    return bits < kLargest ? bits : kLargest;
+  }
+  static STRONGHOLD_INLINE std::uint8_t encode(float v, std::int32_t base, std::uint32_t dither) {
+    const std::int32_t bits = magnitude(v);
+    const std::int32_t code = (bits + static_cast<std::int32_t>(dither) - base) >> kShift;
+    const std::int32_t least = bits > 0 ? 1 : 0;
+    return static_cast<std::uint8_t>(code < least ? least : code > 255 ? 255 : code);
+  }
+};
+
+// The multiples of a moment's element factor within a block: the dither of a block is one addition to them.
+template <class Moment>
+struct ElementTerms {
+  constexpr ElementTerms() : terms() {
+    for (std::uint32_t i = 0; i < kBlock; ++i) terms[i] = i * Moment::kElementFactor;
+  }
+  alignas(64) std::uint32_t terms[kBlock];
+};
+template <class Moment>
+inline constexpr ElementTerms<Moment> kElementTerms;
+
+// The dither of the block that begins at element `first`.
+template <class Moment>
+struct Dither {
+  STRONGHOLD_INLINE Dither(std::uint32_t first, std::uint32_t step)
+      : start(first * Moment::kElementFactor + step * Moment::kStepFactor) {}
+  STRONGHOLD_INLINE std::uint32_t operator[](int i) const {
+    return (start + kElementTerms<Moment>.terms[i]) >> (32 - Moment::kShift);
+  }
+  std::uint32_t start;
+};
+
+// The exponent byte of a block whose greatest magnitude has these bits.
+template <class Moment>
+STRONGHOLD_INLINE std::uint8_t exponent_of(std::int32_t greatest) {
+  const std::int32_t exponent = (greatest + (1 << Moment::kShift) - 1) >> 23;
+  return static_cast<std::uint8_t>(exponent < 16 ? 16 : exponent);
+}
+
+}  // namespace stronghold

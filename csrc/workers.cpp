@@ -1,0 +1,150 @@
+#include "workers.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+#include <condition_variable>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace stronghold {
+namespace {
+
+// PyTorch lets a thread flush its subnormals (torch.set_flush_denormal). Which thread takes a chunk must not show.
+class DefaultEnvironment {
+ public:
+  DefaultEnvironment() {
+    std::fegetenv(&callers_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultEnvironment() { std::fesetenv(&callers_); }
+  DefaultEnvironment(const DefaultEnvironment&) = delete;
+  DefaultEnvironment& operator=(const DefaultEnvironment&) = delete;
+
+ private:
+  std::fenv_t callers_;
+};
+
+// Threads started meanwhile inherit the mask: signals are for the threads that the program started itself.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &callers_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &callers_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t callers_;
+};
+
+// One call of for_each. It lives on the caller's stack, so the caller leaves only when no thread is inside.
+struct Job {
+  Job(const std::function<void(std::int64_t)>& work, std::int64_t count) : work(work), count(count) {}
+
+  void take_part() {
+    for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+  }
+
+  const std::function<void(std::int64_t)>& work;
+  const std::int64_t count;
+  std::atomic<std::int64_t> next{0};
+  // Guarded by the pool's mutex:
+  int seats = 0;   // threads that may still join
+  int inside = 0;  // threads that have joined and not left
+  std::condition_variable empty;
+};
+
+class Pool {
+ public:
+  void run(Job& job, int helpers) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      grow(helpers);
+      job.seats = std::min(helpers, threads_);
+      if (job.seats > 0) open_.push_back(&job);
+    }
+    for (int i = 0; i < helpers; ++i) offered_.notify_one();
+    job.take_part();
+    std::unique_lock<std::mutex> lock(mutex_);
+    close(job);
+    job.empty.wait(lock, [&] { return job.inside == 0; });
+  }
+
+ private:
+  void grow(int helpers) {
+    if (threads_ >= helpers) return;
+    const SignalsBlocked blocked;
+    while (threads_ < helpers) {
+      try {
+        std::thread([this] { serve(); }).detach();
+      } catch (const std::system_error&) {
+        return;
+      }
+      ++threads_;
+    }
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      offered_.wait(lock, [&] { return !open_.empty(); });
+      Job& job = *open_.front();
+      ++job.inside;
+      if (--job.seats == 0) close(job);
+      lock.unlock();
+      job.take_part();
+      lock.lock();
+      close(job);  // nothing is left to take: whoever came now would only wake the caller later
+      if (--job.inside == 0) job.empty.notify_one();
+    }
+  }
+
+  void close(const Job& job) { open_.erase(std::remove(open_.begin(), open_.end(), &job), open_.end()); }
+
+  std::mutex mutex_;
+  std::condition_variable offered_;
+  std::vector<Job*> open_;  // jobs with free seats, the oldest first
+  int threads_ = 0;
+};
+
+std::atomic<Pool*> pool{nullptr};
+
+// A child of fork has none of the threads, and locks in whatever state they were: it forgets the pool.
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr); });
+
+// Never destroyed: at exit its threads are asleep on its members.
+Pool& the_pool() {
+  Pool* current = pool.load();
+  if (current == nullptr) {
+    Pool* const mine = new Pool;
+    if (pool.compare_exchange_strong(current, mine)) return *mine;
+    delete mine;
+  }
+  return *current;
+}
+
+}  // namespace
+
+void for_each(std::int64_t count, int threads, const std::function<void(std::int64_t)>& work) {
+  if (threads < 1) throw std::invalid_argument("threads must be 1 or more (got " + std::to_string(threads) + ")");
+  const DefaultEnvironment environment;
+  Job job(work, count);
+  const int helpers = static_cast<int>(std::min<std::int64_t>(threads, count)) - 1;
+  if (helpers < 1)
+    job.take_part();
+  else
+    the_pool().run(job, helpers);
+}
+
+}  // namespace stronghold

@@ -1,0 +1,130 @@
+"""What a call of a torch function does with the tensors it is given: tells of them, reads, writes or lends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What tells of a tensor and not of its values: asking for it waits for nothing.
+FACTS = frozenset(
+    [
+        "get:shape",
+        "get:dtype",
+        "get:device",
+        "get:layout",
+        "get:requires_grad",
+        "get:grad",
+        "get:grad_fn",
+        "get:is_leaf",
+        "get:ndim",
+        "get:names",
+        "get:_version",
+        "get:output_nr",
+        "get:is_cpu",
+        "get:is_cuda",
+        "get:is_meta",
+        "get:is_sparse",
+        "get:is_quantized",
+        "get:is_mkldnn",
+        "get:is_nested",
+        "get:is_xla",
+        "get:is_mps",
+        "get:is_xpu",
+        "get:itemsize",
+        "get:nbytes",
+        "get:retains_grad",
+        "get:_backward_hooks",
+        "get:_post_accumulate_grad_hooks",
+        "get:_base",
+        "get:name",
+        "get:grad_dtype",
+        "set:requires_grad",
+        "set:grad",
+        "set:_backward_hooks",
+        "set:grad_dtype",
+        "size",
+        "stride",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "storage_offset",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "is_pinned",
+        "is_shared",
+        "is_inference",
+        "get_device",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "has_names",
+        "_is_view",
+        "__len__",
+        "__dlpack_device__",
+        "is_signed",
+        "is_conj",
+    ]
+)
+# What hands out the memory itself: a later write through it leaves no trace in the version.
+ALIASES = frozenset(
+    [
+        "get:data",
+        "detach",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "_typed_storage",
+        "numpy",
+        "__array__",
+    ]
+)
+
+
+_FILLS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
+
+
+def written(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the tensors that a function may write into: by torch's naming its first argument, or ``out``."""
+    out = list(walk((kwargs.get("out"),)))
+    if key.startswith("_fused_"):
+        return [*out, *walk(args)]  # they scale gradients as well
+    if (key.endswith("_") and not key.endswith("__")) or key in _FILLS:
+        return [*out, *(walk(args[:1]) if args else walk(kwargs.values()))]
+    return out
+
+
+def hands_out(key: str, result: Any, value: Tensor) -> bool:
+    """Whether somebody now has another way to the memory of ``value``: an alias of it, or a view."""
+    if key in ALIASES:
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(
+            other is not value and other.layout == torch.strided and other.untyped_storage()._cdata == _storage(value)
+            for other in walk((result,))
+        )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def key_of(function: Callable) -> str:
+    name = function.__name__
+    if name in ("__get__", "__set__"):
+        return f"{name[2:5]}:{function.__self__.__name__}"  # type: ignore[attr-defined]
+    return name
+
+
+def walk(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from walk(value)
+        elif isinstance(value, Tensor):
+            yield value

@@ -1,0 +1,135 @@
+"""Gradients that know what is under way with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+
+from stronghold.errors import OffloadedModelError
+from stronghold.home.calls import FACTS, hands_out, key_of, walk, written
+from stronghold.home.home import Home
+
+
+@dataclass(frozen=True)
+class Collected:
+    """One parameter's gradient as an update takes it: complete, contiguous, where the update runs.
+
+    With a ``remainder`` it is the fp32 number that ``values`` and it hold. ``squares`` is the sum of its squares, a
+    float64 number.
+    """
+
+    values: Tensor
+    squares: Tensor
+    remainder: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What the engine knows of a gradient beside its values, until somebody else writes it.
+
+    ``squares`` is the sum of its squares, a float64 number; ``remainder`` holds the low halves of a sum of several
+    bf16 gradients, or is None. Both lie in memory that the next gradient at this ``place`` uses again.
+    """
+
+    place: int
+    squares: Tensor
+    remainder: Tensor | None = None
+
+
+class OffloadedGradient(Tensor):
+    """What a gradient of the engine's is: an ordinary tensor that knows who reads and writes it.
+
+    While an update under way still reads it, whoever looks waits. What is ``known`` of it holds until it is written,
+    or lent to somebody who may write it. With neither, it becomes a plain tensor.
+    """
+
+    _home: Home
+    pending: bool
+    known: Known | None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        key = key_of(func)
+        seen = []
+        if key not in FACTS:
+            seen = [v for v in walk((args, tuple(kwargs.values()))) if isinstance(v, OffloadedGradient)]
+            targets = {id(target) for target in written(key, args, kwargs)}
+            for value in seen:
+                _settle(value, forget=id(value) in targets)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        for value in seen:
+            if type(value) is OffloadedGradient and hands_out(key, result, value):
+                _settle(value, forget=True)
+        return result
+
+    def __reduce_ex__(self, protocol: SupportsIndex):
+        _settle(self, forget=True)
+        return self.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        _settle(self, forget=False)
+        with torch._C.DisableTorchFunctionSubclass():
+            return memo.setdefault(id(self), self.detach().clone())
+
+
+def _settle(gradient: Tensor, *, forget: bool) -> None:
+    if type(gradient) is not OffloadedGradient:
+        return
+    if gradient.pending:
+        gradient._home.wait_updated()
+        gradient.pending = False
+    if forget or gradient.known is None:
+        gradient.__dict__.clear()
+        gradient.__class__ = Tensor  # type: ignore[assignment]
+
+
+def note_gradient(gradient: Tensor, home: Home, *, known: Known | None = None, pending: bool = False) -> None:
+    """Makes ``gradient``, a plain tensor or one of ours, know what is given; anything else is left as it is."""
+    if type(gradient) in (Tensor, OffloadedGradient):
+        gradient.__class__ = OffloadedGradient
+        gradient.__dict__.update(_home=home, known=known, pending=pending)
+
+
+def latest(home: Home, known: Known) -> Known:
+    """Notes that what was known of the gradient before at this place no longer holds; returns ``known``."""
+    home.known[known.place] = known
+    return known
+
+
+def known_of(gradient: Tensor | None) -> Known | None:
+    """Returns what is known of a gradient beside its values, or None."""
+    if type(gradient) is not OffloadedGradient or gradient.known is None:
+        return None
+    # A gradient that the user set aside may come back when another one's sums have taken its place.
+    return gradient.known if gradient._home.known.get(gradient.known.place) is gradient.known else None
+
+
+class ConsumedGradient(Tensor):
+    """What stands for a gradient that ``update="in_backward"`` has used up: every look at it is an error."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if key_of(func) not in FACTS:
+            raise consumed_error()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def consumed_error() -> RuntimeError:
+    return OffloadedModelError(
+        "update='in_backward' updates each layer during backward() and frees its gradient, so that no gradient can be "
+        "read, clipped over the whole model, or added to by a second backward() before step() and zero_grad(); "
+        "use update='deferred' for clipping and accumulation"
+    )
+
+
+def consumed_like(parameter: Tensor) -> ConsumedGradient:
+    """Makes the stand-in for the gradient of ``parameter``: its shape and dtype, no memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        return one.expand(parameter.shape).as_subclass(ConsumedGradient)

@@ -1,0 +1,120 @@
+"""The fp32 masters of a unit that computes in bf16: beside each weight the 16 bits that it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stronghold.split import join, split
+
+_BLOCK = 64
+"""Elements that share a mark."""
+_MARKED_AT_ONCE = 1 << 20
+_ODD = torch.arange(1, 2 * _BLOCK // 4, 2, dtype=torch.int64) * 0x9E3779B97F4A7C1
+
+
+class Masters:
+    """The remainders of a unit's weights, by place, and whether they still belong to their weights.
+
+    A user who writes a weight writes its bf16 part, and the master takes that value: the remainder of what was written
+    becomes zero, all others stay. A write that goes through the parameter is compared element by element. Where
+    somebody holds a tensor over the weight's memory and may write unseen, a mark for every 64 elements, taken before,
+    tells the blocks that were written. A write that shows in the version alone clears the parameter's remainders.
+    """
+
+    def __init__(self) -> None:
+        self.remainders: dict[int, Tensor] = {}
+        self._marks: dict[int, Tensor] = {}
+        self._accounted: dict[int, int] = {}
+        """The version of each parameter up to which its writes are reflected in the remainders."""
+
+    def __bool__(self) -> bool:
+        return bool(self.remainders)
+
+    @property
+    def marked(self) -> bool:
+        """Whether somebody may write a weight unseen."""
+        return bool(self._marks)
+
+    def place(self, place: int, remainder: Tensor, version: int) -> None:
+        self.remainders[place] = remainder
+        self._accounted[place] = version
+
+    def fill(self, place: int, weight: Tensor, values: Tensor) -> None:
+        """Writes ``values`` (fp32) as the master of one parameter."""
+        split(values, weight, self.remainders[place])
+
+    def value(self, place: int, weight: Tensor) -> Tensor:
+        """Returns a copy of the fp32 master of one parameter."""
+        return join(weight, self.remainders[place])
+
+    def lend(self, place: int, weight: Tensor) -> None:
+        """Hears, before anything is written, that somebody gets a tensor over a weight's memory."""
+        if place in self.remainders and place not in self._marks:
+            self._marks[place] = _marks(weight)
+
+    def write(self, place: int, weight: Tensor, task: Callable[[], object], version: Callable[[], int]) -> object:
+        """Runs ``task``, which writes into one weight, and clears the remainders of the elements it changed."""
+        before = weight.detach().clone()
+        seen = version()
+        result = task()
+        self._clear(place, before, weight)
+        if self._accounted[place] == seen:
+            self._accounted[place] = version()
+        if place in self._marks:
+            self._marks[place] = _marks(weight)
+        return result
+
+    def replace(self, place: int, weight: Tensor, value: Tensor) -> None:
+        """Takes over a whole weight that was written elsewhere (an edge's, on the device)."""
+        if place in self.remainders:
+            self._clear(place, value, weight)
+        weight.copy_(value)
+
+    def take_writes(self, weights: list[Tensor], versions: list[int], shared: Callable[[int], bool]) -> None:
+        """Clears the remainders of what was written since this was last asked."""
+        for place, remainder in self.remainders.items():
+            if place in self._marks:
+                now = _marks(weights[place])
+                if len(written := torch.nonzero(now != self._marks[place]).flatten()):
+                    elements = (written[:, None] * _BLOCK + torch.arange(_BLOCK, device=written.device)).flatten()
+                    remainder.view(-1)[elements[elements < remainder.numel()]] = 0
+                self._marks[place] = now
+                if not shared(place):
+                    del self._marks[place]
+            elif self._accounted[place] != versions[place]:
+                remainder.zero_()
+            self._accounted[place] = versions[place]
+
+    def updated(self, weights: list[Tensor], shared: Callable[[int], bool]) -> None:
+        """Hears that an update has written the weights."""
+        for place in list(self._marks):
+            if shared(place):
+                self._marks[place] = _marks(weights[place])
+            else:
+                del self._marks[place]
+
+    def _clear(self, place: int, before: Tensor, after: Tensor) -> None:
+        # Bit for bit: a NaN that stayed is no write, and neither is a zero of another sign the same.
+        changed = before.view(torch.int16) != after.detach().view(torch.int16)
+        self.remainders[place].masked_fill_(changed, 0)
+
+
+def _marks(weight: Tensor) -> Tensor:
+    """Returns one number for every 64 elements: a sum, weighted by odd numbers, of their bits as 64-bit words.
+
+    A block with one changed word always has another mark; one with several, but for a chance of 2 ** -64.
+    """
+    flat = weight.detach().view(torch.int16).flatten()
+    whole = flat.numel() // _BLOCK * _BLOCK
+    odd = _ODD.to(flat.device)
+    marks = [
+        (part.view(torch.int64).view(-1, _BLOCK // 4) * odd).sum(1) for part in flat[:whole].split(_MARKED_AT_ONCE)
+    ]
+    if whole < flat.numel():
+        rest = torch.zeros(_BLOCK, dtype=torch.int16, device=flat.device)
+        rest[: flat.numel() - whole] = flat[whole:]
+        marks.append((rest.view(torch.int64) * odd).sum(0, keepdim=True))
+    return torch.cat(marks) if marks else torch.empty(0, dtype=torch.int64)

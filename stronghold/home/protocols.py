@@ -1,0 +1,75 @@
+"""What the optimizer, the parameters and the engine may ask of one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from stronghold.device import Device, Event
+
+if TYPE_CHECKING:
+    from stronghold.home.gradient import Collected
+    from stronghold.home.home import Home
+
+
+class Owner(Protocol):
+    """What an optimizer and a parameter may ask of the engine they belong to."""
+
+    device: Device
+    homes: Sequence[Home]
+
+    def update_threads(self) -> int:
+        """Returns how many cores an update may use: all that the process may, but one for the thread that computes."""
+
+    def close_backward(self) -> None:
+        """Brings down and publishes the gradients of a backward pass that was left unfinished."""
+
+    def adopt(self, optimizer: Updater) -> None:
+        """Makes ``optimizer`` the one that updates this model; raises where it has one already."""
+
+    def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+        """Returns ``gradients`` (by place) where the unit is updated, complete, with their squares on the host."""
+
+    def take_writes(self, home: Home) -> bool:
+        """Brings the host's memory of ``home`` up to what the user wrote into its parameters, if anything."""
+
+    def update(self, home: Home, task: Callable[[], None], moved_bytes: int, after: Event | None) -> Event | None:
+        """Submits ``task``, the update of ``home``, which moves ``moved_bytes``, behind ``after``.
+
+        Returns the event after which the weights may be used again, or None where that is the computation's order.
+        """
+
+    def changed(self, homes: Sequence[Home]) -> None:
+        """Hears that updates of ``homes`` are under way: what the device holds of them is stale."""
+
+    def take_poison(self) -> bool:
+        """Whether a gradient of the backward pass was not finite, from where on no layer was updated; forgets it."""
+
+    def check_memory(self, *, host_bytes: int, device_bytes: int, what: str) -> None:
+        """Raises BudgetError where ``what`` does not fit the budgets beside what is allocated already.
+
+        Raises MemoryError where the system does not have it.
+        """
+
+    def step_done(self) -> None:
+        """Hears that the optimizer's step has been taken."""
+
+    def wait_updated(self, home: Home) -> None:
+        """Waits for the update of ``home`` that is under way: somebody uses its weights or gradients."""
+
+
+class Updater(Protocol):
+    """What the engine may ask of the optimizer."""
+
+    in_backward: bool
+
+    def updates(self, home: Home, place: int) -> bool:
+        """Whether a parameter is one of those that the optimizer updates."""
+
+    def update_now(self, home: Home, gradients: dict[int, Collected], ready: Event | None) -> Event | None:
+        """Submits the update of ``home`` behind ``ready``; returns its event, or None where it is done in order."""
+
+    def wait(self) -> None:
+        """Blocks until every update is complete."""

@@ -1,0 +1,142 @@
+"""Shares out the memory that is there: layers that stay on the device, the window, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stronghold.config import OffloadSettings
+from stronghold.device import Device
+from stronghold.errors import BudgetError
+from stronghold.home import Home
+from stronghold.optim.states import lay_out_moments
+from stronghold.units import format_bytes
+from stronghold.window import RING
+
+
+def spread(layers: int, resident: int) -> list[int]:
+    """Returns which of ``layers`` stay on the device: the first, and the others evenly behind it.
+
+    The first layer is updated last and needed first; and between two resident layers the link has their computation's
+    time for the next one. ``spread(8, 3)`` is ``[0, 2, 5]``.
+    """
+    return [i * layers // resident for i in range(resident)]
+
+
+def resident_bytes(home: Home) -> int:
+    """Returns what a resident layer takes on the device: weights, remainders, gradients and fp32 moments."""
+    states = lay_out_moments(home, home.gradient_places, "fp32").total_bytes
+    return home.layout.total_bytes + home.remainder_bytes() + home.gradient_layout.total_bytes + states
+
+
+def keep_resident(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> None:
+    """Marks the layers that stay on the device; raises ValueError and BudgetError."""
+    wanted = settings.resident
+    if isinstance(wanted, int):
+        if not 0 <= wanted <= len(homes):
+            raise ValueError(
+                f"resident must be between 0 and the number of layers (got resident={wanted}, layers={len(homes)}); "
+                "pass a smaller number, or 'auto'"
+            )
+        _mark(homes, wanted)
+        budget = settings.device_memory
+        if wanted and isinstance(budget, int) and (needed := _fixed_bytes(homes, edge_bytes)) > budget:
+            raise BudgetError(
+                f"{wanted} resident layers need {format_bytes(needed)} on the device with edges and gradient slots, "
+                f"before any window and activations (got device_memory={format_bytes(budget)}); pass a smaller "
+                "resident=, or 'auto'"
+            )
+        return
+    limit = settings.device_memory
+    if limit is None:
+        free = device.free_bytes()
+        limit = free // 2 if free is not None else 0  # half is left to activations, whose size depends on the batch
+    assert isinstance(limit, int)
+    for number in range(len(homes), -1, -1):
+        _mark(homes, number)
+        streamed = [home for home in homes if not home.resident]
+        window = settings.window if isinstance(settings.window, int) else 2
+        slots = min(window, len(streamed)) * _longest(streamed)
+        if number == 0 or _fixed_bytes(homes, edge_bytes) + slots <= limit:
+            return
+
+
+def choose_window(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> int:
+    """Returns the number of slots; raises ValueError and BudgetError."""
+    streamed = [home for home in homes if not home.resident]
+    layers, slot, fixed = len(streamed), _longest(streamed), _fixed_bytes(homes, edge_bytes)
+    budget = settings.device_memory
+    assert budget is None or isinstance(budget, int)
+    resident = " and resident layers" if layers < len(homes) else ""
+    needed = (
+        f"edges, gradient slots{resident} take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
+    )
+    if isinstance(settings.window, int):
+        window = settings.window
+        if not 1 <= window <= len(homes):
+            raise ValueError(
+                f"window must be between 1 and the number of layers (got window={window}, layers={len(homes)}); "
+                "pass a smaller window, or 'auto'"
+            )
+        window = min(window, layers)
+        if budget is not None and fixed + window * slot > budget:
+            fits = (budget - fixed) // slot
+            raise BudgetError(
+                f"a window of {window} needs {format_bytes(fixed + window * slot)} on the device before activations "
+                f"(got device_memory={format_bytes(budget)}; {needed}); "
+                + (f"pass window={fits} or less" if fits >= 1 else "not even a window of 1 fits: raise device_memory")
+            )
+        return window
+    if not layers:
+        return 0
+    if budget is not None and fixed + slot > budget:
+        raise BudgetError(
+            f"a window of 1 needs {format_bytes(fixed + slot)} on the device before activations (got "
+            f"device_memory={format_bytes(budget)}; {needed}); raise device_memory, or use a smaller dtype"
+        )
+    limit = budget if budget is not None else device.free_bytes()
+    if limit is None:
+        return min(2, layers)  # on the CPU slots are a second copy: just enough to overlap
+    if settings.resident != "auto" or budget is None:
+        limit //= 2
+    return max(1, min(layers, (limit - fixed) // slot))
+
+
+def check_host(homes: Sequence[Home], settings: OffloadSettings) -> None:
+    """Refuses a host budget that cannot hold the model with the smallest optimizer there is.
+
+    That is 8-bit states, updated in the backward pass; what another one takes, it asks for when it is made.
+    """
+    budget = settings.host_memory
+    if budget is None:
+        return
+    assert isinstance(budget, int)
+    on_host = [home for home in homes if not home.resident]
+    weights = sum(home.layout.total_bytes + home.remainder_bytes() for home in on_host)
+    gradients = sum(home.gradient_layout.total_bytes for home in on_host if home.is_edge)
+    gradients += RING * max((home.gradient_layout.total_bytes for home in on_host if not home.is_edge), default=0)
+    states = sum(lay_out_moments(home, home.gradient_places, "8bit").total_bytes for home in on_host)
+    total = weights + gradients + states
+    if total > budget:
+        raise BudgetError(
+            f"host memory must hold {format_bytes(total)} (got host_memory={format_bytes(budget)}): weights "
+            f"{format_bytes(weights)}, gradients {format_bytes(gradients)} and AdamW's states {format_bytes(states)}, "
+            "with states='8bit' and update='in_backward'; raise host_memory, freeze parameters, or train a smaller "
+            "model"
+        )
+
+
+def _mark(homes: Sequence[Home], resident: int) -> None:
+    rows = set(spread(len(homes), resident))
+    for row, home in enumerate(homes):
+        home.resident = row in rows
+
+
+def _fixed_bytes(homes: Sequence[Home], edge_bytes: int) -> int:
+    """Returns what edges, gradient slots and resident layers take on the device."""
+    streamed = [home for home in homes if not home.resident]
+    slots = RING * max((home.gradient_layout.total_bytes for home in streamed), default=0)
+    return edge_bytes + slots + sum(resident_bytes(home) for home in homes if home.resident)
+
+
+def _longest(homes: Sequence[Home]) -> int:
+    return max((home.layout.total_bytes for home in homes), default=0)

@@ -1,0 +1,112 @@
+"""AdamW for layers that are resident on a device other than the CPU, by torch's own operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from stronghold.native import BLOCK, Blocks, Segment
+from stronghold.optim.blocks import LARGEST_SECOND, decode, encode
+from stronghold.split import join, split
+
+PART = 4 * 2**20
+"""Elements that are worked on at a time: what bounds the temporary memory. A multiple of a block."""
+assert PART % BLOCK == 0
+
+
+def adamw_on_device(segment: Segment, *, squares: Tensor | None = None, part: int = PART) -> None:
+    """Carries out one step of ``torch.optim.AdamW`` on tensors of any one device, in place, in fp32.
+
+    The same as :func:`stronghold.native.adamw`, to rounding. ``squares`` is a number on the device: where it is not
+    finite, nothing changes. Nothing is waited for.
+    """
+    skip = None if squares is None else (~torch.isfinite(squares)).float().reshape(())
+    for one, first in _parts(segment, part):
+        grad = join(one.grad, one.grad_remainder) if one.grad_remainder is not None else one.grad.float()
+        if segment.grad_scale != 1.0:
+            grad = grad * segment.grad_scale
+        weight = one.weight if one.remainder is None else join(one.weight, one.remainder)
+        if isinstance(one.exp_avg, Blocks):
+            assert isinstance(one.exp_avg_sq, Blocks)
+            before = weight.clone() if skip is not None else weight
+            codes = [t.clone() for b in (one.exp_avg, one.exp_avg_sq) for t in (b.codes, b.exponents)]
+            _step_in_blocks(segment, weight, grad, one.exp_avg, one.exp_avg_sq, first)
+            if skip is not None:
+                weight.copy_(torch.where(skip.bool(), before, weight))
+                now = [t for b in (one.exp_avg, one.exp_avg_sq) for t in (b.codes, b.exponents)]
+                for tensor, kept in zip(now, codes, strict=True):
+                    tensor.copy_(torch.where(skip.bool(), kept, tensor))
+        else:
+            assert isinstance(one.exp_avg_sq, Tensor)
+            # The step counts from 0 here: torch counts it up, on the device, unless it skips.
+            step = torch.full((), float(segment.step - 1), dtype=torch.float32, device=weight.device)
+            adamw(
+                [weight],
+                [grad],
+                [one.exp_avg],
+                [one.exp_avg_sq],
+                [],
+                [step],
+                fused=True,
+                amsgrad=False,
+                beta1=segment.beta1,
+                beta2=segment.beta2,
+                lr=segment.lr,
+                weight_decay=segment.weight_decay,
+                eps=segment.eps,
+                maximize=False,
+                found_inf=skip,
+            )
+        if one.remainder is not None:
+            split(weight, one.weight, one.remainder)
+
+
+def _step_in_blocks(s: Segment, weight: Tensor, grad: Tensor, exp_avg: Blocks, exp_avg_sq: Blocks, first: int) -> None:
+    """The kernel's own arithmetic, operation by operation."""
+    m = s.beta1 * decode(exp_avg, signed=True) + (1 - s.beta1) * grad
+    v = s.beta2 * decode(exp_avg_sq, signed=False) + (1 - s.beta2) * (grad * grad)
+    v = v.clamp(max=LARGEST_SECOND)
+    denominator = v.sqrt() * (1 / (1 - s.beta2**s.step) ** 0.5) + s.eps
+    weight.mul_(1 - s.lr * s.weight_decay).sub_((s.lr / (1 - s.beta1**s.step)) * m / denominator)
+    encode(m, exp_avg, signed=True, step=s.step, first=first)
+    encode(v, exp_avg_sq, signed=False, step=s.step, first=first)
+
+
+def _parts(s: Segment, part: int) -> Iterator[tuple[Segment, int]]:
+    """Yields the segment in flat pieces, each with the number of its first element."""
+    elements = s.weight.numel()
+    for begin in range(0, elements, part):
+        end = min(begin + part, elements)
+
+        def cut(tensor: Tensor | None, begin: int = begin, end: int = end) -> Tensor | None:
+            return None if tensor is None else tensor.view(-1)[begin:end]
+
+        def cut_moment(moment: Tensor | Blocks, begin: int = begin, end: int = end) -> Tensor | Blocks:
+            if isinstance(moment, Tensor):
+                return moment.view(-1)[begin:end]
+            blocks = slice(begin // BLOCK, -(-end // BLOCK))
+            return Blocks(codes=moment.codes[begin:end], exponents=moment.exponents[blocks])
+
+        weight, grad = cut(s.weight), cut(s.grad)
+        assert weight is not None and grad is not None
+        yield (
+            Segment(
+                weight=weight,
+                remainder=cut(s.remainder),
+                grad=grad,
+                grad_remainder=cut(s.grad_remainder),
+                exp_avg=cut_moment(s.exp_avg),
+                exp_avg_sq=cut_moment(s.exp_avg_sq),
+                lr=s.lr,
+                beta1=s.beta1,
+                beta2=s.beta2,
+                eps=s.eps,
+                weight_decay=s.weight_decay,
+                step=s.step,
+                grad_scale=s.grad_scale,
+            ),
+            begin,
+        )

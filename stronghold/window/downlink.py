@@ -1,0 +1,100 @@
+"""The way down for gradients: slots that they are collected in on the device, and staging on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stronghold.device import Device, Event, HostBuffer
+from stronghold.home import Collected, Home
+from stronghold.window.traffic import Traffic
+from stronghold.window.waits import Wait, Waits
+
+RING = 2
+"""Gradient slots on the device, and staging buffers on the host: one fills while the other drains."""
+
+
+@dataclass
+class DeviceSlot:
+    """A fixed device buffer that holds the gradients of one layer, and their squares."""
+
+    flat: Tensor
+    drained: Event | None = None
+
+
+@dataclass
+class Staging:
+    """A fixed host buffer for gradients that are added to others, or used for an update, and then gone."""
+
+    buffer: HostBuffer
+    free: Event | None = None
+
+
+class Downlink:
+    """The slots and staging buffers, each as long as the longest layer's gradients, and the copies between them."""
+
+    def __init__(self, homes: Sequence[Home], device: Device, waits: Waits) -> None:
+        self.homes = [home for home in homes if not home.resident]
+        self.device = device
+        self.waits = waits
+        self.traffic = Traffic()
+        self.slots: list[DeviceSlot] = []
+        self._staging: list[Staging] = []
+        self._outgrown: list[object] = []
+        self.fit()
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(slot.flat.numel() for slot in self.slots)
+
+    @property
+    def slot(self) -> DeviceSlot:
+        """The slot that is filled now."""
+        return self.slots[0]
+
+    def turn(self) -> None:
+        """Goes on to the next slot."""
+        self.slots.append(self.slots.pop(0))
+
+    def fit(self) -> None:
+        """Allocates slots and staging; again only after an unfreezing."""
+        longest = max((home.gradient_layout.total_bytes for home in self.homes), default=0)
+        if longest > (self.slot.flat.numel() if self.slots else 0):
+            self._outgrown += [*self.slots, *self._staging]  # copies may still be under way in them
+            self.slots = [DeviceSlot(self.device.buffer(longest)) for _ in range(RING)]
+            self._staging = [Staging(self.device.host_buffer(longest)) for _ in range(RING)]
+
+    def copy(self, home: Home, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
+        """Submits the copy of the gradients at ``places``, and of their squares, to a buffer of the same layout."""
+        numbers = [home.gradient_places.index(place) for place in places]
+        numbers += [len(home.gradient_places) + number for number in numbers]  # the squares, behind all gradients
+        for begin, length in home.gradient_layout.runs(numbers):
+            self.device.gradients.copy(buffer.flat[begin : begin + length], slot.flat[begin : begin + length])
+            self.traffic.gradient_bytes += length
+
+    def stage(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> tuple[Staging, dict[int, Collected]]:
+        """Sends gradients down into a staging buffer; returns it and what arrives there."""
+        staging = self._staging[0]
+        self._staging.append(self._staging.pop(0))
+        # What was staged here before must have been added, or used for its update.
+        self.waits.stream(self.device.gradients, staging.free, Wait.STAGING_FREE)
+        self.copy(home, slot, places, staging.buffer)
+        slot.drained = self.device.gradients.record()
+        buffer = staging.buffer
+        return staging, {p: Collected(home.gradient_in(buffer, p), home.squares_in(buffer, p)) for p in places}
+
+
+def gradient_view(flat: Tensor, home: Home, place: int) -> Tensor:
+    """Returns the gradient of one parameter in a slot."""
+    layout, number = home.gradient_layout, home.gradient_places.index(place)
+    begin, size = layout.offsets[number], layout.sizes[number]
+    return flat[begin : begin + size].view(home.dtype).view(home.shapes[place])
+
+
+def squares_view(flat: Tensor, home: Home, place: int) -> Tensor:
+    """Returns the sum of squares of one parameter's gradient in a slot."""
+    begin = home.squares_offset(place)
+    return flat[begin : begin + 8].view(torch.float64).view(())

@@ -1,0 +1,121 @@
+"""Gradients that stay on the device: those of edges and of resident layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from stronghold import native
+from stronghold.device import Device
+from stronghold.errors import OffloadedModelError
+from stronghold.home import Collected, Home, Known, known_of, latest, note_gradient
+from stronghold.window.sums import add, write_squares
+from stronghold.window.waits import Wait, Waits
+
+
+class DeviceGradients:
+    """Adds up the gradients of edges in fp32, where autograd would in bf16, and hands gradients to the optimizer.
+
+    An edge's gradient goes down when it is collected; a resident layer is updated with its own where it is.
+    """
+
+    def __init__(self, device: Device, waits: Waits) -> None:
+        self.device = device
+        self.waits = waits
+        self._threads = native.usable_cores()
+        self._held: dict[Home, Tensor] = {}
+
+    def expect(self, home: Home, gradient: Tensor) -> None:
+        """Hears, before autograd does, that an edge gets a gradient: the one it has is kept out of the way."""
+        parameter = home.parameters[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            before = parameter.grad
+            if before is None or gradient.requires_grad or {before.layout, gradient.layout} != {torch.strided}:
+                return
+            self._held[home] = before
+            parameter.grad = None
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Adds the gradient that autograd has just put into ``parameter.grad`` to the one that was there before."""
+        home = parameter.__dict__["_home"]
+        before = self._held.pop(home, None)
+        if before is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = parameter.grad
+            assert gradient is not None
+            known = add_on_device(self.device, home, 0, before, known_of(before), gradient, self._threads)
+            if known is not None:
+                note_gradient(before, home, known=known)
+            parameter.grad = before
+
+    def close(self) -> None:
+        """Gives back what a backward pass that failed has left."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for home, before in self._held.items():
+                home.parameters[0].grad = before
+        self._held.clear()
+
+    def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+        """Returns the gradients of an edge on the host, those of a resident layer as they are; all complete."""
+        for gradient in gradients.values():
+            if gradient.layout != torch.strided:
+                raise OffloadedModelError(
+                    f"{home.name} has a gradient of layout {gradient.layout}, and only dense gradients are updated; "
+                    "pass sparse=False to its embedding"
+                )
+        home.wait_updated()  # an update under way reads the gradient that is replaced here
+        home.fit_gradients()
+        collected = {}
+        for place, gradient in gradients.items():
+            known = known_of(gradient)
+            with torch._C.DisableTorchFunctionSubclass():
+                values = gradient.detach().contiguous()
+                collected[place] = self._collected(home, place, values, known)
+        # The copies run behind the backward pass on the same stream; the host reads what they bring.
+        self.waits.host(self.device.compute_mark(), Wait.EDGE_GRADIENT)
+        return collected
+
+    def _collected(self, home: Home, place: int, values: Tensor, known: Known | None) -> Collected:
+        squares = known.squares if known is not None else None
+        remainder = known.remainder if known is not None else None
+        if squares is None:
+            squares = torch.zeros((), dtype=torch.float64, device=values.device)
+            self.device.compute_now(lambda: write_squares([values], [squares], self._threads))
+        there = torch.zeros((), dtype=torch.float64)
+        self.device.compute_copy(there, squares)
+        if home.resident:
+            return Collected(values, there, remainder)
+        on_host = home.gradient_in(home.place_gradients(self.device), place)
+        self.device.compute_copy(on_host, values)
+        if remainder is not None:
+            remainder_on_host = home.host_sum_remainder(place)
+            self.device.compute_copy(remainder_on_host, remainder)
+            remainder = remainder_on_host
+        return Collected(on_host, there, remainder)
+
+
+def add_on_device(
+    device: Device, home: Home, place: int, before: Tensor, known: Known | None, gradient: Tensor, threads: int
+) -> Known | None:
+    """Adds ``gradient`` to the one from ``before``, in place; returns what is known of the sum."""
+    if not before.is_contiguous() or before.dtype != home.dtype:  # the user's own
+        device.compute_now(lambda: _add_plainly(before, gradient))
+        return None
+    remainder = remainder_of(home, place, known)
+    squares: list[Tensor] = []
+    device.compute_now(lambda: squares.append(add(before, remainder, gradient.contiguous(), threads)))
+    return latest(home, Known(place, squares[0], remainder))
+
+
+def _add_plainly(before: Tensor, gradient: Tensor) -> None:
+    before.add_(gradient)
+
+
+def remainder_of(home: Home, place: int, known: Known | None) -> Tensor | None:
+    """Returns where the low halves of a sum lie, which are zero for a first gradient."""
+    if known is not None and known.remainder is not None:
+        return known.remainder
+    home.fit_gradients()
+    remainder = home.sum_remainder(place)
+    return remainder.zero_() if remainder is not None else None

@@ -1,0 +1,47 @@
+"""Sums of gradients, and of their squares, on the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stronghold import native
+from stronghold.split import join, split
+
+
+def write_squares(
+    gradients: Sequence[Tensor], targets: Sequence[Tensor], threads: int, poison: Tensor | None = None
+) -> None:
+    """Writes the sum of squares of each gradient to its float64 target, all on one device.
+
+    ``poison`` (float64) becomes NaN with the first that is not finite, and makes all from there on NaN. On the CPU the
+    sums are exact in float64 and the same however they are cut; on a GPU they are taken in fp32.
+    """
+    if gradients[0].is_cpu:
+        squares = torch.tensor(native.squared_norms(gradients, threads=threads), dtype=torch.float64)
+    else:
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        squares = torch.stack(norms).double().square()
+    if poison is not None:
+        poison.add_(squares.sum() * 0)  # zero, or NaN for what is not finite
+        squares = squares + poison
+    for target, one in zip(targets, squares.unbind(), strict=True):
+        target.copy_(one)
+
+
+def add(target: Tensor, remainder: Tensor | None, source: Tensor, threads: int) -> Tensor:
+    """Adds a gradient to the sum that ``target`` and ``remainder`` hold, in fp32, on the device they are on.
+
+    Returns the sum of squares of what it came to, a float64 number on that device.
+    """
+    if target.is_cpu:
+        addition = native.Addition(target=target, remainder=remainder, source=source)
+        return torch.tensor(native.accumulate([addition], threads=threads)[0], dtype=torch.float64)
+    if remainder is None:
+        total = target.add_(source)
+    else:
+        total = join(target, remainder) + source
+        split(total, target, remainder)
+    return torch.linalg.vector_norm(total, dtype=torch.float32).double().square()

@@ -1,0 +1,124 @@
+"""The kernels' formats and the float32 update in numpy, by arithmetic on values rather than on their bits.
+
+``csrc/formats.h`` states the rules on bit patterns. Here a float is x = (1 + f) * 2**k, and the straight-line
+logarithm k + 127 + f, exact in float64, takes the place of its bits.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+BLOCK = 64
+
+
+def nearest_bf16(x: np.ndarray) -> np.ndarray:
+    """Returns float32 ``x`` rounded to bfloat16, to nearest with ties away from zero, as float32."""
+    wide = x.astype(np.float64)
+    finite = np.where(np.isfinite(wide), wide, 0.0)
+    _, exponent = np.frexp(finite)
+    quantum = np.ldexp(1.0, np.maximum(exponent, -125) - 8)  # 8 significant bits; fewer below the least normal number
+    rounded = np.copysign(np.floor(np.abs(finite) / quantum + 0.5) * quantum, finite)
+    rounded = np.where(np.abs(rounded) >= 2.0**128, np.copysign(np.inf, finite), rounded)
+    return np.where(np.isfinite(wide), rounded, wide).astype(np.float32)
+
+
+def steps_between(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Returns how many float32 numbers further from zero ``end`` is than ``start``, which has the same sign."""
+    return np.abs(end).view(np.int32).astype(np.int64) - np.abs(start).view(np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What tells the two 8-bit moments apart."""
+
+    mantissa: int  # bits
+    signed: bool
+    element_factor: int  # of the dither
+    step_factor: int
+
+    @property
+    def codes(self) -> int:
+        return 2 ** (4 + self.mantissa)
+
+    @property
+    def largest(self) -> float:
+        return (2.0 - 2.0**-self.mantissa) * 2.0**127
+
+    def decode(self, codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+        codes = codes.astype(np.int64)
+        code = codes % self.codes
+        binade, mantissa = np.divmod(code, 2**self.mantissa)
+        exponent = np.maximum(_spread(exponents, len(codes)), 16) - 15 + binade - 127
+        value = np.ldexp(1.0 + mantissa / 2**self.mantissa, exponent)
+        sign = np.where(codes >= self.codes, -1.0, 1.0) if self.signed else 1.0
+        return np.where(code == 0, 0.0, sign * value).astype(np.float32)
+
+    def encode(self, values: np.ndarray, step: int, *, dither: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Returns codes and exponents. Without dither, codes are rounded to nearest."""
+        magnitude = np.abs(values.astype(np.float64))
+        magnitude = np.where(np.isnan(magnitude), self.largest, np.minimum(magnitude, self.largest))
+        position = level(magnitude)
+        starts = np.arange(0, len(values), BLOCK)
+        greatest = np.maximum.reduceat(position, starts)
+        exponents = np.maximum(np.floor(greatest + 2.0**-self.mantissa - 2.0**-23), 16).astype(np.uint8)
+        offset = self._dither(len(values), step) if dither else 0.5
+        code = np.floor((position - (_spread(exponents, len(values)) - 15)) * 2**self.mantissa + offset)
+        least = 0.0 if self.signed else np.where(magnitude > 0, 1.0, 0.0)
+        code = np.clip(code, least, self.codes - 1).astype(np.int64)
+        if self.signed:
+            code += np.where((values < 0) & (code > 0), self.codes, 0)
+        return code.astype(np.uint8), exponents
+
+    def _dither(self, n: int, step: int) -> np.ndarray:
+        word = (np.arange(n, dtype=np.uint64) * self.element_factor + step * self.step_factor % 2**32) % 2**32
+        return np.floor(word / 2.0 ** (9 + self.mantissa)) / 2.0 ** (23 - self.mantissa)
+
+
+FIRST = Moment(mantissa=3, signed=True, element_factor=0x85EBCA6B, step_factor=0x6A09E667)
+SECOND = Moment(mantissa=4, signed=False, element_factor=0xC2B2AE35, step_factor=0x9E3779B9)
+
+
+def level(magnitude: np.ndarray) -> np.ndarray:
+    """Returns k + 127 + f for (1 + f) * 2**k; below the least normal number, where k stays, the fraction of it."""
+    fraction, exponent = np.frexp(magnitude)
+    return np.where(magnitude < 2.0**-126, magnitude * 2.0**126, exponent - 1 + 127 + (2 * fraction - 1))
+
+
+def _spread(exponents: np.ndarray, n: int) -> np.ndarray:
+    return np.repeat(exponents.astype(np.int64), BLOCK)[:n]
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """A weight and its 8-bit moments: float32, and uint8 codes and exponents."""
+
+    weight: np.ndarray
+    exp_avg: tuple[np.ndarray, np.ndarray]
+    exp_avg_sq: tuple[np.ndarray, np.ndarray]
+
+
+def adamw_8bit(
+    state: State,
+    grad: np.ndarray,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+) -> State:
+    """Returns the state after one step on the float32 gradient ``grad``, each operation in float32."""
+    f = np.float32
+    decay, step_size = f(1 - lr * weight_decay), f(lr / (1 - beta1**step))
+    denom_scale = f(1 / (1 - beta2**step) ** 0.5)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        g = grad * f(grad_scale)
+        m = f(beta1) * FIRST.decode(*state.exp_avg) + f(1 - beta1) * g
+        v = f(beta2) * SECOND.decode(*state.exp_avg_sq) + f(1 - beta2) * (g * g)
+        v = np.where(np.isnan(v), f(SECOND.largest), np.minimum(v, f(SECOND.largest)))
+        denom = np.sqrt(v) * denom_scale + f(eps)
+        weight = state.weight * decay - (f(step_size) * m) / denom
+    assert all(array.dtype == np.float32 for array in (g, m, v, weight))
+    return State(weight=weight, exp_avg=FIRST.encode(m, step), exp_avg_sq=SECOND.encode(v, step))

@@ -1,0 +1,233 @@
+"""The kernels run on any number of threads, from any number of callers, beside Python, and after a fork."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stronghold import native
+from stronghold.native import Segment
+from tests.native_cases import CHUNK, GRADS, ISAS, assert_same_bits, copy_of, segment
+
+LENGTHS = (1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 0, 64)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("split_weight", [False, True])
+@pytest.mark.parametrize("grad", GRADS)
+def test_instruction_sets_and_threads_change_no_bit(grad, split_weight, blocks):
+    before = [
+        segment(n, seed=i, grad=grad, split_weight=split_weight, blocks=blocks, step=i + 1)
+        for i, n in enumerate(LENGTHS)
+    ]
+    reference = [copy_of(s) for s in before]
+    native.adamw(reference, threads=1, isa="plain")
+    for isa in ISAS:
+        for threads in (1, 2, 3, 7):
+            mine = [copy_of(s) for s in before]
+            native.adamw(mine, threads=threads, isa=isa)
+            for a, b in zip(reference, mine, strict=True):
+                assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_bound_reads_four_arrays_and_writes_three(isa):
+    n = CHUNK + 77
+    tensors = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    weight, grad, exp_avg, exp_avg_sq = (tensor.clone() for tensor in tensors)
+    native.stream(weight, grad, exp_avg, exp_avg_sq, threads=2, isa=isa)
+    added = 1 + 0.25 * grad.abs()
+    assert torch.equal(grad, tensors[1])
+    for got, before in ((weight, tensors[0]), (exp_avg, tensors[2]), (exp_avg_sq, tensors[3])):
+        assert torch.equal(got, 0.5 * before + added)
+
+
+def test_the_bound_stays_finite_and_normal():
+    tensors = [torch.full((100,), 3e38), torch.linspace(-1e3, 1e3, 100), torch.full((100,), -1e-45), torch.zeros(100)]
+    for _ in range(3000):
+        native.stream(*tensors, threads=1)
+    for tensor in (tensors[0], tensors[2], tensors[3]):
+        torch.testing.assert_close(tensor, 2 + 0.5 * tensors[1].abs())
+
+
+def test_a_thread_that_flushes_subnormals_gets_the_same_bits_and_keeps_its_mode():
+    before = segment(5 * CHUNK)
+    before.exp_avg_sq.fill_(1e-39)
+    before.grad.mul_(1e-25)
+    reference, mine = copy_of(before), copy_of(before)
+    native.adamw([reference], threads=1)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormals")
+    try:
+        native.adamw([mine], threads=2)
+        assert (torch.tensor([1e-39]) * 1).item() == 0.0
+    finally:
+        torch.set_flush_denormal(False)
+    assert (reference.exp_avg_sq > 0).all()
+    assert_same_bits(reference, mine)
+
+
+# ---- several callers ----
+
+
+def test_callers_at_once_get_the_bits_of_callers_in_turn():
+    callers, calls = 6, 15
+    before = [segment(CHUNK * (1 + i % 3) + i, seed=i, blocks=i % 2 == 0) for i in range(callers)]
+    expected = [copy_of(s) for s in before]
+    for s in expected:
+        for step in range(1, calls + 1):
+            native.adamw([replace(s, step=step)], threads=1)
+    mine, norms = [copy_of(s) for s in before], {}
+
+    def work(i: int) -> None:
+        for step in range(1, calls + 1):
+            native.adamw([replace(mine[i], step=step)], threads=1 + (i + step) % 5)
+        norms[i] = native.squared_norms([mine[i].weight], threads=3)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(callers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(callers):
+        assert_same_bits(mine[i], expected[i])
+        assert norms[i] == native.squared_norms([expected[i].weight], threads=1)
+
+
+def test_the_interpreter_runs_while_a_kernel_does():
+    n = 20_000_000
+    zeros = [torch.zeros(n) for _ in range(4)]
+    s = Segment(
+        weight=zeros[0],
+        grad=zeros[1],
+        exp_avg=zeros[2],
+        exp_avg_sq=zeros[3],
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=1,
+    )
+    span = []
+
+    def work() -> None:
+        begin = time.perf_counter()
+        native.adamw([s], threads=1, isa="plain")
+        span.extend([begin, time.perf_counter()])
+
+    worker = threading.Thread(target=work)
+    ticks = []
+    worker.start()
+    while worker.is_alive():
+        ticks.append(time.perf_counter())
+        time.sleep(0.001)
+    begin, end = span
+    inside = [tick for tick in ticks if begin <= tick <= end]
+    # With the lock held, Python could tick at the call's two edges at most.
+    gaps = [b - a for a, b in zip([begin, *inside], [*inside, end], strict=True)]
+    assert max(gaps) < (end - begin) / 2
+
+
+def threads_of_this_process() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs Linux's /proc")
+def test_the_pool_keeps_its_threads_and_they_sleep():
+    s = segment(20 * CHUNK)
+    native.adamw([s], threads=5)
+    before = threads_of_this_process()
+    for _ in range(20):
+        native.adamw([s], threads=5)
+        native.adamw([s], threads=2)
+    assert threads_of_this_process() == before
+    begin, used = time.perf_counter(), time.process_time()
+    time.sleep(0.3)
+    # Threads that spin would use as much processor time as there is.
+    assert time.process_time() - used < 0.1 * (time.perf_counter() - begin)
+
+
+# ---- processes ----
+
+
+def in_a_process(code: str) -> str:
+    """Returns what a program prints. It fails the test if it fails, or hangs for a minute."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+        cwd=os.path.dirname(os.path.dirname(__file__)),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_computes_as_its_parent_does():
+    """A child has none of its parent's threads, and the locks as they were when it was forked."""
+    assert "children 0 0 0 0 0\n" in in_a_process(
+        """
+        import os, threading
+        import torch
+        from tests.native_cases import CHUNK, assert_same_bits, copy_of, segment
+        from stronghold import native
+
+        torch.set_num_threads(1)  # OpenMP's own threads would hang in a child
+        before = segment(4 * CHUNK)
+        expected = copy_of(before)
+        native.adamw([expected], threads=3)
+
+        stop = threading.Event()
+        def busy():  # so that children are forked while the pool is at work
+            s = segment(8 * CHUNK, seed=1)
+            while not stop.is_set():
+                native.adamw([s], threads=3)
+        thread = threading.Thread(target=busy)
+        thread.start()
+        children = []
+        for _ in range(5):
+            child = os.fork()
+            if child == 0:
+                mine = copy_of(before)
+                native.adamw([mine], threads=3)
+                assert_same_bits(mine, expected)
+                os._exit(0)
+            children.append(child)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        stop.set()
+        thread.join()
+        mine = copy_of(before)
+        native.adamw([mine], threads=4)
+        assert_same_bits(mine, expected)
+        print("children", *statuses)
+        """
+    )
+
+
+def test_a_program_ends_while_a_daemon_thread_is_in_a_kernel():
+    """As the thread of a stream may be. The kernel ends after the interpreter, which unwinds the thread."""
+    in_a_process(
+        """
+        import threading
+        from tests.native_cases import CHUNK, segment
+        from stronghold import native
+
+        s = segment(100 * CHUNK)
+        started = threading.Event()
+        def forever():
+            while True:
+                started.set()
+                native.adamw([s], threads=3)
+        threading.Thread(target=forever, daemon=True).start()
+        started.wait()
+        """
+    )
