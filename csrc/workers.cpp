@@ -48,16 +48,24 @@ class SignalsBlocked {
   sigset_t callers_;
 };
 
+// Neighbours lie beside each other in memory, and a thread that goes on where it was finds its addresses translated
+// and the next lines on their way: a jump costs a microsecond. But the more runs, the more evenly they are shared out.
+constexpr std::int64_t kLongestRun = 16;
+constexpr std::int64_t kRunsPerThread = 8;
+
 // One call of for_each. It lives on the caller's stack, so the caller leaves only when no thread is inside.
 struct Job {
-  Job(const std::function<void(std::int64_t)>& work, std::int64_t count) : work(work), count(count) {}
+  Job(const std::function<void(std::int64_t)>& work, std::int64_t count, int threads)
+      : work(work), count(count), run(std::clamp<std::int64_t>(count / (kRunsPerThread * threads), 1, kLongestRun)) {}
 
   void take_part() {
-    for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+    for (std::int64_t begin; (begin = next.fetch_add(run, std::memory_order_relaxed)) < count;)
+      for (std::int64_t i = begin; i < std::min(begin + run, count); ++i) work(i);
   }
 
   const std::function<void(std::int64_t)>& work;
   const std::int64_t count;
+  const std::int64_t run;  // neighbours that a thread takes at a time
   std::atomic<std::int64_t> next{0};
   // Guarded by the pool's mutex:
   int seats = 0;   // threads that may still join
@@ -139,7 +147,7 @@ Pool& the_pool() {
 void for_each(std::int64_t count, int threads, const std::function<void(std::int64_t)>& work) {
   if (threads < 1) throw std::invalid_argument("threads must be 1 or more (got " + std::to_string(threads) + ")");
   const DefaultEnvironment environment;
-  Job job(work, count);
+  Job job(work, count, threads);
   const int helpers = static_cast<int>(std::min<std::int64_t>(threads, count)) - 1;
   if (helpers < 1)
     job.take_part();

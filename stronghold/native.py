@@ -105,11 +105,6 @@ def squared_norms(tensors: Sequence[Tensor], *, threads: int, isa: str = "auto")
     return _C.squared_norms(spans, threads, isa)
 
 
-def squared_norm(tensors: Sequence[Tensor], *, threads: int, isa: str = "auto") -> float:
-    """Returns the sum of :func:`squared_norms`."""
-    return sum(squared_norms(tensors, threads=threads, isa=isa), 0.0)
-
-
 def accumulate(additions: Sequence[Addition], *, threads: int, isa: str = "auto") -> list[float]:
     """Adds each source to its target in float32; returns for each target the sum of squares of its new values.
 

@@ -103,6 +103,16 @@ def test_bf16_sources_are_added_to_split_targets_in_float32(isa):
     assert norms == native.squared_norms(expected, threads=1)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_each_of_many_small_tensors_is_added_to_once(threads):
+    targets = [values(1 + i % 20, seed=i) for i in range(1003)]
+    sources = [values(1 + i % 20, seed=-i - 1) for i in range(1003)]
+    expected = [target + source for target, source in zip(targets, sources, strict=True)]
+    additions = [Addition(target=t, source=s) for t, s in zip(targets, sources, strict=True)]
+    assert native.accumulate(additions, threads=threads) == native.squared_norms(expected, threads=threads)
+    assert all(torch.equal(target, total) for target, total in zip(targets, expected, strict=True))
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_adding_nothing_keeps_every_number(isa):
     numbers = all_patterns()

@@ -200,6 +200,8 @@ def test_a_forked_child_computes_as_its_parent_does():
                 mine = copy_of(before)
                 native.adamw([mine], threads=3)
                 assert_same_bits(mine, expected)
+                if os.path.isdir("/proc/self/task"):
+                    assert len(os.listdir("/proc/self/task")) == 3  # a pool of its own
                 os._exit(0)
             children.append(child)
         statuses = [os.waitpid(child, 0)[1] for child in children]

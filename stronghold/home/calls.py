@@ -83,6 +83,10 @@ ALIASES = frozenset(
         "_typed_storage",
         "numpy",
         "__array__",
+        "__array_interface__",
+        "__dlpack__",
+        "to_dlpack",
+        "from_dlpack",
     ]
 )
 

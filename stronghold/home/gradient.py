@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ class OffloadedGradient(Tensor):
     or lent to somebody who may write it. With neither, it becomes a plain tensor.
     """
 
-    _home: Home
+    _home: weakref.ref[Home]
+    """Weakly: the garbage collector does not see the way from a parameter to its gradient."""
     pending: bool
     known: Known | None
 
@@ -67,6 +69,11 @@ class OffloadedGradient(Tensor):
                 _settle(value, forget=True)
         return result
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        _settle(self, forget=False)
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(self.detach().as_subclass(Tensor))
+
     def __reduce_ex__(self, protocol: SupportsIndex):
         _settle(self, forget=True)
         return self.__reduce_ex__(protocol)
@@ -81,7 +88,8 @@ def _settle(gradient: Tensor, *, forget: bool) -> None:
     if type(gradient) is not OffloadedGradient:
         return
     if gradient.pending:
-        gradient._home.wait_updated()
+        if (home := gradient._home()) is not None:
+            home.wait_updated()
         gradient.pending = False
     if forget or gradient.known is None:
         gradient.__dict__.clear()
@@ -92,7 +100,7 @@ def note_gradient(gradient: Tensor, home: Home, *, known: Known | None = None, p
     """Makes ``gradient``, a plain tensor or one of ours, know what is given; anything else is left as it is."""
     if type(gradient) in (Tensor, OffloadedGradient):
         gradient.__class__ = OffloadedGradient
-        gradient.__dict__.update(_home=home, known=known, pending=pending)
+        gradient.__dict__.update(_home=weakref.ref(home), known=known, pending=pending)
 
 
 def latest(home: Home, known: Known) -> Known:
@@ -106,7 +114,8 @@ def known_of(gradient: Tensor | None) -> Known | None:
     if type(gradient) is not OffloadedGradient or gradient.known is None:
         return None
     # A gradient that the user set aside may come back when another one's sums have taken its place.
-    return gradient.known if gradient._home.known.get(gradient.known.place) is gradient.known else None
+    home = gradient._home()
+    return gradient.known if home is not None and home.known.get(gradient.known.place) is gradient.known else None
 
 
 class ConsumedGradient(Tensor):

@@ -147,6 +147,9 @@ class Home:
     def place_gradients(self, device: Device) -> HostBuffer:
         """Returns the host's gradients, in the compute dtype, allocated if there are none yet."""
         if self.gradient_buffer is None:
+            if self.owner is not None:
+                size = self.gradient_layout.total_bytes
+                self.owner.check_memory(host_bytes=size, device_bytes=0, what=f"gradients of {self.name}")
             self.gradient_buffer = device.host_buffer(self.gradient_layout.total_bytes)
         return self.gradient_buffer
 

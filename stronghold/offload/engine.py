@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -42,13 +41,14 @@ class Engine:
         for home in self.homes:
             home.owner = self
             store.place(home)
-            self._attach(home)
-        placement.move_edges(device)
         self.edge_bytes = placement.edge_bytes
         self.window = Window(self.layers, placement.window, device, store, self.waits)
         self.gradients = Gradients(self.layers, device, self.waits)
         self.device_gradients = DeviceGradients(device, self.waits)
         self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
+        for home in self.homes:  # from here on nothing large is allocated but the edges, and the model changes
+            self._attach(home)
+        placement.move_edges(device)
         # Weakly: the garbage collector does not see through these hooks, and a model without users must go.
         taker = weakref.WeakMethod(self.gradients.take)
         self._take = lambda parameter: (take := taker()) and take(parameter)
@@ -117,10 +117,11 @@ class Engine:
         self.window.begin_backward(layer, [other.layer for other in reversed(before)])
         self.gradients.open(layer)
 
-    def _expect(self, layer: int, gradient: Tensor) -> None:
+    def _expect(self, home: Home, gradient: Tensor) -> None:
         # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient. It
         # is opened before autograd adds this gradient to one that the user keeps on the host.
-        self._return_to(layer, None)
+        assert home.index is not None
+        self._return_to(home.index, None)
 
     def _close_layer(self) -> None:
         layer = self.gradients.layer
@@ -149,8 +150,7 @@ class Engine:
                 "update='in_backward' needs the model's only optimizer, because the backward pass itself updates (got "
                 "a second one); delete the first, or use update='deferred'"
             )
-        self.optimizer = weakref.ref(optimizer)
-        self.gradients.updater = optimizer
+        self.optimizer = self.gradients.updater = weakref.ref(optimizer)
 
     def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
         if home.is_edge or home.resident:
@@ -267,7 +267,7 @@ class Engine:
                     continue
                 handle = self._hooks.get(id(parameter))
                 if handle is None:
-                    parameter.register_hook(functools.partial(self._expect, home.index))
+                    parameter.register_hook(_weakly(self._expect, weakref.ref(home)))
                 elif next(reversed(parameter._post_accumulate_grad_hooks), None) == handle.id:
                     continue
                 else:
@@ -279,8 +279,7 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():
             if home.dtype == torch.float32 or not parameter.requires_grad or id(parameter) in self._hooks:
                 return  # in fp32 autograd's own sum is exact enough
-            expect = weakref.WeakMethod(self.device_gradients.expect)
-            parameter.register_hook(lambda gradient: (call := expect()) and call(home, gradient))
+            parameter.register_hook(_weakly(self.device_gradients.expect, weakref.ref(home)))
             handle = self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_edge)
             hooks = parameter._post_accumulate_grad_hooks
             for number in [number for number in hooks if number != handle.id]:
@@ -291,3 +290,14 @@ class Engine:
             self._hook_edge(home)
             home.check_unchanged((module, name, home.parameters[0]) for module, name in owners)
         self._outside.check()
+
+
+def _weakly(method: Callable[[Home, Tensor], None], home: weakref.ref[Home]) -> Callable[[Tensor], None]:
+    """Returns a hook that keeps nothing alive: the garbage collector does not see through those of a parameter."""
+    call = weakref.WeakMethod(method)
+
+    def hook(gradient: Tensor) -> None:
+        if (bound := call()) is not None and (unit := home()) is not None:
+            bound(unit, gradient)
+
+    return hook

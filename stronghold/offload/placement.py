@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -66,6 +68,7 @@ def plan(
     the model, is an edge, and so is everything outside the layers. Raises ValueError and BudgetError.
     """
     found = find_layers(model, layers)
+    _check_memory_is_their_own(model)
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise ValueError(
             f"dtype must be torch.float32 or torch.bfloat16 (got {dtype}); for float16 use torch.bfloat16, which needs "
@@ -110,6 +113,37 @@ def plan(
         edge_bytes=edge_bytes,
         window=window,
     )
+
+
+def _check_memory_is_their_own(model: nn.Module) -> None:
+    """Refuses parameters and buffers that share memory without being one: each would go its own way from here on."""
+    spans: list[tuple[int, int, str, torch.Tensor]] = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if isinstance(tensor, nn.Parameter) and reach < tensor.numel():
+            raise ValueError(
+                f"every element of a parameter must have memory of its own (got {name} of shape {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}); make it a parameter of its own values (.clone())"
+            )
+        begin = tensor.data_ptr()
+        spans.append((begin, begin + reach * tensor.element_size(), name, tensor))
+    spans.sort(key=lambda span: span[:3])
+    for (_, end, one, first), (begin, _, other, second) in pairwise(spans):
+        if begin < end and any(isinstance(t, nn.Parameter) for t in (first, second)) and _share_memory(first, second):
+            raise ValueError(
+                f"parameters must not share memory unless they are one parameter (got {one} and {other}); assign the "
+                "same nn.Parameter to both, or clone one"
+            )
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors whose memory overlaps from first to last element have an element in common."""
+    if (one.is_contiguous() and other.is_contiguous()) or not one.is_cpu:
+        return True
+    first, second = (t.detach().view(torch.int16) if t.dtype == torch.bfloat16 else t.detach() for t in (one, other))
+    return np.shares_memory(first.numpy(), second.numpy())
 
 
 def _check_micro_batch(layers: Sequence[Layer]) -> None:

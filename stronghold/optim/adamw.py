@@ -98,8 +98,18 @@ class AdamW(torch.optim.Optimizer):
         if threads is None:
             self.threads = self._owner.update_threads()
         self._check_memory(self._owner)
-        for home in self._owner.homes:
-            self._allocate(home)
+        before = [home for home in self._owner.homes if home.gradient_buffer is None]
+        try:
+            for home in self._owner.homes:
+                self._allocate(home)
+        except MemoryError as error:
+            for home in before:
+                home.gradient_buffer = None
+            self._moments = Moments(states)  # gives back what was had
+            raise MemoryError(
+                f"AdamW's states and gradients could not be had: {error}; use states='8bit' or "
+                "update='in_backward', or freeze parameters"
+            ) from error
         self._owner.adopt(self)
 
     @property
@@ -208,8 +218,11 @@ class AdamW(torch.optim.Optimizer):
         format, before anything has changed.
         """
         loaded = checked_states(state_dict, self.param_groups)
-        for group in state_dict["param_groups"]:
-            check_group(group)
+        missing: dict[Home, list[int]] = {}
+        for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
+            if number in loaded and (home := home_of(parameter)) is not None:
+                missing.setdefault(home, []).append(parameter.__dict__["_place"])
+        self._check_missing(missing)
         self.wait()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.__dict__.pop("state", None)  # where torch's __setstate__ puts it, and our property does not look
@@ -236,6 +249,16 @@ class AdamW(torch.optim.Optimizer):
                 host_bytes += home.gradient_layout.total_bytes
         owner.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, what="AdamW, its states and gradients,")
 
+    def _check_missing(self, places: dict[Home, list[int]]) -> None:
+        """Refuses states that do not fit, of parameters that had none when the optimizer was made."""
+        assert self._owner is not None
+        for home, wanted in places.items():
+            if size := self._moments.missing_bytes(home, wanted):
+                host_bytes, device_bytes = (0, size) if home.resident else (size, 0)
+                what = f"AdamW's state of {home.name}"
+                self._owner.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
+                self._moments.allocate(home, wanted)
+
     def _keeps_gradients(self, home: Home) -> bool:
         return bool(self._trained(home)) and not home.resident and (home.is_edge or not self.in_backward)
 
@@ -252,6 +275,7 @@ class AdamW(torch.optim.Optimizer):
     def _state_of(self, home: Home, place: int) -> dict[str, Any]:
         state = self._state[home.parameters[place]]
         if not state:
+            self._check_missing({home: [place]})
             exp_avg, exp_avg_sq = self._moments.begin(home, place)
             state.update(step=torch.zeros((), dtype=torch.float32), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from stronghold.native import Blocks
 from stronghold.optim.blocks import decode, encode
+from stronghold.optim.groups import check_group
 from stronghold.optim.states import Moment
 
 _ENTRIES = ("step", "exp_avg", "exp_avg_sq")
@@ -21,54 +23,81 @@ def checked_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> 
     Raises ValueError where the dictionary's groups, entries, shapes or dtypes are not those of AdamW for these groups.
     """
     try:
-        states, saved = dict(state_dict["state"]), list(state_dict["param_groups"])
+        states, saved = dict(state_dict["state"]), [dict(group) for group in state_dict["param_groups"]]
+        keys = [list(group["params"]) for group in saved]
     except (KeyError, TypeError, ValueError):
+        got = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
         raise ValueError(
-            "a state dictionary must have 'state' and 'param_groups' "
-            f"(got {sorted(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__}); "
-            "pass what optimizer.state_dict() returned"
+            f"a state dictionary must have 'state' and 'param_groups', each group with its 'params' (got {got}); pass "
+            "what optimizer.state_dict() returned"
         ) from None
-    lengths, wanted = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
+    lengths, wanted = [len(group) for group in keys], [len(g["params"]) for g in groups]
     if lengths != wanted:
         raise ValueError(
             f"the state dictionary must have this optimizer's parameter groups (got groups of {lengths} parameters for "
             f"groups of {wanted}); build the optimizer with the groups it was saved from"
         )
     for group in saved:
-        if missing := [name for name in _SETTINGS if name not in group]:
-            raise ValueError(
-                f"every group of the state dictionary must have {', '.join(_SETTINGS)} (got one without "
-                f"{', '.join(missing)}); it was saved by another optimizer than AdamW"
-            )
-        if group.get("amsgrad") or group.get("maximize") or not group.get("decoupled_weight_decay", True):
-            raise ValueError(
-                "a state dictionary with amsgrad, maximize or coupled weight decay (Adam's) cannot be taken over by "
-                "this optimizer"
-            )
+        _check_settings(group)
     parameters = [p for group in groups for p in group["params"]]
-    numbers = {key: i for i, key in enumerate(key for group in saved for key in group["params"])}
+    numbers = {key: i for i, key in enumerate(key for group in keys for key in group)}
     loaded = {}
     for key, state in states.items():
         if key not in numbers:
             raise ValueError(f"the state dictionary has a state for parameter {key!r}, which none of its groups has")
-        parameter = parameters[numbers[key]]
-        if sorted(state) != sorted(_ENTRIES):
-            raise ValueError(
-                f"the state of parameter {key} must have {', '.join(_ENTRIES)} (got {', '.join(sorted(state))}); "
-                "it was saved by another optimizer than AdamW"
-            )
-        for name in _ENTRIES[1:]:
-            moment = state[name]
-            if not isinstance(moment, Tensor) or moment.shape != parameter.shape or not moment.is_floating_point():
-                got = f"{tuple(moment.shape)} {moment.dtype}" if isinstance(moment, Tensor) else type(moment).__name__
-                raise ValueError(
-                    f"{name} of parameter {key} must be a floating-point tensor of shape {tuple(parameter.shape)} "
-                    f"(got {got})"
-                )
-        if not float(torch.as_tensor(state["step"])) >= 0:
-            raise ValueError(f"step of parameter {key} must be zero or more (got {state['step']})")
-        loaded[numbers[key]] = state
+        loaded[numbers[key]] = _checked_state(key, state, parameters[numbers[key]])
     return loaded
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    if missing := [name for name in _SETTINGS if name not in group]:
+        raise ValueError(
+            f"every group of the state dictionary must have {', '.join(_SETTINGS)} (got one without "
+            f"{', '.join(missing)}); it was saved by another optimizer than AdamW"
+        )
+    if group.get("amsgrad") or group.get("maximize") or not group.get("decoupled_weight_decay", True):
+        raise ValueError(
+            "a state dictionary with amsgrad, maximize or coupled weight decay (Adam's) cannot be taken over by this "
+            "optimizer"
+        )
+    try:
+        check_group(group)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the settings in the state dictionary's groups must be AdamW's numbers ({error}); it was saved by another "
+            "optimizer, or altered"
+        ) from None
+
+
+def _checked_state(key: Any, state: Any, parameter: Tensor) -> dict[str, Any]:
+    names = sorted(map(str, state)) if isinstance(state, dict) else [type(state).__name__]
+    if names != sorted(_ENTRIES):
+        raise ValueError(
+            f"the state of parameter {key} must have {', '.join(_ENTRIES)} (got {', '.join(names)}); it was saved by "
+            "another optimizer than AdamW"
+        )
+    for name in _ENTRIES[1:]:
+        moment = state[name]
+        fits = (
+            isinstance(moment, Tensor)
+            and moment.shape == parameter.shape
+            and moment.is_floating_point()
+            and moment.layout == torch.strided
+            and not moment.is_meta
+        )
+        if not fits:
+            got = f"{tuple(moment.shape)} {moment.dtype}" if isinstance(moment, Tensor) else type(moment).__name__
+            raise ValueError(
+                f"{name} of parameter {key} must be a dense floating-point tensor of shape {tuple(parameter.shape)}, "
+                f"with values (got {got})"
+            )
+    try:
+        step = float(state["step"])
+    except (TypeError, ValueError):
+        step = math.nan
+    if not 0 <= step < math.inf:
+        raise ValueError(f"step of parameter {key} must be zero or more (got {state['step']!r})")
+    return state
 
 
 def as_saved(state: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
@@ -83,9 +112,9 @@ def take_saved(saved: dict[str, Any], moments: tuple[Moment, Moment]) -> dict[st
     """Copies one parameter's saved state into ``moments``; returns the state that holds them."""
     for moment, name in zip(moments, _ENTRIES[1:], strict=True):
         if isinstance(moment, Blocks):
-            values = saved[name].to(moment.codes.device, torch.float32).contiguous().view(-1)
+            values = saved[name].detach().to(moment.codes.device, torch.float32).contiguous().view(-1)
             encode(values, moment, signed=name == "exp_avg", step=None)
         else:
-            moment.copy_(saved[name])
-    step = torch.as_tensor(saved["step"], dtype=torch.float32, device="cpu").clone()
+            moment.copy_(saved[name].detach())
+    step = torch.tensor(float(saved["step"]), dtype=torch.float32)
     return {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}

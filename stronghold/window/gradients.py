@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -43,7 +44,7 @@ class Gradients:
         self.homes = homes
         self.device = device
         self.waits = waits
-        self.updater: Updater | None = None
+        self.updater: weakref.ref[Updater] | None = None
         self._threads = native.usable_cores()
         self.downlink = Downlink(homes, device, waits)
         self._layer: int | None = None
@@ -145,7 +146,12 @@ class Gradients:
 
     def _takes(self, home: Home, place: int) -> bool:
         """Whether the gradient is used for an update at once, rather than kept for the user."""
-        return self.updater is not None and self.updater.in_backward and self.updater.updates(home, place)
+        updater = self._updater
+        return updater is not None and updater.in_backward and updater.updates(home, place)
+
+    @property
+    def _updater(self) -> Updater | None:
+        return self.updater() if self.updater is not None else None
 
     def _close_resident(self, layer: int) -> None:
         """Keeps the gradients of a resident layer on the device, or updates it with them at once."""
@@ -158,13 +164,14 @@ class Gradients:
                 continue
             known[place] = add_on_device(self.device, home, place, held[place], known[place], gradient, self._threads)
         if taken:
-            assert self.updater is not None
+            updater = self._updater
+            assert updater is not None
             self._consume(home, taken)
             squares = torch.zeros(len(taken), dtype=torch.float64, device=self.device.torch_device)
             parts = list(squares.unbind())
             self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._poison))
             pairs = zip(taken.items(), parts, strict=True)
-            self.updater.update_now(home, {place: Collected(g, one) for (place, g), one in pairs}, None)
+            updater.update_now(home, {place: Collected(g, one) for (place, g), one in pairs}, None)
 
     def _keep(self, layer: int, slot: DeviceSlot, places: Sequence[int]) -> None:
         home, held, known, down = self.homes[layer], self._held[layer], self._known[layer], self.device.gradients
@@ -263,10 +270,11 @@ class Gradients:
         self._added = staging.free = updates.record()
 
     def _down_and_update(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> Event:
-        assert self.updater is not None
+        updater = self._updater
+        assert updater is not None
         self._consume(home, places)
         staging, arrived = self.downlink.stage(home, slot, places)
-        staging.free = self.updater.update_now(home, arrived, slot.drained)
+        staging.free = updater.update_now(home, arrived, slot.drained)
         assert staging.free is not None
         return staging.free
 

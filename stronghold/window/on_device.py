@@ -44,10 +44,10 @@ class DeviceGradients:
         with torch._C.DisableTorchFunctionSubclass():
             gradient = parameter.grad
             assert gradient is not None
+            parameter.grad = before  # whatever happens, what was there stays
             known = add_on_device(self.device, home, 0, before, known_of(before), gradient, self._threads)
             if known is not None:
                 note_gradient(before, home, known=known)
-            parameter.grad = before
 
     def close(self) -> None:
         """Gives back what a backward pass that failed has left."""
