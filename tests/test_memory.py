@@ -88,8 +88,9 @@ def test_bytes_a_parameter():
     def bytes_each(update: str, states: str = "fp32", **settings) -> float:
         model = GPT(GPTConfig(layers=32, hidden=64, heads=2, vocabulary=100, sequence=16))
         stronghold.offload(model, window=1, device="cpu", **settings)
-        stronghold.AdamW(model.parameters(), update=update, states=states)
+        optimizer = stronghold.AdamW(model.parameters(), update=update, states=states)
         report = stronghold.report(model)
+        assert report.states == optimizer.states
         staging = report.gradients_device_bytes  # as many slots on the device as buffers on the host
         return (report.host_bytes - staging) / report.parameters
 
@@ -109,7 +110,8 @@ def test_frozen_parameters_take_neither_gradients_nor_moments_nor_masters():
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not frozen or name.endswith("bias"))
         stronghold.offload(model, window=1, device="cpu", **settings)
-        stronghold.AdamW(p for p in model.parameters() if p.requires_grad)
+        optimizer = stronghold.AdamW(p for p in model.parameters() if p.requires_grad)
+        assert optimizer.states == "fp32"
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         return (stronghold.report(model).host_bytes) / weights
 

@@ -146,8 +146,9 @@ def test_it_trains_as_the_cpu_does(driver, settings):
 def test_pinned_memory_is_registered_to_the_byte(driver):
     device = CudaOnCpu()
     stronghold.offload(model := Model(), window=2, device=device)
-    stronghold.AdamW(model.parameters())
+    optimizer = stronghold.AdamW(model.parameters())
     report = stronghold.report(model)
+    assert report.states == optimizer.states
     assert sum(driver.registered) == report.pinned_host_bytes
     assert report.pinned_host_bytes > 0
     assert report.pageable_host_bytes > 0  # the moments need no pinning

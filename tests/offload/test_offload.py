@@ -179,7 +179,8 @@ def test_a_host_budget_that_cannot_hold_weights_gradients_and_states(dtype, stat
 
 def test_a_host_budget_that_cannot_hold_the_smallest_optimizer():
     model = stronghold.offload(Residual(), device="cpu")
-    stronghold.AdamW(model.parameters(), states="8bit", update="in_backward")
+    optimizer = stronghold.AdamW(model.parameters(), states="8bit", update="in_backward")
+    assert stronghold.report(model).states == optimizer.states
     smallest = stronghold.report(model).host_bytes
     assert_refused(Residual(), BudgetError, "weights .* gradients .* states", host_memory=smallest - 1)
     model = stronghold.offload(Residual(), device="cpu", host_memory=smallest)
