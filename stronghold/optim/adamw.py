@@ -44,7 +44,7 @@ class AdamW(torch.optim.Optimizer):
     and all others are left alone.
 
     ``states="8bit"`` keeps both moments in eight bits, 2 bytes a parameter rather than 8 (how, and after whom, is in
-    :mod:`stronghold.optim.blocks`); its ``state_dict()`` has them in fp32, and loading that gives the same codes again.
+    :mod:`stronghold.optim.blocks`); its ``state_dict()`` has them in fp32, and loading that restores them exactly.
 
     ``threads`` are the cores an update may use; by default all that the process may use (affinity, cgroup quota), less
     one on a GPU for the thread that launches its kernels. It changes no bit of the result.
