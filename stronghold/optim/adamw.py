@@ -12,14 +12,7 @@ from torch import Tensor, nn
 
 from stronghold.device import Event
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
-from stronghold.home import (
-    Collected,
-    ConsumedGradient,
-    Home,
-    Owner,
-    home_of,
-    is_shared,
-)
+from stronghold.home import Collected, ConsumedGradient, Home, Owner, home_of, is_shared
 from stronghold.optim.exchange import as_saved, checked_states, take_saved
 from stronghold.optim.groups import TORCH_DEFAULTS, check_group, check_one_of
 from stronghold.optim.states import FORMATS, Moments
@@ -84,7 +77,6 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.in_backward = update == "in_backward"
         self.nonfinite = nonfinite
-        self.threads = threads if threads is not None else 1
         self.skipped_steps = 0
         self._owner: Owner | None = None
         self._groups: dict[int, int] = {}
@@ -95,8 +87,7 @@ class AdamW(torch.optim.Optimizer):
         check_group(defaults)
         super().__init__(params, defaults)
         assert self._owner is not None
-        if threads is None:
-            self.threads = self._owner.update_threads()
+        self.threads: int = self._owner.update_threads() if threads is None else threads
         self._check_memory(self._owner)
         before = [home for home in self._owner.homes if home.gradient_buffer is None]
         try:
@@ -222,7 +213,7 @@ class AdamW(torch.optim.Optimizer):
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             if number in loaded and (home := home_of(parameter)) is not None:
                 missing.setdefault(home, []).append(parameter.__dict__["_place"])
-        self._check_missing(missing)
+        self._provide(missing)
         self.wait()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.__dict__.pop("state", None)  # where torch's __setstate__ puts it, and our property does not look
@@ -249,8 +240,8 @@ class AdamW(torch.optim.Optimizer):
                 host_bytes += home.gradient_layout.total_bytes
         owner.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, what="AdamW, its states and gradients,")
 
-    def _check_missing(self, places: dict[Home, list[int]]) -> None:
-        """Refuses states that do not fit, of parameters that had none when the optimizer was made."""
+    def _provide(self, places: dict[Home, list[int]]) -> None:
+        """Allocates moments of parameters that had none when the optimizer was made; refuses what does not fit."""
         assert self._owner is not None
         for home, wanted in places.items():
             if size := self._moments.missing_bytes(home, wanted):
@@ -275,7 +266,7 @@ class AdamW(torch.optim.Optimizer):
     def _state_of(self, home: Home, place: int) -> dict[str, Any]:
         state = self._state[home.parameters[place]]
         if not state:
-            self._check_missing({home: [place]})
+            self._provide({home: [place]})
             exp_avg, exp_avg_sq = self._moments.begin(home, place)
             state.update(step=torch.zeros((), dtype=torch.float32), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
         return state

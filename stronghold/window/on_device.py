@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from stronghold import native
 from stronghold.device import Device
-from stronghold.errors import OffloadedModelError
 from stronghold.home import Collected, Home, Known, known_of, latest, note_gradient
 from stronghold.window.sums import add, write_squares
 from stronghold.window.waits import Wait, Waits
@@ -58,12 +57,6 @@ class DeviceGradients:
 
     def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
         """Returns the gradients of an edge on the host, those of a resident layer as they are; all complete."""
-        for gradient in gradients.values():
-            if gradient.layout != torch.strided:
-                raise OffloadedModelError(
-                    f"{home.name} has a gradient of layout {gradient.layout}, and only dense gradients are updated; "
-                    "pass sparse=False to its embedding"
-                )
         home.wait_updated()  # an update under way reads the gradient that is replaced here
         home.fit_gradients()
         collected = {}
