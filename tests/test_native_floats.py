@@ -71,6 +71,48 @@ def test_a_fresh_weight_of_zero_is_within_two_ulp_of_float64(isa):
     check_against_float64(before, after)
 
 
+def where_rounding_shows(n: int, **settings) -> Segment:
+    """Returns a segment whose sums cancel, whose weights are near their updates, or whose numbers are extreme."""
+    before = segment(n, seed=3, **settings)
+    generator = torch.Generator().manual_seed(4)
+    kind = torch.arange(n) % 5
+    cancelling = before.grad.double() * before.grad_scale * (before.beta1 - 1) / before.beta1
+    cancelling *= 1 + 1e-5 * torch.randn(n, generator=generator, dtype=torch.float64)
+    before.exp_avg.copy_(torch.where(kind == 0, cancelling.float(), before.exp_avg))
+    for chosen, scale in ((1, 1e-25), (2, 1e12)):
+        before.exp_avg.mul_(torch.where(kind == chosen, scale, 1.0))
+        before.exp_avg_sq.mul_(torch.where(kind == chosen, scale**1.5, 1.0))
+        before.grad.mul_(torch.where(kind == chosen, scale, 1.0))
+    grad = before.grad.double() * before.grad_scale
+    exp_avg = before.beta1 * before.exp_avg.double() + (1 - before.beta1) * grad
+    exp_avg_sq = before.beta2 * before.exp_avg_sq.double() + (1 - before.beta2) * grad * grad
+    denom = exp_avg_sq.sqrt() / math.sqrt(1 - before.beta2**before.step) + before.eps
+    moved = before.lr / (1 - before.beta1**before.step) * exp_avg / denom
+    # From a sixteenth of the update to 32 times it, in its direction and against it.
+    near = moved * torch.exp2(torch.rand(n, generator=generator) * 9 - 4) * (kind - 3.5).sign()
+    before.weight.copy_(torch.where(kind >= 3, near.float(), before.weight))
+    return before
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"step": 1},
+        {"step": 100_000, "eps": 1e-20},
+        {"lr": 0.3, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.95},
+        {"beta1": 0.85, "weight_decay": 0.0, "grad_scale": 0.37},
+    ],
+    ids=lambda settings: ",".join(f"{k}={v}" for k, v in settings.items()) or "usual",
+)
+def test_a_step_is_within_two_ulp_where_rounding_shows(isa, settings):
+    before = where_rounding_shows(100_000, **settings)
+    after = copy_of(before)
+    native.adamw([after], threads=2, isa=isa)
+    check_against_float64(before, after)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_square_beyond_float32_does_not_lose_the_step(isa):
     before = segment(33, beta2=0.999)
