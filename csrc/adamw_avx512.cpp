@@ -88,8 +88,8 @@ struct Tile {
 
 constexpr int kLanes = 16;
 
-// A code is a half (binary16 of IEEE 754) of another scale, its subnormals included, whose four bits of mantissa are
-// the first of ten.
+// A code is a half (binary16 of IEEE 754) of another scale, its subnormals included, with four bits of mantissa where a
+// half has ten.
 constexpr int kCodeInHalf = 6;
 constexpr int kLeastNormalHalf = -14;  // the power of two
 
@@ -196,9 +196,10 @@ STRONGHOLD_AVX512_INLINE __m512i dithered(__m512i magnitudes, __m512i base, cons
 
 // The codes of thirty-two magnitudes, not bounded above, in words and in the order of packing.
 template <class Moment>
-STRONGHOLD_AVX512_INLINE __m512i cut(__m512i low, __m512i high, std::int32_t base) {
-  const __m512i packed = _mm512_packs_epi32(_mm512_srli_epi32(low, Moment::kShift), _mm512_srli_epi32(high, Moment::kShift));
-  return _mm512_sub_epi16(packed, _mm512_set1_epi16(static_cast<short>(base >> Moment::kShift)));
+STRONGHOLD_AVX512_INLINE __m512i cut(const __m512i* sums, std::int32_t base) {
+  const __m512i words = _mm512_packs_epi32(_mm512_srli_epi32(sums[0], Moment::kShift),
+                                           _mm512_srli_epi32(sums[1], Moment::kShift));
+  return _mm512_sub_epi16(words, _mm512_set1_epi16(static_cast<short>(base >> Moment::kShift)));
 }
 
 // Puts in order the bytes of four vectors of 32-bit numbers that were packed in twos, and these again.
@@ -228,12 +229,11 @@ STRONGHOLD_AVX512_INLINE void encode(const MomentBlocks& moments, const Tile& ti
     v_sums[part] = _mm512_mask_max_epi32(v_sums[part], _mm512_test_epi32_mask(v_bits, v_bits), v_sums[part], v_least);
   }
   // Packing saturates: at 127 with signs, at 255 without.
-  const __m512i m_words[] = {cut<FirstMoment>(m_sums[0], m_sums[1], tile.m_base[block]),
-                             cut<FirstMoment>(m_sums[2], m_sums[3], tile.m_base[block])};
-  const __m512i v_words[] = {cut<SecondMoment>(v_sums[0], v_sums[1], tile.v_base[block]),
-                             cut<SecondMoment>(v_sums[2], v_sums[3], tile.v_base[block])};
-  const __m512i m_bytes = in_order(_mm512_packs_epi16(m_words[0], m_words[1]));
-  const __m512i v_bytes = in_order(_mm512_packus_epi16(v_words[0], v_words[1]));
+  const std::int32_t m_start = tile.m_base[block], v_start = tile.v_base[block];
+  const __m512i m_bytes = in_order(
+      _mm512_packs_epi16(cut<FirstMoment>(m_sums, m_start), cut<FirstMoment>(m_sums + 2, m_start)));
+  const __m512i v_bytes = in_order(
+      _mm512_packus_epi16(cut<SecondMoment>(v_sums, v_start), cut<SecondMoment>(v_sums + 2, v_start)));
   const __mmask64 below_zero = _mm512_kunpackd(_mm512_kunpackw(negative[3], negative[2]),
                                                _mm512_kunpackw(negative[1], negative[0]));
   const __mmask64 with_sign = _mm512_mask_test_epi8_mask(below_zero, m_bytes, m_bytes);

@@ -10,21 +10,19 @@
 //
 // The 8-bit moments: kBlock elements, counted from the start of the tensor, share one exponent byte E, and the code of
 // each is a small float in the manner of IEEE 754, with subnormals and without infinities, as in the OCP Microscaling
-// formats (blockwise optimizer states after Dettmers et al., "8-bit optimizers via block-wise quantization", ICLR 2022):
-//   first moment:  sign in bit 7, 3 bits of exponent, 4 of mantissa (7 bits of code)
-//   second moment: no sign, 4 bits of exponent, 4 of mantissa (8 bits of code)
-// The largest binade of a block is E' = max(E, 20); 20 keeps all of this among normal floats. With e bits of exponent,
-// base = (E' - (2^e - 2)) << 23, B = the float with the bits base, which is the least normal number, and shift = 19, a
-// code c stands for
-//   min(y - B, y / 2), where y is the float with the bits base + (c << shift):
-// below 2B a multiple of B / 16, above it a float with four bits of mantissa. Memory of zeros is a tensor of zeros. To
-// encode a magnitude x, bounded to the float with the bits 0x7B780000, with a_max the greatest bits of an x in the
-// block:
-//   E = max((a_max + (1 << shift) - 1) >> 23, 20)
-//   code = clamp((a + d - base) >> shift, least, most), where a are the bits of x + max(x, B)
-// in int32, the shift arithmetic. `least` is 1 for a second moment that is not zero (it never becomes zero), else 0.
-// A NaN is encoded as the largest magnitude, a first moment's sign is that of m < 0. A value that has a code is
-// encoded as itself, whatever d in [0, 1 << shift) is.
+// formats. (Blockwise optimizer states are Dettmers et al., "8-bit optimizers via block-wise quantization", ICLR 2022.)
+//   first moment:  bit 7 is the sign, e = 3 bits of exponent, 4 of mantissa
+//   second moment: no sign, e = 4 bits of exponent, 4 of mantissa
+// E' = max(E, 20) is the exponent of a block's largest binade, as in a float's bits, and B the least normal number: the
+// float with the bits base = (E' - (2^e - 2)) << 23. (20 keeps all arithmetic among normal floats.) A code c stands for
+//   min(y - B, y / 2), where y is the float with the bits base + (c << 19)
+// which below 2B is a multiple of B / 16, and above it a float with four bits of mantissa. Memory of zeros is a tensor
+// of zeros. To encode, with x = the magnitude, no more than the float with the bits 0x7B780000, and x_max the greatest
+// of the block:
+//   E = max((bits(x_max) + 0x7FFFF) >> 23, 20), code = clamp((bits(x + max(x, B)) + d - base) >> 19, least, most)
+// `least` is 1 for a second moment that is not zero (it never becomes zero), else 0. A NaN is encoded as the largest
+// magnitude, a first moment's sign is that of m < 0. A value that has a code is encoded as itself, whatever d in
+// [0, 1 << 19) is.
 //
 // d dithers: a code is rounded up with the probability of its remainder, so a moment that changes by far less than
 // one code a step still moves. It comes from a Weyl sequence over element i of the tensor and step t, in uint32,
@@ -87,7 +85,7 @@ struct Split {
 
 // ---- 8-bit moments ----
 
-// What both moments' codes have in common, cut from a float after four bits of mantissa.
+// What both moments' codes have in common: a mantissa of four bits.
 template <int exponent_bits, int code_bits>
 struct SmallFloat {
   static constexpr int kShift = 19;
@@ -96,11 +94,11 @@ struct SmallFloat {
   static constexpr std::int32_t kLeastExponent = 20;
   static constexpr std::int32_t kLargest = 0x7B780000;
 
-  // The bits of the least normal number, for an exponent as stored.
+  // The bits of the least normal number, for an exponent byte as stored.
   static STRONGHOLD_INLINE std::int32_t base_of(std::int32_t exponent) {
     return ((exponent < kLeastExponent ? kLeastExponent : exponent) - kBinades) << 23;
   }
-  // The exponent of a block whose greatest magnitude has these bits.
+  // The exponent byte of a block whose greatest magnitude has these bits.
   static STRONGHOLD_INLINE std::uint8_t exponent_of(std::int32_t greatest) {
     const std::int32_t exponent = (greatest + (1 << kShift) - 1) >> 23;
     return static_cast<std::uint8_t>(exponent < kLeastExponent ? kLeastExponent : exponent);
@@ -109,19 +107,21 @@ struct SmallFloat {
     const auto bits = static_cast<std::int32_t>(bits_of(value) & 0x7FFFFFFFu);
     return bits < kLargest ? bits : kLargest;
   }
-  static STRONGHOLD_INLINE float decode_magnitude(std::int32_t code, std::int32_t base) {
-    const float y = float_of(static_cast<std::uint32_t>(base + (code << kShift)));
-    const float below = y - float_of(static_cast<std::uint32_t>(base));
-    const float above = y * 0.5f;
+  // Magnitudes are their bits, which have the same order.
+  static STRONGHOLD_INLINE std::int32_t decode_magnitude(std::int32_t code, std::int32_t base) {
+    const std::int32_t y = base + (code << kShift);
+    const auto below = static_cast<std::int32_t>(bits_of(float_at(y) - float_at(base)));
+    const std::int32_t above = y - (1 << 23);
     return below < above ? below : above;
   }
-  static STRONGHOLD_INLINE std::int32_t encode_magnitude(std::int32_t bits, std::int32_t base, std::uint32_t dither) {
-    const float x = float_of(static_cast<std::uint32_t>(bits));
-    const float least_normal = float_of(static_cast<std::uint32_t>(base));
-    const auto a = static_cast<std::int32_t>(bits_of(x + (x > least_normal ? x : least_normal)));
+  static STRONGHOLD_INLINE std::int32_t encode_magnitude(std::int32_t x, std::int32_t base, std::uint32_t dither) {
+    const auto a = static_cast<std::int32_t>(bits_of(float_at(x) + float_at(x > base ? x : base)));
     const std::int32_t code = (a - base + static_cast<std::int32_t>(dither)) >> kShift;
     return code > kMost ? kMost : code;
   }
+
+ private:
+  static STRONGHOLD_INLINE float float_at(std::int32_t bits) { return float_of(static_cast<std::uint32_t>(bits)); }
 };
 
 struct FirstMoment : SmallFloat<3, 7> {
@@ -130,7 +130,7 @@ struct FirstMoment : SmallFloat<3, 7> {
 
   static STRONGHOLD_INLINE float decode(std::uint8_t code, std::int32_t base) {
     const std::uint32_t sign = static_cast<std::uint32_t>(code & 0x80) << 24;
-    return float_of(bits_of(decode_magnitude(code & 0x7F, base)) | sign);
+    return float_of(static_cast<std::uint32_t>(decode_magnitude(code & 0x7F, base)) | sign);
   }
   static STRONGHOLD_INLINE std::uint8_t encode(float m, std::int32_t base, std::uint32_t dither) {
     const std::int32_t code = encode_magnitude(magnitude(m), base, dither);
@@ -142,12 +142,14 @@ struct SecondMoment : SmallFloat<4, 8> {
   static constexpr std::uint32_t kElementFactor = 0xC2B2AE35;
   static constexpr std::uint32_t kStepFactor = 0x9E3779B9;
 
-  static STRONGHOLD_INLINE float decode(std::uint8_t code, std::int32_t base) { return decode_magnitude(code, base); }
+  static STRONGHOLD_INLINE float decode(std::uint8_t code, std::int32_t base) {
+    return float_of(static_cast<std::uint32_t>(decode_magnitude(code, base)));
+  }
   static STRONGHOLD_INLINE std::uint8_t encode(float v, std::int32_t base, std::uint32_t dither) {
     const std::int32_t bits = magnitude(v);
     const std::int32_t code = encode_magnitude(bits, base, dither);
-    const std::int32_t least = bits > 0 ? 1 : 0;
-    return static_cast<std::uint8_t>(code < least ? least : code);
+    const std::int32_t least = bits < 1 ? bits : 1;  // a comparison with 0 would be a branch to GCC 12
+    return static_cast<std::uint8_t>(code > least ? code : least);
   }
 };
 

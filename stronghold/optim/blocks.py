@@ -5,14 +5,14 @@ A block of 64 neighbours shares one exponent, a power of two, as in the Open Com
 Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (ICLR 2022). Below the block's exponent each number has its
 own, and what is too small for it is a multiple of the smallest number, as with IEEE 754's subnormals:
 
-- the first moment: a sign, three bits of exponent, four of mantissa. The smallest number is 2 ** -11 or more of the
-  block's largest, which is enough, for a first moment is never divided by; a mantissa of three bits is not;
-- the second: four bits of exponent, four of mantissa, a smallest number of 2 ** -19 or more of the largest, and never
-  zero unless it is zero, so that no update divides by a moment that was lost.
+- the first moment: a sign, three bits of exponent, four of mantissa. Its smallest number is about a thousandth of the
+  block's largest, and what is smaller becomes zero or that, as often as gives its mean;
+- the second: four bits of exponent, four of mantissa, a smallest number of about four millionths of the largest; and
+  never zero unless it is zero, so that no update divides by a moment that was lost.
 
-With the block's exponent ``E``, ``e`` bits of exponent and ``B`` the least normal number, the code is ``(a + dither -
-base) >> 19``, where ``a`` are the bits of ``x + max(x, B)`` in fp32 and ``base = (E - (2 ** e - 2)) << 23`` those of
-``B``. A moment changes by less in a step than its last bit (a second moment by a thousandth, with beta2 = 0.999), and
+With the block's exponent ``E``, ``e`` bits of exponent and the least normal number ``B``, an fp32 number whose bits are
+``base = (E - (2 ** e - 2)) << 23``, the code of a magnitude ``x`` is ``(bits(x + max(x, B)) + dither - base) >> 19``.
+A moment changes by less in a step than its last bit (a second moment by a thousandth, with beta2 = 0.999), and
 rounding to nearest would lose every such change. So the rounding is dithered, by a Weyl sequence over elements and
 steps (H. Weyl, 1916): without bias, evenly spread over the steps, and the same on every machine.
 
