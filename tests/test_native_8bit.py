@@ -145,6 +145,24 @@ def test_a_second_moment_that_is_not_zero_never_becomes_zero():
 # ---- dither ----
 
 
+def test_a_small_steady_gradient_keeps_half_of_its_momentum_beside_a_large_one():
+    """Its first moment, an eighth of its block's smallest number, is now that and now zero, where it could be lost.
+
+    Independent random numbers would keep all of it; that evenly spread ones favour zero here is their price.
+    """
+    grad = np.full(64, 2.0**-13, dtype=np.float32)
+    grad[0] = 1.0
+    state, total, steps, skipped = zero_state(64), np.zeros(64), 1100, 100
+    for step in range(1, steps + 1):
+        state = run(state, grad, isa="auto", step=step, **SETTINGS | {"beta1": 0.9})
+        if step > skipped:
+            total += FIRST.decode(*state.exp_avg)
+    kept = total / (steps - skipped) / grad
+    assert kept[0] == 1.0
+    assert kept[1:].min() > 0.4
+    assert kept[1:].max() < 1.1
+
+
 def distance_in_codes(moment: Moment, value: np.ndarray, exact: np.ndarray) -> np.ndarray:
     return (level(np.abs(value.astype(np.float64))) - level(np.abs(exact))) * 2**moment.mantissa
 
