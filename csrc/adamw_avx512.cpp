@@ -147,7 +147,8 @@ STRONGHOLD_AVX512_INLINE void update_moments(const Operands<Weight, Grad>& o, co
                                      _mm512_mul_ps(_mm512_set1_ps(c.one_minus_beta1), g));
       const __m512 v = _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(c.beta2), v_old),
                                      _mm512_mul_ps(_mm512_set1_ps(c.one_minus_beta2), _mm512_mul_ps(g, g)));
-      const __m512i v_bits = _mm512_min_epi32(without_sign(v), every(SecondMoment::kLargest));
+      // With beta2 of 0 to 1 only a NaN can have a sign, and as a number without sign it is large all the same.
+      const __m512i v_bits = _mm512_min_epu32(_mm512_castps_si512(v), every(SecondMoment::kLargest));
       _mm512_store_ps(tile.m + kBlock * block + j, m);
       _mm512_store_si512(tile.v_bits + kBlock * block + j, v_bits);
       m_greatest = _mm512_max_epi32(m_greatest, without_sign(m));
