@@ -454,7 +454,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    console = Console(width=150)
+    console = Console(width=160)
     file = arguments.out / "states.jsonl"
     if not arguments.draw_only:
         tokens = tokenize(standard_library(), ByteTokenizer())
