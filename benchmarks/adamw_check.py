@@ -28,6 +28,9 @@ class State:
     exp_avg_sq: Tensor | native.Blocks
 
 
+_LEAST_EXPONENT = 20  # of a block of 8-bit moments
+
+
 class Sample:
     """The elements whose results are compared: whole blocks, spread over all, the first and the last among them."""
 
@@ -107,8 +110,8 @@ class Check:
         codes = moment.codes[self.sample.positions].to(torch.int32)
         exponents = moment.exponents[self.sample.blocks][self.sample.block_of]
         if name == "exp_avg_sq":
-            return _decode(codes, exponents, shift=19)
-        size = _decode(codes & 127, exponents, shift=20)
+            return _decode(codes, exponents, signed=False)
+        size = _decode(codes & 127, exponents, signed=True)
         return torch.where(codes > 127, -size, size)
 
     def _judge(self, name: str, error: Tensor, unit: Tensor, allowed: Tensor, unit_name: str) -> list[str]:
@@ -130,21 +133,21 @@ class Check:
             unit = _ulp(exact) if self.ours else torch.maximum(_ulp(old), _ulp(exact))
             allowed = OUR_ULP * unit if self.ours else 4 * unit + 1e-4 * torch.maximum(old.abs(), exact.abs())
             return self._judge(name, new - exact, unit, allowed, "ulp")
-        signed, shift = name == "exp_avg", 20 if name == "exp_avg" else 19
+        signed = name == "exp_avg"
         codes = moment.codes[self.sample.positions].to(torch.int32)
         exponents = moment.exponents[self.sample.blocks]
         size, exponent = codes & 127 if signed else codes, exponents[self.sample.block_of]
         # From the code's value one code up or down, whichever way the exact moment lies, along the code's sign.
         along = torch.where(size == 0, exact.abs(), torch.where(codes > 127, -exact, exact) if signed else exact)
-        value, up = _decode(size, exponent, shift=shift), _decode(size + 1, exponent, shift=shift)
-        down = _decode((size - 1).clamp(min=0), exponent, shift=shift)
+        value, up = _decode(size, exponent, signed=signed), _decode(size + 1, exponent, signed=signed)
+        down = _decode((size - 1).clamp(min=0), exponent, signed=signed)
         code = torch.where((along > value) | (size == 0), up - value, value - down)
         # Dithering rounds up or down; 2 % are for the fp32 arithmetic before it.
         wrong = self._judge(name, along - value, code, 1.02 * code, "codes")
         largest = torch.zeros(len(exponents), dtype=torch.float64)
         largest.scatter_reduce_(0, self.sample.block_of, exact.abs(), reduce="amax")
-        top = _decode(torch.full_like(exponents, 127 if signed else 255, dtype=torch.int32), exponents, shift=shift)
-        fits = (largest <= top * (1 + 1e-5)) & ((largest >= top / 2 * (1 - 1e-5)) | (exponents <= 16))
+        top = _decode(torch.full_like(exponents, 127 if signed else 255, dtype=torch.int32), exponents, signed=signed)
+        fits = (largest <= top * (1 + 1e-5)) & ((largest >= top / 2 * (1 - 1e-5)) | (exponents <= _LEAST_EXPONENT))
         if not bool(fits.all()):
             at = int((~fits).to(torch.int8).argmax())
             wrong.append(
@@ -154,10 +157,11 @@ class Check:
         return wrong
 
 
-def _decode(sizes: Tensor, exponents: Tensor, *, shift: int) -> Tensor:
+def _decode(sizes: Tensor, exponents: Tensor, *, signed: bool) -> Tensor:
     """Returns the numbers that codes without sign (int32, they may go one past the last) stand for, in float64."""
-    base = (exponents.to(torch.int32).clamp(min=16) - 15) << 23
-    return torch.where(sizes == 0, 0.0, (base + (sizes << shift)).view(torch.float32).double())
+    binade, mantissa = sizes >> 4, (sizes & 15).double() / 16
+    least = exponents.to(torch.int32).clamp(min=_LEAST_EXPONENT) - 127 - (6 if signed else 14)
+    return torch.where(binade == 0, mantissa, 1 + mantissa) * torch.exp2((least + (binade - 1).clamp(min=0)).double())
 
 
 def _ulp(exact: Tensor) -> Tensor:

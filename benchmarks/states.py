@@ -3,13 +3,14 @@
     python benchmarks/states.py [--steps 600] [--quick] [--draw-only] [--out results]
 
 Trains the reference GPT (in bf16) and a Llama (in fp32) on the source of Python's standard library, each with beta2 of
-0.95 and of 0.999, three times: with fp32 states; with 8-bit ones; and with fp32 states once more from weights of which
-one tensor is 1 + 1e-6 times as large. This control is what a change of the size of rounding does by itself: the losses
-of single steps part, and say nothing. So what is compared is the mean loss of every 50 steps in a row, and the loss on
-text held out of training. The goal: each of these means, and each held-out loss, within 0.5 % of that of fp32 states.
+0.95 and of 0.999, four times: with fp32 states; with 8-bit ones; and with both once more from weights that are each
+0.1 % off, at random. Training is chaotic: the losses of single steps of any two runs part, and say nothing. So what is
+compared is the mean loss of every 50 steps in a row, and the loss on text held out of training. The goal: each of these
+means, and each held-out loss, within 0.5 % of that of fp32 states.
 
-The control also tells whether an experiment can tell anything. Here it stays far below the goal; at a rate of 1e-3
-(--lr) two runs with fp32 states part by more than it, in steps in which the loss falls fast.
+The second run with fp32 states is the control: how far it is from the first is chance, and a difference of its size
+says nothing. In the steps in which the Llama's loss falls fast it reaches the goal itself. Chance is smaller in the
+mean of both pairs of runs, and that is what is held against the goal.
 
 Appends one JSON line per run to states.jsonl, with the loss of every step, and draws states.png and states.svg from
 those lines alone.
@@ -46,8 +47,16 @@ GOAL = 0.005
 """The largest relative difference from fp32 states, of any mean and of any held-out loss."""
 AVERAGED_STEPS = 50
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-VARIANTS = {"fp32": "fp32 states", "8bit": "8-bit states", "control": "fp32 states, other rounding"}
-PERTURBATION = 1 + 1e-6
+VARIANTS = {
+    "fp32": "fp32 states",
+    "8bit": "8-bit states",
+    "control": "fp32 states, weights 0.1 % off",
+    "8bit-control": "8-bit states, weights 0.1 % off",
+}
+REFERENCES = {"8bit": "fp32", "control": "fp32", "8bit-control": "control"}
+"""What each variant is compared with."""
+PERTURBATION = 1e-3
+"""How far the controls' weights begin from the others', relative to each: the deviation of a normal distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +126,19 @@ def build(settings: Settings) -> nn.Module:
     )
 
 
+@torch.no_grad()
+def perturb(model: nn.Module, seed: int) -> None:
+    """Multiplies every weight by a number of its own close to one."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.mul_(1 + PERTURBATION * torch.randn(parameter.shape, generator=generator))
+
+
 def run(settings: Settings, variant: str, batches: Batches, say: Callable[[str], None]) -> Record:
     """Trains once, and returns the run's record."""
     model = build(settings)
-    if variant == "control":
-        with torch.no_grad():
-            next(p for p in model.parameters() if p.ndim == 2).mul_(PERTURBATION)
+    if variant in ("control", "8bit-control"):
+        perturb(model, settings.seed + 1)
     dtype = DTYPES[settings.dtype]
     stronghold.offload(model, device="cpu", window=settings.window, dtype=dtype, activations="keep")
     before = stronghold.report(model)
@@ -131,7 +147,7 @@ def run(settings: Settings, variant: str, batches: Batches, say: Callable[[str],
         lr=settings.lr,
         betas=settings.betas,
         max_grad_norm=settings.max_grad_norm,
-        states="8bit" if variant == "8bit" else "fp32",
+        states="8bit" if variant.startswith("8bit") else "fp32",
     )
     after = stronghold.report(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -208,11 +224,27 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The runs of one case, the last of each variant, and how far each is from the one with fp32 states."""
+    """The runs of one case, the last of each variant, and how far each is from the one that it is compared with."""
 
     settings: Settings
     runs: dict[str, Record]
     differences: dict[str, Difference]
+
+    @property
+    def pairs(self) -> list[Difference]:
+        """How far each run with 8-bit states is from the one with fp32 states and the same weights."""
+        return [self.differences[variant] for variant in ("8bit", "8bit-control") if variant in self.differences]
+
+    @property
+    def mean(self) -> Difference:
+        """The mean of the pairs: what is held against the goal."""
+        return Difference(
+            width=self.pairs[0].width,
+            means=[sum(values) / len(values) for values in zip(*(pair.means for pair in self.pairs), strict=True)],
+            held_out=[
+                sum(values) / len(values) for values in zip(*(pair.held_out for pair in self.pairs), strict=True)
+            ],
+        )
 
 
 def averaged_steps(steps: int) -> int:
@@ -257,39 +289,41 @@ def compare(records: Sequence[Record], wanted: Iterable[Settings]) -> list[Compa
         Comparison(
             settings=settings,
             runs=runs,
-            differences={name: difference(runs[name], runs["fp32"]) for name in runs if name != "fp32"},
+            differences={
+                name: difference(runs[name], runs[other])
+                for name, other in REFERENCES.items()
+                if {name, other} <= set(runs)
+            },
         )
         for settings, runs in complete
     ]
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
-    """Returns one row per run but those with fp32 states, which the others are compared with."""
-    first = comparisons[0].differences["8bit"]
-    drawn = Table(title=f"Losses beside those of fp32 states; means of {first.width} steps, goal {GOAL:.1%}")
+    """Returns a row per run, and one per case for the mean of its pairs."""
+    width = comparisons[0].mean.width
+    drawn = Table(title=f"Losses beside those of fp32 states; means of {width} steps, goal {GOAL:.1%}")
     for column in ("case", "run", "bytes", "held out, end", "largest of means", "in steps", "held out, largest", ""):
         drawn.add_column(column, justify="left" if column in ("case", "run", "") else "right")
     for comparison in comparisons:
         for variant, record in comparison.runs.items():
-            found = comparison.differences.get(variant)
             drawn.add_row(
                 comparison.settings.title if variant == "fp32" else "",
                 VARIANTS[variant],
                 f"{record['states_bytes_per_parameter']:.2f}",
                 f"{record['held_out'][-1]['loss']:.4f}",
-                *(
-                    (
-                        f"{found.largest_mean:+.3%}",
-                        "{} to {}".format(*found.largest_mean_steps),
-                        f"{found.largest_held_out:+.3%}",
-                        "" if variant == "control" else "kept" if found.kept else "NOT KEPT",
-                    )
-                    if found
-                    else ("", "", "", "")
-                ),
-                end_section=variant == list(comparison.runs)[-1],
+                *(_cells(comparison.differences[variant]) if variant in comparison.differences else ()),
             )
+        pairs = len(comparison.pairs)
+        name = "8-bit states, mean of both pairs" if pairs > 1 else "8-bit states, a single pair"
+        verdict = "kept" if comparison.mean.kept else "NOT KEPT"
+        drawn.add_row("", name, "", "", *_cells(comparison.mean), verdict, end_section=True)
     return drawn
+
+
+def _cells(found: Difference) -> tuple[str, str, str]:
+    steps = "{} to {}".format(*found.largest_mean_steps)
+    return f"{found.largest_mean:+.3%}", steps, f"{found.largest_held_out:+.3%}"
 
 
 # ---- the figure ----
@@ -314,7 +348,7 @@ def draw(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
                 axes.grid(alpha=0.25, linewidth=0.6)
                 axes.set_axisbelow(True)
                 axes.set_xlim(0, comparison.settings.steps * 1.01)
-        width = comparisons[0].differences["8bit"].width
+        width = comparisons[0].mean.width
         rows[0][0].set_ylabel("loss (nats per byte)")
         rows[1][0].set_ylabel("loss beside fp32 states' (%)")
         rows[0][-1].legend(loc="upper right", frameon=False)
@@ -331,7 +365,7 @@ def draw(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
 
 
 def _draw_losses(axes: Any, comparison: Comparison) -> None:
-    width = comparison.differences["8bit"].width
+    width = comparison.mean.width
     for variant, line in (("fp32", {"linewidth": 3.2, "alpha": 0.75}), ("8bit", {"linewidth": 1.3})):
         losses, colour = comparison.runs[variant]["losses"], _COLOURS[variant]
         axes.plot(range(1, len(losses) + 1), losses, color=colour, linewidth=0.5, alpha=0.3)
@@ -343,24 +377,32 @@ def _draw_losses(axes: Any, comparison: Comparison) -> None:
 def _draw_differences(axes: Any, comparison: Comparison) -> None:
     axes.axhspan(-100 * GOAL, 100 * GOAL, color="#009E73", alpha=0.12, linewidth=0, label=f"goal: ±{GOAL:.1%}")
     axes.axhline(0, color="black", linewidth=0.8)
-    for variant in ("control", "8bit"):
-        if variant not in comparison.differences:
-            continue
-        found, colour = comparison.differences[variant], _COLOURS[variant]
-        name = {"control": "fp32, other rounding", "8bit": "8-bit"}[variant]
-        steps, values = _centred(found.means, found.width)
-        axes.plot(steps, [100 * value for value in values], color=colour, linewidth=1.5, label=f"{name}, training")
-        axes.plot(
-            [evaluation["step"] for evaluation in comparison.runs[variant]["held_out"]],
-            [100 * value for value in found.held_out],
-            color=colour,
-            linestyle="none",
-            marker="o" if variant == "8bit" else "D",
-            markersize=4.5,
-            markerfacecolor=colour if variant == "8bit" else "white",
-            label=f"{name}, held out",
-        )
+    if "control" in comparison.differences:
+        _draw_difference(axes, comparison, comparison.differences["control"], "control", "fp32, weights 0.1 % off")
+    if len(comparison.pairs) > 1:
+        for number, pair in enumerate(comparison.pairs):
+            steps, values = _centred(pair.means, pair.width)
+            percent, label = [100 * value for value in values], "8-bit, each pair" if number == 0 else None
+            axes.plot(steps, percent, color=_COLOURS["8bit"], linewidth=0.8, alpha=0.5, label=label)
+    name = "8-bit, mean of pairs" if len(comparison.pairs) > 1 else "8-bit"
+    _draw_difference(axes, comparison, comparison.mean, "8bit", name)
     axes.set_xlabel("step")
+
+
+def _draw_difference(axes: Any, comparison: Comparison, found: Difference, variant: str, name: str) -> None:
+    colour = _COLOURS[variant]
+    steps, values = _centred(found.means, found.width)
+    axes.plot(steps, [100 * value for value in values], color=colour, linewidth=1.5, label=f"{name}, training")
+    axes.plot(
+        [evaluation["step"] for evaluation in comparison.runs["fp32"]["held_out"]],
+        [100 * value for value in found.held_out],
+        color=colour,
+        linestyle="none",
+        marker="o" if variant == "8bit" else "D",
+        markersize=4.5,
+        markerfacecolor=colour if variant == "8bit" else "white",
+        label=f"{name}, held out",
+    )
 
 
 def _centred(values: Sequence[float], width: int) -> tuple[list[float], list[float]]:
@@ -412,7 +454,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    console = Console(width=150)
+    console = Console(width=160)
     file = arguments.out / "states.jsonl"
     if not arguments.draw_only:
         tokens = tokenize(standard_library(), ByteTokenizer())

@@ -48,7 +48,7 @@ struct Segment {
 // With float moments all but the first line is in double between a float load and a float store, so that each result
 // is within one ulp of exact arithmetic on the stored values. With 8-bit moments every line is in float, the
 // coefficients rounded to float once, and v, after its line, is the float with the bits min(bits & 0x7FFFFFFF,
-// 0x7F780000): the update sees the new moments before they are encoded, for element i of the tensor and step t.
+// 0x7B780000): the update sees the new moments before they are encoded, for element i of the tensor and step t.
 void adamw(const std::vector<Segment>& segments, int threads, Isa isa);
 
 }  // namespace stronghold

@@ -88,19 +88,28 @@ struct Tile {
 
 constexpr int kLanes = 16;
 
-// The bits of sixteen decoded first moments.
-STRONGHOLD_AVX512_INLINE __m512i decode_first(const std::uint8_t* codes, __m512i base) {
-  const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-  const __m512i shifted = _mm512_and_si512(_mm512_slli_epi32(code, FirstMoment::kShift), every(0x07F00000));
-  const __mmask16 not_zero = _mm512_test_epi32_mask(code, every(0x7F));
-  constexpr int kFirstOrSecondAndThird = 0xF8;
-  return _mm512_maskz_ternarylogic_epi32(not_zero, _mm512_add_epi32(shifted, base), _mm512_slli_epi32(code, 24),
-                                         every(0x80000000u), kFirstOrSecondAndThird);
+// A code is a half (binary16 of IEEE 754) of another scale, its subnormals included, with four bits of mantissa where a
+// half has ten.
+constexpr int kCodeInHalf = 6;
+constexpr int kLeastNormalHalf = -14;  // the power of two
+
+STRONGHOLD_AVX512_INLINE __m512 scale_of(std::int32_t base) {
+  return _mm512_castsi512_ps(_mm512_set1_epi32(base - kLeastNormalHalf * (1 << 23)));
 }
 
-STRONGHOLD_AVX512_INLINE __m512i decode_second(const std::uint8_t* codes, __m512i base) {
-  const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-  return _mm512_maskz_add_epi32(_mm512_test_epi32_mask(code, code), _mm512_slli_epi32(code, SecondMoment::kShift), base);
+STRONGHOLD_AVX512_INLINE __m128i load_codes(const std::uint8_t* codes) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+}
+
+STRONGHOLD_AVX512_INLINE __m512 decode_first(const std::uint8_t* codes, __m512 scale) {
+  constexpr short kSignAndCode = static_cast<short>(0x8000 | FirstMoment::kMost << kCodeInHalf);
+  const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_codes(codes)), kCodeInHalf);
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_and_si256(shifted, _mm256_set1_epi16(kSignAndCode))), scale);
+}
+
+STRONGHOLD_AVX512_INLINE __m512 decode_second(const std::uint8_t* codes, __m512 scale) {
+  const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load_codes(codes)), kCodeInHalf);
+  return _mm512_mul_ps(_mm512_cvtph_ps(shifted), scale);
 }
 
 STRONGHOLD_AVX512_INLINE __m512i without_sign(__m512 values) {
@@ -121,8 +130,8 @@ STRONGHOLD_AVX512_INLINE __m128i greatest_of(__m512i a, __m512i b) {
 template <class Weight, class Grad>
 STRONGHOLD_AVX512_INLINE void update_moments(const Operands<Weight, Grad>& o, const MomentBlocks& moments, Tile& tile,
                                              int block, const Coefficients<float>& c) {
-  const __m512i m_base = _mm512_set1_epi32(base_of(*moments.exp_avg_exponents));
-  const __m512i v_base = _mm512_set1_epi32(base_of(*moments.exp_avg_sq_exponents));
+  const __m512 m_scale = scale_of(FirstMoment::base_of(*moments.exp_avg_exponents));
+  const __m512 v_scale = scale_of(SecondMoment::base_of(*moments.exp_avg_sq_exponents));
   __m512i m_greatest = _mm512_setzero_si512();
   __m512i v_greatest = _mm512_setzero_si512();
 #pragma GCC unroll 4
@@ -131,14 +140,15 @@ STRONGHOLD_AVX512_INLINE void update_moments(const Operands<Weight, Grad>& o, co
 #pragma GCC unroll 2
     for (int part = 0; part < 2; ++part) {
       const int j = i + part * kLanes;
-      const __m512 m_old = _mm512_castsi512_ps(decode_first(moments.exp_avg + j, m_base));
-      const __m512 v_old = _mm512_castsi512_ps(decode_second(moments.exp_avg_sq + j, v_base));
+      const __m512 m_old = decode_first(moments.exp_avg + j, m_scale);
+      const __m512 v_old = decode_second(moments.exp_avg_sq + j, v_scale);
       const __m512 g = _mm512_mul_ps(grads.part[part], _mm512_set1_ps(c.grad_scale));
       const __m512 m = _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(c.beta1), m_old),
                                      _mm512_mul_ps(_mm512_set1_ps(c.one_minus_beta1), g));
       const __m512 v = _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(c.beta2), v_old),
                                      _mm512_mul_ps(_mm512_set1_ps(c.one_minus_beta2), _mm512_mul_ps(g, g)));
-      const __m512i v_bits = _mm512_min_epi32(without_sign(v), every(SecondMoment::kLargest));
+      // With beta2 of 0 to 1 only a NaN can have a sign, and as a number without sign it is large all the same.
+      const __m512i v_bits = _mm512_min_epu32(_mm512_castps_si512(v), every(SecondMoment::kLargest));
       _mm512_store_ps(tile.m + kBlock * block + j, m);
       _mm512_store_si512(tile.v_bits + kBlock * block + j, v_bits);
       m_greatest = _mm512_max_epi32(m_greatest, without_sign(m));
@@ -146,12 +156,11 @@ STRONGHOLD_AVX512_INLINE void update_moments(const Operands<Weight, Grad>& o, co
     }
   }
   // exponent_of and base_of for both moments at once.
-  const __m128i largest = _mm_set_epi32(0, SecondMoment::kLargest, 0, FirstMoment::kLargest);
-  const __m128i round_up = _mm_set_epi32(0, (1 << SecondMoment::kShift) - 1, 0, (1 << FirstMoment::kShift) - 1);
-  const __m128i greatest = _mm_min_epi32(greatest_of(m_greatest, v_greatest), largest);
-  const __m128i exponents =
-      _mm_max_epi32(_mm_srli_epi32(_mm_add_epi32(greatest, round_up), 23), _mm_set1_epi32(16));
-  const __m128i bases = _mm_slli_epi32(_mm_sub_epi32(exponents, _mm_set1_epi32(15)), 23);
+  const __m128i greatest = _mm_min_epi32(greatest_of(m_greatest, v_greatest), _mm_set1_epi32(FirstMoment::kLargest));
+  const __m128i rounded = _mm_add_epi32(greatest, _mm_set1_epi32((1 << FirstMoment::kShift) - 1));
+  const __m128i exponents = _mm_max_epi32(_mm_srli_epi32(rounded, 23), _mm_set1_epi32(FirstMoment::kLeastExponent));
+  const __m128i below = _mm_set_epi32(0, SecondMoment::kBinades, 0, FirstMoment::kBinades);
+  const __m128i bases = _mm_slli_epi32(_mm_sub_epi32(exponents, below), 23);
   *moments.exp_avg_exponents = static_cast<std::uint8_t>(_mm_extract_epi8(exponents, 0));
   *moments.exp_avg_sq_exponents = static_cast<std::uint8_t>(_mm_extract_epi8(exponents, 8));
   tile.m_base[block] = _mm_extract_epi32(bases, 0);
@@ -177,12 +186,21 @@ STRONGHOLD_AVX512_INLINE void update_weights(const Operands<Weight, Grad>& o, co
   }
 }
 
-// The codes of sixteen magnitudes, a block's elements from i on, before they are clamped.
+// The bits, with their dither, from which the codes of sixteen magnitudes are cut, a block's elements from i on.
 template <class Moment>
-STRONGHOLD_AVX512_INLINE __m512i round_codes(__m512i magnitudes, __m512i base, const Dither<Moment>& given, int i) {
+STRONGHOLD_AVX512_INLINE __m512i dithered(__m512i magnitudes, __m512i base, const Dither<Moment>& given, int i) {
+  const __m512 x = _mm512_castsi512_ps(magnitudes);
+  const __m512i a = _mm512_castps_si512(_mm512_add_ps(x, _mm512_max_ps(x, _mm512_castsi512_ps(base))));
   const __m512i word = _mm512_add_epi32(every(given.start), _mm512_load_si512(kElementTerms<Moment>.terms + i));
-  const __m512i dither = _mm512_srli_epi32(word, 32 - Moment::kShift);
-  return _mm512_srai_epi32(_mm512_add_epi32(_mm512_sub_epi32(magnitudes, base), dither), Moment::kShift);
+  return _mm512_add_epi32(a, _mm512_srli_epi32(word, 32 - Moment::kShift));
+}
+
+// The codes of thirty-two magnitudes, not bounded above, in words and in the order of packing.
+template <class Moment>
+STRONGHOLD_AVX512_INLINE __m512i cut(const __m512i* sums, std::int32_t base) {
+  const __m512i words = _mm512_packs_epi32(_mm512_srli_epi32(sums[0], Moment::kShift),
+                                           _mm512_srli_epi32(sums[1], Moment::kShift));
+  return _mm512_sub_epi16(words, _mm512_set1_epi16(static_cast<short>(base >> Moment::kShift)));
 }
 
 // Puts in order the bytes of four vectors of 32-bit numbers that were packed in twos, and these again.
@@ -198,24 +216,25 @@ STRONGHOLD_AVX512_INLINE void encode(const MomentBlocks& moments, const Tile& ti
   const __m512i v_base = _mm512_set1_epi32(tile.v_base[block]);
   const Dither<FirstMoment> m_dither(first, step);
   const Dither<SecondMoment> v_dither(first, step);
-  __m512i m_codes[kParts], v_codes[kParts];
+  const __m512i v_least = _mm512_add_epi32(v_base, every(1 << SecondMoment::kShift));
+  __m512i m_sums[kParts], v_sums[kParts];
   __mmask16 negative[kParts];
 #pragma GCC unroll 4
   for (int part = 0; part < kParts; ++part) {
     const int i = part * kLanes;
     const __m512 m = _mm512_load_ps(tile.m + kBlock * block + i);
-    const __m512i m_bits = _mm512_min_epi32(without_sign(m), every(FirstMoment::kLargest));
     const __m512i v_bits = _mm512_load_si512(tile.v_bits + kBlock * block + i);
     negative[part] = _mm512_cmp_ps_mask(m, _mm512_setzero_ps(), _CMP_LT_OQ);
-    m_codes[part] = round_codes(m_bits, m_base, m_dither, i);
-    v_codes[part] = round_codes(v_bits, v_base, v_dither, i);
-    v_codes[part] = _mm512_max_epi32(v_codes[part], _mm512_min_epi32(v_bits, every(1)));
+    m_sums[part] = dithered(without_sign(m), m_base, m_dither, i);
+    v_sums[part] = dithered(v_bits, v_base, v_dither, i);
+    v_sums[part] = _mm512_mask_max_epi32(v_sums[part], _mm512_test_epi32_mask(v_bits, v_bits), v_sums[part], v_least);
   }
-  // Packing saturates: at 127 with signs, at 0 and 255 without.
-  const __m512i m_words[] = {_mm512_packs_epi32(m_codes[0], m_codes[1]), _mm512_packs_epi32(m_codes[2], m_codes[3])};
-  const __m512i v_words[] = {_mm512_packs_epi32(v_codes[0], v_codes[1]), _mm512_packs_epi32(v_codes[2], v_codes[3])};
-  const __m512i m_bytes = _mm512_max_epi8(in_order(_mm512_packs_epi16(m_words[0], m_words[1])), _mm512_setzero_si512());
-  const __m512i v_bytes = in_order(_mm512_packus_epi16(v_words[0], v_words[1]));
+  // Packing saturates: at 127 with signs, at 255 without.
+  const std::int32_t m_start = tile.m_base[block], v_start = tile.v_base[block];
+  const __m512i m_bytes = in_order(
+      _mm512_packs_epi16(cut<FirstMoment>(m_sums, m_start), cut<FirstMoment>(m_sums + 2, m_start)));
+  const __m512i v_bytes = in_order(
+      _mm512_packus_epi16(cut<SecondMoment>(v_sums, v_start), cut<SecondMoment>(v_sums + 2, v_start)));
   const __mmask64 below_zero = _mm512_kunpackd(_mm512_kunpackw(negative[3], negative[2]),
                                                _mm512_kunpackw(negative[1], negative[0]));
   const __mmask64 with_sign = _mm512_mask_test_epi8_mask(below_zero, m_bytes, m_bytes);

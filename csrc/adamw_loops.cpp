@@ -36,8 +36,8 @@ STRONGHOLD_INLINE void update_block(typename Weight::type* __restrict__ weight, 
                                     std::uint8_t* __restrict__ exp_avg_sq_exponent, int n, std::uint32_t first,
                                     std::uint32_t step, const Coefficients<float>& c) {
   float w[kBlock], g[kBlock], m[kBlock], v[kBlock];
-  const std::int32_t m_base = base_of(*exp_avg_exponent);
-  const std::int32_t v_base = base_of(*exp_avg_sq_exponent);
+  const std::int32_t m_base = FirstMoment::base_of(*exp_avg_exponent);
+  const std::int32_t v_base = SecondMoment::base_of(*exp_avg_sq_exponent);
   for (int i = 0; i < n; ++i) m[i] = FirstMoment::decode(exp_avg[i], m_base);
   for (int i = 0; i < n; ++i) v[i] = SecondMoment::decode(exp_avg_sq[i], v_base);
   for (int i = 0; i < n; ++i) g[i] = Grad::load(grad, grad_remainder, i);
@@ -57,12 +57,12 @@ STRONGHOLD_INLINE void update_block(typename Weight::type* __restrict__ weight, 
   }
 
   for (int i = 0; i < n; ++i) Weight::store(weight, remainder, i, w[i]);
-  *exp_avg_exponent = exponent_of<FirstMoment>(m_greatest);
-  *exp_avg_sq_exponent = exponent_of<SecondMoment>(v_greatest);
+  *exp_avg_exponent = FirstMoment::exponent_of(m_greatest);
+  *exp_avg_sq_exponent = SecondMoment::exponent_of(v_greatest);
   const Dither<FirstMoment> m_dither(first, step);
   const Dither<SecondMoment> v_dither(first, step);
-  const std::int32_t m_new_base = base_of(*exp_avg_exponent);
-  const std::int32_t v_new_base = base_of(*exp_avg_sq_exponent);
+  const std::int32_t m_new_base = FirstMoment::base_of(*exp_avg_exponent);
+  const std::int32_t v_new_base = SecondMoment::base_of(*exp_avg_sq_exponent);
   for (int i = 0; i < n; ++i) exp_avg[i] = FirstMoment::encode(m[i], m_new_base, m_dither[i]);
   for (int i = 0; i < n; ++i) exp_avg_sq[i] = SecondMoment::encode(v[i], v_new_base, v_dither[i]);
 }

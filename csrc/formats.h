@@ -8,23 +8,26 @@
 // bfloat16. Every number and both infinities come back bit for bit. A NaN is stored as hi = (B >> 16) | 0x40, lo = 0:
 // it stays a quiet NaN of its sign in both halves and loses the low bits of its payload, for which there is no room.
 //
-// The 8-bit moments: kBlock elements, counted from the start of the tensor, share one exponent byte E, as in the OCP
-// Microscaling formats (blockwise optimizer states after Dettmers et al., "8-bit optimizers via block-wise
-// quantization", ICLR 2022). With E' = max(E, 16) and base = (E' - 15) << 23, a code c > 0 stands for the float with
-// the bits base + (c << shift), and 0 stands for zero: a small float of 4 exponent bits whose largest binade is E'.
-//   first moment:  sign in bit 7, 7 bits of code (3 of them mantissa), shift 20, largest magnitude 0x7F700000
-//   second moment: 8 bits of code (4 of them mantissa), shift 19, no sign, largest 0x7F780000
-// Memory of zeros is a tensor of zeros. To encode, with a = min(bits of the magnitude, largest) and a_max the
-// greatest a of the block:
-//   E = max((a_max + (1 << shift) - 1) >> 23, 16), code = clamp((a + d - base) >> shift, least, most)
-// in int32, the shift arithmetic. `least` is 1 for a second moment that is not zero (it never becomes zero), else 0.
-// A NaN is encoded as the largest magnitude, a first moment's sign is that of m < 0. A value that has a code is
-// encoded as itself, whatever d in [0, 1 << shift) is.
+// The 8-bit moments: kBlock elements, counted from the start of the tensor, share one exponent byte E, and the code of
+// each is a small float in the manner of IEEE 754, with subnormals and without infinities, as in the OCP Microscaling
+// formats. (Blockwise optimizer states are Dettmers et al., "8-bit optimizers via block-wise quantization", ICLR 2022.)
+//   first moment:  bit 7 is the sign, e = 3 bits of exponent, 4 of mantissa
+//   second moment: no sign, e = 4 bits of exponent, 4 of mantissa
+// E' = max(E, 20) is the exponent of a block's largest binade, as in a float's bits, and B the least normal number: the
+// float with the bits base = (E' - (2^e - 2)) << 23. (20 keeps all arithmetic among normal floats.) A code c stands for
+//   min(y - B, y / 2), where y is the float with the bits base + (c << 19)
+// which below 2B is a multiple of B / 16, and above it a float with four bits of mantissa. Memory of zeros is a tensor
+// of zeros. To encode, with x = the magnitude, no more than the float with the bits 0x7B780000, and x_max the greatest
+// of the block:
+//   E = max((bits(x_max) + 0x7FFFF) >> 23, 20), code = clamp((bits(x + max(x, B)) + d - base) >> 19, least, most)
+// `least` is 1 for a second moment that is not zero (it never becomes zero), else 0. A NaN is encoded as the largest
+// magnitude, a first moment's sign is that of m < 0. A value that has a code is encoded as itself, whatever d in
+// [0, 1 << 19) is.
 //
 // d dithers: a code is rounded up with the probability of its remainder, so a moment that changes by far less than
 // one code a step still moves. It comes from a Weyl sequence over element i of the tensor and step t, in uint32,
 // which is reproducible and more even than random numbers:
-//   first moment:  (i * 0x85EBCA6B + t * 0x6A09E667) >> 12
+//   first moment:  (i * 0x85EBCA6B + t * 0x6A09E667) >> 13
 //   second moment: (i * 0xC2B2AE35 + t * 0x9E3779B9) >> 13
 #pragma once
 
@@ -82,51 +85,71 @@ struct Split {
 
 // ---- 8-bit moments ----
 
-// base of the decoding rule, for an exponent byte as stored.
-STRONGHOLD_INLINE std::int32_t base_of(std::uint8_t exponent) {
-  return ((exponent < 16 ? 16 : static_cast<std::int32_t>(exponent)) - 15) << 23;
-}
+// What both moments' codes have in common: a mantissa of four bits.
+template <int exponent_bits, int code_bits>
+struct SmallFloat {
+  static constexpr int kShift = 19;
+  static constexpr std::int32_t kMost = (1 << code_bits) - 1;
+  static constexpr std::int32_t kBinades = (1 << exponent_bits) - 2;  // between the least normal and the largest
+  static constexpr std::int32_t kLeastExponent = 20;
+  static constexpr std::int32_t kLargest = 0x7B780000;
 
-struct FirstMoment {
-  static constexpr int kShift = 20;
-  static constexpr std::uint32_t kElementFactor = 0x85EBCA6B;
-  static constexpr std::uint32_t kStepFactor = 0x6A09E667;
-  static constexpr std::int32_t kLargest = 0x7F700000;
-
-  static STRONGHOLD_INLINE float decode(std::uint8_t code, std::int32_t base) {
-    const std::int32_t magnitude = code & 0x7F;
-    const std::uint32_t sign = static_cast<std::uint32_t>(code & 0x80) << 24;
-    return float_of(magnitude == 0 ? 0u : static_cast<std::uint32_t>(base + (magnitude << kShift)) | sign);
+  // The bits of the least normal number, for an exponent byte as stored.
+  static STRONGHOLD_INLINE std::int32_t base_of(std::int32_t exponent) {
+    return ((exponent < kLeastExponent ? kLeastExponent : exponent) - kBinades) << 23;
   }
-  static STRONGHOLD_INLINE std::int32_t magnitude(float m) {
-    const auto bits = static_cast<std::int32_t>(bits_of(m) & 0x7FFFFFFFu);
+  // The exponent byte of a block whose greatest magnitude has these bits.
+  static STRONGHOLD_INLINE std::uint8_t exponent_of(std::int32_t greatest) {
+    const std::int32_t exponent = (greatest + (1 << kShift) - 1) >> 23;
+    return static_cast<std::uint8_t>(exponent < kLeastExponent ? kLeastExponent : exponent);
+  }
+  static STRONGHOLD_INLINE std::int32_t magnitude(float value) {
+    const auto bits = static_cast<std::int32_t>(bits_of(value) & 0x7FFFFFFFu);
     return bits < kLargest ? bits : kLargest;
   }
+  // Magnitudes are their bits, which have the same order.
+  static STRONGHOLD_INLINE std::int32_t decode_magnitude(std::int32_t code, std::int32_t base) {
+    const std::int32_t y = base + (code << kShift);
+    const auto below = static_cast<std::int32_t>(bits_of(float_at(y) - float_at(base)));
+    const std::int32_t above = y - (1 << 23);
+    return below < above ? below : above;
+  }
+  static STRONGHOLD_INLINE std::int32_t encode_magnitude(std::int32_t x, std::int32_t base, std::uint32_t dither) {
+    const auto a = static_cast<std::int32_t>(bits_of(float_at(x) + float_at(x > base ? x : base)));
+    const std::int32_t code = (a - base + static_cast<std::int32_t>(dither)) >> kShift;
+    return code > kMost ? kMost : code;
+  }
+
+ private:
+  static STRONGHOLD_INLINE float float_at(std::int32_t bits) { return float_of(static_cast<std::uint32_t>(bits)); }
+};
+
+struct FirstMoment : SmallFloat<3, 7> {
+  static constexpr std::uint32_t kElementFactor = 0x85EBCA6B;
+  static constexpr std::uint32_t kStepFactor = 0x6A09E667;
+
+  static STRONGHOLD_INLINE float decode(std::uint8_t code, std::int32_t base) {
+    const std::uint32_t sign = static_cast<std::uint32_t>(code & 0x80) << 24;
+    return float_of(static_cast<std::uint32_t>(decode_magnitude(code & 0x7F, base)) | sign);
+  }
   static STRONGHOLD_INLINE std::uint8_t encode(float m, std::int32_t base, std::uint32_t dither) {
-    std::int32_t code = (magnitude(m) + static_cast<std::int32_t>(dither) - base) >> kShift;
-    code = code < 0 ? 0 : code > 127 ? 127 : code;
+    const std::int32_t code = encode_magnitude(magnitude(m), base, dither);
     return static_cast<std::uint8_t>(code != 0 && m < 0.0f ? code | 0x80 : code);
   }
 };
 
-struct SecondMoment {
-  static constexpr int kShift = 19;
+struct SecondMoment : SmallFloat<4, 8> {
   static constexpr std::uint32_t kElementFactor = 0xC2B2AE35;
   static constexpr std::uint32_t kStepFactor = 0x9E3779B9;
-  static constexpr std::int32_t kLargest = 0x7F780000;
 
   static STRONGHOLD_INLINE float decode(std::uint8_t code, std::int32_t base) {
-    return float_of(code == 0 ? 0u : static_cast<std::uint32_t>(base + (code << kShift)));
-  }
-  static STRONGHOLD_INLINE std::int32_t magnitude(float v) {
-    const auto bits = static_cast<std::int32_t>(bits_of(v) & 0x7FFFFFFFu);
-    return bits < kLargest ? bits : kLargest;
+    return float_of(static_cast<std::uint32_t>(decode_magnitude(code, base)));
   }
   static STRONGHOLD_INLINE std::uint8_t encode(float v, std::int32_t base, std::uint32_t dither) {
     const std::int32_t bits = magnitude(v);
-    const std::int32_t code = (bits + static_cast<std::int32_t>(dither) - base) >> kShift;
-    const std::int32_t least = bits > 0 ? 1 : 0;
-    return static_cast<std::uint8_t>(code < least ? least : code > 255 ? 255 : code);
+    const std::int32_t code = encode_magnitude(bits, base, dither);
+    const std::int32_t least = bits < 1 ? bits : 1;  // a comparison with 0 would be a branch to GCC 12
+    return static_cast<std::uint8_t>(code > least ? code : least);
   }
 };
 
@@ -151,12 +174,5 @@ struct Dither {
   }
   std::uint32_t start;
 };
-
-// The exponent byte of a block whose greatest magnitude has these bits.
-template <class Moment>
-STRONGHOLD_INLINE std::uint8_t exponent_of(std::int32_t greatest) {
-  const std::int32_t exponent = (greatest + (1 << Moment::kShift) - 1) >> 23;
-  return static_cast<std::uint8_t>(exponent < 16 ? 16 : exponent);
-}
 
 }  // namespace stronghold

@@ -31,7 +31,7 @@ class Blocks:
     """An 8-bit moment of n elements: blocks of :data:`BLOCK` codes, counted from the tensor's start, share an exponent.
 
     ``codes`` holds n bytes, ``exponents`` one for each block, both uint8. Zeros are the moment of zeros. A first
-    moment's codes have a sign, 4 exponent and 3 mantissa bits, a second moment's 4 and 4. Storing rounds up or down
+    moment's codes have a sign, 3 exponent and 4 mantissa bits, a second moment's 4 and 4. Storing rounds up or down
     by a dither of low discrepancy, a function of element and step, so that a moment follows changes far below one
     code. After the shared scales of the OCP Microscaling formats and Dettmers et al., "8-bit optimizers via
     block-wise quantization", ICLR 2022.

@@ -1,7 +1,8 @@
 """The kernels' formats and the float32 update in numpy, by arithmetic on values rather than on their bits.
 
 ``csrc/formats.h`` states the rules on bit patterns. Here a float is x = (1 + f) * 2**k, and the straight-line
-logarithm k + 127 + f, exact in float64, takes the place of its bits.
+logarithm k + 127 + f, exact in float64, takes the place of its bits; below the least normal number of a block, a
+fraction of this number.
 """
 
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ def steps_between(start: np.ndarray, end: np.ndarray) -> np.ndarray:
 class Moment:
     """What tells the two 8-bit moments apart."""
 
+    exponent: int  # bits
     mantissa: int  # bits
     signed: bool
     element_factor: int  # of the dither
@@ -38,33 +40,39 @@ class Moment:
 
     @property
     def codes(self) -> int:
-        return 2 ** (4 + self.mantissa)
+        return 2 ** (self.exponent + self.mantissa)
 
     @property
     def largest(self) -> float:
-        return (2.0 - 2.0**-self.mantissa) * 2.0**127
+        return (2.0 - 2.0**-self.mantissa) * 2.0**119
+
+    def least_normal(self, exponents: np.ndarray, n: int) -> np.ndarray:
+        """Returns the base-2 logarithm of the least number that has the whole mantissa, for each of ``n`` elements."""
+        return _spread(np.maximum(exponents, 20), n) - 127 - (2**self.exponent - 2)
 
     def decode(self, codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
         codes = codes.astype(np.int64)
-        code = codes % self.codes
-        binade, mantissa = np.divmod(code, 2**self.mantissa)
-        exponent = np.maximum(_spread(exponents, len(codes)), 16) - 15 + binade - 127
-        value = np.ldexp(1.0 + mantissa / 2**self.mantissa, exponent)
+        binade, mantissa = np.divmod(codes % self.codes, 2**self.mantissa)
+        exponent = self.least_normal(exponents, len(codes)) + np.maximum(binade - 1, 0)
+        value = np.ldexp(np.where(binade > 0, 1.0, 0.0) + mantissa / 2**self.mantissa, exponent)
         sign = np.where(codes >= self.codes, -1.0, 1.0) if self.signed else 1.0
-        return np.where(code == 0, 0.0, sign * value).astype(np.float32)
+        return (sign * value).astype(np.float32)
 
     def encode(self, values: np.ndarray, step: int, *, dither: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Returns codes and exponents. Without dither, codes are rounded to nearest."""
         magnitude = np.abs(values.astype(np.float64))
         magnitude = np.where(np.isnan(magnitude), self.largest, np.minimum(magnitude, self.largest))
-        position = level(magnitude)
         starts = np.arange(0, len(values), BLOCK)
-        greatest = np.maximum.reduceat(position, starts)
-        exponents = np.maximum(np.floor(greatest + 2.0**-self.mantissa - 2.0**-23), 16).astype(np.uint8)
+        greatest = np.maximum.reduceat(level(magnitude), starts)
+        exponents = np.maximum(np.floor(greatest + 2.0**-self.mantissa - 2.0**-23), 20).astype(np.uint8)
+        least = self.least_normal(exponents, len(values))
+        # A float32 sum with the least normal number keeps what is 2 ** -23 of it and more.
+        fraction = np.rint(np.ldexp(magnitude, 23 - least)) / 2.0**23
+        position = np.where(magnitude < np.ldexp(1.0, least), fraction, level(magnitude) - (least + 127) + 1)
         offset = self._dither(len(values), step) if dither else 0.5
-        code = np.floor((position - (_spread(exponents, len(values)) - 15)) * 2**self.mantissa + offset)
-        least = 0.0 if self.signed else np.where(magnitude > 0, 1.0, 0.0)
-        code = np.clip(code, least, self.codes - 1).astype(np.int64)
+        code = np.floor(position * 2**self.mantissa + offset)
+        lowest = 0.0 if self.signed else np.where(magnitude > 0, 1.0, 0.0)
+        code = np.clip(code, lowest, self.codes - 1).astype(np.int64)
         if self.signed:
             code += np.where((values < 0) & (code > 0), self.codes, 0)
         return code.astype(np.uint8), exponents
@@ -74,8 +82,8 @@ class Moment:
         return np.floor(word / 2.0 ** (9 + self.mantissa)) / 2.0 ** (23 - self.mantissa)
 
 
-FIRST = Moment(mantissa=3, signed=True, element_factor=0x85EBCA6B, step_factor=0x6A09E667)
-SECOND = Moment(mantissa=4, signed=False, element_factor=0xC2B2AE35, step_factor=0x9E3779B9)
+FIRST = Moment(exponent=3, mantissa=4, signed=True, element_factor=0x85EBCA6B, step_factor=0x6A09E667)
+SECOND = Moment(exponent=4, mantissa=4, signed=False, element_factor=0xC2B2AE35, step_factor=0x9E3779B9)
 
 
 def level(magnitude: np.ndarray) -> np.ndarray:

@@ -39,23 +39,25 @@ def test_the_quick_run_records_every_step_of_every_run_and_draws_them(states, tm
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "states.jsonl").read_text().splitlines()]
     cases = [("gpt", "bf16", 0.95), ("gpt", "bf16", 0.999), ("llama", "fp32", 0.95), ("llama", "fp32", 0.999)]
-    expected = [(*case, variant) for case in cases for variant in ("fp32", "8bit", "control")]
+    expected = [(*case, variant) for case in cases for variant in ("fp32", "8bit", "control", "8bit-control")]
     settings = [record["settings"] for record in records]
     assert [
         (s["model"], s["dtype"], s["betas"][1], r["variant"]) for s, r in zip(settings, records, strict=True)
     ] == expected
-    for number in range(0, len(records), 3):
-        fp32, narrow, control = records[number : number + 3]
+    for number in range(0, len(records), 4):
+        fp32, narrow, control, other = records[number : number + 4]
         assert fp32["losses"][0] == narrow["losses"][0]  # the same weights, the same batch
         assert fp32["losses"] != narrow["losses"]
         assert fp32["losses"] != control["losses"]
-        for record in (fp32, narrow, control):
+        assert control["losses"][0] == other["losses"][0] != fp32["losses"][0]
+        assert control["losses"] != other["losses"]
+        for record in (fp32, narrow, control, other):
             assert len(record["losses"]) == 12
             assert record["losses"][-1] < record["losses"][0]
             assert [evaluation["step"] for evaluation in record["held_out"]] == [4, 8, 12]
             assert record["commit"] is None or len(record["commit"]) >= 40
             assert {"host", "versions", "threads", "time", "training_s", "parameters"} <= record.keys()
-        assert (fp32["states"], narrow["states"]) == ("fp32", "8bit")
+        assert [r["states"] for r in (fp32, narrow, control, other)] == ["fp32", "8bit", "fp32", "8bit"]
         assert 8.0 <= fp32["states_bytes_per_parameter"] < 8.1
         assert 2.0 + 2 / 64 <= narrow["states_bytes_per_parameter"] < 2.2  # tiny layers pay for alignment
         saved = fp32["host_bytes_per_parameter"] - narrow["host_bytes_per_parameter"]
@@ -109,6 +111,20 @@ def test_differences_are_those_of_all_means_of_fifty_steps_and_of_held_out_losse
 def test_one_mean_or_one_held_out_loss_beyond_half_a_per_cent_misses_the_goal(states, losses, held_out, kept):
     reference = record("fp32", [1.0] * 150, [(75, 1.0), (150, 1.0)])
     assert states.difference(record("8bit", losses, [(75, 1.0), (150, held_out)]), reference).kept is kept
+
+
+def test_the_mean_of_both_pairs_is_held_against_the_goal(states):
+    wanted = [states.Settings(model="gpt", dtype="bf16", betas=(0.9, 0.95), steps=3)]
+    runs = {"fp32": 1.0, "8bit": 1.008, "control": 2.0, "8bit-control": 1.996}
+    records = [record(variant, [loss] * 3, [(3, loss)]) for variant, loss in runs.items()]
+    (single,) = states.compare(records[:3], wanted)
+    assert single.mean == single.differences["8bit"]
+    assert not single.mean.kept
+    (both,) = states.compare(records, wanted)
+    assert both.differences["control"].held_out == [1.0]
+    assert both.mean.means == pytest.approx([(0.008 - 0.002) / 2] * 3)
+    assert both.mean.held_out == pytest.approx([0.003])
+    assert both.mean.kept
 
 
 def test_the_last_run_counts_and_a_case_without_all_its_runs_is_left_out(states):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from stronghold.native import BLOCK, Blocks, Segment
-from stronghold.optim.blocks import LARGEST_SECOND, decode, encode
+from stronghold.optim.blocks import LARGEST, decode, encode
 from stronghold.split import join, split
 
 PART = 4 * 2**20
@@ -68,7 +68,7 @@ def _step_in_blocks(s: Segment, weight: Tensor, grad: Tensor, exp_avg: Blocks, e
     """The kernel's own arithmetic, operation by operation."""
     m = s.beta1 * decode(exp_avg, signed=True) + (1 - s.beta1) * grad
     v = s.beta2 * decode(exp_avg_sq, signed=False) + (1 - s.beta2) * (grad * grad)
-    v = v.clamp(max=LARGEST_SECOND)
+    v = v.clamp(max=LARGEST)
     denominator = v.sqrt() * (1 / (1 - s.beta2**s.step) ** 0.5) + s.eps
     weight.mul_(1 - s.lr * s.weight_decay).sub_((s.lr / (1 - s.beta1**s.step)) * m / denominator)
     encode(m, exp_avg, signed=True, step=s.step, first=first)
