@@ -203,7 +203,7 @@ Transfer Disk::submit(const Request& request) {
   if (request.memory == nullptr && request.length > 0) throw std::invalid_argument(prefix + "memory must not be null");
   if (request.write && request.file->read_only())
     throw std::invalid_argument(prefix + "a file opened read-only cannot be written; open it without read_only");
-  if (request.verify && (request.write || request.sums == nullptr))
+  if (request.verify && (request.write || (request.sums == nullptr && request.length > 0)))
     throw std::invalid_argument(prefix + "only a read with sums can verify them");
   if (core_->forked()) throw DiskError(failure_of(request, Failure::Kind::forked));
 

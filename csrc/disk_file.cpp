@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -53,6 +54,15 @@ Alignment reported_alignment([[maybe_unused]] int fd) {
     return {found.stx_dio_offset_align, found.stx_dio_mem_align};
 #endif
   return {};
+}
+
+// Whether the file system has, by its own account, too little free space for the file to have `bytes`.
+bool lacks(int fd, std::int64_t bytes) {
+  struct stat file = {};
+  struct statvfs system = {};
+  if (::fstat(fd, &file) != 0 || ::fstatvfs(fd, &system) != 0 || system.f_blocks == 0) return false;
+  const auto free_bytes = static_cast<double>(system.f_bavail) * static_cast<double>(system.f_frsize);
+  return static_cast<double>(bytes) - 512.0 * static_cast<double>(file.st_blocks) > free_bytes;
 }
 
 }  // namespace
@@ -120,6 +130,8 @@ bool DiskFile::reserve(std::int64_t bytes) {
   if (bytes < 0) throw std::invalid_argument("bytes to reserve must not be negative (got " + std::to_string(bytes) + ")");
   const std::int64_t before = size();
   if (bytes == 0) return true;
+  // Asked first: a file system takes all that is free before it refuses, from whoever else writes there.
+  if (lacks(fd_, bytes)) fail("reserve", bytes, ENOSPC);
   int error = 0;
   do error = system_->fallocate(fd_, path_, bytes) == 0 ? 0 : errno;
   while (error == EINTR);

@@ -14,6 +14,7 @@ error is raised by ``wait``; whoever does not wait learns of it from :meth:`Disk
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from stronghold.errors import CorruptionError, DiskError
 from stronghold.native.disk_errors import translated, warn_of_buffering
 from stronghold.native.extension import _C
 from stronghold.native.faults import Fault, system_of
@@ -114,10 +116,10 @@ class DiskFile:
 class Transfer:
     """A read or a write under way; :class:`Disk` makes them. Any number of threads may wait for one."""
 
-    def __init__(self, *held: object) -> None:
+    def __init__(self, unsettled: dict[int, Transfer], *held: object) -> None:
         self._held: tuple[object, ...] | None = held  # memory, sums and file, until it is done
         self._native: _C.Transfer | None = None
-        self._observed = False
+        self._unsettled = unsettled
 
     def done(self) -> bool:
         """Whether it has ended, well or not: from now on its memory is left alone."""
@@ -134,22 +136,24 @@ class Transfer:
             if not self._native.wait(-1.0 if timeout_s is None else max(timeout_s, 0.0)):
                 return False
         except _C.DiskError as error:
-            self._observed = True
             if self._native.done():
-                self._held = None
+                self._settle()
             raise translated(error) from None
-        self._held = None
+        self._settle()
         return True
 
-    def _settled(self) -> bool:
-        """Whether nothing of it needs to be kept. Lets go of its memory once it is done."""
-        if not self.done():
-            return False
+    def _settle(self) -> None:
         self._held = None
-        try:
-            return self._observed or (self._native is not None and self._native.wait(0.0))
-        except _C.DiskError:
-            return False  # somebody has to be told
+        self._unsettled.pop(id(self), None)
+
+    def _look(self) -> None:
+        """Lets go of its memory if it is done, and of all of it if it did not fail: else somebody is to be told."""
+        if self._native is None or not self._native.done():
+            return
+        self._held = None
+        with contextlib.suppress(_C.DiskError):
+            self._native.wait(0.0)
+            self._settle()
 
 
 class Disk:
@@ -179,9 +183,9 @@ class Disk:
         self._system = None if faults is None else system_of(faults)
         self._native = _C.Disk(threads, piece_bytes, self._system)
         # By identity, until they are done and, if they failed, until somebody was told: their memory is in use.
-        self._transfers: dict[int, Transfer] = {}
+        self._unsettled: dict[int, Transfer] = {}
         # Before the memory goes: when the disk does, and at the end of the program.
-        self._finalizer = weakref.finalize(self, _close, self._native, self._transfers)
+        self._finalizer = weakref.finalize(self, _close, self._native, self._unsettled)
 
     @property
     def threads(self) -> int:
@@ -250,21 +254,20 @@ class Disk:
                     f"sums must be int32 or uint32 and hold {self.pieces(length)} elements, one for each "
                     f"{self.piece_bytes} bytes of {length} (got {sums.dtype}, {sums.numel()}); pass such a tensor"
                 )
-        for key, before in list(self._transfers.items()):
-            if before._settled():
-                self._transfers.pop(key, None)
+        for before in list(self._unsettled.values()):
+            before._look()
         # Known before it begins: an interrupt right behind its beginning must not free its memory.
-        transfer = Transfer(memory, sums, file)
-        self._transfers[id(transfer)] = transfer
+        transfer = Transfer(self._unsettled, memory, sums, file)
+        self._unsettled[id(transfer)] = transfer
         try:
             transfer._native = self._native.submit(
                 file._native, write, address, offset, length, int(priority), sums_address, verify
             )
         except _C.DiskError as error:
-            self._transfers.pop(id(transfer), None)
+            transfer._settle()
             raise translated(error) from None
         except ValueError:
-            self._transfers.pop(id(transfer), None)
+            transfer._settle()
             raise
         return transfer
 
@@ -274,14 +277,12 @@ class Disk:
         Raises the first error that no ``wait`` has raised, once all are done.
         """
         first: Exception | None = None
-        for key, transfer in list(self._transfers.items()):
-            if transfer._native is None or transfer._observed:
-                continue
+        for transfer in list(self._unsettled.values()):
             try:
-                transfer.wait()
-            except Exception as error:
+                if transfer._native is not None:
+                    transfer.wait()
+            except (DiskError, CorruptionError) as error:
                 first = first or error
-            self._transfers.pop(key, None)
         if first is not None:
             raise first
 
@@ -314,9 +315,9 @@ def crc32c(memory: Tensor, crc: int = 0) -> int:
     return _C.crc32c(_memory("memory", memory), memory.nbytes, crc)
 
 
-def _close(native: _C.Disk, transfers: dict[int, Transfer]) -> None:
+def _close(native: _C.Disk, unsettled: dict[int, Transfer]) -> None:
     native.close()
-    transfers.clear()
+    unsettled.clear()
 
 
 def _memory(name: str, tensor: Tensor) -> int:

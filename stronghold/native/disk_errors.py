@@ -83,7 +83,7 @@ def warn_of_buffering(path: str) -> None:
         f"{path!r} lies on {file_system(path)}, which refuses direct I/O (O_DIRECT): its transfers go through the page "
         "cache, which takes host memory and hides the disk's speed; use a path on ext4 or XFS on a local disk",
         BufferedDiskWarning,
-        stacklevel=5,
+        stacklevel=4,
     )
 
 
