@@ -89,7 +89,7 @@ const Added zeros("a last block is filled with zeros", [](const std::string& fol
 
 const Added urgent("urgent transfers overtake those that have not begun", [](const std::string& folder) {
   // One thread, held up in the first write.
-  const auto system = std::make_shared<FaultySystem>(std::vector<Fault>{delay(Call::write, 0.3)});
+  const auto system = std::make_shared<FaultySystem>(std::vector<Fault>{delay(Call::write, 1.0)});
   Disk disk(1, 4096, system);
   const auto file = open_file(folder + "/urgent");
   std::vector<Memory> memory;
