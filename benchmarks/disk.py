@@ -132,9 +132,9 @@ class Store:
                     continue
                 slot = (index // 2 if mixed else index) % LOOKAHEAD
                 memory = (self.read_into if kind == "read" else self.written_from)[slot]
-                for begin in sample(pattern.layer_bytes):
+                for begin, end in samples(pattern.layer_bytes):
                     file.seek(index * pattern.layer_bytes + begin)
-                    if not torch.equal(as_tensor(file.read(SAMPLE_BYTES)), memory[begin : begin + SAMPLE_BYTES]):
+                    if not torch.equal(as_tensor(file.read(end - begin)), memory[begin:end]):
                         raise WrongData(f"layer {index} of {pattern.path}, byte {begin}, {kind}")
 
     def close(self) -> None:
@@ -226,8 +226,10 @@ def contenders(pattern: Pattern, *, fio: bool) -> dict[str, Store | Fio | Loop]:
     return {**ours, "fio": Fio(pattern, uring=False), "fio_uring": Fio(pattern, uring=True)}
 
 
-def sample(length: int) -> Iterator[int]:
-    yield from sorted({0, max(0, length // 2 - 1000), max(0, length - SAMPLE_BYTES)})
+def samples(length: int) -> Iterator[tuple[int, int]]:
+    """Yields where the parts of a layer begin and end that are compared: its two ends and its middle."""
+    part = min(SAMPLE_BYTES, length)
+    yield from ((begin, begin + part) for begin in sorted({0, (length - part) // 2, length - part}))
 
 
 def as_tensor(content: bytes) -> Tensor:
@@ -372,12 +374,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--mode", choices=MODES, action="append", help="repeatable (all)")
     parser.add_argument(
-        "--total", type=size, default="512MiB", metavar="BYTES", help="moved by a call, at least 4 layers (512MiB)"
+        "--total", type=size, metavar="BYTES", help="moved by a call, at least 4 layers (512MiB; 16MiB if quick)"
     )
     parser.add_argument("--rounds", type=int, default=9, help="timed calls of each contender; seven or more (9)")
     parser.add_argument("--threads", type=int, default=4, help="of the disk, and fio's jobs (4)")
     parser.add_argument("--piece", type=size, default=PIECE_BYTES, metavar="BYTES", help="of one call (4MiB)")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 16 MiB in layers of 1 and 4 MiB: no result")
+    parser.add_argument("--quick", action="store_true", help="2 rounds, of layers of 1 and 4 MiB: no result")
     parser.add_argument("--without-fio", action="store_true", help="measure against plain threads though fio is there")
     parser.add_argument(
         "--out", type=Path, default=RESULTS, metavar="FILE", help=f"JSON lines to append to ({RESULTS})"
@@ -388,7 +390,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--rounds must be 2 or more and --threads 1 or more (got {arguments.rounds}, {arguments.threads})"
         )
     if arguments.quick:
-        arguments.rounds, arguments.total = 2, 16 << 20
+        arguments.rounds = 2
+    arguments.total = arguments.total or parse_bytes("16MiB" if arguments.quick else "512MiB")
     arguments.size = arguments.size or [parse_bytes(text) for text in (SIZES[:2] if arguments.quick else SIZES)]
     arguments.mode = arguments.mode or list(MODES)
     if not arguments.path.is_dir():
