@@ -1,5 +1,5 @@
 // Python's view of the kernels: integers and floats in, integers and floats out. Checks of tensors are
-// stronghold/native.py's. The interpreter lock is released while a kernel runs.
+// stronghold/native's. The interpreter lock is released while a kernel runs.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "adamw.h"
+#include "bindings.h"
 #include "gradients.h"
 #include "isa.h"
 #include "stream.h"
@@ -18,11 +19,12 @@ namespace py = pybind11;
 namespace {
 
 using stronghold::Addition;
+using stronghold::Address;
 using stronghold::Segment;
 using stronghold::Span;
+using stronghold::at;
 using stronghold::isa_named;
-
-using Address = std::uintptr_t;  // 0 for none
+using stronghold::unlocked;
 
 // weight, its remainder, grad, its remainder, grad_bf16, exp_avg, its exponents, exp_avg_sq, its exponents, n, lr,
 // beta1, beta2, eps, weight_decay, step, grad_scale
@@ -32,25 +34,6 @@ using SegmentTuple = std::tuple<Address, Address, Address, Address, bool, Addres
 using SpanTuple = std::tuple<Address, bool, std::int64_t>;
 // target, its remainder, source, n
 using AdditionTuple = std::tuple<Address, Address, Address, std::int64_t>;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// Calls work() without the interpreter lock. Not pybind11's gil_scoped_release: in a daemon thread of a program that
-// ends, taking the lock back unwinds the thread, and out of a destructor that would be std::terminate.
-template <class Work>
-void unlocked(const Work& work) {
-  PyThreadState* const thread = PyEval_SaveThread();
-  try {
-    work();
-  } catch (...) {
-    PyEval_RestoreThread(thread);
-    throw;
-  }
-  PyEval_RestoreThread(thread);
-}
 
 void adamw(const std::vector<SegmentTuple>& tuples, int threads, const std::string& isa) {
   std::vector<Segment> segments;
@@ -103,4 +86,5 @@ PYBIND11_MODULE(_C, module) {
              py::arg("n"), py::arg("threads"), py::arg("isa"));
   module.def("available_isas", &stronghold::available_isas);
   module.def("best_isa", &stronghold::best_isa);
+  stronghold::bind_disk(module);
 }

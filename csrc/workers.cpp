@@ -1,7 +1,6 @@
 #include "workers.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
@@ -13,6 +12,8 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "signals.h"
 
 namespace stronghold {
 namespace {
@@ -30,22 +31,6 @@ class DefaultEnvironment {
 
  private:
   std::fenv_t callers_;
-};
-
-// Threads started meanwhile inherit the mask: signals are for the threads that the program started itself.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &callers_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &callers_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t callers_;
 };
 
 // Neighbours lie beside each other in memory, and a thread that goes on where it was finds its addresses translated

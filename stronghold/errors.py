@@ -1,5 +1,7 @@
 """The exceptions that stronghold raises on its own account."""
 
+from typing import Any
+
 
 class StrongholdError(RuntimeError):
     """The base of all of them: catch it to catch whatever stronghold refuses or reports."""
@@ -26,3 +28,47 @@ class OffloadedModelError(StrongholdError):
     Raised, for example, when a parameter was added or replaced after ``offload``, when an optimizer was built
     on another model's parameters, or on a second ``backward()`` under ``update="in_backward"``.
     """
+
+
+class DiskError(StrongholdError, OSError):
+    """The disk refused or failed an operation: ``operation`` on ``length`` bytes at byte ``offset`` of ``path``.
+
+    ``operation`` is open, read, write, reserve or sync. ``errno`` is the system's number for what went wrong, None
+    where no system call failed: the file ended before the data did, or the disk was closed, or belongs to the process
+    that this one was forked from. What a failed read leaves in memory, and a failed write in the file, is undefined.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        operation: str = "",
+        path: str = "",
+        offset: int = 0,
+        length: int = 0,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.operation, self.path, self.offset, self.length = message, operation, path, offset, length
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.operation, self.path, self.offset, self.length, self.errno)
+
+
+class CorruptionError(StrongholdError):
+    """What was read is not what was written: ``length`` bytes at byte ``offset`` of ``path`` have another checksum.
+
+    ``expected`` and ``found`` are CRC-32C.
+    """
+
+    def __init__(
+        self, message: str, path: str = "", offset: int = 0, length: int = 0, expected: int = 0, found: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.path, self.offset, self.length, self.expected, self.found = path, offset, length, expected, found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.path, self.offset, self.length, self.expected, self.found)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from stronghold import native
+from stronghold.native import processor
 
 ISAS = native.available_isas()
 
@@ -32,13 +33,13 @@ def write(path, text):
 def test_a_cgroup_v2_quota_is_the_least_of_the_group_and_those_above_it(tmp_path):
     write(tmp_path / "memberships", "0::/user/job\n")
     root = tmp_path / "cgroup"
-    assert native._cgroup_quota(tmp_path / "memberships", root) == math.inf
+    assert processor._cgroup_quota(tmp_path / "memberships", root) == math.inf
     write(root / "cpu.max", "max 100000\n")
     write(root / "user/cpu.max", "250000 100000\n")
     write(root / "user/job/cpu.max", "400000 100000\n")
-    assert native._cgroup_quota(tmp_path / "memberships", root) == 2.5
+    assert processor._cgroup_quota(tmp_path / "memberships", root) == 2.5
     write(root / "user/job/cpu.max", "50000 100000\n")
-    assert native._cgroup_quota(tmp_path / "memberships", root) == 0.5
+    assert processor._cgroup_quota(tmp_path / "memberships", root) == 0.5
 
 
 def test_a_cgroup_v1_quota_is_read_from_the_cpu_controller(tmp_path):
@@ -46,17 +47,17 @@ def test_a_cgroup_v1_quota_is_read_from_the_cpu_controller(tmp_path):
     root = tmp_path / "cgroup"
     write(root / "cpu/cpu.cfs_quota_us", "-1\n")
     write(root / "cpu/cpu.cfs_period_us", "100000\n")
-    assert native._cgroup_quota(tmp_path / "memberships", root) == math.inf
+    assert processor._cgroup_quota(tmp_path / "memberships", root) == math.inf
     write(root / "cpu/docker/a/cpu.cfs_quota_us", "300000\n")
     write(root / "cpu/docker/a/cpu.cfs_period_us", "100000\n")
-    assert native._cgroup_quota(tmp_path / "memberships", root) == 3.0
+    assert processor._cgroup_quota(tmp_path / "memberships", root) == 3.0
 
 
 def test_a_cgroup_that_cannot_be_read_sets_no_limit(tmp_path):
-    assert native._cgroup_quota(tmp_path / "absent", tmp_path) == math.inf
+    assert processor._cgroup_quota(tmp_path / "absent", tmp_path) == math.inf
     write(tmp_path / "memberships", "0::/\n")
     write(tmp_path / "cpu.max", "nonsense")
-    assert native._cgroup_quota(tmp_path / "memberships", tmp_path) == math.inf
+    assert processor._cgroup_quota(tmp_path / "memberships", tmp_path) == math.inf
 
 
 def test_a_missing_extension_says_how_to_build_it():

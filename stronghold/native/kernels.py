@@ -1,27 +1,17 @@
-"""Typed, checked wrappers around the compiled host kernels; the only importer of ``stronghold._C``.
+"""Typed, checked wrappers around the compiled host kernels.
 
 Every tensor is contiguous, on the CPU, and overlaps no other of its call. Neither ``threads`` nor ``isa`` changes a
 bit of any result. The interpreter lock is released while a kernel runs, and several Python threads may call at once.
 What does not fit is refused with a ValueError before anything is written. ``csrc/formats.h`` defines the formats.
 """
 
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-try:
-    from stronghold import _C
-except ImportError as error:
-    raise ImportError(
-        f"stronghold's compiled kernels (stronghold._C) cannot be imported ({error}); build them with "
-        "`pip install .`, or `pip install -e .` to run from the source tree, in the project's root with g++ "
-        "installed, under the Python that imports them"
-    ) from error
+from stronghold.native.extension import _C
 
 BLOCK = 64  # elements that share an exponent; csrc/formats.h has the same number
 
@@ -155,57 +145,8 @@ def best_isa() -> str:
     return _BEST
 
 
-def usable_cores() -> int:
-    """Returns how many threads can run at once: 1 or more, within CPU affinity and the cgroup's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    # A quota of 2.5 cores is spent by three threads before the period ends, and all three then stand still.
-    return cores if quota >= cores else max(1, math.floor(quota))
-
-
 _AVAILABLE = tuple(_C.available_isas())
 _BEST = _C.best_isa()
-
-
-def _cgroup_quota(memberships: Path, root: Path) -> float:
-    """Returns the cores that the cgroups above this process grant it, infinity where they set no limit.
-
-    ``memberships`` is /proc/self/cgroup, one ``id:controllers:path`` per line; version 2 has an empty list of
-    controllers. In a container the path may not exist under ``root``, whose own files are the container's.
-    """
-    try:
-        lines = memberships.read_text().splitlines()
-    except OSError:
-        return math.inf
-    quota = math.inf
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, read = root, _quota_v2
-        elif "cpu" in controllers.split(","):
-            mount, read = root / "cpu", _quota_v1
-        else:
-            continue
-        group = Path(path.lstrip("/"))
-        for directory in (group, *group.parents):
-            quota = min(quota, read(mount / directory))
-    return quota
-
-
-def _quota_v2(directory: Path) -> float:
-    try:
-        quota, period = (directory / "cpu.max").read_text().split()
-        return math.inf if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return math.inf
-
-
-def _quota_v1(directory: Path) -> float:
-    try:
-        quota = int((directory / "cpu.cfs_quota_us").read_text())
-        return math.inf if quota <= 0 else quota / int((directory / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return math.inf
 
 
 def _check_threads(threads: int) -> None:

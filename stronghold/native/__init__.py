@@ -1,0 +1,44 @@
+"""What is compiled: the host's kernels and the disk's threads, in checked, typed wrappers.
+
+The only room that imports ``stronghold._C``. The interpreter lock is released while compiled code runs or waits.
+"""
+
+from stronghold.native.disk import PIECE_BYTES, Disk, DiskCounters, DiskFile, Priority, Transfer, crc32c
+from stronghold.native.disk_errors import BufferedDiskWarning
+from stronghold.native.faults import Fault
+from stronghold.native.kernels import (
+    BLOCK,
+    Addition,
+    Blocks,
+    Segment,
+    accumulate,
+    adamw,
+    available_isas,
+    best_isa,
+    squared_norms,
+    stream,
+)
+from stronghold.native.processor import usable_cores
+
+__all__ = [
+    "BLOCK",
+    "PIECE_BYTES",
+    "Addition",
+    "Blocks",
+    "BufferedDiskWarning",
+    "Disk",
+    "DiskCounters",
+    "DiskFile",
+    "Fault",
+    "Priority",
+    "Segment",
+    "Transfer",
+    "accumulate",
+    "adamw",
+    "available_isas",
+    "best_isa",
+    "crc32c",
+    "squared_norms",
+    "stream",
+    "usable_cores",
+]
