@@ -40,7 +40,7 @@ from torch import Tensor
 
 from stronghold.device.memory import HostBuffer
 from stronghold.evaluation.records import append_record, describe_machine
-from stronghold.native import PIECE_BYTES, Disk, DiskFile, Priority, Transfer
+from stronghold.native import PIECE_BYTES, SUM_BYTES, Disk, DiskFile, Priority, Transfer
 from stronghold.native.disk_errors import file_system
 from stronghold.units import format_bytes, parse_bytes
 
@@ -96,7 +96,7 @@ class Store:
         self.disk = Disk(threads=pattern.threads, piece_bytes=pattern.piece_bytes)
         self.file = self.disk.open(pattern.path)
         self.read_into, self.written_from = list(memory[:LOOKAHEAD]), list(memory[LOOKAHEAD:])
-        self.sums = torch.zeros(2 * LOOKAHEAD, self.disk.pieces(pattern.layer_bytes), dtype=torch.int32)
+        self.sums = torch.zeros(2 * LOOKAHEAD, -(-pattern.layer_bytes // SUM_BYTES), dtype=torch.int32)
 
     def run(self) -> float:
         pattern, begin_s, begin_processor_s = self.pattern, time.perf_counter(), time.process_time()

@@ -31,6 +31,7 @@ struct Segment {
   double weight_decay;
   std::int64_t step;  // counted from 1, this step included
   double grad_scale;  // what the gradient is multiplied by first, in float
+  std::int64_t first; // the number of the first element in its tensor, a multiple of 64 where the moments are 8-bit
 };
 
 // One step of torch.optim.AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization", ICLR 2019) on every

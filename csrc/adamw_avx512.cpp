@@ -280,7 +280,7 @@ struct Avx512 {
       for (int block = 0; block < count; ++block) {
         const std::int64_t i = first + block * kBlock;
         update_weights(Operands<Weight, Grad>(task.segment, i), tile, block, c);
-        encode(MomentBlocks(task.segment, i), tile, block, static_cast<std::uint32_t>(i), step);
+        encode(MomentBlocks(task.segment, i), tile, block, static_cast<std::uint32_t>(task.segment.first + i), step);
       }
     }
     if (end < begin + n) adamw_plain(task, end, begin + n - end);

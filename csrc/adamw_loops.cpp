@@ -88,7 +88,7 @@ struct Loops {
     const Operands<Weight, Grad> o(task.segment, begin);
     const MomentBlocks b(task.segment, begin);
     update_block<Weight, Grad>(o.weight, o.remainder, o.grad, o.grad_remainder, b.exp_avg, b.exp_avg_exponents,
-                               b.exp_avg_sq, b.exp_avg_sq_exponents, n, static_cast<std::uint32_t>(begin),
+                               b.exp_avg_sq, b.exp_avg_sq_exponents, n, static_cast<std::uint32_t>(task.segment.first + begin),
                                static_cast<std::uint32_t>(task.segment.step), c);
   }
 };

@@ -27,9 +27,10 @@ using stronghold::isa_named;
 using stronghold::unlocked;
 
 // weight, its remainder, grad, its remainder, grad_bf16, exp_avg, its exponents, exp_avg_sq, its exponents, n, lr,
-// beta1, beta2, eps, weight_decay, step, grad_scale
+// beta1, beta2, eps, weight_decay, step, grad_scale, first
 using SegmentTuple = std::tuple<Address, Address, Address, Address, bool, Address, Address, Address, Address,
-                                std::int64_t, double, double, double, double, double, std::int64_t, double>;
+                                std::int64_t, double, double, double, double, double, std::int64_t, double,
+                                std::int64_t>;
 // data, bf16, n
 using SpanTuple = std::tuple<Address, bool, std::int64_t>;
 // target, its remainder, source, n
@@ -39,12 +40,12 @@ void adamw(const std::vector<SegmentTuple>& tuples, int threads, const std::stri
   std::vector<Segment> segments;
   segments.reserve(tuples.size());
   for (const auto& [weight, remainder, grad, grad_remainder, grad_bf16, exp_avg, exp_avg_exponents, exp_avg_sq,
-                    exp_avg_sq_exponents, n, lr, beta1, beta2, eps, weight_decay, step, grad_scale] : tuples)
+                    exp_avg_sq_exponents, n, lr, beta1, beta2, eps, weight_decay, step, grad_scale, first] : tuples)
     segments.push_back({at<void>(weight), at<std::int16_t>(remainder), at<const void>(grad),
                         at<const std::int16_t>(grad_remainder), grad_bf16, at<void>(exp_avg),
                         at<std::uint8_t>(exp_avg_exponents), at<void>(exp_avg_sq),
                         at<std::uint8_t>(exp_avg_sq_exponents), n, lr, beta1, beta2, eps, weight_decay, step,
-                        grad_scale});
+                        grad_scale, first});
   unlocked([&] { stronghold::adamw(segments, threads, isa_named(isa)); });
 }
 

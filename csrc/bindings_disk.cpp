@@ -119,6 +119,10 @@ std::tuple<std::int64_t, std::int64_t, double> counters(const Disk& disk) {
   return {now.read_bytes, now.written_bytes, now.busy_s};
 }
 
+void checksums_of(Address memory, std::int64_t bytes, Address sums) {
+  unlocked([&] { stronghold::checksums(at<const void>(memory), bytes, at<std::uint32_t>(sums)); });
+}
+
 std::uint32_t crc32c_of(Address memory, std::int64_t bytes, std::uint32_t crc) {
   std::uint32_t sum = 0;
   unlocked([&] { sum = crc32c(at<const void>(memory), static_cast<std::size_t>(bytes), crc); });
@@ -172,6 +176,7 @@ void bind_disk(py::module_& module) {
       .def("threads", &Disk::threads)
       .def("close", &close);
   module.def("crc32c", &crc32c_of, py::arg("memory"), py::arg("bytes"), py::arg("crc"));
+  module.def("checksums", &checksums_of, py::arg("memory"), py::arg("bytes"), py::arg("sums"));
   module.def("crc32c_in_hardware", &crc32c_in_hardware);
 }
 

@@ -80,24 +80,29 @@ struct DiskCore {
   Clock::time_point busy_since;
 };
 
+// Throws DiskError where a checksum that is known is another one's.
+void compare(const Piece& piece, const std::uint32_t* known) {
+  for (std::int64_t at = 0; at < piece.length; at += kSumBytes, ++known) {
+    const std::int64_t bytes = std::min(kSumBytes, piece.length - at);
+    std::uint32_t found = 0;
+    if (*known != 0) checksums(piece.memory + at, bytes, &found);
+    if (*known != found)
+      throw DiskError({Failure::Kind::altered, "read", piece.file.path(), piece.offset + at, bytes, 0, *known, found, 0});
+  }
+}
+
 void DiskCore::carry_out(const Request& request, std::int64_t index, Bounce& bounce, std::int64_t& moved_bytes) const {
   const std::int64_t begin = index * piece_bytes, length = std::min(piece_bytes, request.length - begin);
   const Piece piece{*request.file, static_cast<char*>(request.memory) + begin, request.offset + begin, length};
-  const auto sum = [&] { return crc32c(piece.memory, static_cast<std::size_t>(length)); };
-  std::uint32_t* const sums = request.sums;
-  if (request.write) {
-    if (sums != nullptr) sums[index] = sum();
-    write_piece(piece, *system, bounce, moved_bytes);
-    return;
+  if (!request.write) read_piece(piece, *system, bounce, moved_bytes);
+  if (request.sums != nullptr) {
+    std::uint32_t* const known = request.sums + begin / kSumBytes;
+    if (!request.verify)
+      checksums(piece.memory, length, known);
+    else
+      compare(piece, known);
   }
-  read_piece(piece, *system, bounce, moved_bytes);
-  if (sums == nullptr) return;
-  const std::uint32_t found = sum();
-  if (!request.verify)
-    sums[index] = found;
-  else if (found != sums[index])
-    throw DiskError(
-        {Failure::Kind::altered, "read", request.file->path(), piece.offset, length, 0, sums[index], found, 0});
+  if (request.write) write_piece(piece, *system, bounce, moved_bytes);
 }
 
 void DiskCore::serve() {
@@ -254,5 +259,13 @@ DiskCounters Disk::counters() const {
 int Disk::threads() const { return core_->thread_count; }
 
 std::int64_t Disk::piece_bytes() const { return core_->piece_bytes; }
+
+void checksums(const void* memory, std::int64_t length, std::uint32_t* sums) {
+  const char* const data = static_cast<const char*>(memory);
+  for (std::int64_t at = 0; at < length; at += kSumBytes, ++sums) {
+    const std::uint32_t crc = crc32c(data + at, static_cast<std::size_t>(std::min(kSumBytes, length - at)));
+    *sums = crc != 0 ? crc : ~std::uint32_t{0};
+  }
+}
 
 }  // namespace stronghold

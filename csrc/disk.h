@@ -14,6 +14,7 @@ namespace stronghold {
 
 constexpr std::int64_t kPiece = 4 * 1024 * 1024;
 constexpr int kDiskThreads = 4;
+constexpr std::int64_t kSumBytes = 4096;
 
 struct Request {
   std::shared_ptr<DiskFile> file;
@@ -22,11 +23,14 @@ struct Request {
   std::int64_t offset = 0;  // a multiple of the file's alignment()
   std::int64_t length = 0;  // any; what is written ends in zeros up to the block's end
   int priority = 0;         // the lower, the sooner
-  // One CRC-32C for each piece, of its own bytes, or nullptr: set by writes and by reads, compared by a read that
-  // verifies.
+  // One CRC-32C for each kSumBytes from `offset` on, or nullptr: set by writes and by reads, compared, where it is not
+  // 0, by a read that verifies. 0 stands for one that is not known; where the CRC itself is 0, ~0 stands for it.
   std::uint32_t* sums = nullptr;
   bool verify = false;
 };
+
+// The checksums that a transfer of this memory sets.
+void checksums(const void* memory, std::int64_t length, std::uint32_t* sums);
 
 struct DiskCounters {
   std::int64_t read_bytes = 0;     // that the system has moved, padding and repetitions included
@@ -74,7 +78,7 @@ class Disk {
   // Throws std::invalid_argument for a request that breaks its rules, DiskError once closed.
   Transfer submit(const Request& request);
 
-  // How many pieces, and sums, a request of this length has.
+  // How many pieces a request of this length has.
   std::int64_t pieces(std::int64_t length) const;
 
   // Drops what has not started and returns when what has is done. A transfer of which a piece was dropped fails. Does

@@ -22,7 +22,8 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
   --steps N       steps (default: 50)
   --lr X          highest learning rate (default: 6e-4), after a tenth of the steps
   --dtype TYPE    fp32 or bf16, the compute type (default: fp32)
-  --store STORE   where layers outside the window are: ram (default)
+  --store STORE   where layers outside the window are: ram (default), disk (beside the run's records), or a folder
+  --states TYPE   AdamW's moments: fp32 (default) or 8bit
   --device NAME   cpu, cuda or cuda:N (default: cuda where there is one, else cpu)
   --results DIR   where all that goes (default: results)
   --help          this text
@@ -30,6 +31,7 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
 examples:
   ./examples/run.sh -m stronghold -l 8 -h 256 -b 4 -w 2      two minutes on two cores
   ./examples/run.sh -m stronghold -l 32 -h 2048 -b 4 -w 4 --seq 1024 --device cuda
+  ./examples/run.sh -m stronghold -l 32 -h 2048 -b 1 -w 2 --seq 64 --steps 5 --lr 3e-5 --dtype bf16 --store disk
 EOF
 }
 
@@ -39,11 +41,11 @@ fail() {
 }
 
 method=stronghold layers=16 hidden=2048 batch=4 window=4
-seq=256 steps=50 lr=6e-4 dtype=fp32 store=ram device="" results=results
+seq=256 steps=50 lr=6e-4 dtype=fp32 store=ram states=fp32 device="" results=results
 while (($#)); do
   case "$1" in
     --help) usage; exit 0 ;;
-    -m | -l | -h | -b | -w | --seq | --steps | --lr | --dtype | --store | --device | --results)
+    -m | -l | -h | -b | -w | --seq | --steps | --lr | --dtype | --store | --states | --device | --results)
       (($# > 1)) || fail "$1 needs a value; see --help"
       case "$1" in
         -m) method="$2" ;;
@@ -52,6 +54,7 @@ while (($#)); do
         -b) batch="$2" ;;
         -w) window="$2" ;;
         --results) results="$(realpath -m -- "$2")" ;;
+        --store) [[ "$2" == ram || "$2" == disk ]] && store="$2" || store="$(realpath -m -- "$2")" ;;
         *) printf -v "${1#--}" '%s' "$2" ;;
       esac
       shift 2
@@ -86,5 +89,5 @@ printf 'run        %s: %s steps of %s x %s tokens, window %s, %s, lr %s\nlog    
 cd "$root" # so that the paths in logs are those of the project, not of this machine
 # exec: a signal sent to this script reaches the program, which then saves what was learned
 exec "$PYTHON" -m stronghold train --method "$method" --layers "$layers" --hidden "$hidden" --batch "$batch" \
-  --window "$window" --seq "$seq" --steps "$steps" --lr "$lr" --dtype "$dtype" --store "$store" \
+  --window "$window" --seq "$seq" --steps "$steps" --lr "$lr" --dtype "$dtype" --store "$store" --states "$states" \
   ${device:+--device "$device"} --log "$log" --record "$results/runs.jsonl" --out "$results/runs/$name"

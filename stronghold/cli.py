@@ -83,15 +83,20 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
             f"a model from files has its own shape (got --model with {', '.join('--' + name for name in given)}); "
             "leave out one or the other"
         )
-    clip = options.clip
+    if options.resume and options.out is None:
+        raise ValueError("--resume goes on with the run in a folder (got none); pass --out with that folder")
+    update, clip = options.update, options.clip
+    if update is None:  # on disk, gradients of the whole model in memory are what one wants to do without
+        update = "deferred" if options.store == "ram" or clip else "in_backward"
     if clip is None:
-        clip = 0.0 if options.update == "in_backward" else 1.0
+        clip = 0.0 if update == "in_backward" else 1.0
     warmup = min(100, options.steps // 10) if options.warmup is None else options.warmup
     device = options.device
     if device is None:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    out = options.out or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}"
     return TrainSettings(
         method=options.method,
         model=ModelSettings(path=options.model, **(_SHAPE | given)),
@@ -102,12 +107,12 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
             weight_decay=options.weight_decay,
             max_grad_norm=clip or None,
             states=options.states,
-            update=options.update,
+            update=update,
             nonfinite=options.nonfinite,
         ),
         offload=OffloadSettings(
             window=options.window,
-            store=options.store,
+            store=os.path.join(out, "store") if options.store == "disk" else options.store,
             micro_batch=options.micro_batch,
             activations=options.activations,
             resident=options.resident,
@@ -120,10 +125,13 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
         sequence=options.seq,
         steps=options.steps,
         seed=options.seed,
-        out=options.out or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}",
+        out=out,
         save=options.save,
         log=options.log,
         record=options.record,
+        checkpoint_every=options.checkpoint_every,
+        keep_checkpoints=options.keep_checkpoints,
+        resume=options.resume,
     )
 
 
@@ -202,7 +210,7 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
         "--clip",
         type=float,
         metavar="X",
-        help="largest norm of all gradients, 0 for any (default: 1; with --update in_backward 0)",
+        help="largest norm of all gradients, 0 for any (default: 1; with updates in the backward pass 0)",
     )
     course.add_argument(
         "--nonfinite",
@@ -232,7 +240,12 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
         metavar="N|auto",
         help="layers that stay on the device and are updated there; auto fills --device-memory (default: 0)",
     )
-    place.add_argument("--store", default="ram", help="where the other layers are: ram (default: ram)")
+    place.add_argument(
+        "--store",
+        default="ram",
+        metavar="ram|disk|DIR",
+        help="where the other layers, and all states, are: in memory, in OUT/store, or in that folder (default: ram)",
+    )
     place.add_argument(
         "--micro-batch", type=int, metavar="N", help="samples a layer computes at a time (default: the batch)"
     )
@@ -246,8 +259,8 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     place.add_argument(
         "--update",
         choices=("deferred", "in_backward"),
-        default="deferred",
-        help="update layers behind the step, or as soon as each has its gradient (default: deferred)",
+        help="update layers behind the step, or as soon as each has its gradient (default: deferred; with --store on "
+        "disk and without --clip in_backward)",
     )
     place.add_argument(
         "--states",
@@ -263,6 +276,20 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
         "--out",
         metavar="DIR",
         help="the run's folder: log.jsonl and TensorBoard events (default: runs/ and the time)",
+    )
+    output.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="N",
+        help="save all that the run needs to go on, every N steps and at its end, in OUT/checkpoints (default: never)",
+    )
+    output.add_argument(
+        "--keep-checkpoints", type=int, default=2, metavar="N", help="how many of them stay (default: 2)"
+    )
+    output.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest intact checkpoint in OUT, to the bit as if never stopped; begin if it has none yet",
     )
     output.add_argument("--save", metavar="DIR", help="save the model there; on Ctrl-C without it: OUT/model")
     output.add_argument("--log", metavar="FILE", help="also write a log to read")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from stronghold.units import parse_bytes
@@ -18,7 +20,7 @@ class OffloadSettings:
     """
 
     window: int | str = "auto"
-    store: str = "ram"
+    store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = "ram"
     micro_batch: int | None = None
     activations: str = "recompute"
     resident: int | str = 0
@@ -28,8 +30,15 @@ class OffloadSettings:
     def __post_init__(self) -> None:
         if self.window != "auto" and (not isinstance(self.window, int) or isinstance(self.window, bool)):
             raise ValueError(f"window must be a number of layers or 'auto' (got {self.window!r})")
-        if self.store != "ram":
-            raise ValueError(f"store must be 'ram' (got {self.store!r}); this version keeps layers in host memory only")
+        paths = [self.store] if isinstance(self.store, (str, os.PathLike)) else self.store
+        if not (isinstance(paths, (list, tuple)) and paths and all(isinstance(p, (str, os.PathLike)) for p in paths)):
+            raise ValueError(
+                f"store must be 'ram', the path of a directory, or a list of such paths (got {self.store!r})"
+            )
+        named = [os.fspath(path) for path in paths]
+        if not all(named) or len(set(map(os.path.realpath, named))) < len(named):
+            raise ValueError(f"store must name each directory once (got {self.store!r})")
+        object.__setattr__(self, "store", os.pathsep.join(named))
         if self.micro_batch is not None and (
             not isinstance(self.micro_batch, int) or isinstance(self.micro_batch, bool) or self.micro_batch < 1
         ):
@@ -47,6 +56,11 @@ class OffloadSettings:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value))
+
+    @property
+    def directories(self) -> list[str]:
+        """The directories of a store on disk; none for one in host memory."""
+        return [] if self.store == "ram" else str(self.store).split(os.pathsep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +141,9 @@ class TrainSettings:
 
     ``dtype`` is the compute type, "fp32" or "bf16". ``out`` is the run's folder. ``save`` is where the model
     goes at the end; without one it is kept only if the run is interrupted, in ``out``/model. ``log`` is a file
-    for a log to read, ``record`` one of JSON lines to which the run's summary is appended.
+    for a log to read, ``record`` one of JSON lines to which the run's summary is appended. Every
+    ``checkpoint_every`` steps, and at the end, a checkpoint goes into ``out``/checkpoints, of which the newest
+    ``keep_checkpoints`` are kept; ``resume`` goes on from the newest intact one.
     """
 
     method: str = "stronghold"
@@ -145,10 +161,15 @@ class TrainSettings:
     save: str | None = None
     log: str | None = None
     record: str | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+    resume: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch", "steps"):
+        for name in ("batch", "steps", "keep_checkpoints"):
             _check_whole(name, getattr(self, name), at_least=1)
+        if self.checkpoint_every is not None:
+            _check_whole("checkpoint_every", self.checkpoint_every, at_least=1)
         _check_whole("sequence", self.sequence, at_least=2)
         _check_whole("seed", self.seed, at_least=0)
         _check_one_of("dtype", self.dtype, ("fp32", "bf16"))

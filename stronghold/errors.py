@@ -30,6 +30,13 @@ class OffloadedModelError(StrongholdError):
     """
 
 
+class StoreError(StrongholdError):
+    """A store's directory cannot be used: it belongs to another run or another model, or is not whole.
+
+    Raised before anything that was in it has changed.
+    """
+
+
 class DiskError(StrongholdError, OSError):
     """The disk refused or failed an operation: ``operation`` on ``length`` bytes at byte ``offset`` of ``path``.
 
@@ -58,6 +65,14 @@ class DiskError(StrongholdError, OSError):
         return type(self), (self.message, self.operation, self.path, self.offset, self.length, self.errno)
 
 
+class CheckpointError(StrongholdError):
+    """A checkpoint cannot be loaded: it is absent, incomplete, of another format, or of another model.
+
+    Raised before anything has changed, unless the message says otherwise. Bytes that are not those written raise
+    CorruptionError.
+    """
+
+
 class CorruptionError(StrongholdError):
     """What was read is not what was written: ``length`` bytes at byte ``offset`` of ``path`` have another checksum.
 
@@ -68,7 +83,11 @@ class CorruptionError(StrongholdError):
         self, message: str, path: str = "", offset: int = 0, length: int = 0, expected: int = 0, found: int = 0
     ) -> None:
         super().__init__(message)
+        self.message = message
         self.path, self.offset, self.length, self.expected, self.found = path, offset, length, expected, found
 
+    def __str__(self) -> str:
+        return self.message
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.path, self.offset, self.length, self.expected, self.found)
+        return type(self), (self.message, self.path, self.offset, self.length, self.expected, self.found)

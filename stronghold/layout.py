@@ -8,6 +8,9 @@ from itertools import pairwise
 
 ALIGNMENT_BYTES = 64
 """Every tensor begins at a multiple of this, a cache line and the widest vector, as torch's own allocations do."""
+PAGE_BYTES = 4096
+"""What tensors on disk begin at a multiple of: memory is mapped in pages, and disks are read past the cache in blocks
+of no more."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,19 @@ class Layout:
         return self.offsets[first], self.offsets[last] + self.sizes[last] - self.offsets[first]
 
 
-def lay_out(sizes: Sequence[int]) -> Layout:
-    """Lays tensors of ``sizes`` bytes one behind the other, each aligned.
+def lay_out(sizes: Sequence[int], alignment: int = ALIGNMENT_BYTES) -> Layout:
+    """Lays tensors of ``sizes`` bytes one behind the other, each at a multiple of ``alignment``.
 
     ``lay_out([100, 4])`` puts them at 0 and 128 and takes 132 bytes.
     """
     offsets, end = [], 0
     for size in sizes:
-        begin = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        begin = round_up(end, alignment)
         offsets.append(begin)
         end = begin + size
     return Layout(tuple(offsets), tuple(sizes), end)
+
+
+def round_up(size: int, unit: int) -> int:
+    """Returns the first multiple of ``unit`` that is not less than ``size``."""
+    return -(-size // unit) * unit

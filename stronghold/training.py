@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
+from stronghold.checkpoint.run import RunCheckpoints
 from stronghold.config import DataSettings, OptimizerSettings, TrainSettings
 from stronghold.data.batches import Batches
 from stronghold.data.text import read_documents, standard_library
@@ -27,16 +29,11 @@ from stronghold.evaluation.report import table
 from stronghold.evaluation.runlog import RunLog, check_run_folder
 from stronghold.evaluation.runs import Summary, summarize
 from stronghold.methods import Prepared, find_method
-from stronghold.models.files import (
-    check_save_folder,
-    inputs_of,
-    load_model,
-    longest_sequence_of,
-    save_model,
-    vocabulary_of,
-)
+from stronghold.models.files import build_model, inputs_of, longest_sequence_of, vocabulary_of
 from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.pretrained import check_save_folder, save
 from stronghold.units import format_count
+from stronghold.weights import Weights
 
 INTERRUPTED = 130
 """The exit code of a process that ended for SIGINT or SIGTERM, as shells have it for SIGINT."""
@@ -58,37 +55,51 @@ class Outcome:
 def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome:
     """Trains as ``settings`` say, and shows it on ``console``.
 
-    SIGINT and SIGTERM end it after the step under way, with the model saved; a second one ends the process at
-    once. Raises ValueError or StrongholdError for settings and data that do not fit, before anything is
-    trained or written; TrainingError for a step that fails, OSError for a file that cannot be written.
+    SIGINT and SIGTERM end it after the step under way, with the model saved, and a checkpoint where such are kept;
+    a second one ends the process at once. Raises ValueError or StrongholdError for settings, data and checkpoints
+    that do not fit, before anything is trained or written; TrainingError for a step that fails, OSError for a file
+    that cannot be written.
     """
     console = console or Console()
     method = find_method(settings.method)
     save_folder = settings.save or os.path.join(settings.out, "model")
     check_save_folder(save_folder)
-    check_run_folder(settings.out)
+    if not settings.resume:
+        check_run_folder(settings.out)
+    checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True, markup=False))
     torch.manual_seed(settings.seed)
-    model = _build_model(settings, console)
+    model, weights = _build_model(settings, console)
     batches = _load_batches(settings, model, console)
-    prepared = method.prepare(model, settings)
+    prepared = method.prepare(model, settings, weights)
+    scheduler = _scheduler(prepared.optimizer, settings)
+    checkpoints.begin(prepared.model, prepared.optimizer, scheduler, batches)
     parameters = prepared.report().parameters
     start = {"settings": settings.flat(), "machine": describe_machine(), "parameters": parameters}
-    steps: list[Record] = []
-    with _stops() as stop, RunLog(settings.out, text=settings.log) as log:
+    after = checkpoints.step if settings.resume else None
+    with _stops() as stop, RunLog(settings.out, text=settings.log, after=after) as log:
         log.start(start)
+        steps, done = log.steps, checkpoints.step
         with StepDisplay(console, settings.steps) as display:
-            for record in _steps(prepared, batches, settings):
+            for record in _steps(prepared, scheduler, batches, settings, after=done):
                 steps.append(record)
                 log.step(record)
                 display.step(record)
-                if stop.is_set():
+                done, stopped = record["step"], stop.is_set()
+                if checkpoints.due(done, last=stopped or done == settings.steps):
+                    _save_checkpoint(checkpoints, done, log)
+                if stopped:
                     break
-        interrupted = len(steps) < settings.steps
+        if not steps:
+            raise ValueError(
+                f"there must be steps left to train, or a log of those that were (got steps={settings.steps} and a "
+                f"checkpoint after step {done}); pass more steps"
+            )
+        interrupted = done < settings.steps
         if interrupted:
-            console.print(f"interrupted after step {len(steps)} of {settings.steps}")
+            console.print(f"interrupted after step {done} of {settings.steps}")
         saved = save_folder if interrupted or settings.save else None
         if saved is not None:
-            save_model(model, saved)
+            save(model, saved)
             console.print(f"model saved in {saved}", soft_wrap=True)
         held_out_loss = None if interrupted else _held_out_loss(prepared, batches)
         summary = summarize(start, steps, held_out_loss=held_out_loss)
@@ -114,7 +125,8 @@ def peak_host_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
-def _build_model(settings: TrainSettings, console: Console) -> nn.Module:
+def _build_model(settings: TrainSettings, console: Console) -> tuple[nn.Module, Weights | None]:
+    """Returns the model on the meta device, and what gives it its values layer by layer."""
     wanted = settings.model
     if wanted.path is None:
         config = GPTConfig(
@@ -130,17 +142,19 @@ def _build_model(settings: TrainSettings, console: Console) -> nn.Module:
             f"{format_count(config.parameters)} parameters",
             soft_wrap=True,
         )
-        return GPT(config)
-    model, with_weights = load_model(wanted.path)
-    weights = "its weights" if with_weights else "no weights beside it, initialised anew"
-    console.print(f"model      {type(model).__name__} of {wanted.path} ({weights})", soft_wrap=True)
-    longest = longest_sequence_of(model)
+        with torch.device("meta"):
+            model = GPT(config)
+        return model, model.initialize_module
+    read, weights, with_weights = build_model(wanted.path)
+    origin = "its weights" if with_weights else "no weights beside it, initialised anew"
+    console.print(f"model      {type(read).__name__} of {wanted.path} ({origin})", soft_wrap=True)
+    longest = longest_sequence_of(read)
     if longest is not None and settings.sequence > longest:
         raise ValueError(
             f"sequence must not be longer than the model takes (got sequence={settings.sequence}, the model of "
             f"{wanted.path!r} takes {longest}); pass a shorter sequence"
         )
-    return model
+    return read, weights
 
 
 def _load_batches(settings: TrainSettings, model: nn.Module, console: Console) -> Batches:
@@ -172,16 +186,26 @@ def _load_tokenizer(data: DataSettings, model: nn.Module) -> Tokenizer:
     return tokenizer
 
 
-def _steps(prepared: Prepared, batches: Batches, settings: TrainSettings) -> Iterator[Record]:
-    """Trains, and yields each step's record. A step's time is from the end of the one before it."""
+def _scheduler(optimizer: torch.optim.Optimizer, settings: TrainSettings) -> LambdaLR:
+    steps, warmup_steps = settings.steps, settings.optimizer.warmup_steps
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps=steps, warmup_steps=warmup_steps))
+
+
+def _save_checkpoint(checkpoints: RunCheckpoints, step: int, log: RunLog) -> None:
+    begin = time.perf_counter()
+    log.sync()  # first: the records of all its steps are there whenever a checkpoint is
+    path = checkpoints.save(step)
+    log.checkpoint({"step": step, "path": str(path), "save_s": time.perf_counter() - begin})
+
+
+def _steps(
+    prepared: Prepared, scheduler: LambdaLR, batches: Batches, settings: TrainSettings, *, after: int
+) -> Iterator[Record]:
+    """Trains from the step ``after`` on, and yields each step's record. Its time is without what is done between."""
     model, optimizer, wanted = prepared.model, prepared.optimizer, settings.optimizer
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: learning_rate_factor(step, steps=settings.steps, warmup_steps=wanted.warmup_steps),
-    )
     model.train()
     begin = time.perf_counter()
-    for step in range(1, settings.steps + 1):
+    for step in range(after + 1, settings.steps + 1):
         lr = optimizer.param_groups[0]["lr"]
         try:
             batch = batches[step - 1].to(prepared.device)
@@ -215,8 +239,11 @@ def _steps(prepared: Prepared, batches: Batches, settings: TrainSettings) -> Ite
             "fetch_wait_s": times.fetch_wait_s if times else 0.0,
             "update_wait_s": times.update_wait_s if times else 0.0,
             "disk_wait_s": times.disk_wait_s if times else 0.0,
+            "disk_busy_s": times.disk_busy_s if times else 0.0,
+            "disk_read_bytes": times.disk_read_bytes if times else 0,
+            "disk_written_bytes": times.disk_written_bytes if times else 0,
         }
-        begin = now
+        begin = time.perf_counter()
 
 
 def _check_loss(loss: float, step: int, lr: float, wanted: OptimizerSettings) -> None:

@@ -41,6 +41,12 @@ def refuse(capsys, *arguments):
     return error, code
 
 
+def test_the_store_on_disk_is_in_the_runs_folder_or_where_it_is_said():
+    assert settings_of("--out", "runs/a", "--store", "disk").offload.store == "runs/a/store"
+    assert settings_of("--out", "runs/a", "--store", "/mnt/nvme").offload.store == "/mnt/nvme"
+    assert settings_of("--out", "runs/a").offload.store == "ram"
+
+
 def test_every_argument_arrives():
     settings = settings_of(
         *TINY,
@@ -48,7 +54,7 @@ def test_every_argument_arrives():
         *("--warmup", "2", "--weight-decay", "0.3", "--clip", "0.7", "--nonfinite", "skip", "--seed", "9"),
         *("--device", "cuda:1", "--dtype", "bf16", "--window", "2", "--micro-batch", "1", "--activations", "host"),
         *("--device-memory", "1GiB", "--host-memory", "2GB", "--out", "o", "--save", "s", "--log", "l"),
-        *("--record", "r"),
+        *("--record", "r", "--checkpoint-every", "11", "--keep-checkpoints", "3", "--resume"),
     )
     expected = {
         "method": "stronghold", "path": None, "layers": 2, "hidden": 32, "heads": 2, "vocabulary": 256,
@@ -56,7 +62,8 @@ def test_every_argument_arrives():
         "weight_decay": 0.3, "max_grad_norm": 0.7, "update": "deferred", "nonfinite": "skip", "window": 2,
         "store": "ram", "micro_batch": 1, "activations": "host", "device_memory": 2**30,
         "host_memory": 2 * 10**9, "device": "cuda:1", "dtype": "bf16", "batch": 2, "sequence": 32, "steps": 7,
-        "seed": 9, "out": "o", "save": "s", "log": "l", "record": "r",
+        "seed": 9, "out": "o", "save": "s", "log": "l", "record": "r", "checkpoint_every": 11,
+        "keep_checkpoints": 3, "resume": True,
     }  # fmt: skip
     flat = settings.flat()
     assert {name: flat[name] for name in expected} == expected
@@ -66,6 +73,7 @@ def test_defaults_are_those_that_help_tells():
     flat = settings_of("--device", "cpu").flat()
     assert (flat["layers"], flat["hidden"], flat["sequence"], flat["batch"]) == (16, 2048, 1024, 4)
     assert (flat["window"], flat["max_grad_norm"], flat["warmup_steps"]) == ("auto", 1.0, 10)
+    assert (flat["checkpoint_every"], flat["keep_checkpoints"], flat["resume"]) == (None, 2, False)
     assert re.fullmatch(r"runs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", flat["out"])
     assert settings_of("--device", "cpu", "--steps", "5000").optimizer.warmup_steps == 100
     assert settings_of("--device", "cpu", "--clip", "0").optimizer.max_grad_norm is None
@@ -84,6 +92,8 @@ def test_defaults_are_those_that_help_tells():
         (["train", "--device", "mars"], "device must be cpu, cuda or cuda:N (got 'mars')"),
         (["train", "--model", "m", "--layers", "3"], "got --model with --layers"),
         (["train", "--model", "/nowhere"], "a model must be a folder with a config.json"),
+        (["train", "--checkpoint-every", "0"], "checkpoint_every must be a whole number of at least 1 (got 0)"),
+        (["train", "--resume"], "--resume goes on with the run in a folder (got none); pass --out"),
         (["train", "--update", "in_backward", "--clip", "1"], "max_grad_norm needs all gradients"),
         (["train", *TINY, "--data", "/nowhere"], "got '/nowhere'"),
         (["train", "--hidden", "100"], "hidden must be a multiple of 2 · heads"),
@@ -127,6 +137,22 @@ def test_train_then_plot(capsys, text, tmp_path):
     assert cli.main(["plot", str(run), str(run / "log.jsonl"), "-o", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "was cut off and is left out" in capsys.readouterr().err
+
+
+def test_resume_goes_on_and_tells_what_it_skipped(capsys, text, tmp_path):
+    run = tmp_path / "o"
+    command = ["train", *TINY, "--data", text, "--device", "cpu", "--warmup", "1", "--out", str(run)]
+    command += ["--checkpoint-every", "2", "--resume"]
+    assert cli.main([*command, "--steps", "4"]) == 0
+    assert "yet: beginning with step 1" in capsys.readouterr().out
+    (run / "checkpoints" / "step-000004" / "manifest.json").unlink()
+    assert cli.main([*command, "--steps", "6"]) == 0
+    shown = capsys.readouterr().out
+    assert "skipped " in shown and "step-000004: a checkpoint must be a directory with a manifest.json" in shown
+    assert [step["step"] for step in read_run(run).steps] == [1, 2, 3, 4, 5, 6]
+    error, code = refuse(capsys, *command, "--steps", "8", "--seed", "3")
+    assert "got seed=3, which was 0" in error
+    assert code == 2
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["plot", "--help"]])

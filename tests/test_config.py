@@ -11,6 +11,8 @@ from stronghold.config import DataSettings, ModelSettings, OffloadSettings, Opti
         (TrainSettings, {"batch": 0}, "batch must be a whole number of at least 1 \\(got 0\\)"),
         (TrainSettings, {"steps": 2.5}, "steps must be a whole number of at least 1 \\(got 2.5\\)"),
         (TrainSettings, {"steps": True}, "steps must be a whole number of at least 1 \\(got True\\)"),
+        (TrainSettings, {"checkpoint_every": 0}, "checkpoint_every must be a whole number of at least 1 \\(got 0\\)"),
+        (TrainSettings, {"keep_checkpoints": 0}, "keep_checkpoints must be a whole number of at least 1"),
         (TrainSettings, {"sequence": 1}, "sequence must be a whole number of at least 2 \\(got 1\\)"),
         (TrainSettings, {"seed": -1}, "seed must be a whole number of at least 0 \\(got -1\\)"),
         (TrainSettings, {"dtype": "fp16"}, "dtype must be 'fp32' or 'bf16' \\(got 'fp16'\\)"),

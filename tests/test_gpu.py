@@ -103,6 +103,18 @@ def test_resident_layers_train_as_those_in_the_store(dtype, states, update):
         assert others == pytest.approx(losses, rel=1e-5 if dtype == torch.float32 and states == "fp32" else 5e-3)
 
 
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_a_disk_gives_the_bits_of_memory(tmp_path, states, update):
+    settings = {"dtype": torch.bfloat16, "clip": False, "states": states, "update": update}
+    losses, parameters = train(12, window=2, **settings)
+    for window in (1, 2, 4):
+        others, other_parameters = train(12, window=window, store=tmp_path / str(window), **settings)
+        assert others == losses
+        for one, other in zip(parameters, other_parameters, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_resident_layers_stay_out_of_a_step_that_is_not_finite():
     for update in ("deferred", "in_backward"):
         torch.manual_seed(0)
@@ -239,3 +251,44 @@ def test_a_step_does_not_synchronise_the_device(monkeypatch):
         optimizer.step()
         optimizer.zero_grad()
     stronghold.report(model)
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_goes_on_to_the_bit(dtype, states, tmp_path):
+    """With dropout, whose random states are the device's; from streamed layers to resident ones."""
+
+    def prepare(**placement):
+        torch.manual_seed(0)
+        model = stronghold.offload(GPT(SMALL), device="cuda", dtype=dtype, **placement)
+        return model, stronghold.AdamW(model.parameters(), lr=1e-3, states=states)
+
+    def steps(model, optimizer, seed):
+        losses = []
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(3):
+            tokens = torch.randint(0, SMALL.vocabulary, (4, 128), generator=generator).cuda()
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = prepare(window=2)
+    steps(model, optimizer, 1)
+    path = stronghold.checkpoint.save(tmp_path / "saved", model, optimizer)
+    expected = steps(model, optimizer, 2)
+    for store in ("ram", str(tmp_path / "store")):
+        other, its_optimizer = prepare(window=3, store=store)
+        steps(other, its_optimizer, 3)
+        stronghold.checkpoint.load(path, other, its_optimizer)
+        assert steps(other, its_optimizer, 2) == expected
+        for one, same in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, same)
+    resident, its_optimizer = prepare(window=1, resident=2)
+    stronghold.checkpoint.load(path, resident, its_optimizer)
+    again = stronghold.checkpoint.save(tmp_path / "again", resident, its_optimizer)
+    third, third_optimizer = prepare(window=2)
+    stronghold.checkpoint.load(again, third, third_optimizer)
+    assert steps(third, third_optimizer, 2) == expected

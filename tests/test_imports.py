@@ -10,11 +10,13 @@ import stronghold
 
 ROOMS = {
     "errors": 0,
+    "layout": 0,
     "units": 0,
     "config": 1,
     "native": 1,
-    "layout": 1,
     "split": 1,
+    "weights": 1,
+    "tensor_files": 2,
     "device": 1,
     "schedule": 2,
     "home": 2,
@@ -27,13 +29,14 @@ ROOMS = {
     "window": 4,
     "offload": 5,
     "checkpoint": 6,
+    "pretrained": 6,
     "methods": 6,
     "parallel": 6,
     "training": 7,
     "cli": 8,
 }
 EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above every room
-MAY_IMPORT_MODELS = {"models", "methods", "training", "cli"}  # everything else works on any nn.Module
+MAY_IMPORT_MODELS = {"models", "methods", "pretrained", "training", "cli"}  # everything else works on any nn.Module
 EVALUATION_MAY_IMPORT = {"evaluation", "errors", "units", "config"}  # records only, never the engine
 MAY_READ_ENVIRONMENT = {"cli", "__main__"}
 

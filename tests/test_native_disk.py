@@ -17,7 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stronghold.errors import CorruptionError, DiskError, StrongholdError
-from stronghold.native import PIECE_BYTES, BufferedDiskWarning, Disk, Fault, Priority, crc32c, disk_errors
+from stronghold.native import (
+    PIECE_BYTES,
+    SUM_BYTES,
+    BufferedDiskWarning,
+    Disk,
+    Fault,
+    Priority,
+    checksums,
+    crc32c,
+    disk_errors,
+)
 from tests.test_native_threads import in_a_process
 
 SMALL = 8192  # pieces, so that little data makes many
@@ -58,7 +68,7 @@ def test_every_alignment_of_memory_offset_and_length(
     path.write_bytes(b"\xcc" * (20 * SMALL))
     data, back = askew(length, write_askew), askew(length + 2, read_askew)
     data.copy_(numbers(length, seed=length))
-    sums = torch.zeros(-(-length // SMALL), dtype=torch.int32)
+    sums = torch.zeros(-(-length // SUM_BYTES), dtype=torch.int32)
     offset = 4096 * blocks
     with Disk(threads=threads, piece_bytes=SMALL) as disk:
         file = disk.open(path)
@@ -98,19 +108,37 @@ def test_a_transfer_of_many_pieces_of_the_usual_size(path):
         assert 0 < counters.busy_s < 250
 
 
-def test_sums_are_the_crc32c_of_each_piece(path):
+def test_sums_are_the_crc32c_of_each_page(path):
     data = numbers(2 * SMALL + 100)
-    parts = [data[i : i + SMALL] for i in range(0, len(data), SMALL)]
+    parts = [data[i : i + SUM_BYTES] for i in range(0, len(data), SUM_BYTES)]
     assert crc32c(numbers(0)) == 0
     assert crc32c(torch.tensor(list(b"123456789"), dtype=torch.uint8)) == 0xE3069283
     with Disk(piece_bytes=SMALL) as disk:
         file = disk.open(path, create=True)
-        written, read = torch.zeros(3, dtype=torch.uint32), torch.zeros(3, dtype=torch.int32)
+        written, read = torch.zeros(5, dtype=torch.uint32), torch.zeros(5, dtype=torch.int32)
         disk.write(file, data, sums=written).wait()
         disk.read(file, torch.empty_like(data), sums=read).wait()
     assert written.tolist() == [crc32c(part) for part in parts]
     assert torch.equal(read, written.view(torch.int32))
-    assert crc32c(parts[1], crc=crc32c(parts[0])) == crc32c(data[: 2 * SMALL])
+    assert crc32c(parts[1], crc=crc32c(parts[0])) == crc32c(data[: 2 * SUM_BYTES])
+    summed = torch.zeros(5, dtype=torch.int32)
+    checksums(data, summed)
+    assert torch.equal(summed, read)
+
+
+def test_a_sum_of_zero_is_one_that_is_not_known(path):
+    data, sums = numbers(3 * SUM_BYTES), torch.zeros(3, dtype=torch.int32)
+    with Disk() as disk:
+        file = disk.open(path, create=True)
+        disk.write(file, data, sums=sums).wait()
+        path.write_bytes(bytes(data[:SUM_BYTES].tolist()) + bytes(2 * SUM_BYTES))
+        sums[1] = 0
+        with pytest.raises(CorruptionError) as caught:
+            disk.read(file, torch.empty_like(data), sums=sums, verify=True).wait()
+        assert caught.value.offset == 2 * SUM_BYTES
+        sums[2] = 0
+        disk.read(file, torch.empty_like(data), sums=sums, verify=True).wait()
+    assert sums[1:].tolist() == [0, 0]
 
 
 def test_many_threads_at_once(path):
@@ -269,7 +297,7 @@ def test_a_file_that_ends_before_the_data_does(path):
 @pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize("at_byte", [None, 0, 99])
 def test_one_flipped_bit_is_found(path, kind, at_byte):
-    data, sums = numbers(3 * SMALL), torch.zeros(3, dtype=torch.int32)
+    data, sums = numbers(3 * SMALL), torch.zeros(6, dtype=torch.int32)
     before = data.clone()
     fault = Fault(kind=kind, what="flip", nth=2, at_byte=at_byte)
     with Disk(threads=1, piece_bytes=SMALL, faults=[fault]) as disk:
@@ -280,9 +308,11 @@ def test_one_flipped_bit_is_found(path, kind, at_byte):
         with pytest.raises(CorruptionError, match="the data on disk was altered") as caught:
             disk.read(file, back, sums=sums, verify=True).wait()
         error = caught.value
-        assert (error.path, error.offset, error.length) == (str(path), SMALL, SMALL)
-        assert error.expected == sums[1].item() & 0xFFFFFFFF == crc32c(data[SMALL : 2 * SMALL])
-        assert error.found == crc32c(back[SMALL : 2 * SMALL])
+        page = 3 if at_byte is None else 2  # of the second piece the first, or the one in its middle
+        assert (error.path, error.offset, error.length) == (str(path), page * SUM_BYTES, SUM_BYTES)
+        altered = slice(page * SUM_BYTES, (page + 1) * SUM_BYTES)
+        assert error.expected == sums[page].item() & 0xFFFFFFFF == crc32c(data[altered])
+        assert error.found == crc32c(back[altered])
         assert f"{error.expected:#010x}" in str(error) and f"{error.found:#010x}" in str(error)
         assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
 
@@ -526,8 +556,8 @@ def test_arguments_are_checked(path):
             disk.read(file, memory.to("meta"))
         with pytest.raises(ValueError, match="verify needs the checksums"):
             disk.read(file, memory, verify=True)
-        for sums in (torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)):
-            with pytest.raises(ValueError, match="sums must be int32 or uint32 and hold 2 elements"):
+        for sums in (torch.zeros(2, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)):
+            with pytest.raises(ValueError, match="sums must be int32 or uint32 and hold 4 elements"):
                 disk.read(file, memory, sums=sums)
         with pytest.raises(ValueError, match="length_bytes must be 0 or more"):
             file.reserve(-1)

@@ -11,16 +11,19 @@ import torch
 from rich.console import Console
 
 from stronghold import training
-from stronghold.config import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
 from stronghold.data.batches import Batches
 from stronghold.data.text import read_documents
 from stronghold.data.tokens import ByteTokenizer, tokenize
 from stronghold.evaluation.records import read_records
 from stronghold.evaluation.runs import read_run
 from stronghold.methods import Prepared, decay_groups
-from stronghold.models.files import load_model, save_model
+from stronghold.methods.stronghold import Stronghold
+from stronghold.models.files import load_model
 from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.pretrained import save
 from stronghold.training import TrainingError, learning_rate_factor, train
+from stronghold.weights import fill
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 2, "vocabulary": 256}
 
@@ -117,6 +120,28 @@ def test_the_same_seed_gives_the_same_losses(settings, tmp_path):
     assert losses[0] == losses[1] != losses[2]
 
 
+def test_weights_and_losses_are_the_same_wherever_the_layers_are(settings, tmp_path):
+    losses = []
+    for name, store in (("a", "ram"), ("b", str(tmp_path / "store"))):
+        wanted = dataclasses.replace(settings, steps=3, out=str(tmp_path / name), offload=OffloadSettings(store=store))
+        run(dataclasses.replace(wanted, save=str(tmp_path / f"{name}-saved")))
+        losses.append([step["loss"] for step in read_run(tmp_path / name).steps])
+    assert losses[0] == losses[1]
+    assert any((tmp_path / "store").iterdir())
+    states = [load_model(tmp_path / f"{name}-saved")[0].state_dict() for name in "ab"]
+    assert all(torch.equal(one, states[1][name]) for name, one in states[0].items())
+
+
+def test_the_model_is_on_the_meta_device_until_its_method_places_it(settings, monkeypatch):
+    class Looking(Stronghold):
+        def prepare(self, model, settings, weights=None):
+            assert all(parameter.is_meta for parameter in model.parameters())
+            return super().prepare(model, settings, weights)
+
+    monkeypatch.setattr(training, "find_method", lambda name: Looking())
+    run(dataclasses.replace(settings, steps=1))
+
+
 def test_held_out_text_is_scored_at_the_end(settings, text):
     outcome, shown = run(
         dataclasses.replace(settings, data=DataSettings(source=str(text), held_out=7), save=settings.out + "/kept")
@@ -139,7 +164,7 @@ COSINES = (1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0)
 
 
 def test_a_saved_gpt_and_a_transformers_config_are_trained(settings, tmp_path):
-    save_model(GPT(GPTConfig(sequence=32, **SHAPE)), tmp_path / "gpt")
+    save(GPT(GPTConfig(sequence=32, **SHAPE)), tmp_path / "gpt")
     from transformers import LlamaConfig
 
     LlamaConfig(
@@ -205,9 +230,10 @@ class Plain:
     def __init__(self, spoil):
         self.spoil = spoil
 
-    def prepare(self, model, settings):
+    def prepare(self, model, settings, weights=None):
         from stronghold.evaluation.report import Report
 
+        fill(model, weights)
         forward, calls = model.forward, []
 
         def spoilt(*arguments, **keywords):

@@ -6,6 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stronghold.native import crc32c
+
+_SAMPLES_AT_ONCE = 4096
+
 
 class Batches:
     """The batches of a run: ``batches[position]`` is int64 (batch, sequence), whichever came before it.
@@ -48,6 +52,14 @@ class Batches:
     def held_out_samples(self) -> int:
         """How many samples are kept for validation."""
         return len(self._held)
+
+    def fingerprint(self) -> dict[str, int]:
+        """Returns what tells whether these are the same tokens as another time: their number and CRC-32C."""
+        crc = 0
+        for begin in range(0, len(self._samples), _SAMPLES_AT_ONCE):
+            part = np.array(self._samples[begin : begin + _SAMPLES_AT_ONCE])
+            crc = crc32c(torch.from_numpy(part.reshape(-1).view(np.uint8)), crc)
+        return {"tokens": int(self._samples.size), "crc32c": crc}
 
     def __getitem__(self, position: int) -> Tensor:
         if position < 0:

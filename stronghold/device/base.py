@@ -21,17 +21,21 @@ class Device(ABC):
     """Buffers, streams, and a clock.
 
     ``fetches`` copies layers to the device and ``edges`` the edges (apart, because an edge that is updated last would
-    hold up the layers behind it), ``gradients`` copies from the device, ``updates`` works on the host. The computation
-    itself is a stream that autograd issues from the caller's thread: ``compute_wait`` makes it wait, ``compute_mark``
+    hold up the layers behind it), ``gradients`` copies from the device, ``updates`` works on the host, ``disk`` waits
+    for what is being written. The computation itself is a stream that autograd issues from the caller's thread:
+    ``compute_wait`` makes it wait, ``compute_mark``
     records an event in it, ``compute_copy`` copies within it, ``compute_run`` and ``compute_now`` do other work in it.
     """
 
     name: str
     torch_device: torch.device
+    is_host: bool = False
+    """Whether its buffers are host memory, into which a disk can be read."""
     fetches: Stream
     edges: Stream
     gradients: Stream
     updates: Stream
+    disk: Stream
 
     def __init__(self) -> None:
         self.pinned_bytes = 0

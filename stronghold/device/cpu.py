@@ -12,6 +12,7 @@ from stronghold.device.base import Device
 from stronghold.device.events import Event
 from stronghold.device.memory import HostBuffer
 from stronghold.device.streams import Stream
+from stronghold.layout import PAGE_BYTES
 
 
 class CpuDevice(Device):
@@ -22,6 +23,7 @@ class CpuDevice(Device):
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    is_host = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,12 +31,16 @@ class CpuDevice(Device):
         self.edges = self.stream("edges")
         self.gradients = self.stream("gradients")
         self.updates = self.stream("updates")
+        self.disk = self.stream("disk")
 
     def stream(self, name: str) -> Stream:
         return Stream(name)
 
     def buffer(self, length_bytes: int) -> Tensor:
-        return torch.empty(length_bytes, dtype=torch.uint8)
+        # At a page's beginning, for a disk is read straight into it; by DLPack its storage begins there, too.
+        memory = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8)
+        begin = -memory.data_ptr() % PAGE_BYTES
+        return torch.from_dlpack(memory[begin : begin + length_bytes])
 
     def host_buffer(self, length_bytes: int, *, pinned: bool = True) -> HostBuffer:
         return self._counted(HostBuffer(length_bytes))

@@ -83,6 +83,7 @@ class CudaDevice(Device):
         self.edges = CudaStream("edges", self.torch_device)
         self.gradients = CudaStream("gradients", self.torch_device)
         self.updates = Stream("updates")
+        self.disk = Stream("disk")
 
     def buffer(self, length_bytes: int) -> Tensor:
         return torch.empty(length_bytes, dtype=torch.uint8, device=self.torch_device)

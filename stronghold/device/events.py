@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from stronghold.errors import StrongholdError
+
 
 class Event:
     """A point in a stream's work that others wait for.
@@ -35,5 +37,7 @@ class Event:
     def wait(self) -> None:
         """Blocks the calling thread until the event has happened; raises what made it fail."""
         self._happened.wait()
+        if isinstance(self._error, StrongholdError):
+            raise self._error
         if self._error is not None:
             raise RuntimeError(f"a background copy or update failed: {self._error}") from self._error

@@ -25,35 +25,47 @@ class Buffer(Protocol):
         """Returns the tensor of ``shape`` and ``dtype`` that lies at ``offset_bytes``, with a storage of its own."""
 
 
-class HostBuffer:
-    """A flat piece of host memory: page-aligned, as long as asked for, never rounded up to a power of two.
+class MappedBuffer:
+    """Memory mapped into the process, shared out as tensors.
 
-    It is anonymous memory of its own rather than a torch allocation, so that it can be pinned where it lies
-    (``torch.Tensor.pin_memory`` takes up to twice the size, pytorch #95823). The views have storages of their own:
-    saving one tensor saves that tensor's bytes, and no library takes neighbours for tied weights.
-
-    Raises MemoryError where the system refuses it.
+    The views have storages of their own: saving one tensor saves that tensor's bytes, and no library takes neighbours
+    for tied weights.
     """
 
-    def __init__(self, length_bytes: int) -> None:
+    def __init__(self, memory: mmap.mmap, length_bytes: int, offset_bytes: int = 0) -> None:
         self.length_bytes = length_bytes
-        try:
-            self._memory = mmap.mmap(-1, max(length_bytes, 1))
-        except (OSError, OverflowError, MemoryError) as error:
-            raise MemoryError(
-                f"the system refused {format_bytes(length_bytes)} of host memory ({error}); raise the process's limit "
-                "(ulimit -v) or the container's, or train a smaller model"
-            ) from error
-        self.flat = torch.frombuffer(self._memory, dtype=torch.uint8)[:length_bytes]
-        self.pinned = False
+        self._memory = memory
+        self._offset_bytes = offset_bytes
+        self.flat = torch.frombuffer(memory, dtype=torch.uint8)[offset_bytes : offset_bytes + length_bytes]
 
     def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns the tensor of ``shape`` and ``dtype`` that lies at ``offset_bytes``."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset_bytes)
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._offset_bytes + offset_bytes)
         return flat.view(shape).data  # not a view of ``flat``, which would live on as a second user of the storage
+
+
+class HostBuffer(MappedBuffer):
+    """A flat piece of host memory: page-aligned, as long as asked for, never rounded up to a power of two.
+
+    It is anonymous memory of its own rather than a torch allocation, so that it can be pinned where it lies
+    (``torch.Tensor.pin_memory`` takes up to twice the size, pytorch #95823).
+
+    Raises MemoryError where the system refuses it.
+    """
+
+    def __init__(self, length_bytes: int) -> None:
+        try:
+            memory = mmap.mmap(-1, max(length_bytes, 1))
+        except (OSError, OverflowError, MemoryError) as error:
+            raise MemoryError(
+                f"the system refused {format_bytes(length_bytes)} of host memory ({error}); raise the process's limit "
+                "(ulimit -v) or the container's, or train a smaller model"
+            ) from error
+        super().__init__(memory, length_bytes)
+        self.pinned = False
 
 
 class DeviceBuffer:

@@ -36,12 +36,14 @@ class StepDisplay:
         self._progress.stop()
 
     def step(self, record: Record) -> None:
-        """Shows one step's record: loss, tokens a second, peak bytes on the device and of this process."""
+        """Shows one step's record: loss, tokens a second, peak bytes on the device and of this process, wear."""
         shown = (
             f"loss {record['loss']:.4f} {record['tokens_per_s']:,.0f} tokens/s "
             f"device {format_bytes(record['peak_device_bytes'] or record['device_bytes'])} "
             f"host {format_bytes(record['peak_host_bytes'])}"
         )
+        if record.get("disk_written_bytes"):
+            shown += f" disk {format_bytes(record['disk_written_bytes'])} written"
         step = record["step"]
         if self._console.is_terminal:
             self._progress.update(self._task, completed=step, shown=shown)

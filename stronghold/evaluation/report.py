@@ -12,7 +12,9 @@ class StepTimes:
     """One optimizer step: its time in seconds, and what crossed the link between host and device.
 
     ``total_s`` is from the end of the step before. The waits are those of the computation: for a layer's
-    fetch, for a layer's update to complete before its fetch, for the disk; ``compute_s`` is the rest.
+    fetch from host memory, for a layer's update to complete before its fetch, for a fetch from disk; ``compute_s`` is
+    the rest. What the disk has read and written since the end of the step before belongs, in part, to the updates of
+    that step; ``disk_busy_s`` is how long it was at it.
     """
 
     total_s: float
@@ -23,6 +25,9 @@ class StepTimes:
     fetches: int
     fetched_bytes: int
     gradient_bytes: int
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_busy_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +36,9 @@ class Report:
 
     ``peak_device_bytes`` is 0 where the device does not count. ``states`` is the format of the optimizer's moments,
     None without one. ``accumulation_bytes`` are not held yet: they are what a second ``backward()`` before ``step()``
-    takes, for sums in fp32. ``step`` is None before the first step.
+    takes, for sums in fp32. ``process_host_bytes`` is what the process had in memory, the interpreter and its libraries
+    with it, before anything was placed, without the model's own parameters. ``on_root_disk`` tells that one of
+    ``disk_paths`` is on the system's disk, which wears with every step. ``step`` is None before the first step.
     """
 
     parameters: int
@@ -49,7 +56,10 @@ class Report:
     peak_device_bytes: int
     pinned_host_bytes: int
     pageable_host_bytes: int
+    process_host_bytes: int
     disk_bytes: int
+    disk_paths: tuple[str, ...]
+    on_root_disk: bool
     accumulation_bytes: int
     skipped_steps: int
     step: StepTimes | None
@@ -86,7 +96,10 @@ class Report:
             ("", "pageable", format_bytes(self.pageable_host_bytes)),
             ("", "together", format_bytes(self.host_bytes)),
             ("", "to accumulate", f"{format_bytes(self.accumulation_bytes)} more"),
+            ("", "process", f"{format_bytes(self.process_host_bytes)} more, and activations"),
             ("disk", "layers and states", format_bytes(self.disk_bytes)),
+            *([("", "in", ", ".join(self.disk_paths))] if self.disk_paths else []),
+            *([("", "note", "this is the system's own disk: training wears it")] if self.on_root_disk else []),
         ]
         if (step := self.step) is not None:
             rows += [
@@ -97,6 +110,13 @@ class Report:
                 ("", "waiting for disk", _part(step.disk_wait_s, step)),
                 ("", "fetched", f"{format_bytes(step.fetched_bytes)} in {step.fetches} fetches"),
                 ("", "gradients down", format_bytes(step.gradient_bytes)),
+            ]
+        if self.step is not None and self.disk_paths:
+            written = self.step.disk_written_bytes
+            rows += [
+                ("", "disk busy", _part(self.step.disk_busy_s, self.step)),
+                ("", "read from disk", format_bytes(self.step.disk_read_bytes)),
+                ("", "written to disk", f"{format_bytes(written)}, {written / 1e9:.3g} TB in a thousand steps"),
             ]
         if self.skipped_steps:
             rows.append(("steps", "skipped", f"{self.skipped_steps}, for gradients that were not finite"))

@@ -13,18 +13,21 @@ from stronghold.home.gradient import (
 )
 from stronghold.home.home import Home, is_shared
 from stronghold.home.parameter import BoundParameter, OffloadedParameter, home_of
-from stronghold.home.protocols import Owner, Updater
+from stronghold.home.protocols import Kind, Memory, Owner, Updater, Work
 
 __all__ = [
     "BoundParameter",
     "Collected",
     "ConsumedGradient",
     "Home",
+    "Kind",
     "Known",
+    "Memory",
     "OffloadedGradient",
     "OffloadedParameter",
     "Owner",
     "Updater",
+    "Work",
     "consumed_error",
     "consumed_like",
     "home_of",

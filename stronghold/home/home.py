@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from stronghold.device import Buffer, Device, Event, HostBuffer
 from stronghold.errors import OffloadedModelError
 from stronghold.home.masters import Masters
-from stronghold.home.protocols import Owner
-from stronghold.layout import Layout, lay_out
+from stronghold.home.protocols import Kind, Memory, Owner
+from stronghold.layout import ALIGNMENT_BYTES, Layout, lay_out, round_up
 
 if TYPE_CHECKING:
     from stronghold.home.gradient import Known
@@ -23,6 +23,7 @@ class Home:
 
     ``index`` is the layer's number, or None for an edge. ``weight`` are views in the compute dtype: what is copied to
     the device and what the parameter is outside the window. A ``resident`` layer has all of that on the device.
+    ``alignment`` is that of its tensors in memory, in bytes.
     Gradients have a layout of their own, without those of frozen parameters. "Place" is a parameter's number in its
     unit.
     """
@@ -35,6 +36,7 @@ class Home:
         dtype: torch.dtype,
         *,
         resident: bool = False,
+        alignment: int = ALIGNMENT_BYTES,
     ) -> None:
         self.index = index
         self.name = name
@@ -42,7 +44,8 @@ class Home:
         self.dtype = dtype
         self.resident = resident
         self.shapes = [tuple(p.shape) for p in parameters]
-        self.layout: Layout = lay_out([p.numel() * dtype.itemsize for p in parameters])
+        self.alignment = alignment
+        self.layout: Layout = lay_out([p.numel() * dtype.itemsize for p in parameters], alignment)
         self.owner: Owner | None = None
         self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
@@ -51,6 +54,7 @@ class Home:
         self.masters = Masters()
         self._buffers: list[Buffer] = []
         self._device: Device | None = None
+        self._memory: Memory | None = None
         self.gradient_places: tuple[int, ...] = ()
         self.gradient_layout: Layout = lay_out([])
         self.gradient_buffer: HostBuffer | None = None
@@ -64,8 +68,12 @@ class Home:
         self.touched = False
         """Somebody may have written the weights by a way that leaves no trace in the version."""
         self.versions = [0] * len(self.parameters)
+        self.on_disk: frozenset[Kind] = frozenset()
+        """What of the unit is on disk; the rest is in host memory, or on the device."""
         self.generation = 0
         """Counts what has changed the weights: updates, and writes that show in the versions."""
+        self.writes = 0
+        """Counts how often somebody may have written the weights, whether it shows or not."""
 
     @property
     def is_edge(self) -> bool:
@@ -79,11 +87,23 @@ class Home:
     def elements(self) -> int:
         return sum(p.numel() for p in self.parameters)
 
-    def place(self, device: Device) -> None:
-        """Allocates the weights, and the remainders that training or exactness need, and fills them."""
-        self._device = device
-        values = [p.detach() for p in self.parameters]
-        self.buffer = self.allocate(self.layout.total_bytes)
+    @property
+    def slot_bytes(self) -> int:
+        """What the unit's weights take in a slot of the window: with their file's last page, if they are on disk."""
+        return round_up(self.layout.total_bytes, self.alignment)
+
+    def lives(self, kind: Kind) -> str:
+        """Returns where a part of the unit is: on the "device", on "disk", or on the "host"."""
+        return "device" if self.resident else "disk" if kind in self.on_disk else "host"
+
+    def place(self, device: Device, memory: Memory, values: Iterable[Tensor] | None = None) -> None:
+        """Allocates the weights, and the remainders that training or exactness need, and fills them.
+
+        ``values`` are taken one after another; without them they are the parameters' own.
+        """
+        self._device, self._memory = device, memory
+        values = [p.detach() for p in self.parameters] if values is None else values
+        self.buffer = self.allocate(self.layout.total_bytes, "weights")
         self.weight = [
             self.buffer.view(offset, shape, self.dtype)
             for offset, shape in zip(self.layout.offsets, self.shapes, strict=True)
@@ -96,12 +116,10 @@ class Home:
             else:
                 weight.copy_(value)
 
-    def allocate(self, length_bytes: int, *, pinned: bool = True) -> Buffer:
-        """Allocates memory where the unit lives: on the host, or on the device for a resident layer."""
-        assert self._device is not None
-        if self.resident:
-            return self._device.device_buffer(length_bytes)
-        return self._device.host_buffer(length_bytes, pinned=pinned)
+    def allocate(self, length_bytes: int, kind: Kind) -> Buffer:
+        """Allocates memory where this part of the unit lives: on the host, on disk, or on the device."""
+        assert self._memory is not None
+        return self._memory.allocate(self, length_bytes, kind)
 
     def master_places(self) -> list[int]:
         """Returns which parameters have a remainder: those of bf16 units that are trained, or rounded when placed."""
@@ -128,7 +146,8 @@ class Home:
 
     def remainder_bytes(self) -> int:
         """Returns what the remainders take when the unit is placed."""
-        return lay_out([2 * self.parameters[place].numel() for place in self.master_places()]).total_bytes
+        sizes = [2 * self.parameters[place].numel() for place in self.master_places()]
+        return lay_out(sizes, self.alignment).total_bytes
 
     def fit_gradients(self) -> bool:
         """Makes room in the gradients' layout for the parameters that are trained now; returns whether it changed.
@@ -203,14 +222,36 @@ class Home:
         return self.gradient_layout.offsets[len(self.gradient_places)]
 
     def _place_remainders(self, places: Sequence[int]) -> None:
-        layout = lay_out([2 * self.parameters[place].numel() for place in places])
+        layout = lay_out([2 * self.parameters[place].numel() for place in places], self.alignment)
         if not places:
             return
-        buffer = self.allocate(layout.total_bytes, pinned=False)
+        buffer = self.allocate(layout.total_bytes, "remainders")
         self._buffers.append(buffer)
         for place, offset in zip(places, layout.offsets, strict=True):
             remainder = buffer.view(offset, self.shapes[place], torch.int16)
             self.masters.place(place, remainder, raw_version(self.parameters[place]))
+
+    def attach(self, place: int) -> None:
+        """Hears that a parameter's memory is this unit's from now on."""
+        self.versions[place] = raw_version(self.parameters[place])
+        self.masters.attach(place, self.versions[place])
+
+    def settled_value(self, place: int, *, exact: bool) -> Tensor:
+        """Returns a parameter's value once no update of it is under way: in the compute dtype, or its fp32 master.
+
+        What the user wrote is in it. It is where the unit lives, and may be its memory: for reading, and until then.
+        """
+        assert self.owner is not None
+        if self.updated is not None:
+            self.owner.device.host_wait(self.updated)  # of an edge, the host's own copy is read here
+        self.wait_updated()
+        self.owner.take_writes(self)
+        return self.master(place) if exact else self.weight[place]
+
+    def drop(self) -> None:
+        """Takes what was looked at of the unit out of the resident set, if it is on disk."""
+        if self._memory is not None:
+            self._memory.drop(self)
 
     def wait_updated(self) -> None:
         """Blocks until no update of this unit is under way."""
@@ -226,11 +267,17 @@ class Home:
     def lend(self, place: int, *, unseen: bool) -> None:
         """Hears that somebody gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
         self.touched |= unseen
-        if not self.is_edge:  # of an edge the host has its own copy, to compare with
-            self.masters.lend(place, self.weight[place])
+        if self._memory is not None:
+            self._memory.opened(self)
+        # Of an edge the host has its own copy, to compare with. Marking has read the weight: without drop() a
+        # state_dict() would leave the whole model in the resident set.
+        if not self.is_edge and self.masters.lend(place, self.weight[place]):
+            self.drop()
 
     def write(self, place: int, task: Callable[[], Any]) -> Any:
         """Runs ``task``, which writes into a parameter."""
+        if self._memory is not None:
+            self._memory.opened(self)
         if self.is_edge or place not in self.masters.remainders:
             return task()
         return self.masters.write(place, self.weight[place], task, lambda: raw_version(self.parameters[place]))
@@ -245,6 +292,7 @@ class Home:
             self.generation += 1
         written = self.touched or self.masters.marked or self.is_lent or versions != self.versions
         self.touched, self.versions = False, versions
+        self.writes += written
         return written
 
     def take_writes(self, arrived: Sequence[Tensor] = ()) -> None:

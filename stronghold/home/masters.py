@@ -42,6 +42,11 @@ class Masters:
         self.remainders[place] = remainder
         self._accounted[place] = version
 
+    def attach(self, place: int, version: int) -> None:
+        """Hears the version that a parameter begins with."""
+        if place in self.remainders:
+            self._accounted[place] = version
+
     def fill(self, place: int, weight: Tensor, values: Tensor) -> None:
         """Writes ``values`` (fp32) as the master of one parameter."""
         split(values, weight, self.remainders[place])
@@ -50,10 +55,15 @@ class Masters:
         """Returns a copy of the fp32 master of one parameter."""
         return join(weight, self.remainders[place])
 
-    def lend(self, place: int, weight: Tensor) -> None:
-        """Hears, before anything is written, that somebody gets a tensor over a weight's memory."""
-        if place in self.remainders and place not in self._marks:
-            self._marks[place] = _marks(weight)
+    def lend(self, place: int, weight: Tensor) -> bool:
+        """Hears, before anything is written, that somebody gets a tensor over a weight's memory.
+
+        Returns whether it has read the weight, to mark it.
+        """
+        if place not in self.remainders or place in self._marks:
+            return False
+        self._marks[place] = _marks(weight)
+        return True
 
     def write(self, place: int, weight: Tensor, task: Callable[[], object], version: Callable[[], int]) -> object:
         """Runs ``task``, which writes into one weight, and clears the remainders of the elements it changed."""

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
-from stronghold.device import Device, Event
+from stronghold.device import Buffer, Device, Event
+from stronghold.native import Segment
 
 if TYPE_CHECKING:
     from stronghold.home.gradient import Collected
     from stronghold.home.home import Home
+
+
+Kind = Literal["weights", "remainders", "moments"]
+"""What a unit has memory for."""
+
+
+class Memory(Protocol):
+    """Who gives a unit its memory: the store."""
+
+    def allocate(self, home: Home, length_bytes: int, kind: Kind) -> Buffer:
+        """Allocates memory of a unit, all zero."""
+
+    def opened(self, home: Home) -> None:
+        """Hears that somebody may write the memory of a unit, now and until the next update."""
+
+    def drop(self, home: Home) -> None:
+        """Takes what was looked at of a unit on disk out of the resident set."""
 
 
 class Owner(Protocol):
@@ -35,8 +53,8 @@ class Owner(Protocol):
     def take_writes(self, home: Home) -> bool:
         """Brings the host's memory of ``home`` up to what the user wrote into its parameters, if anything."""
 
-    def update(self, home: Home, task: Callable[[], None], moved_bytes: int, after: Event | None) -> Event | None:
-        """Submits ``task``, the update of ``home``, which moves ``moved_bytes``, behind ``after``.
+    def update(self, home: Home, work: Work, moved_bytes: int, after: Event | None) -> Event | None:
+        """Submits ``work``, the update of ``home``, which moves ``moved_bytes``, behind ``after``.
 
         Returns the event after which the weights may be used again, or None where that is the computation's order.
         """
@@ -47,17 +65,39 @@ class Owner(Protocol):
     def take_poison(self) -> bool:
         """Whether a gradient of the backward pass was not finite, from where on no layer was updated; forgets it."""
 
-    def check_memory(self, *, host_bytes: int, device_bytes: int, what: str) -> None:
+    def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
         """Raises BudgetError where ``what`` does not fit the budgets beside what is allocated already.
 
-        Raises MemoryError where the system does not have it.
+        Raises MemoryError where the system does not have it, StoreError where the disk does not.
         """
 
     def step_done(self) -> None:
         """Hears that the optimizer's step has been taken."""
 
+    def wait_updates(self) -> None:
+        """Blocks the host until every update under way is complete: somebody reads or writes what they write."""
+
     def wait_updated(self, home: Home) -> None:
         """Waits for the update of ``home`` that is under way: somebody uses its weights or gradients."""
+
+
+class Work(Protocol):
+    """The update of one unit."""
+
+    operands: Sequence[Sequence[Tensor]]
+    """What it reads and writes of every parameter in turn, beside the gradient."""
+
+    def segments(self) -> list[Segment] | None:
+        """Counts the step and returns what is to be updated; None where nothing is, for gradients that are not finite.
+
+        Called in the update's turn.
+        """
+
+    def kernel(self, segments: list[Segment]) -> None:
+        """Updates some of the segments, or parts of them."""
+
+    def done(self) -> None:
+        """Hears that all of them are updated."""
 
 
 class Updater(Protocol):

@@ -10,6 +10,7 @@ from torch import nn
 
 from stronghold.config import TrainSettings
 from stronghold.evaluation.report import Report
+from stronghold.weights import Weights
 
 METHODS = {"stronghold": "stronghold.methods.stronghold:Stronghold"}
 """Every method's name and class. A method's module is imported when it is asked for, and not before."""
@@ -33,10 +34,12 @@ class Method(Protocol):
 
     name: str
 
-    def prepare(self, model: nn.Module, settings: TrainSettings) -> Prepared:
+    def prepare(self, model: nn.Module, settings: TrainSettings, weights: Weights | None = None) -> Prepared:
         """Returns ``model`` and its optimizer as this method trains them.
 
-        Raises ValueError or StrongholdError for settings that it cannot keep, before anything is trained.
+        ``weights`` gives the values of a model on the meta device, as in ``stronghold.offload``; a method that needs
+        the model whole calls ``stronghold.weights.fill(model, weights)``. Raises ValueError or StrongholdError for
+        settings that it cannot keep, before anything is trained.
         """
 
 

@@ -9,6 +9,7 @@ from stronghold.config import TrainSettings
 from stronghold.methods import Prepared, decay_groups
 from stronghold.offload import offload, report
 from stronghold.optim import AdamW
+from stronghold.weights import Weights
 
 
 class Stronghold:
@@ -16,12 +17,13 @@ class Stronghold:
 
     name = "stronghold"
 
-    def prepare(self, model: nn.Module, settings: TrainSettings) -> Prepared:
+    def prepare(self, model: nn.Module, settings: TrainSettings, weights: Weights | None = None) -> Prepared:
         """Returns ``model`` offloaded, in place, and its AdamW."""
         offload(
             model,
             device=settings.device,
             dtype=torch.bfloat16 if settings.dtype == "bf16" else None,
+            weights=weights,
             **asdict(settings.offload),
         )
         wanted = settings.optimizer

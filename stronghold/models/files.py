@@ -1,8 +1,9 @@
-"""Models from local files, and back to files."""
+"""Models from local files: built without values, which their weights or an initialiser then give."""
 
 import json
 import os
-import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,75 +12,105 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.weights import Checkpoint, Weights, fill
+from stronghold.weights.checkpoint import INDEX, SINGLE
 
 _GPT_TYPE = "stronghold-gpt"
-_WEIGHTS = "model.safetensors"
 
 
 def load_model(path: str | Path) -> tuple[nn.Module, bool]:
-    """Returns the causal language model at ``path`` in fp32, and whether its weights were read too.
+    """Returns the causal language model at ``path`` in fp32, whole in memory, and whether its weights were read too.
 
-    ``path`` is a folder with a config.json, or such a file alone: of the reference GPT, as save_model writes
-    it, or of transformers. Without weights the model is initialised anew. Nothing is fetched from a hub.
-    Raises ValueError for anything else.
+    As :func:`build_model`, whose model it fills.
+    """
+    model, weights, with_weights = build_model(path)
+    fill(model, weights)
+    return model, with_weights
+
+
+def build_model(path: str | Path) -> tuple[nn.Module, Weights | None, bool]:
+    """Returns the causal language model at ``path`` in fp32 and in training mode, and what gives it its values.
+
+    ``path`` is a folder with a config.json, or such a file alone: of the reference GPT, as stronghold.save writes it,
+    or of transformers. The model's parameters are on the meta device; second comes what to pass to ``offload`` as
+    ``weights``, the folder or, where it has no weights, an initialiser; third whether it has. Weights in
+    another format than safetensors are read whole, and then the second is None. Nothing is fetched from a hub. Raises
+    ValueError for anything else.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"a model must be a folder with a config.json, or that file (got {str(path)!r}); pass one")
+    with_weights = path.is_dir() and any((path / name).is_file() for name in (SINGLE, INDEX))
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        kind = config["model_type"]
-        if kind == _GPT_TYPE:
-            return _load_gpt(config, path / _WEIGHTS)
-        return _load_transformers(path, file)
+        if not with_weights and path.is_dir() and any(path.glob("pytorch_model*.bin")):
+            return _load_whole(path), None, True
+        model = build(file, dtype=torch.float32).train()
+        if with_weights:
+            Checkpoint(path)
     except Exception as error:  # transformers raises all kinds for what it cannot read
-        problem = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"a model must be a causal language model's files, as transformers or this program writes them "
-            f"(got {str(path)!r}: {problem}); pass another, or mend its config.json"
-        ) from error
+        raise _no_model(path, error) from error
+    return model, path if with_weights else initialiser_of(model), with_weights
 
 
-def save_model(model: nn.Module, folder: str | Path) -> None:
-    """Writes weights and configuration into ``folder``, which appears, or is replaced, only when complete.
+def build(file: Path, *, dtype: torch.dtype | None = None, model_class: Any = None) -> nn.Module:
+    """Builds the model of a config.json with its parameters on the meta device and its buffers in memory.
 
-    They are written to a folder beside it first. transformers models are written by their own
-    ``save_pretrained``. Raises OSError, naming the folder, where it cannot be written.
+    ``dtype`` is that of the parameters of a transformers model, by default the config's own, or fp32, in which the
+    reference GPT always is. ``model_class`` is one of transformers' classes, by default AutoModelForCausalLM. Raises
+    whatever transformers raises.
     """
-    folder = Path(folder)
-    check_save_folder(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
-    replaced = folder.with_name(f".{folder.name}.replaced")
+    settings = json.loads(file.read_text(encoding="utf-8"))
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write(model, partial)
-        for written in partial.iterdir():
-            _sync(written)
-        _sync(partial)
-        if folder.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            folder.rename(replaced)
-        partial.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        _sync(folder.parent)
-    except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)  # what is there is no model, and may fill the disk
-        # safetensors reports a failed write as an exception of its own, with the system's words in it
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        number = error.errno if isinstance(error, OSError) else None
-        raise OSError(number, f"cannot save the model ({reason})", str(folder)) from error
+        kind = settings["model_type"]
+    except KeyError as error:
+        raise ValueError(f"no {error}") from error
+    if kind == _GPT_TYPE:
+        with torch.device("meta"):
+            return GPT(GPTConfig(**{name: settings[name] for name in settings if name != "model_type"}))
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(file))
+    if getattr(config, "quantization_config", None):
+        raise ValueError("quantised weights cannot be trained here; pass the model in float32 or bfloat16")
+    build_from = getattr(model_class or AutoModelForCausalLM, "from_config", None) or model_class._from_config
+    with _parameters_on_meta():
+        model: nn.Module = build_from(config, dtype=dtype or config.dtype or torch.float32)
+    return model
 
 
-def check_save_folder(folder: str | Path) -> None:
-    """Raises ValueError if ``folder`` holds something other than a model, which saving would replace."""
-    folder = Path(folder)
-    if folder.exists() and not (folder.is_dir() and ((folder / "config.json").is_file() or not any(folder.iterdir()))):
-        raise ValueError(
-            f"a folder to save in must be new, empty or hold a model with its config.json (got {str(folder)!r}); "
-            "pass another"
-        )
+def initialiser_of(model: nn.Module) -> Callable[[nn.Module], object]:
+    """Returns what initialises the modules of ``model``, a reference GPT or a transformers model, one by one."""
+    if isinstance(model, GPT):
+        return model.initialize_module
+    from transformers import PreTrainedModel
+
+    # Each by the innermost model that it is a part of, as transformers itself does for models made of models.
+    owners: dict[int, Any] = {}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            owners.update((id(module), part) for module in part.modules())
+    return lambda module: owners[id(module)]._init_weights(module)
+
+
+def write_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """Writes config.json, and generation_config.json where the model has one, for weights of ``dtype``.
+
+    A model that is neither the reference GPT nor of transformers has none, and nothing is written.
+    """
+    config: Any = getattr(model, "config", None)
+    if isinstance(model, GPT):
+        text = json.dumps({"model_type": _GPT_TYPE, **asdict(config)}, indent=2) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    elif hasattr(config, "save_pretrained"):
+        before = config.dtype, config.architectures
+        config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(model).__name__]
+        try:
+            config.save_pretrained(str(folder))
+        finally:
+            config.dtype, config.architectures = before
+        if (generation := getattr(model, "generation_config", None)) is not None:
+            generation.save_pretrained(str(folder))
 
 
 def inputs_of(model: nn.Module, batch: Tensor) -> dict[str, Any]:
@@ -106,43 +137,38 @@ def longest_sequence_of(model: nn.Module) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def _load_gpt(config: dict[str, Any], weights: Path) -> tuple[GPT, bool]:
-    model = GPT(GPTConfig(**{name: value for name, value in config.items() if name != "model_type"}))
-    if not weights.is_file():
-        return model, False
-    from safetensors.torch import load_model as load_weights
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Has every module that is built leave its parameters, and not its buffers, on the meta device.
 
-    load_weights(model, weights)
-    return model, True
+    As accelerate.init_empty_weights(include_buffers=False), but tied parameters stay tied.
+    """
+    register = nn.Module.register_parameter
 
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            empty.__dict__.update(parameter.__dict__)
+            parameter = empty
+        register(module, name, parameter)
 
-def _load_transformers(path: Path, file: Path) -> tuple[nn.Module, bool]:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with_weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
-    model: nn.Module
-    if with_weights:
-        model = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(file)), dtype=torch.float32)
-    return model.train(), with_weights
-
-
-def _write(model: nn.Module, folder: Path) -> None:
-    if not isinstance(model, GPT):
-        model.save_pretrained(str(folder))  # type: ignore[operator]
-        return
-    from safetensors.torch import save_file
-
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, str(folder / _WEIGHTS), metadata={"format": "pt"})
-    config = {"model_type": _GPT_TYPE, **asdict(model.config)}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    nn.Module.register_parameter = register_on_meta  # type: ignore
     try:
-        os.fsync(descriptor)
+        yield
     finally:
-        os.close(descriptor)
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _load_whole(path: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=torch.float32)
+    return model.train()
+
+
+def _no_model(path: str | os.PathLike[str], error: Exception) -> ValueError:
+    problem = " ".join(str(error).split())[:300]
+    return ValueError(
+        f"a model must be a causal language model's files, as transformers or this program writes them "
+        f"(got {str(path)!r}: {problem}); pass another, or mend its config.json"
+    )

@@ -68,7 +68,8 @@ class GPT(nn.Module):
 
     It is initialised as GPT-2 is (Radford et al. 2019): normal with std 0.02, projections that end in the
     residual stream divided by sqrt(2 · layers), biases zero; the same for the same ``torch.manual_seed``.
-    Built on the meta device it has no values: call :meth:`initialize` after ``to_empty``.
+    Built on the meta device it has no values: offload it with ``weights=model.initialize_module``, or call
+    :meth:`initialize` after ``to_empty``.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -80,18 +81,21 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.hidden)
         self.initialize()
 
-    @torch.no_grad()
     def initialize(self) -> None:
         """Draws every parameter anew from the default generator."""
-        residual_std = 0.02 / math.sqrt(2 * self.config.layers)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Embedding | nn.Linear):
-                ends_in_residual = name.endswith((".out", ".down"))
-                nn.init.normal_(module.weight, std=residual_std if ends_in_residual else 0.02)
-                if isinstance(module, nn.Linear):
-                    nn.init.zeros_(module.bias)
+        self.apply(self.initialize_module)
+
+    @torch.no_grad()
+    def initialize_module(self, module: nn.Module) -> None:
+        """Draws the parameters of one module of this model: what ``offload(weights=)`` calls layer by layer."""
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(module, nn.Embedding | nn.Linear):
+            ends_in_residual = isinstance(module, IntoResidual)
+            std = 0.02 / math.sqrt(2 * self.config.layers) if ends_in_residual else 0.02
+            nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> GPTOutput:
         """Returns the mean loss over ``labels``, or without labels the logits (batch, sequence, rows).
@@ -118,6 +122,10 @@ class GPT(nn.Module):
         return GPTOutput(loss=loss, logits=None)
 
 
+class IntoResidual(nn.Linear):
+    """A projection that ends in the residual stream, and is initialised accordingly."""
+
+
 class Block(nn.Module):
     """One layer: causal self-attention and a GELU MLP of width 4h, each on a LayerNorm of its input."""
 
@@ -128,10 +136,10 @@ class Block(nn.Module):
         self.attention_dropout = config.dropout
         self.attention_norm = nn.LayerNorm(hidden)
         self.qkv = _bare(nn.Linear, hidden, 3 * hidden)
-        self.out = _bare(nn.Linear, hidden, hidden)
+        self.out = _bare(IntoResidual, hidden, hidden)
         self.mlp_norm = nn.LayerNorm(hidden)
         self.up = _bare(nn.Linear, hidden, 4 * hidden)
-        self.down = _bare(nn.Linear, 4 * hidden, hidden)
+        self.down = _bare(IntoResidual, 4 * hidden, hidden)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -3,7 +3,17 @@
 The only room that imports ``stronghold._C``. The interpreter lock is released while compiled code runs or waits.
 """
 
-from stronghold.native.disk import PIECE_BYTES, Disk, DiskCounters, DiskFile, Priority, Transfer, crc32c
+from stronghold.native.disk import (
+    PIECE_BYTES,
+    SUM_BYTES,
+    Disk,
+    DiskCounters,
+    DiskFile,
+    Priority,
+    Transfer,
+    checksums,
+    crc32c,
+)
 from stronghold.native.disk_errors import BufferedDiskWarning
 from stronghold.native.faults import Fault
 from stronghold.native.kernels import (
@@ -23,6 +33,7 @@ from stronghold.native.processor import usable_cores
 __all__ = [
     "BLOCK",
     "PIECE_BYTES",
+    "SUM_BYTES",
     "Addition",
     "Blocks",
     "BufferedDiskWarning",
@@ -37,6 +48,7 @@ __all__ = [
     "adamw",
     "available_isas",
     "best_isa",
+    "checksums",
     "crc32c",
     "squared_norms",
     "stream",

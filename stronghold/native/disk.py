@@ -31,7 +31,9 @@ from stronghold.native.extension import _C
 from stronghold.native.faults import Fault, system_of
 
 PIECE_BYTES = _C.PIECE_BYTES
-"""Bytes of a file that one thread transfers at a time, and that share a checksum, unless a disk is told otherwise."""
+"""Bytes of a file that one thread transfers at a time, unless a disk is told otherwise."""
+SUM_BYTES = 4096
+"""Bytes that share a checksum."""
 
 _SUMS = tuple(getattr(torch, name) for name in ("int32", "uint32") if hasattr(torch, name))
 
@@ -197,7 +199,7 @@ class Disk:
         return DiskFile(path, read_only=read_only, create=create, system=self._system)
 
     def pieces(self, length_bytes: int) -> int:
-        """Returns how many pieces, and checksums, a transfer of that length has."""
+        """Returns how many pieces a transfer of that length has."""
         return self._native.pieces(length_bytes)
 
     def read(
@@ -212,8 +214,8 @@ class Disk:
     ) -> Transfer:
         """Begins to fill ``memory``, a contiguous tensor on the CPU, from byte ``offset`` of ``file``.
 
-        ``sums``, int32 or uint32, has one element for each of :meth:`pieces`: with ``verify`` the CRC-32C that each
-        piece must have, else it is set to the one that it has.
+        ``sums``, int32 or uint32, has one element for every SUM_BYTES: with ``verify`` the CRC-32C that they must have,
+        or 0 where that is not known; else it is set to the one that they have.
         """
         if verify and sums is None:
             raise ValueError("verify needs the checksums to compare with (got sums=None); pass what the write has set")
@@ -230,8 +232,8 @@ class Disk:
     ) -> Transfer:
         """Begins to write ``memory``, a contiguous tensor on the CPU, to ``file`` from byte ``offset`` on.
 
-        Zeros follow up to the end of the last block. ``sums``, int32 or uint32, one element for each of
-        :meth:`pieces`, is set to their CRC-32C. It is on the device after the transfer and :meth:`DiskFile.sync`.
+        Zeros follow up to the end of the last block. ``sums``, int32 or uint32, one element for every SUM_BYTES, is set
+        to their CRC-32C. It is on the device after the transfer and :meth:`DiskFile.sync`.
         """
         if file.read_only:
             raise ValueError(f"a file opened read-only cannot be written ({file.path!r}); open it without read_only")
@@ -248,12 +250,7 @@ class Disk:
             )
         sums_address = 0
         if sums is not None:
-            sums_address = _memory("sums", sums)
-            if sums.dtype not in _SUMS or sums.numel() != self.pieces(length):
-                raise ValueError(
-                    f"sums must be int32 or uint32 and hold {self.pieces(length)} elements, one for each "
-                    f"{self.piece_bytes} bytes of {length} (got {sums.dtype}, {sums.numel()}); pass such a tensor"
-                )
+            sums_address = _memory("sums", _fitting(sums, length))
         for before in list(self._unsettled.values()):
             before._look()
         # Known before it begins: an interrupt right behind its beginning must not free its memory.
@@ -310,9 +307,23 @@ class Disk:
         self.close()
 
 
+def checksums(memory: Tensor, sums: Tensor) -> None:
+    """Sets ``sums`` to what a transfer of ``memory`` would set them to."""
+    _C.checksums(_memory("memory", memory), memory.nbytes, _memory("sums", _fitting(sums, memory.nbytes)))
+
+
 def crc32c(memory: Tensor, crc: int = 0) -> int:
     """Returns the CRC-32C of a contiguous CPU tensor's bytes; with ``crc``, of these behind the bytes it stands for."""
     return _C.crc32c(_memory("memory", memory), memory.nbytes, crc)
+
+
+def _fitting(sums: Tensor, length: int) -> Tensor:
+    if sums.dtype not in _SUMS or sums.numel() != -(-length // SUM_BYTES):
+        raise ValueError(
+            f"sums must be int32 or uint32 and hold {-(-length // SUM_BYTES)} elements, one for every {SUM_BYTES} "
+            f"bytes of {length} (got {sums.dtype}, {sums.numel()}); pass such a tensor"
+        )
+    return sums
 
 
 def _close(native: _C.Disk, unsettled: dict[int, Transfer]) -> None:

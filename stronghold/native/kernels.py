@@ -5,8 +5,10 @@ bit of any result. The interpreter lock is released while a kernel runs, and sev
 What does not fit is refused with a ValueError before anything is written. ``csrc/formats.h`` defines the formats.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,7 +42,8 @@ class Segment:
     rounded to nearest, ties away from zero, and remainder its low half, so that no bit is lost. ``grad`` is float32
     or bfloat16; with ``grad_remainder``, int16, the gradient is the float32 number that the pair holds. ``exp_avg``
     and ``exp_avg_sq`` are both float32 or both :class:`Blocks`. ``step`` counts from 1, this step included.
-    ``grad_scale`` multiplies the gradient in float32 before anything else.
+    ``grad_scale`` multiplies the gradient in float32 before anything else. ``first`` is the number that the first
+    element has in the whole tensor, on which an 8-bit moment's dither depends.
     """
 
     weight: Tensor
@@ -56,6 +59,36 @@ class Segment:
     weight_decay: float
     step: int
     grad_scale: float = 1.0
+    first: int = 0
+
+    def part(self, begin: int, end: int) -> Segment:
+        """Returns the elements from ``begin`` to ``end``; with 8-bit moments ``begin`` is a multiple of BLOCK."""
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor.view(-1)[begin:end]
+
+        return self.mapped(cut, lambda exponents: exponents[begin // BLOCK : -(-end // BLOCK)], first=begin)
+
+    def mapped(
+        self, of: Callable[[Tensor], Tensor], of_exponents: Callable[[Tensor], Tensor] | None = None, *, first: int = 0
+    ) -> Segment:
+        """Returns the segment with ``of`` applied to its tensors, to a moment's exponents ``of_exponents``."""
+
+        def moment(given: Tensor | Blocks) -> Tensor | Blocks:
+            if isinstance(given, Tensor):
+                return of(given)
+            return Blocks(codes=of(given.codes), exponents=(of_exponents or of)(given.exponents))
+
+        return replace(
+            self,
+            weight=of(self.weight),
+            remainder=None if self.remainder is None else of(self.remainder),
+            grad=of(self.grad),
+            grad_remainder=None if self.grad_remainder is None else of(self.grad_remainder),
+            exp_avg=moment(self.exp_avg),
+            exp_avg_sq=moment(self.exp_avg_sq),
+            first=self.first + first,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +219,8 @@ def _arguments(segment: Segment, prefix: str) -> tuple[object, ...]:
             "pass float32 tensors for both, or Blocks for both"
         )
     moments = (*_moment(f"{prefix}exp_avg", exp_avg, n), *_moment(f"{prefix}exp_avg_sq", exp_avg_sq, n))
+    if isinstance(exp_avg, Blocks) and segment.first % BLOCK:
+        raise ValueError(f"{prefix}first must be a multiple of {BLOCK} (got {segment.first}); cut between blocks")
     if segment.step < 1:
         raise ValueError(f"{prefix}step counts from 1 (got {segment.step}); increase it before the update")
     return (
@@ -201,6 +236,7 @@ def _arguments(segment: Segment, prefix: str) -> tuple[object, ...]:
         segment.weight_decay,
         segment.step,
         segment.grad_scale,
+        segment.first,
     )
 
 

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from stronghold.config import OffloadSettings
 from stronghold.device import Device
 from stronghold.errors import BudgetError
-from stronghold.home import Home
-from stronghold.optim.states import lay_out_moments
+from stronghold.home import Home, Kind
+from stronghold.optim.states import FORMATS, lay_out_moments
+from stronghold.store import RING_BYTES
 from stronghold.units import format_bytes
 from stronghold.window import RING
+
+_STATES: frozenset[Kind] = frozenset(("remainders", "moments"))
 
 
 def spread(layers: int, resident: int) -> list[int]:
@@ -24,7 +27,7 @@ def spread(layers: int, resident: int) -> list[int]:
 
 def resident_bytes(home: Home) -> int:
     """Returns what a resident layer takes on the device: weights, remainders, gradients and fp32 moments."""
-    states = lay_out_moments(home, home.gradient_places, "fp32").total_bytes
+    states = _moment_bytes(home)
     return home.layout.total_bytes + home.remainder_bytes() + home.gradient_layout.total_bytes + states
 
 
@@ -101,6 +104,40 @@ def choose_window(homes: Sequence[Home], edge_bytes: int, settings: OffloadSetti
     return max(1, min(layers, (limit - fixed) // slot))
 
 
+def choose_disk(homes: Sequence[Home], settings: OffloadSettings) -> None:
+    """Marks what of each unit is on disk: all but the edges' weights, or what ``host_memory`` does not hold.
+
+    Weights are the first to stay in host memory, as a step reads them there three times and writes them once; then the
+    remainders and moments, layer by layer, which an update reads and writes once. Gradients come first of all, as if
+    none were used up in the backward pass, where they fit.
+    """
+    on_host = [home for home in homes if not home.resident]
+    for home in on_host:
+        home.on_disk = _STATES if home.is_edge else _STATES | {"weights"}
+    budget = settings.host_memory
+    if not isinstance(budget, int):
+        return
+    layers = [home for home in on_host if not home.is_edge]
+    room = budget - RING_BYTES - sum(home.gradient_layout.total_bytes for home in on_host)
+    room -= RING * max((home.gradient_layout.total_bytes for home in layers), default=0)
+    room -= sum(home.layout.total_bytes for home in on_host if home.is_edge)
+    for part in (frozenset({"weights"}), _STATES):
+        for home in layers if "weights" in part else on_host:
+            size = home.layout.total_bytes if "weights" in part else home.remainder_bytes() + _most_moment_bytes(home)
+            if size <= room:
+                home.on_disk -= part
+                room -= size
+
+
+def _most_moment_bytes(home: Home) -> int:
+    """Returns what moments may take, whichever their format: of small tensors each array takes whole pages."""
+    return max(lay_out_moments(home, home.gradient_places, states).total_bytes for states in FORMATS)
+
+
+def _moment_bytes(home: Home) -> int:
+    return lay_out_moments(home, home.gradient_places, "fp32").total_bytes
+
+
 def check_host(homes: Sequence[Home], settings: OffloadSettings) -> None:
     """Refuses a host budget that cannot hold the model with the smallest optimizer there is.
 
@@ -111,17 +148,20 @@ def check_host(homes: Sequence[Home], settings: OffloadSettings) -> None:
         return
     assert isinstance(budget, int)
     on_host = [home for home in homes if not home.resident]
-    weights = sum(home.layout.total_bytes + home.remainder_bytes() for home in on_host)
+    weights = sum(home.layout.total_bytes for home in on_host if home.lives("weights") == "host")
+    weights += sum(home.remainder_bytes() for home in on_host if home.lives("remainders") == "host")
     gradients = sum(home.gradient_layout.total_bytes for home in on_host if home.is_edge)
     gradients += RING * max((home.gradient_layout.total_bytes for home in on_host if not home.is_edge), default=0)
-    states = sum(lay_out_moments(home, home.gradient_places, "8bit").total_bytes for home in on_host)
-    total = weights + gradients + states
+    in_memory = [home for home in on_host if home.lives("moments") == "host"]
+    states = sum(lay_out_moments(home, home.gradient_places, "8bit").total_bytes for home in in_memory)
+    ring = RING_BYTES if len(in_memory) < len(on_host) else 0
+    total = weights + gradients + states + ring
     if total > budget:
         raise BudgetError(
             f"host memory must hold {format_bytes(total)} (got host_memory={format_bytes(budget)}): weights "
-            f"{format_bytes(weights)}, gradients {format_bytes(gradients)} and AdamW's states {format_bytes(states)}, "
-            "with states='8bit' and update='in_backward'; raise host_memory, freeze parameters, or train a smaller "
-            "model"
+            f"{format_bytes(weights)}, gradients {format_bytes(gradients)} and AdamW's states "
+            f"{format_bytes(states + ring)}, with states='8bit' and update='in_backward'; raise host_memory, freeze "
+            "parameters, or train a smaller model"
         )
 
 
@@ -139,4 +179,4 @@ def _fixed_bytes(homes: Sequence[Home], edge_bytes: int) -> int:
 
 
 def _longest(homes: Sequence[Home]) -> int:
-    return max((home.layout.total_bytes for home in homes), default=0)
+    return max((home.slot_bytes for home in homes), default=0)

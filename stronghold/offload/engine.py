@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -13,19 +15,22 @@ from stronghold import native
 from stronghold.config import OffloadSettings
 from stronghold.device import Device, Event, available_host_bytes
 from stronghold.errors import BudgetError, OffloadedModelError
-from stronghold.home import Collected, Home, OffloadedParameter, Updater
+from stronghold.home import Collected, Home, OffloadedParameter, Updater, Work
 from stronghold.offload.block import Block, Members, Run
 from stronghold.offload.placement import Placement
 from stronghold.offload.timing import Stopwatch
-from stronghold.store.ram import RamStore
+from stronghold.store import DiskStore, RamStore, Store
 from stronghold.units import format_bytes
+from stronghold.weights import Source, give_values
 from stronghold.window import DeviceGradients, Gradients, HostActivations, Wait, Waits, Window
 
 
 class Engine:
     """One offloaded model: its homes, its window, and the events that autograd and the optimizer send."""
 
-    def __init__(self, model: nn.Module, placement: Placement, device: Device, settings: OffloadSettings) -> None:
+    def __init__(
+        self, model: nn.Module, placement: Placement, device: Device, settings: OffloadSettings, weights: Source
+    ) -> None:
         self.model = weakref.ref(model)
         self.device = device
         self.homes: Sequence[Home] = placement.homes
@@ -37,24 +42,40 @@ class Engine:
         self._runs: list[weakref.ref[Run]] = []
         self._hooks: dict[int, RemovableHandle] = {}
         self._backward_open = False
-        store = RamStore(device)
-        for home in self.homes:
-            home.owner = self
-            store.place(home)
+        own = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
+        self.process_bytes = max(0, psutil.Process().memory_info().rss - own)
+        paths = [Path(path) for path in settings.directories]
+        self.store: Store = DiskStore(device, paths, self.homes) if paths else RamStore(device)
+        try:
+            on_disk = sum(
+                (home.layout.total_bytes if home.lives("weights") == "disk" else 0)
+                + (home.remainder_bytes() if home.lives("remainders") == "disk" else 0)
+                for home in self.homes
+            )
+            self.store.check_space(on_disk, "the model's weights")
+            for home in self.homes:
+                home.owner = self
+            for number, values in weights.units([home.parameters for home in self.homes], placement.modules):
+                self.store.place(self.homes[number], values)
+        except BaseException:
+            self.store.abandon()
+            raise
         self.edge_bytes = placement.edge_bytes
-        self.window = Window(self.layers, placement.window, device, store, self.waits)
+        self.window = Window(self.layers, placement.window, device, self.store, self.waits)
         self.gradients = Gradients(self.layers, device, self.waits)
         self.device_gradients = DeviceGradients(device, self.waits)
         self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
         for home in self.homes:  # from here on nothing large is allocated but the edges, and the model changes
             self._attach(home)
+        for module, name, buffer in weights.buffers():
+            module._buffers[name] = buffer
         placement.move_edges(device)
         # Weakly: the garbage collector does not see through these hooks, and a model without users must go.
         taker = weakref.WeakMethod(self.gradients.take)
         self._take = lambda parameter: (take := taker()) and take(parameter)
         edge_taker = weakref.WeakMethod(self.device_gradients.take)
         self._take_edge = lambda parameter: (take := edge_taker()) and take(parameter)
-        self.stopwatch = Stopwatch(device, self.window.traffic, self.gradients.downlink.traffic)
+        self.stopwatch = Stopwatch(device, self.window.traffic, self.gradients.downlink.traffic, self.store.counters)
         self.blocks = [Block(module, home, self) for module, home in zip(placement.modules, self.layers, strict=True)]
         self._edges = placement.edges
         self._budgets = settings.device_memory, settings.host_memory
@@ -174,7 +195,17 @@ class Engine:
         home.take_writes(arrived)
         return True
 
-    def update(self, home: Home, task: Callable[[], None], moved_bytes: int, after: Event | None) -> Event | None:
+    def update(self, home: Home, work: Work, moved_bytes: int, after: Event | None) -> Event | None:
+        passage = self.store.passage(home, work.operands)
+
+        def task() -> None:
+            segments = work.segments()
+            if segments is None:
+                passage.cancel()
+                return
+            passage.run(segments, work.kernel)
+            work.done()
+
         if home.resident:
             self.device.compute_now(task, moved_bytes)
             return None
@@ -182,7 +213,7 @@ class Engine:
         # Under in_backward the gradient may still be on its way down.
         self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
         updates.run(task, moved_bytes=moved_bytes)
-        done = updates.record()
+        done = self.store.landed(home, updates.record())
         if not home.is_edge:
             return done
         edges = self.device.edges
@@ -202,7 +233,8 @@ class Engine:
     def take_poison(self) -> bool:
         return self.gradients.take_poison()
 
-    def check_memory(self, *, host_bytes: int, device_bytes: int, what: str) -> None:
+    def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
+        self.store.check_space(disk_bytes, what)
         device_memory, host_memory = self._budgets
         for name, budget, held, more in (
             ("device_memory", device_memory, self.device_bytes(), device_bytes),
@@ -236,6 +268,13 @@ class Engine:
     def step_done(self) -> None:
         self.stopwatch.lap()
 
+    def wait_updates(self) -> None:
+        begin = self.device.stamp()
+        for home in self.homes:
+            if home.updated is not None:
+                home.updated.wait()
+        self.window.traffic.update_waits.append((begin, self.device.stamp()))
+
     def wait_updated(self, home: Home) -> None:
         event, begin = home.updated, self.device.stamp()
         if home.is_edge:
@@ -254,10 +293,10 @@ class Engine:
     def _attach(self, home: Home) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for place, (parameter, weight) in enumerate(zip(home.parameters, home.weight, strict=True)):
-                parameter.data = weight
+                give_values(parameter, weight)
                 parameter.__class__ = OffloadedParameter
                 parameter.__dict__.update(_home=home, _place=place)
-                home.versions[place] = parameter._version
+                home.attach(place)
 
     def _hook(self, home: Home) -> None:
         assert home.index is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +17,14 @@ from stronghold.evaluation.report import Report
 from stronghold.home import home_of
 from stronghold.offload.engine import Engine
 from stronghold.offload.placement import plan
+from stronghold.weights import Weights, open_weights
 
 
 def offload(
     model: nn.Module,
     *,
     window: int | str = "auto",
-    store: str = "ram",
+    store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = "ram",
     device: str | torch.device | Device = "cuda",
     dtype: torch.dtype | None = None,
     layers: str | Sequence[str] | None = None,
@@ -31,6 +33,7 @@ def offload(
     resident: int | str = 0,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
+    weights: Weights | None = None,
 ) -> nn.Module:
     """Moves the layers of ``model`` into the store and computes them through a window; returns the same module.
 
@@ -50,8 +53,18 @@ def offload(
     anything has changed, here or when the optimizer is made. They count slots, gradient slots, edges and resident
     layers, and weights, gradients and AdamW's states; activations depend on the batch and come on top.
 
-    Raises ValueError for settings out of range and models without a repeated block, BudgetError for budgets that
-    cannot hold it, and OffloadedModelError for a model that is offloaded already.
+    A model larger than memory is built on the ``meta`` device, with real buffers
+    (``accelerate.init_empty_weights(include_buffers=False)``), and ``weights`` gives its values, which never are in
+    memory beyond a layer: the folder of a checkpoint (safetensors, sharded or not, as transformers writes it), whose
+    tensors are converted to the parameters' dtypes; or a function that initialises the module it is given in place,
+    such as ``model._init_weights`` of a transformers model. It is called for every module in the order of
+    ``nn.Module.apply``, children first, once the parameters of its layer, or of its part of the model outside the
+    layers, are in memory (of the modules that hold layers: their own parameters); what it leaves without numbers is an
+    error. A shared parameter is initialised with the first part that has it; parameters that have values keep them.
+
+    Raises ValueError for settings out of range, models without a repeated block, and ``weights`` that do not give each
+    parameter a value of its shape, or hold more; BudgetError for budgets that cannot hold it, and OffloadedModelError
+    for a model that is offloaded already.
     """
     settings = OffloadSettings(
         window=window,
@@ -74,7 +87,7 @@ def offload(
         )
     opened = open_device(device)
     placement = plan(model, layers, dtype, settings, opened)
-    engine = Engine(model, placement, opened, settings)
+    engine = Engine(model, placement, opened, settings, open_weights(model, weights))
     model.__dict__["_stronghold"] = engine
     for module in model.modules():
         module._apply = _Apply(module, engine)  # type: ignore[method-assign]
@@ -144,7 +157,10 @@ def report(model: nn.Module) -> Report:
         peak_device_bytes=device.peak_bytes(),
         pinned_host_bytes=device.pinned_bytes,
         pageable_host_bytes=device.pageable_bytes,
-        disk_bytes=0,
+        process_host_bytes=engine.process_bytes,
+        disk_bytes=engine.store.disk_bytes,
+        disk_paths=tuple(map(str, engine.store.paths)),
+        on_root_disk=any(path.stat().st_dev == os.stat("/").st_dev for path in engine.store.paths),
         accumulation_bytes=sum(h.sum_bytes() for h in engine.homes),
         skipped_steps=optimizer.skipped_steps if optimizer is not None else 0,
         step=engine.stopwatch.last(),

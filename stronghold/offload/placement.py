@@ -13,7 +13,8 @@ from torch import nn
 from stronghold.config import OffloadSettings
 from stronghold.device import Device
 from stronghold.home import Home
-from stronghold.offload.budget import check_host, choose_window, keep_resident
+from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
+from stronghold.offload.budget import check_host, choose_disk, choose_window, keep_resident
 from stronghold.offload.rows import Layer, find_layers
 
 _BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -68,6 +69,7 @@ def plan(
     the model, is an edge, and so is everything outside the layers. Raises ValueError and BudgetError.
     """
     found = find_layers(model, layers)
+    alignment = ALIGNMENT_BYTES if not settings.directories else PAGE_BYTES
     _check_memory_is_their_own(model)
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise ValueError(
@@ -82,7 +84,8 @@ def plan(
     layer_homes: list[Home] = []
     for layer, parameters in zip(found, owned, strict=True):
         if parameters:
-            home = Home(len(modules), layer.name, parameters, _dtype_of(layer.name, parameters, dtype))
+            layer_dtype = _dtype_of(layer.name, parameters, dtype)
+            home = Home(len(modules), layer.name, parameters, layer_dtype, alignment=alignment)
             modules.append(layer.module)
             layer_homes.append(home)
             homes_by_parameter.update((id(p), home) for p in parameters)
@@ -93,7 +96,7 @@ def plan(
         )
     edge_homes = []
     for name, parameter, owners in edges:
-        home = Home(None, name, [parameter], _dtype_of(name, [parameter], dtype))
+        home = Home(None, name, [parameter], _dtype_of(name, [parameter], dtype), alignment=alignment)
         homes_by_parameter[id(parameter)] = home
         edge_homes.append((home, owners))
     homes = list({id(h): h for p in model.parameters() if (h := homes_by_parameter[id(p)])}.values())
@@ -103,6 +106,8 @@ def plan(
     edge_bytes = buffer_bytes + sum((1 + home.trainable) * home.layout.total_bytes for home, _ in edge_homes)
     keep_resident(layer_homes, edge_bytes, settings, device)
     window = choose_window(layer_homes, edge_bytes, settings, device)
+    if settings.directories:
+        choose_disk(homes, settings)
     check_host(homes, settings)
     return Placement(
         homes=homes,
@@ -210,10 +215,6 @@ def _dtype_of(name: str, parameters: Sequence[nn.Parameter], wanted: torch.dtype
         raise ValueError(
             f"parameters must be floating-point (got {', '.join(map(str, present))} in {name}); quantised weights "
             "cannot be trained here, load the model in float32 or bfloat16"
-        )
-    if any(parameter.is_meta for parameter in parameters):
-        raise ValueError(
-            f"parameters must have values (those of {name} are on the meta device); initialise or load the model first"
         )
     if wanted is not None:
         return wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -121,9 +121,8 @@ class AdamW(torch.optim.Optimizer):
 
     def wait(self) -> None:
         """Blocks until every update under way is complete."""
-        for home in self._owner.homes if self._owner is not None else ():
-            if home.updated is not None:
-                home.updated.wait()  # for the host's sake: somebody is to read or write what the update writes
+        if self._owner is not None:
+            self._owner.wait_updates()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -225,29 +224,56 @@ class AdamW(torch.optim.Optimizer):
             assert home is not None
             self._state[parameter] = take_saved(loaded[number], self._moments.of(home, place))
 
+    def restart(self, steps: Mapping[Tensor, float]) -> None:
+        """Replaces all states: the parameters of ``steps`` have one, at that step, whose moments the caller fills.
+
+        Raises BudgetError where they do not fit, before anything has changed.
+        """
+        placed = [(p, home, p.__dict__["_place"]) for p in steps if (home := home_of(p)) is not None]  # type: ignore[arg-type]
+        missing: dict[Home, list[int]] = {}
+        for _, home, place in placed:
+            missing.setdefault(home, []).append(place)
+        self._provide(missing)
+        self.wait()
+        self._state = defaultdict(dict)
+        for parameter, home, place in placed:
+            exp_avg, exp_avg_sq = self._moments.of(home, place)
+            step = torch.tensor(steps[parameter], dtype=torch.float32)
+            self._state[parameter] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
     def _trained(self, home: Home) -> list[int]:
         parameters = enumerate(home.parameters)
         return [place for place, p in parameters if self.updates(home, place) and p.requires_grad]
 
     def _check_memory(self, owner: Owner) -> None:
         """Refuses states and gradients that do not fit the model's budgets, before any are allocated."""
-        host_bytes = device_bytes = 0
+        host_bytes = device_bytes = disk_bytes = 0
         for home in owner.homes:
             states = self._moments.missing_bytes(home, self._trained(home))
-            device_bytes += states if home.resident else 0
-            host_bytes += 0 if home.resident else states
+            device_bytes += states if home.lives("moments") == "device" else 0
+            host_bytes += states if home.lives("moments") == "host" else 0
+            disk_bytes += states if home.lives("moments") == "disk" else 0
             if self._keeps_gradients(home) and home.gradient_buffer is None:
                 host_bytes += home.gradient_layout.total_bytes
-        owner.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, what="AdamW, its states and gradients,")
+        owner.check_memory(
+            host_bytes=host_bytes,
+            device_bytes=device_bytes,
+            disk_bytes=disk_bytes,
+            what="AdamW, its states and gradients,",
+        )
 
     def _provide(self, places: dict[Home, list[int]]) -> None:
         """Allocates moments of parameters that had none when the optimizer was made; refuses what does not fit."""
         assert self._owner is not None
         for home, wanted in places.items():
             if size := self._moments.missing_bytes(home, wanted):
-                host_bytes, device_bytes = (0, size) if home.resident else (size, 0)
+                host_bytes, device_bytes, disk_bytes = (
+                    size if home.lives("moments") == where else 0 for where in ("host", "device", "disk")
+                )
                 what = f"AdamW's state of {home.name}"
-                self._owner.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
+                self._owner.check_memory(
+                    host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes, what=what
+                )
                 self._moments.allocate(home, wanted)
 
     def _keeps_gradients(self, home: Home) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
@@ -24,7 +22,9 @@ def adamw_on_device(segment: Segment, *, squares: Tensor | None = None, part: in
     finite, nothing changes. Nothing is waited for.
     """
     skip = None if squares is None else (~torch.isfinite(squares)).float().reshape(())
-    for one, first in _parts(segment, part):
+    elements = segment.weight.numel()
+    for begin in range(0, elements, part):
+        one = segment.part(begin, min(begin + part, elements))
         grad = join(one.grad, one.grad_remainder) if one.grad_remainder is not None else one.grad.float()
         if segment.grad_scale != 1.0:
             grad = grad * segment.grad_scale
@@ -33,7 +33,7 @@ def adamw_on_device(segment: Segment, *, squares: Tensor | None = None, part: in
             assert isinstance(one.exp_avg_sq, Blocks)
             before = weight.clone() if skip is not None else weight
             codes = [t.clone() for b in (one.exp_avg, one.exp_avg_sq) for t in (b.codes, b.exponents)]
-            _step_in_blocks(segment, weight, grad, one.exp_avg, one.exp_avg_sq, first)
+            _step_in_blocks(one, weight, grad, one.exp_avg, one.exp_avg_sq)
             if skip is not None:
                 weight.copy_(torch.where(skip.bool(), before, weight))
                 now = [t for b in (one.exp_avg, one.exp_avg_sq) for t in (b.codes, b.exponents)]
@@ -64,49 +64,12 @@ def adamw_on_device(segment: Segment, *, squares: Tensor | None = None, part: in
             split(weight, one.weight, one.remainder)
 
 
-def _step_in_blocks(s: Segment, weight: Tensor, grad: Tensor, exp_avg: Blocks, exp_avg_sq: Blocks, first: int) -> None:
+def _step_in_blocks(s: Segment, weight: Tensor, grad: Tensor, exp_avg: Blocks, exp_avg_sq: Blocks) -> None:
     """The kernel's own arithmetic, operation by operation."""
     m = s.beta1 * decode(exp_avg, signed=True) + (1 - s.beta1) * grad
     v = s.beta2 * decode(exp_avg_sq, signed=False) + (1 - s.beta2) * (grad * grad)
     v = v.clamp(max=LARGEST)
     denominator = v.sqrt() * (1 / (1 - s.beta2**s.step) ** 0.5) + s.eps
     weight.mul_(1 - s.lr * s.weight_decay).sub_((s.lr / (1 - s.beta1**s.step)) * m / denominator)
-    encode(m, exp_avg, signed=True, step=s.step, first=first)
-    encode(v, exp_avg_sq, signed=False, step=s.step, first=first)
-
-
-def _parts(s: Segment, part: int) -> Iterator[tuple[Segment, int]]:
-    """Yields the segment in flat pieces, each with the number of its first element."""
-    elements = s.weight.numel()
-    for begin in range(0, elements, part):
-        end = min(begin + part, elements)
-
-        def cut(tensor: Tensor | None, begin: int = begin, end: int = end) -> Tensor | None:
-            return None if tensor is None else tensor.view(-1)[begin:end]
-
-        def cut_moment(moment: Tensor | Blocks, begin: int = begin, end: int = end) -> Tensor | Blocks:
-            if isinstance(moment, Tensor):
-                return moment.view(-1)[begin:end]
-            blocks = slice(begin // BLOCK, -(-end // BLOCK))
-            return Blocks(codes=moment.codes[begin:end], exponents=moment.exponents[blocks])
-
-        weight, grad = cut(s.weight), cut(s.grad)
-        assert weight is not None and grad is not None
-        yield (
-            Segment(
-                weight=weight,
-                remainder=cut(s.remainder),
-                grad=grad,
-                grad_remainder=cut(s.grad_remainder),
-                exp_avg=cut_moment(s.exp_avg),
-                exp_avg_sq=cut_moment(s.exp_avg_sq),
-                lr=s.lr,
-                beta1=s.beta1,
-                beta2=s.beta2,
-                eps=s.eps,
-                weight_decay=s.weight_decay,
-                step=s.step,
-                grad_scale=s.grad_scale,
-            ),
-            begin,
-        )
+    encode(m, exp_avg, signed=True, step=s.step, first=s.first)
+    encode(v, exp_avg_sq, signed=False, step=s.step, first=s.first)

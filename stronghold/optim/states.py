@@ -20,13 +20,15 @@ Moment = Tensor | Blocks
 def lay_out_moments(home: Home, places: Iterable[int], states: str) -> Layout:
     """Returns how the moments of the parameters at ``places`` lie in one buffer.
 
-    ``states`` is ``"fp32"``, 8 bytes a parameter, or ``"8bit"``, 2 bytes and the exponents of both moments.
+    First all first moments, then all second ones; then, as ``states`` is ``"fp32"``, 8 bytes a parameter, or
+    ``"8bit"``, 2 bytes, the exponents of both likewise.
     """
-    sizes = []
-    for place in places:
-        elements = home.parameters[place].numel()
-        sizes += [4 * elements] * 2 if states == "fp32" else [elements, elements, *[exponents_of(elements)] * 2]
-    return lay_out(sizes)
+    counts = [home.parameters[place].numel() for place in places]
+    if states == "fp32":
+        arrays = [[4 * count for count in counts]] * 2
+    else:
+        arrays = [counts, counts, *[[exponents_of(count) for count in counts]] * 2]
+    return lay_out([size for array in arrays for size in array], home.alignment)
 
 
 class Moments:
@@ -52,19 +54,20 @@ class Moments:
         if not places:
             return
         layout = lay_out_moments(home, places, self.states)
-        buffer = home.allocate(layout.total_bytes, pinned=False)
+        buffer = home.allocate(layout.total_bytes, "moments")
         self._buffers.append(buffer)
-        offsets = iter(layout.offsets)
-        for place in places:
+        count = len(places)
+        for number, place in enumerate(places):
             shape, elements = home.shapes[place], home.parameters[place].numel()
+            first, second, *exponents = layout.offsets[number::count]
             if self.states == "fp32":
-                first, second = (buffer.view(next(offsets), shape, torch.float32) for _ in range(2))
-                self._moments[id(home), place] = (first, second)
-            else:
-                codes = [buffer.view(next(offsets), (elements,), torch.uint8) for _ in range(2)]
-                exponents = [buffer.view(next(offsets), (exponents_of(elements),), torch.uint8) for _ in range(2)]
-                one, other = (Blocks(codes=c, exponents=e) for c, e in zip(codes, exponents, strict=True))
+                one, other = (buffer.view(offset, shape, torch.float32) for offset in (first, second))
                 self._moments[id(home), place] = (one, other)
+                continue
+            codes = [buffer.view(offset, (elements,), torch.uint8) for offset in (first, second)]
+            scales = [buffer.view(offset, (exponents_of(elements),), torch.uint8) for offset in exponents]
+            blocks = [Blocks(codes=c, exponents=e) for c, e in zip(codes, scales, strict=True)]
+            self._moments[id(home), place] = (blocks[0], blocks[1])
 
     def begin(self, home: Home, place: int) -> tuple[Moment, Moment]:
         """Returns the moments of a parameter without state: all zero, though it had one that was since dropped."""

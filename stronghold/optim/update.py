@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stronghold import native
 from stronghold.device import Event
@@ -25,6 +27,15 @@ class Change:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+
+    def operands(self, home: Home) -> list[Tensor]:
+        """Returns what the update reads and writes beside the gradient."""
+        tensors = [home.weight[self.place]]
+        if (remainder := home.remainder(self.place)) is not None:
+            tensors.append(remainder)
+        for moment in (self.state["exp_avg"], self.state["exp_avg_sq"]):
+            tensors += [moment] if isinstance(moment, Tensor) else [moment.codes, moment.exponents]
+        return tensors
 
     @property
     def moved_bytes(self) -> int:
@@ -47,6 +58,8 @@ class Update:
         self.changes = changes
         self.threads = threads
         self.checked = checked
+        self.scale = 1.0
+        self.operands: Sequence[Sequence[Tensor]] = ()
 
     def submit(self, scale: float, after: Event | None = None) -> Event | None:
         """Gives the update to its place in line, behind ``after``; returns its event, if it has one.
@@ -55,9 +68,11 @@ class Update:
         """
         home = self.home
         assert home.owner is not None
+        self.scale = scale
+        self.operands = [change.operands(home) for change in self.changes]
         moved_bytes = sum(change.moved_bytes for change in self.changes)
         home.generation += 1
-        home.updated = home.owner.update(home, lambda: self._run(scale), moved_bytes, after)
+        home.updated = home.owner.update(home, self, moved_bytes, after)
         return home.updated
 
     @property
@@ -65,36 +80,42 @@ class Update:
         """Whether all gradients are finite; waits for them."""
         return all(bool(torch.isfinite(change.gradient.squares)) for change in self.changes)
 
-    def _run(self, scale: float) -> None:
-        home = self.home
-        on_host = home.weight[0].is_cpu
-        if self.checked and on_host and not self.finite:
-            return
+    def segments(self) -> list[native.Segment] | None:
+        """Counts the step and returns what is to be updated, or None where a gradient is not finite."""
+        if self.checked and self.home.weight[0].is_cpu and not self.finite:
+            return None
         segments = []
         for change in self.changes:
             change.state["step"] += 1
-            segment = native.Segment(
-                weight=home.weight[change.place],
-                remainder=home.remainder(change.place),
-                grad=change.gradient.values,
-                grad_remainder=change.gradient.remainder,
-                exp_avg=change.state["exp_avg"],
-                exp_avg_sq=change.state["exp_avg_sq"],
-                lr=change.lr,
-                beta1=change.betas[0],
-                beta2=change.betas[1],
-                eps=change.eps,
-                weight_decay=change.weight_decay,
-                step=int(change.state["step"]),
-                grad_scale=scale,
+            segments.append(
+                native.Segment(
+                    weight=self.home.weight[change.place],
+                    remainder=self.home.remainder(change.place),
+                    grad=change.gradient.values,
+                    grad_remainder=change.gradient.remainder,
+                    exp_avg=change.state["exp_avg"],
+                    exp_avg_sq=change.state["exp_avg_sq"],
+                    lr=change.lr,
+                    beta1=change.betas[0],
+                    beta2=change.betas[1],
+                    eps=change.eps,
+                    weight_decay=change.weight_decay,
+                    step=int(change.state["step"]),
+                    grad_scale=self.scale,
+                )
             )
-            if on_host:
-                segments.append(segment)
-            else:
-                adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
-        if segments:
+        return segments
+
+    def kernel(self, segments: list[native.Segment]) -> None:
+        """Updates the segments, where they are."""
+        if segments[0].weight.is_cpu:
             native.adamw(segments, threads=self.threads)
-        home.rewritten()
+            return
+        for segment, change in zip(segments, self.changes, strict=True):
+            adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
+
+    def done(self) -> None:
+        self.home.rewritten()
 
     def mark_pending(self) -> None:
         """Lets whoever uses a gradient before the update has read it wait."""

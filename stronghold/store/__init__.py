@@ -1,1 +1,8 @@
 """Where layers live when they are not in the window."""
+
+from stronghold.store.base import Passage, Store
+from stronghold.store.disk import DiskStore
+from stronghold.store.ram import RamStore
+from stronghold.store.ring import RING_BYTES
+
+__all__ = ["RING_BYTES", "DiskStore", "Passage", "RamStore", "Store"]

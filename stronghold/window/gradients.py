@@ -115,8 +115,11 @@ class Gradients:
         slot = self.downlink.slot
         view = gradient_view(slot.flat, home, place)
         if not self._written:
+            begin = self.device.stamp()
             # The copy down of the layer that used this slot before must have read it.
             self.waits.compute(slot.drained, Wait.GRADIENT_SLOT_FREE)
+            # It may have had to wait for staging, which is free when the update from it is done.
+            self.downlink.traffic.update_waits.append((begin, self.device.stamp()))
         self.device.compute_copy(view, gradient, add=place in self._written)
         self._written.add(place)
 

@@ -18,6 +18,7 @@ class Traffic:
     gradient_bytes: int = 0
     fetch_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
     update_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
+    disk_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
 
     def cut(self) -> Traffic:
         """Returns what has been counted and begins anew."""

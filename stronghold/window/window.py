@@ -12,7 +12,7 @@ from stronghold.device import Device, Event
 from stronghold.errors import OffloadedModelError
 from stronghold.home import BoundParameter, Home, OffloadedParameter
 from stronghold.schedule import Action, Move, Schedule
-from stronghold.store.ram import RamStore
+from stronghold.store import Store
 from stronghold.window.traffic import Traffic
 from stronghold.window.waits import Wait, Waits
 
@@ -36,7 +36,7 @@ class Window:
     not resident; a resident layer is its own slot. The schedule knows of the others alone, which it counts from zero.
     """
 
-    def __init__(self, homes: Sequence[Home], size: int, device: Device, store: RamStore, waits: Waits) -> None:
+    def __init__(self, homes: Sequence[Home], size: int, device: Device, store: Store, waits: Waits) -> None:
         self.homes = homes
         self._streamed = [layer for layer, home in enumerate(homes) if not home.resident]
         self._number = {layer: number for number, layer in enumerate(self._streamed)}
@@ -45,7 +45,7 @@ class Window:
         self.store = store
         self.waits = waits
         self.traffic = Traffic()
-        longest = max((homes[layer].layout.total_bytes for layer in self._streamed), default=0)
+        longest = max((homes[layer].slot_bytes for layer in self._streamed), default=0)
         self.slots = [Slot(device.buffer(longest)) for _ in range(size if self._streamed else 0)]
         self._free = list(reversed(self.slots))
         self._where = {layer: _own_slot(home) for layer, home in enumerate(homes) if home.resident}
@@ -150,6 +150,8 @@ class Window:
         # waits for the update, so that nothing here has to.
         self.waits.compute(slot.ready, Wait.FETCHED)
         waits = self.traffic.update_waits if late_update else self.traffic.fetch_waits
+        if home.lives("weights") == "disk":
+            waits = self.traffic.disk_waits
         waits.append((begin, self.device.stamp()))
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, view in zip(home.parameters, self.views(layer), strict=True):

@@ -20,6 +20,18 @@ def test_a_batch_holds_consecutive_tokens_as_int64():
     assert torch.equal(batch - batch[:, :1], torch.arange(4).expand(3, 4))
 
 
+def test_the_fingerprint_is_of_all_tokens_whatever_is_done_with_them(monkeypatch):
+    expected = Batches(TOKENS, batch=3, sequence=4).fingerprint()
+    assert expected["tokens"] == 100
+    assert Batches(TOKENS, batch=7, sequence=4, seed=3, held_out=5).fingerprint() == expected
+    monkeypatch.setattr("stronghold.data.batches._SAMPLES_AT_ONCE", 7)
+    assert Batches(TOKENS, batch=3, sequence=4).fingerprint() == expected
+    for place in (0, 42, 99):
+        other = TOKENS.copy()
+        other[place] += 1
+        assert Batches(other, batch=3, sequence=4).fingerprint()["crc32c"] != expected["crc32c"]
+
+
 def test_each_epoch_holds_every_sample_once_in_another_order():
     batches = Batches(TOKENS, batch=5, sequence=4, seed=1)
     epochs = [first_tokens(batches, range(5 * epoch, 5 * epoch + 5)) for epoch in range(3)]

@@ -1,5 +1,7 @@
 """The report, line by line."""
 
+import re
+
 from rich.console import Console
 
 from stronghold.evaluation.report import Report, StepTimes, table
@@ -33,7 +35,10 @@ def report(**changes):
         "peak_device_bytes": 0,
         "pinned_host_bytes": 2**30,
         "pageable_host_bytes": 2**29,
+        "process_host_bytes": 300 * 2**20,
         "disk_bytes": 0,
+        "disk_paths": (),
+        "on_root_disk": False,
         "accumulation_bytes": 2**28,
         "skipped_steps": 0,
         "step": None,
@@ -63,6 +68,7 @@ host    pinned             1.00 GiB
         pageable           512 MiB
         together           1.50 GiB
         to accumulate      256 MiB more
+        process            300 MiB more, and activations
 disk    layers and states  0 B"""
     )
 
@@ -106,3 +112,13 @@ def test_a_table_has_a_line_above_each_section():
     console.print(table("title", [("a", "x", "1"), ("", "y", "2"), ("b", "z", "3")]))
     lines = console.export_text().splitlines()
     assert [line[0] for line in lines] == ["t", "┌", "│", "│", "├", "│", "└"]
+
+
+def test_a_disk_is_told_with_its_wear():
+    step = StepTimes(**{**vars(STEP), "disk_read_bytes": 5 * 2**30, "disk_written_bytes": 4 * 10**9})
+    text = str(report(disk_bytes=2**34, disk_paths=("/mnt/a", "/mnt/b"), on_root_disk=True, step=step))
+    assert re.search(r"in +/mnt/a, /mnt/b", text)
+    assert re.search(r"note +this is the system's own disk", text)
+    assert re.search(r"read from disk +5\.00 GiB", text)
+    assert re.search(r"written to disk +3\.73 GiB, 4 TB in a thousand steps", text)
+    assert "disk" not in str(report(step=STEP)).split("layers and states")[1].replace("waiting for disk", "")

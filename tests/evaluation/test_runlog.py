@@ -1,6 +1,7 @@
 """What a run writes: three logs that say the same."""
 
 import json
+import time
 
 import pytest
 
@@ -76,3 +77,57 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"cannot write the log.*file/run"):
         RunLog(tmp_path / "file" / "run")
+
+
+def test_a_run_goes_on_after_a_step_and_drops_what_came_later(tmp_path):
+    text = tmp_path / "log.txt"
+    with RunLog(tmp_path / "run", text=text) as log:
+        log.start(START)
+        for step in (1, 2, 3):
+            log.step(STEP | {"step": step})
+            log.checkpoint({"step": step, "path": f"c{step}", "save_s": 0.5})
+        log.end({"interrupted": False}, summarize(START, [STEP]))
+    with (tmp_path / "run" / "log.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    time.sleep(1.1)  # TensorBoard tells which of its files is the later one by the second
+    with RunLog(tmp_path / "run", text=text, after=2) as log:
+        assert [record["step"] for record in log.steps] == [1, 2]
+        log.start(START | {"parameters": 7})
+        log.step(STEP | {"step": 3, "loss": 1.0})
+        log.sync()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [(line["event"], line.get("step")) for line in lines] == [
+        *(("start", None), ("step", 1), ("checkpoint", 1), ("step", 2), ("checkpoint", 2), ("resume", 2), ("step", 3)),
+    ]
+    assert lines[5]["parameters"] == 7
+    assert events(tmp_path / "run")["step/loss"] == [(1, 10.5), (2, 10.5), (3, 1.0)]
+    assert text.read_text().count("checkpoint c") == 3
+    assert text.read_text().count("\nstep ") == 4
+
+
+def test_a_run_that_goes_on_without_a_step_or_a_log_begins(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.start(START)
+        log.step(STEP)
+    for after in (0, 5):
+        with RunLog(tmp_path, after=after) as log:
+            assert log.steps == []
+            log.start(START)
+        assert [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == ["start"]
+        (tmp_path / "log.jsonl").unlink()
+
+
+def test_a_full_disk_leaves_the_old_log_whole(tmp_path, monkeypatch):
+    with RunLog(tmp_path) as log:
+        log.start(START)
+        log.step(STEP)
+    before = (tmp_path / "log.jsonl").read_text()
+
+    def refuse(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(OSError, match=r"cannot write the log.*log\.jsonl"):
+        RunLog(tmp_path, after=1)
+    assert (tmp_path / "log.jsonl").read_text() == before
+    assert not list(tmp_path.glob(".*"))

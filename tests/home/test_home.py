@@ -6,12 +6,18 @@ from torch import nn
 from stronghold.device import CpuDevice
 from stronghold.home import Home
 from stronghold.split import rounded
+from stronghold.store import RamStore
+
+
+def where():
+    device = CpuDevice()
+    return device, RamStore(device)
 
 
 def home_of(*values, dtype=torch.float32, index=0):
     parameters = [nn.Parameter(value) for value in values]
     home = Home(index, "unit", parameters, dtype)
-    home.place(CpuDevice())
+    home.place(*where())
     return home, parameters
 
 
@@ -40,7 +46,7 @@ def test_the_master_of_a_bf16_unit_is_exact_and_takes_two_bytes_more():
 def test_a_frozen_exact_parameter_has_a_remainder_only_once_it_is_updated():
     parameter = nn.Parameter(torch.randn(50).bfloat16(), requires_grad=False)
     home = Home(0, "unit", [parameter], torch.bfloat16)
-    home.place(CpuDevice())
+    home.place(*where())
     assert home._device.pageable_bytes == 2 * 50
     assert torch.equal(home.master(0), parameter.float())
     assert not home.remainder(0).any()
@@ -51,7 +57,7 @@ def test_a_resident_unit_lives_on_the_device():
     value = torch.randn(50)
     home = Home(0, "unit", [nn.Parameter(value)], torch.bfloat16, resident=True)
     device = CpuDevice()
-    home.place(device)
+    home.place(device, RamStore(device))
     assert torch.equal(home.master(0), value)
     assert device.pageable_bytes == 0
     assert device.resident_bytes == 2 * 50 + 2 * 50
@@ -61,7 +67,7 @@ def test_gradients_have_room_for_what_is_trained_and_grow_when_more_is():
     a, b, c = torch.randn(3), torch.randn(4), torch.randn(5)
     parameters = [nn.Parameter(a), nn.Parameter(b, requires_grad=False), nn.Parameter(c)]
     home = Home(0, "unit", parameters, torch.float32)
-    home.place(CpuDevice())
+    home.place(*where())
     assert home.gradient_places == (0, 2)
     assert home.gradient_layout.sizes == (12, 20, 8, 8), "two gradients and their squares"
     assert not home.fit_gradients()
@@ -87,7 +93,9 @@ def test_writes_show_once():
     assert home.was_written()
     assert not home.was_written()
     assert home.generation == generation + 1
+    assert home.writes == 1
     home.touched = True
     assert home.was_written()
+    assert home.writes == 2
     assert home.generation == generation + 1, "somebody may only have looked"
     assert not home.was_written()

@@ -1,21 +1,19 @@
-"""Models from files and back: bit for bit, and never half a folder."""
-
-import json
-import os
+"""Models from files: bit for bit, and built without values."""
 
 import pytest
 import torch
 
-from stronghold.models import files
 from stronghold.models.files import (
-    check_save_folder,
+    build_model,
+    initialiser_of,
     inputs_of,
     load_model,
     longest_sequence_of,
-    save_model,
     vocabulary_of,
 )
 from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.pretrained import save
+from stronghold.weights import fill
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=300, dropout=0.25)
 
@@ -33,29 +31,15 @@ def gpt2():
 
 def test_a_gpt_comes_back_bit_for_bit(tmp_path):
     model = GPT(CONFIG)
-    save_model(model, tmp_path / "saved")
-    assert sorted(os.listdir(tmp_path)) == ["saved"]
-    assert sorted(os.listdir(tmp_path / "saved")) == ["config.json", "model.safetensors"]
+    save(model, tmp_path / "saved")
     again, with_weights = load_model(tmp_path / "saved")
     assert with_weights
     assert again.config == CONFIG
     assert same(again, model)
 
 
-def test_a_gpt_whose_parameters_share_one_buffer_is_saved_like_any_other(tmp_path):
-    model = GPT(CONFIG)
-    for layer in model.layers:
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in layer.parameters()])
-        offset = 0
-        for parameter in layer.parameters():
-            parameter.data = flat[offset : offset + parameter.numel()].view(parameter.shape)
-            offset += parameter.numel()
-    save_model(model, tmp_path / "saved")
-    assert same(load_model(tmp_path / "saved")[0], model)
-
-
 def test_a_config_alone_is_a_new_model(tmp_path):
-    save_model(GPT(CONFIG), tmp_path / "saved")
+    save(GPT(CONFIG), tmp_path / "saved")
     torch.manual_seed(4)
     again, with_weights = load_model(tmp_path / "saved" / "config.json")
     assert not with_weights
@@ -65,7 +49,7 @@ def test_a_config_alone_is_a_new_model(tmp_path):
 
 def test_a_transformers_model_comes_back_bit_for_bit_in_fp32_and_training(tmp_path):
     model = gpt2()
-    save_model(model.bfloat16(), tmp_path / "saved")
+    save(model.bfloat16(), tmp_path / "saved")
     again, with_weights = load_model(tmp_path / "saved")
     assert with_weights
     assert again.training
@@ -116,40 +100,51 @@ def test_a_folder_without_config_is_refused(tmp_path):
         load_model(tmp_path)
 
 
-def test_saving_replaces_a_model_and_nothing_else(tmp_path):
-    first, second = GPT(CONFIG), GPT(CONFIG)
-    save_model(first, tmp_path / "saved")
-    (tmp_path / "saved" / "stale.bin").touch()
-    save_model(second, tmp_path / "saved")
-    assert sorted(os.listdir(tmp_path / "saved")) == ["config.json", "model.safetensors"]
-    assert same(load_model(tmp_path / "saved")[0], second)
-    (tmp_path / "letters").mkdir()
-    (tmp_path / "letters" / "draft.txt").write_text("dear")
-    for target in ("letters", "letters/draft.txt"):
-        with pytest.raises(ValueError, match="must be new, empty or hold a model"):
-            save_model(first, tmp_path / target)
-    assert (tmp_path / "letters" / "draft.txt").read_text() == "dear"
-    (tmp_path / "empty").mkdir()
-    check_save_folder(tmp_path / "empty")
+@pytest.mark.parametrize("kind", ["gpt", "gpt2", "llama"])
+def test_a_model_is_built_without_values_but_with_buffers_and_ties(tmp_path, kind):
+    from tests.reference import CASES
+
+    whole = CASES[kind].model()
+    save(whole, tmp_path / "saved")
+    model, weights, with_weights = build_model(tmp_path / "saved")
+    assert with_weights
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    fill(model, weights)
+    assert same(model, whole)
+    for (name, buffer), (_, expected) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
 
 
-def test_a_failed_save_names_the_folder_and_leaves_the_old_model(tmp_path, monkeypatch):
-    model = GPT(CONFIG)
-    save_model(model, tmp_path / "saved")
-
-    def fill(model, folder):
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "_write", fill)
-    with pytest.raises(OSError, match=r"cannot save the model \(No space left on device\).*saved"):
-        save_model(GPT(CONFIG), tmp_path / "saved")
-    assert os.listdir(tmp_path) == ["saved"]
-    assert same(load_model(tmp_path / "saved")[0], model)
+def test_weights_in_another_format_are_read_whole(tmp_path):
+    model = gpt2()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    again, with_weights = load_model(tmp_path)
+    assert with_weights
+    assert same(again, model)
 
 
-def test_the_saved_config_is_readable_json(tmp_path):
-    save_model(GPT(CONFIG), tmp_path / "saved")
-    config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert config["model_type"] == "stronghold-gpt"
-    assert (config["layers"], config["dropout"]) == (2, 0.25)
+def test_an_initialiser_draws_what_the_gpt_itself_draws():
+    torch.manual_seed(3)
+    whole = GPT(CONFIG)
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    torch.manual_seed(3)
+    fill(model, initialiser_of(model))
+    assert same(model, whole)
+
+
+def test_a_transformers_model_is_initialised_by_the_rules_of_its_parts():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=8, n_embd=64, n_head=2, n_positions=24, vocab_size=300)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    fill(model, initialiser_of(model))
+    block = model.transformer.h[3]
+    assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(block.ln_1.weight, torch.ones(64))
+    assert model.lm_head.weight is model.transformer.wte.weight

@@ -114,15 +114,15 @@ const Added altered("a flipped bit is found, on its way in or out", [](const std
     const auto file = open_file(folder + "/altered");
     const Memory data(40000), copy(40000), back(40000);
     data.number(3), copy.number(3);
-    std::vector<std::uint32_t> sums(3);
+    std::vector<std::uint32_t> sums(10);
     stronghold::Request write = request(file, true, data), read = request(file, false, back);
     write.sums = read.sums = sums.data();
     read.verify = true;
     disk.submit(write).wait();
     CHECK(same(data, copy));
     const Failure failure = failure_of(disk.submit(read));
-    CHECK(failure.kind == Failure::Kind::altered && failure.offset % 16384 == 0);
-    CHECK(failure.expected == sums[static_cast<std::size_t>(failure.offset / 16384)]);
+    CHECK(failure.kind == Failure::Kind::altered && failure.offset % 4096 == 0);
+    CHECK(failure.expected == sums[static_cast<std::size_t>(failure.offset / 4096)]);
     CHECK(failure.found != failure.expected);
   }
 });

@@ -113,7 +113,7 @@ def test_containers_within_one_another():
         ({"window": 2.0}, "window must be a number of layers or 'auto'"),
         ({"window": True}, "window must be a number of layers or 'auto'"),
         ({"window": "all"}, "window must be a number of layers or 'auto'"),
-        ({"store": "floppy"}, "store must be 'ram'"),
+        ({"store": 3}, "store must be 'ram', the path of a directory"),
         ({"micro_batch": 0}, "micro_batch must be a number of samples, 1 or more"),
         ({"micro_batch": True}, "micro_batch must be a number of samples"),
         ({"micro_batch": 1.5}, "micro_batch must be a number of samples"),

@@ -6,11 +6,13 @@ from torch import nn
 from stronghold.device import CpuDevice
 from stronghold.home import Home
 from stronghold.optim.states import Moments, lay_out_moments
+from stronghold.store import RamStore
 
 
 def unit(*shapes):
     home = Home(0, "unit", [nn.Parameter(torch.randn(shape)) for shape in shapes], torch.bfloat16)
     home._device = CpuDevice()
+    home._memory = RamStore(home._device)
     return home
 
 

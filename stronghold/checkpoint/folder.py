@@ -1,0 +1,69 @@
+"""A run's folder of checkpoints, one for each of the newest saved steps."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from stronghold.checkpoint.manifest import Manifest, read_manifest
+from stronghold.checkpoint.reader import verify
+from stronghold.checkpoint.saving import sync_directory
+from stronghold.errors import StrongholdError
+
+
+def step_path(folder: str | Path, step: int) -> Path:
+    """Returns where the checkpoint after ``step`` is, or goes."""
+    return Path(folder) / f"step-{step:06}"
+
+
+def steps_in(folder: str | Path) -> dict[int, Path]:
+    """Returns the checkpoints in ``folder``, intact or not, by their step, in its order."""
+    folder = Path(folder)
+    found = {
+        int(match[1]): path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (match := re.fullmatch(r"step-(\d+)", path.name)) and path.is_dir()
+    }
+    return dict(sorted(found.items()))
+
+
+def newest(folder: str | Path) -> tuple[Manifest | None, dict[Path, str]]:
+    """Returns the newest intact checkpoint in ``folder``, or None, and what was skipped before it, with the reason.
+
+    Every byte is read and compared with its checksum.
+    """
+    skipped = {}
+    for path in reversed(steps_in(folder).values()):
+        try:
+            manifest = read_manifest(path)
+            verify(manifest)
+        except (StrongholdError, OSError) as error:
+            skipped[path] = str(error)
+        else:
+            return manifest, skipped
+    return None, skipped
+
+
+def prune(folder: str | Path, step: int, keep: int, damaged: Collection[Path] = ()) -> None:
+    """Removes all but the ``keep`` newest checkpoints up to ``step``, and those known to be ``damaged``.
+
+    Each loses its name before its files: what is still called a checkpoint is whole.
+    """
+    folder = Path(folder)
+    for stale in (*folder.glob(".step-*.removed"), *folder.glob(".step-*.partial")):
+        shutil.rmtree(stale)  # of a process that was killed
+    known = [path for number, path in steps_in(folder).items() if number <= step]
+    intact = [path for path in known if path not in damaged]
+    for path in known:
+        if path not in intact[-keep:]:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Removes one checkpoint."""
+    hidden = path.with_name(f".{path.name}.removed")
+    path.rename(hidden)
+    sync_directory(path.parent)
+    shutil.rmtree(hidden)

@@ -1,0 +1,255 @@
+"""Loads a checkpoint into a model, however that is placed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.checkpoint.links import remember
+from stronghold.checkpoint.manifest import Manifest, read_manifest
+from stronghold.checkpoint.plain import from_plain
+from stronghold.checkpoint.random_states import put_random_states
+from stronghold.checkpoint.reader import FileReader
+from stronghold.checkpoint.reader import verify as verify_files
+from stronghold.checkpoint.saving import BUFFERS
+from stronghold.checkpoint.units import (
+    MOMENTS,
+    Names,
+    engine_for,
+    group_names,
+    name_of,
+    names_of,
+    persistent_buffers,
+    tensors_of,
+)
+from stronghold.errors import CheckpointError
+from stronghold.home import Home
+from stronghold.native import BLOCK, Blocks
+from stronghold.offload import Engine
+from stronghold.optim import AdamW
+from stronghold.optim.blocks import decode
+from stronghold.split import join
+
+_PART = 2**20
+"""Elements of an 8-bit moment that are decoded at a time."""
+assert _PART % BLOCK == 0
+
+
+@torch.no_grad()
+def load(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: AdamW,
+    *,
+    scheduler: Any = None,
+    verify: bool = True,
+) -> Any:
+    """Puts ``model``, ``optimizer``, ``scheduler`` and the random states where :func:`save` found them.
+
+    Returns the ``extra`` that it was given. The model must have the same parameters, by name and shape, and the
+    optimizer the same groups; window, store, resident layers, device, threads and the way of updating may be others.
+    So may the formats where nothing is lost: the fp32 masters are exact whether saved or loaded with fp32 or bf16
+    compute, and 8-bit moments go into fp32 exactly. fp32 moments do not go into eight bits, which is refused. Memory
+    is bounded by one tensor beside the model. Gradients are left as they are, and so is a scheduler that is not passed.
+
+    With ``verify`` every byte is read and compared with its checksum before anything changes, and again when it is
+    loaded; without it, only then, and a damaged file leaves the model half loaded, which the error says.
+
+    Raises CheckpointError for a checkpoint that is absent, incomplete or of another model, CorruptionError for altered
+    bytes, OffloadedModelError and BudgetError as :class:`AdamW` does.
+    """
+    engine = engine_for(model, optimizer)
+    manifest = read_manifest(Path(os.path.abspath(directory)))
+    names = names_of(model)
+    _check_model(manifest, model, names)
+    _check_optimizer(manifest, optimizer, names)
+    if scheduler is not None and manifest.scheduler is None:
+        raise CheckpointError(
+            f"the checkpoint has no scheduler's state (got scheduler={type(scheduler).__name__} for "
+            f"{manifest.directory}); leave it out"
+        )
+    if verify:
+        verify_files(manifest)
+    engine.close_backward()
+    optimizer.wait()
+    for home in engine.homes:
+        engine.take_writes(home)  # now, for what is found later would be taken for a write into what is loaded here
+    for slot in engine.window.slots:
+        if slot.ready is not None:
+            slot.ready.wait()  # a fetch under way reads what is about to be written
+    steps: dict[Tensor, float] = {
+        parameter: step
+        for home, named in names.items()
+        for name, parameter in zip(named, home.parameters, strict=True)
+        if (step := manifest.parameters[name].step) is not None
+    }
+    optimizer.restart(steps)
+    try:
+        for home in engine.homes:
+            _load_unit(manifest, engine, optimizer, home, names[home])
+        _load_buffers(manifest, model)
+    except Exception as error:
+        raise CheckpointError(
+            f"{manifest.directory} could not be loaded to the end, and the model now holds parts of it; load another "
+            f"checkpoint before anything else: {error}"
+        ) from error
+    finally:
+        engine.changed(engine.homes)
+    _put_settings(optimizer, manifest)
+    if scheduler is not None:
+        scheduler.load_state_dict(from_plain(manifest.scheduler))
+    put_random_states(from_plain(manifest.random), engine.device.torch_device)
+    return from_plain(manifest.extra)
+
+
+def _check_model(manifest: Manifest, model: nn.Module, names: Names) -> None:
+    wanted = {
+        name: list(parameter.shape)
+        for home, named in names.items()
+        for name, parameter in zip(named, home.parameters, strict=True)
+    }
+    saved = {name: entry.shape for name, entry in manifest.parameters.items()}
+    persistent, buffers = persistent_buffers(model), dict(model.named_buffers())
+    wanted_buffers = {n: [name_of(b.dtype), *b.shape] for n, b in buffers.items() if n in persistent}
+    saved_buffers = {n: [e.dtype, *e.shape] for n, e in manifest.buffers.items() if e.persistent}
+    for what, here, there in (("parameter", wanted, saved), ("buffer", wanted_buffers, saved_buffers)):
+        for name in [*there, *here]:
+            if here.get(name) != there.get(name):  # type: ignore[attr-defined]
+                got = [f"{side[name]}" if name in side else "none" for side in (there, here)]  # type: ignore[index]
+                raise CheckpointError(
+                    f"a checkpoint must be of the same model (first difference: {what} {name}, {got[0]} in "
+                    f"{manifest.directory} and {got[1]} in this {type(model).__name__}); build the model that was "
+                    f"saved, a {manifest.model}, or pass another checkpoint"
+                )
+
+
+def _check_optimizer(manifest: Manifest, optimizer: AdamW, names: Names) -> None:
+    saved = [set(group) for group in manifest.optimizer["group_names"]]
+    here = [set(group) for group in group_names(optimizer, names)]
+    if len(saved) != len(here):
+        raise CheckpointError(
+            f"the optimizer must have the groups it was saved with (got {len(here)} groups, {len(saved)} in "
+            f"{manifest.directory}); build it with the same groups"
+        )
+    for number, (one, other) in enumerate(zip(saved, here, strict=True)):
+        if one != other:
+            name = min(one ^ other)
+            raise CheckpointError(
+                f"the optimizer must have the groups it was saved with (first difference: {name} is "
+                f"{'only there' if name in one else 'only here'} in group {number}, there being "
+                f"{manifest.directory}); build it with the same groups"
+            )
+    has_moments = any(entry.step is not None for entry in manifest.parameters.values())
+    if has_moments and manifest.states == "fp32" and optimizer.states == "8bit":
+        raise CheckpointError(
+            f"moments in fp32 do not go into eight bits without loss (got states='8bit', and 'fp32' in "
+            f"{manifest.directory}); build AdamW with states='fp32', or to round them, load the checkpoint so and hand "
+            "its optimizer's state_dict() to the load_state_dict() of an AdamW with states='8bit'"
+        )
+
+
+def _load_unit(manifest: Manifest, engine: Engine, optimizer: AdamW, home: Home, names: list[str]) -> None:
+    engine.store.opened(home)
+    files = {manifest.parameters[name].file for name in names}
+    with ExitStack() as stack:
+        readers = {file: stack.enter_context(FileReader(manifest, file)) for file in sorted(files)}
+        for place, (name, parameter) in enumerate(zip(names, home.parameters, strict=True)):
+            reader = readers[manifest.parameters[name].file]
+            _load_master(reader, home, place, name)
+            engine.store.drop(home)
+            if manifest.parameters[name].step is not None:
+                _load_moments(reader, optimizer.state[parameter], name)
+                engine.store.drop(home)
+    for target, weight in zip(home.on_device, home.weight, strict=False):
+        target.copy_(weight)
+    home.rewritten()
+    home.generation += 1
+    tensors = tensors_of(home, names, optimizer.state)
+    file = files.pop()
+    entry = manifest.files[file] if not files else None
+    form = {name: (name_of(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
+    if entry is not None and form == {name: (e.dtype, e.shape) for name, e in entry.tensors.items()}:
+        remember(home, optimizer, manifest.directory / file, entry)
+
+
+def _load_master(file: FileReader, home: Home, place: int, name: str) -> None:
+    weight, low = home.weight[place], f"{name}/remainder"
+    if home.dtype == torch.float32:
+        if file.dtype(name) == torch.float32:
+            file.read_to(name, weight)
+        else:
+            weight.copy_(join(file.read(name), file.read(low)) if low in file else file.read(name))
+        return
+    if file.dtype(name) == torch.float32:
+        value = file.read(name).to(weight.device)
+        if place in home.masters.remainders or not torch.equal(value.to(weight.dtype).float(), value):
+            home.remainder(place)
+            home.masters.fill(place, weight, value)
+        else:
+            weight.copy_(value)
+        return
+    file.read_to(name, weight)
+    if low in file:
+        remainder = home.remainder(place)
+        assert remainder is not None
+        file.read_to(low, remainder)
+    elif place in home.masters.remainders:
+        home.masters.remainders[place].zero_()
+
+
+def _load_moments(file: FileReader, state: dict[str, Any], name: str) -> None:
+    for key in MOMENTS:
+        moment, codes = state[key], f"{name}/{key}"
+        exponents = f"{codes}/exponents"
+        if isinstance(moment, Blocks):
+            file.read_to(codes, moment.codes)
+            file.read_to(exponents, moment.exponents)
+        elif exponents in file:
+            _decode(file.read(codes), file.read(exponents), moment.view(-1), signed=key == "exp_avg")
+        else:
+            file.read_to(codes, moment)
+
+
+def _decode(codes: Tensor, exponents: Tensor, moment: Tensor, *, signed: bool) -> None:
+    for begin in range(0, codes.numel(), _PART):
+        end = min(begin + _PART, codes.numel())
+        part = Blocks(codes=codes[begin:end], exponents=exponents[begin // BLOCK : -(-end // BLOCK)])
+        moment[begin:end].copy_(decode(part, signed=signed))
+
+
+def _load_buffers(manifest: Manifest, model: nn.Module) -> None:
+    if not manifest.buffers:
+        return
+    with FileReader(manifest, BUFFERS) as file:
+        for name, entry in manifest.buffers.items():
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path) if _has_module(model, path) else None
+            if module is None or own not in module._buffers:
+                continue  # none that state_dict() has: those were compared
+            saved = file.read(name)
+            if saved.dtype != (dtype := getattr(torch, entry.dtype)):
+                saved = saved.view(dtype).view(entry.shape)
+            present = module._buffers[own]
+            if present is not None and present.shape == saved.shape and present.dtype == saved.dtype:
+                present.copy_(saved)  # in place: others may hold it too
+            else:
+                module._buffers[own] = saved.to(present.device) if present is not None else saved
+
+
+def _has_module(model: nn.Module, path: str) -> bool:
+    return path in dict(model.named_modules(remove_duplicate=False))
+
+
+def _put_settings(optimizer: AdamW, manifest: Manifest) -> None:
+    for group, saved in zip(optimizer.param_groups, manifest.optimizer["groups"], strict=True):
+        for key, value in from_plain(saved).items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)  # a scheduler may hold the same tensor
+            else:
+                group[key] = float(value) if isinstance(value, Tensor) and key == "lr" else value
+    optimizer.skipped_steps = manifest.optimizer["skipped_steps"]

@@ -1,0 +1,137 @@
+"""Reads a checkpoint's files back, and lets nothing through that is not what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from stronghold.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from stronghold.errors import CheckpointError, CorruptionError
+from stronghold.native import crc32c
+
+_READ_BYTES = 16 * 2**20
+
+
+def verify(manifest: Manifest) -> None:
+    """Reads every byte of a checkpoint. Raises CheckpointError or CorruptionError, naming file and unit."""
+    for name in manifest.files:
+        with FileReader(manifest, name) as file:
+            for tensor in file.entry.tensors:
+                file.check(tensor)
+
+
+class FileReader:
+    """One safetensors file of a checkpoint. Raises CheckpointError where it is absent or has another size."""
+
+    def __init__(self, manifest: Manifest, name: str) -> None:
+        self.entry: FileEntry = manifest.files[name]
+        self.path: Path = manifest.directory / name
+        try:
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(
+                f"the file of {self.entry.unit} cannot be read ({error.strerror}: {self.path}); load another checkpoint"
+            ) from error
+        try:
+            size = os.fstat(self._file).st_size
+            if size != self.entry.length_bytes:
+                raise CheckpointError(
+                    f"the file of {self.entry.unit} must have {self.entry.length_bytes} bytes (got {size}: "
+                    f"{self.path}); load another checkpoint"
+                )
+            header = torch.empty(self.entry.header_bytes, dtype=torch.uint8)
+            self._fill(header, 0)
+            self._compare(crc32c(header), self.entry.header_crc32c, 0, self.entry.header_bytes, "header")
+            places = json.loads(header.numpy().tobytes()[8:])
+            self._begins = {
+                tensor: self.entry.header_bytes + places[tensor]["data_offsets"][0] for tensor in self.entry.tensors
+            }
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entry.tensors
+
+    def dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, self.entry.tensors[name].dtype)
+
+    def check(self, name: str) -> None:
+        """Reads a tensor and forgets it. Raises CorruptionError where it is not what was written."""
+        length = self._length(name)
+        piece = torch.empty(min(length, _READ_BYTES), dtype=torch.uint8)
+        crc = 0
+        for begin in range(0, length, _READ_BYTES):
+            part = piece[: min(_READ_BYTES, length - begin)]
+            self._fill(part, self._begins[name] + begin)
+            crc = crc32c(part, crc)
+        self._compare(crc, self.entry.tensors[name].crc32c, self._begins[name], length, name)
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor. Raises CorruptionError where it is not what was written."""
+        entry = self.entry.tensors[name]
+        tensor = torch.empty(entry.shape, dtype=self.dtype(name))
+        self._read_into(name, tensor)
+        return tensor
+
+    def read_to(self, name: str, target: Tensor) -> None:
+        """Reads a tensor of the dtype of ``target`` into it, wherever it is; where it can be, without a copy."""
+        if target.is_cpu and target.is_contiguous():
+            self._read_into(name, target.detach())
+        else:
+            target.copy_(self.read(name))
+
+    def _read_into(self, name: str, target: Tensor) -> None:
+        length, entry = self._length(name), self.entry.tensors[name]
+        assert target.nbytes == length and target.dtype is self.dtype(name), "a tensor is read into another one's place"
+        if not length:
+            return
+        octets = target.view(-1).view(torch.uint8)
+        self._fill(octets, self._begins[name])
+        self._compare(crc32c(octets), entry.crc32c, self._begins[name], length, name)
+
+    def _length(self, name: str) -> int:
+        entry: TensorEntry = self.entry.tensors[name]
+        return self.dtype(name).itemsize * torch.Size(entry.shape).numel()
+
+    def _fill(self, target: Tensor, offset: int) -> None:
+        for view, begin in _pieces(memoryview(target.numpy()), offset):  # type: ignore[arg-type]
+            while len(view):
+                count = os.preadv(self._file, [view], begin)
+                if not count:
+                    raise CheckpointError(
+                        f"the file of {self.entry.unit} ended at byte {begin} while it was read ({self.path}); load "
+                        "another checkpoint"
+                    )
+                view, begin = view[count:], begin + count
+
+    def _compare(self, found: int, expected: int, offset: int, length: int, what: str) -> None:
+        if found != expected:
+            raise CorruptionError(
+                f"the file of {self.entry.unit} is damaged: {what} is not what was written ({length} bytes at byte "
+                f"{offset} of {self.path} have CRC-32C {found:08x}, written {expected:08x}); load another checkpoint",
+                str(self.path),
+                offset,
+                length,
+                expected,
+                found,
+            )
+
+
+def _pieces(view: memoryview, offset: int) -> Iterator[tuple[memoryview, int]]:
+    for begin in range(0, len(view), _READ_BYTES):
+        yield view[begin : begin + _READ_BYTES], offset + begin

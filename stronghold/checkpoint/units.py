@@ -1,0 +1,97 @@
+"""What a checkpoint keeps of each unit, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.errors import OffloadedModelError
+from stronghold.home import Home, home_of
+from stronghold.native import Blocks
+from stronghold.offload import Engine, engine_of
+from stronghold.optim import AdamW
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Names = dict[Home, list[str]]
+"""The names of a unit's parameters, by place."""
+
+
+def engine_for(model: nn.Module, optimizer: AdamW) -> Engine:
+    """Returns the engine of an offloaded model. Raises OffloadedModelError where ``optimizer`` is not over it."""
+    engine = engine_of(model)
+    if engine is None:
+        raise OffloadedModelError(
+            f"a checkpoint is of an offloaded model (got a {type(model).__name__} that is not); call "
+            "stronghold.offload(model) first"
+        )
+    first = home_of(optimizer.param_groups[0]["params"][0]) if isinstance(optimizer, AdamW) else None
+    if first is None or first.owner is not engine:
+        raise OffloadedModelError(
+            f"a checkpoint needs the model's own optimizer (got a {type(optimizer).__module__}."
+            f"{type(optimizer).__name__}{' over another model' if isinstance(optimizer, AdamW) else ''}); pass the "
+            "stronghold.AdamW over this model"
+        )
+    return engine
+
+
+def names_of(model: nn.Module) -> Names:
+    """Returns the names of all parameters, as ``model.named_parameters()`` has them."""
+    places: dict[Home, dict[int, str]] = {}
+    for name, parameter in model.named_parameters():
+        home = home_of(parameter)
+        assert home is not None
+        places.setdefault(home, {})[parameter.__dict__["_place"]] = name
+    return {home: [named[place] for place in range(len(named))] for home, named in places.items()}
+
+
+def group_names(optimizer: AdamW, names: Names) -> list[list[str]]:
+    """Returns the names of the parameters of every group of ``optimizer``."""
+    return [
+        [names[home][p.__dict__["_place"]] for p in group["params"] if (home := home_of(p)) is not None]
+        for group in optimizer.param_groups
+    ]
+
+
+def tensors_of(home: Home, names: list[str], states: Mapping[Tensor, dict[str, Any]]) -> dict[str, Tensor]:
+    """Returns what is kept of a unit, by the names in its file; the tensors are the unit's own memory.
+
+    A weight has its parameter's name; ``/remainder``, ``/exp_avg`` and ``/exp_avg_sq`` follow it where there is one,
+    and ``/exponents`` these where their moment is in eight bits.
+    """
+    found: dict[str, Tensor] = {}
+    for place, (name, parameter) in enumerate(zip(names, home.parameters, strict=True)):
+        found[name] = home.weight[place]
+        if place in home.masters.remainders:
+            found[f"{name}/remainder"] = home.masters.remainders[place]
+        state = states.get(parameter)
+        for key in MOMENTS if state else ():
+            assert state is not None
+            moment = state[key]
+            if isinstance(moment, Blocks):
+                found[f"{name}/{key}"], found[f"{name}/{key}/exponents"] = moment.codes, moment.exponents
+            else:
+                found[f"{name}/{key}"] = moment
+    return found
+
+
+def step_of(parameter: Tensor, states: Mapping[Tensor, dict[str, Any]]) -> float | None:
+    """Returns how many steps AdamW has taken with a parameter, None where it has no moments."""
+    state = states.get(parameter)
+    return float(state["step"]) if state else None
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """Returns the names of the buffers that ``state_dict()`` has."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }

@@ -1,0 +1,279 @@
+"""Checkpoints in transformers' format, streamed into a model and out of it: ``load(dir)`` and ``save(model, dir)``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.home import Home, home_of
+from stronghold.models.files import build, write_config
+from stronghold.offload.offload import offload
+from stronghold.tensor_files import TensorFileWriter
+from stronghold.units import parse_bytes
+from stronghold.weights import Checkpoint, Group, from_model
+from stronghold.weights.checkpoint import INDEX, SINGLE
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_REPLACED = ("*.safetensors", INDEX, "pytorch_model*", "config.json", "generation_config.json")
+"""What saving replaces in a folder; the rest, such as a tokenizer, stays."""
+
+
+def load(directory: str | os.PathLike[str], *, model_class: Any = None, **options: Any) -> nn.Module:
+    """Loads a checkpoint straight into the store, layer by layer, and returns the offloaded model.
+
+    ``directory`` holds a config.json and safetensors files, sharded or not, as transformers' ``save_pretrained`` and
+    :func:`save` write them. ``model_class`` is one of transformers' classes, such as ``AutoModel``; by default it is
+    the one that the config names, or AutoModelForCausalLM where that names none. ``options`` are those of
+    :func:`offload` (``window``, ``store``, ``device``, ``dtype``, ...). No more than one layer, and one tensor of the
+    files, is in memory beside the store.
+
+    The model is what ``from_pretrained(directory)`` and :func:`offload` would make: its parameters have the dtype that
+    the config names (without one the files'; the reference GPT's are fp32), and it is in evaluation mode; call
+    ``train()`` for dropout. Nothing is fetched from a hub. Raises ValueError, before anything is allocated, for a
+    folder that is not such a checkpoint, and for tensors that are missing, of another shape, or not the model's; and
+    what :func:`offload` raises.
+    """
+    folder = Path(directory)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"a model must be a folder with a config.json (got {str(directory)!r}); pass one")
+    checkpoint = Checkpoint(folder)
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        known = settings.get("dtype") or settings.get("torch_dtype")
+        model = build(file, dtype=None if known else checkpoint.dtype(), model_class=model_class or _class_of(settings))
+    except Exception as error:  # transformers raises all kinds for what it cannot read
+        problem = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"a model's config.json must be one that transformers or this program reads (got {str(file)!r}: "
+            f"{problem}); pass another, or mend it"
+        ) from error
+    model.eval()
+    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        model.__dict__["generation_config"] = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    return offload(model, weights=folder, **options)
+
+
+def save(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Writes a model's weights and configuration into ``directory``, tensor by tensor, as transformers reads them.
+
+    Works for offloaded models and all others; updates under way are waited for. ``dtype`` is that of the parameters
+    in the files: by default the one in which the model computes, as ``save_pretrained`` would write; with
+    ``torch.float32`` a model that computes in bf16 is written as its fp32 masters, to the bit. Buffers keep theirs.
+    Files are ``model.safetensors``, or shards of up to ``max_shard_size`` and their index, beside config.json and
+    generation_config.json; a model without a configuration of transformers is written without those. What a
+    parameter of several names is called, and names and shapes themselves, are what ``save_pretrained`` would choose.
+
+    The folder appears, or changes, only when all of it is written: until then the new files are in a hidden one beside
+    it. What else the folder held stays. Raises ValueError for a folder that holds something other than a
+    model, and OSError, naming the folder, where it cannot be written.
+    """
+    folder = Path(directory)
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(
+            f"dtype must be torch.float32, torch.bfloat16 or torch.float16 (got {dtype}); pass one of them"
+        )
+    limit = parse_bytes(max_shard_size)
+    check_save_folder(folder)
+    outgoing = _Outgoing(model, dtype)
+    partial = folder.with_name(f".{folder.name}.partial")
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write(outgoing, partial, limit)
+        write_config(model, partial, outgoing.dtype)
+        if folder.exists():
+            _keep_others(folder, partial)
+        for written in partial.iterdir():
+            _sync(written)
+        _sync(partial)
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        partial.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        _sync(folder.parent)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot save the model ({error.strerror or error})", str(folder)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # what is still there is no model, and may fill the disk
+
+
+def check_save_folder(folder: str | os.PathLike[str]) -> None:
+    """Raises ValueError if ``folder`` holds something other than a model, which saving would replace."""
+    folder = Path(folder)
+    names = ("config.json", SINGLE, INDEX)
+    if folder.exists() and not (
+        folder.is_dir() and (any((folder / name).is_file() for name in names) or not any(folder.iterdir()))
+    ):
+        raise ValueError(
+            f"a folder to save in must be new, empty or hold a model with its config.json (got {str(folder)!r}); "
+            "pass another"
+        )
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A parameter or buffer that is saved: where it lives, if it is offloaded, and its place there."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    home: Home | None
+    place: int
+
+    def value(self) -> Tensor:
+        """Returns what is written, in the dtype in which it is."""
+        if self.home is None:
+            return self.tensor.detach().to(self.dtype)
+        return self.home.settled_value(self.place, exact=self.home.dtype != self.dtype).to(self.dtype)
+
+
+class _Outgoing:
+    """What of a model is saved, by the names that its files will have; reading one tensor needs no other."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        parameters = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
+        self.dtype = dtype or next(iter(parameters), torch.float32)
+        self._items = {
+            name: _Item(
+                tensor,
+                dtype if dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype,
+                home_of(tensor) if isinstance(tensor, nn.Parameter) else None,
+                tensor.__dict__.get("_place", 0),
+            )
+            for name, tensor in _saved(model)
+        }
+        if meta := [name for name, item in self._items.items() if item.tensor.is_meta]:
+            raise ValueError(
+                f"parameters must have values to be saved ({meta[0]} is on the meta device); load it first"
+            )
+        self.groups = from_model(model, self._items)
+        self._last: Home | None = None
+
+    def announce(self, group: Group) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Returns dtype and shape of what a group becomes, by name."""
+        items = [self._items[source] for source in group.sources]
+        empty = [torch.empty(item.tensor.shape, dtype=item.dtype, device="meta") for item in items]
+        return {name: (value.dtype, value.shape) for name, value in group.convert(empty).items()}
+
+    def values(self, group: Group) -> dict[str, Tensor]:
+        """Returns what a group becomes, by name."""
+        values = []
+        for item in (self._items[source] for source in group.sources):
+            if item.home is not self._last:
+                self.drop()
+            values.append(item.value())
+            self._last = item.home
+        return group.convert(values)
+
+    def drop(self) -> None:
+        """Takes the unit that was read last out of the resident set."""
+        if self._last is not None:
+            self._last.drop()
+
+    def elements(self) -> int:
+        return sum(item.tensor.numel() for item in self._items.values() if isinstance(item.tensor, nn.Parameter))
+
+
+def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters and persistent buffers in the order of ``state_dict``, each under one name.
+
+    Of several names it is the one that ``save_pretrained`` keeps: the one that a transformers model ties others to.
+    """
+    found: dict[int, list[tuple[str, Tensor]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                found.setdefault(id(tensor), []).append((f"{prefix}.{name}" if prefix else name, tensor))
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    for names in found.values():
+        name, tensor = next((one for one in names if one[0] not in tied), names[0])
+        if name not in left_out:
+            yield name, tensor
+
+
+def _write(outgoing: _Outgoing, folder: Path, limit: int) -> None:
+    shards = list(_shards([(group, outgoing.announce(group)) for group in outgoing.groups], limit))
+    count, index, total = len(shards), {}, 0
+    for number, shard in enumerate(shards, start=1):
+        file = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        announced = {name: one for _, announced in shard for name, one in announced.items()}
+        with TensorFileWriter(folder / file, announced, {"format": "pt"}) as writer:
+            for group, _ in shard:
+                for name, value in outgoing.values(group).items():
+                    writer.write(name, value)
+            outgoing.drop()
+        index.update(dict.fromkeys(announced, file))
+        total += sum(_bytes(one) for one in announced.values())
+    if count != 1:
+        metadata = {"total_parameters": outgoing.elements(), "total_size": total}
+        text = json.dumps({"metadata": metadata, "weight_map": index}, indent=2, sort_keys=True) + "\n"
+        (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+_Announced = dict[str, tuple[torch.dtype, torch.Size]]
+
+
+def _shards(groups: Sequence[tuple[Group, _Announced]], limit: int) -> Iterator[list[tuple[Group, _Announced]]]:
+    """Yields the groups of each file in turn: as many as fit, and at least one."""
+    shard: list[tuple[Group, _Announced]] = []
+    size = 0
+    for group, announced in groups:
+        own = sum(_bytes(one) for one in announced.values())
+        if shard and size + own > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append((group, announced))
+        size += own
+    yield shard
+
+
+def _bytes(announced: tuple[torch.dtype, torch.Size]) -> int:
+    return announced[0].itemsize * announced[1].numel()
+
+
+def _keep_others(folder: Path, partial: Path) -> None:
+    """Puts what ``folder`` holds beside a model, such as a tokenizer, into ``partial`` too."""
+    for path in folder.iterdir():
+        if any(path.match(pattern) for pattern in _REPLACED):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, partial / path.name, symlinks=True)
+        else:
+            shutil.copy2(path, partial / path.name, follow_symlinks=False)
+
+
+def _sync(path: Path) -> None:
+    if path.is_symlink():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _class_of(settings: dict[str, Any]) -> Any:
+    """Returns the class that a config names, or None where it names none, or one that transformers does not have."""
+    import transformers
+
+    names = settings.get("architectures") or [None]
+    return getattr(transformers, names[0], None) if isinstance(names[0], str) else None

@@ -1,0 +1,94 @@
+"""What every store does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from stronghold.device import Buffer, Device, Event
+from stronghold.home import Home, Kind
+from stronghold.native import DiskCounters, Segment
+
+Kernel = Callable[[list[Segment]], None]
+
+
+class Passage(Protocol):
+    """One unit's way through an update."""
+
+    def run(self, segments: list[Segment], kernel: Kernel) -> None:
+        """Calls ``kernel`` on all of ``segments``, in one piece or several, where it can read and write them."""
+
+    def cancel(self) -> None:
+        """Gives the update up; nothing has changed."""
+
+
+class Store(ABC):
+    """Where units live: it allocates their memory, sends weights to the device and leads states through updates."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def place(self, home: Home, values: Iterable[Tensor] | None = None) -> None:
+        """Moves the parameters of ``home`` into the store, with ``values`` if they have none of their own."""
+        home.place(self.device, self, values)
+
+    @abstractmethod
+    def drop(self, home: Home) -> None:
+        """Takes what was looked at of a unit out of the resident set, where it has a place beside memory."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the store has on disk."""
+        return 0
+
+    @property
+    def paths(self) -> list[Path]:
+        """The directories it uses."""
+        return []
+
+    def counters(self) -> DiskCounters:
+        """Returns what it has read from disk and written there so far, past the page cache."""
+        return DiskCounters(read_bytes=0, written_bytes=0, busy_s=0.0)
+
+    def check_space(self, needed_bytes: int, what: str) -> None:
+        """Raises StoreError where the directories' file systems do not have ``needed_bytes`` left."""
+        assert needed_bytes == 0
+
+    @abstractmethod
+    def allocate(self, home: Home, length_bytes: int, kind: Kind) -> Buffer:
+        """Allocates memory of a unit."""
+
+    @abstractmethod
+    def fetch(self, home: Home, target: Tensor) -> None:
+        """Submits the copy of the unit's weights to the flat device buffer ``target``, on the fetch stream."""
+
+    @abstractmethod
+    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]]) -> Passage:
+        """Prepares an update of ``home`` that is about to be submitted.
+
+        ``operands`` are what the update reads and writes of every parameter in turn, beside its gradient.
+        """
+
+    @abstractmethod
+    def opened(self, home: Home) -> None:
+        """Hears that somebody may write what lives in the store, now and until the next update."""
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Compares the checksums of everything on disk. Raises CorruptionError, which names file and unit."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Removes from disk what a start that failed has made."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets others have what the store uses; the model cannot be used after it."""
+
+    def landed(self, home: Home, done: Event) -> Event:
+        """Returns the event after which what an update of ``home``, complete at ``done``, wrote is where it lives."""
+        return done

@@ -1,0 +1,214 @@
+"""The disk store: every unit in a file of its own, read and written past the system's cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from stronghold.device import Buffer, Device, Event, HostBuffer
+from stronghold.errors import StoreError
+from stronghold.home import Home, Kind
+from stronghold.layout import PAGE_BYTES, lay_out
+from stronghold.native import Disk, DiskCounters, Priority
+from stronghold.store.base import Passage, Store
+from stronghold.store.directory import Directory, Manifest, UnitRecord, check_same
+from stronghold.store.ram import InPlace
+from stronghold.store.ring import DiskPassage, Ring
+from stronghold.store.unit_file import UnitFile
+from stronghold.units import format_bytes
+
+
+@dataclass
+class _Staging:
+    """Pinned memory that a layer passes on its way from disk to a device with memory of its own."""
+
+    buffer: HostBuffer
+    free: Event | None = None
+
+
+class DiskStore(Store):
+    """Keeps on disk what each unit has there (``Home.on_disk``) and the rest in host memory.
+
+    Weights go from disk straight into the slot where that is host memory, else through pinned staging. An update passes
+    through the ring. Whoever else looks at a tensor sees it through the page cache: parameters and moments are ordinary
+    tensors.
+
+    The directories are this run's alone. What another run of the same model has left there is overwritten; a directory
+    of another model is refused.
+    """
+
+    def __init__(self, device: Device, paths: Sequence[Path], homes: Sequence[Home]) -> None:
+        super().__init__(device)
+        self._directory = Directory(paths)
+        self._records = {home: _record(number, home) for number, home in enumerate(homes)}
+        self._numbers = {home: number for number, home in enumerate(homes)}
+        self._units: dict[int, UnitFile] = {}
+        """By the unit's number."""
+        try:
+            self._begin()
+            self.disk = Disk()
+        except BaseException:
+            self._directory.release()
+            raise
+        states = any("moments" in home.on_disk and home.trainable for home in homes)
+        self._ring = Ring(self.disk, device) if states else None
+        self._staging: list[_Staging] = []
+        if not device.is_host:
+            longest = max((home.slot_bytes for home in homes if "weights" in home.on_disk), default=0)
+            self._staging = [_Staging(device.host_buffer(longest)) for _ in range(2)]
+        # Not a method: it would keep the store alive.
+        self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, os.getpid())
+
+    @property
+    def paths(self) -> list[Path]:
+        return self._directory.paths
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(unit.taken_bytes for unit in self._units.values())
+
+    def counters(self) -> DiskCounters:
+        return self.disk.counters()
+
+    def check_space(self, needed_bytes: int, what: str) -> None:
+        """Raises StoreError where the directories' file systems do not have ``needed_bytes`` left."""
+        # Units take turns between the directories, which therefore each take about as much.
+        for path in self.paths:
+            needed, free = needed_bytes // len(self.paths), shutil.disk_usage(path).free
+            if needed > free:
+                raise StoreError(
+                    f"{what} takes {format_bytes(needed)} at {path}, where {format_bytes(free)} are free; free "
+                    f"{format_bytes(needed - free)} more, or pass a directory on a larger disk"
+                )
+
+    def place(self, home: Home, values: Iterable[Tensor] | None = None) -> None:
+        super().place(home, values)
+        if (unit := self._unit_of(home)) is not None:
+            unit.sum_up()
+            unit.drop()
+
+    def drop(self, home: Home) -> None:
+        if (unit := self._unit_of(home)) is not None:
+            unit.drop()
+
+    def allocate(self, home: Home, length_bytes: int, kind: Kind) -> Buffer:
+        if home.resident:
+            return self.device.device_buffer(length_bytes)
+        if kind in home.on_disk:
+            return self._unit(home).take(length_bytes)
+        return self.device.host_buffer(length_bytes, pinned=kind == "weights")
+
+    def fetch(self, home: Home, target: Tensor) -> None:
+        assert home.buffer is not None
+        fetches, length = self.device.fetches, home.layout.total_bytes
+        if "weights" not in home.on_disk:
+            fetches.copy(target[:length], home.buffer.flat)
+            return
+        if not self._staging:
+            fetches.run(lambda: self._read(home, target), moved_bytes=length)
+            return
+        staging = self._staging[0]
+        self._staging.append(self._staging.pop(0))
+        if (free := staging.free) is not None:
+            # The copy to the device that read this buffer before must be complete; the host fills it, so it waits.
+            fetches.submit(free.wait)
+        fetches.submit(lambda: self._read(home, staging.buffer.flat))
+        fetches.copy(target[:length], staging.buffer.flat[:length])
+        staging.free = fetches.record()
+
+    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]]) -> Passage:
+        if (unit := self._unit_of(home)) is None:
+            return InPlace()
+        if self._ring is None:  # of a model that was frozen when it was placed
+            self._ring = Ring(self.disk, self.device)
+        return DiskPassage(self._ring, unit, operands, lambda: home.is_lent)
+
+    def landed(self, home: Home, done: Event) -> Event:
+        if (unit := self._unit_of(home)) is None:
+            return done
+        # Whoever waits for the update reads the file: what the update wrote must have arrived there.
+        self.device.disk.wait(done)
+        self.device.disk.submit(unit.settle)
+        return self.device.disk.record()
+
+    def opened(self, home: Home) -> None:
+        if (unit := self._unit_of(home)) is not None:
+            unit.forget_sums()
+
+    def verify(self) -> None:
+        """Reads everything and compares checksums. Raises CorruptionError, which names file and unit."""
+        for unit in self._units.values():
+            unit.settle()
+            unit.verify()
+
+    def abandon(self) -> None:
+        self._finalizer.detach()
+        self.disk.close()
+        self._directory.remove([unit.path for unit in self._units.values()])
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def _begin(self) -> None:
+        """Takes the directory over, or refuses to."""
+        held, records = self._directory.read(), list(self._records.values())
+        if held is not None:
+            check_same(held, records, self.paths[0])
+        for number, record in enumerate(records):
+            self._directory.file(number, record.file).unlink(missing_ok=True)
+        self._directory.write(Manifest(units=records))
+
+    def _read(self, home: Home, target: Tensor) -> None:
+        unit, length = self._unit(home), home.slot_bytes
+        assert home.buffer is not None
+        begin = unit.find(home.buffer.flat)
+        assert begin is not None
+        sums = unit.sums_of(begin, begin + length)
+        unit.wait(
+            self.disk.read(unit.file, target[:length], offset=begin, priority=Priority.FETCH, sums=sums, verify=True)
+        )
+        unit.drop()  # what somebody may have looked at since it was last here
+
+    def _unit(self, home: Home) -> UnitFile:
+        number = self._numbers[home]
+        if number not in self._units:
+            record = self._records[home]
+            path = self._directory.file(number, record.file)
+            self._units[number] = UnitFile(self.disk, path, home.name, capacity_bytes(home))
+        return self._units[number]
+
+    def _unit_of(self, home: Home) -> UnitFile | None:
+        """Returns the file of a unit, or None for one that has nothing on disk."""
+        return self._units.get(self._numbers[home])
+
+
+def capacity_bytes(home: Home) -> int:
+    """Returns what a unit can come to take on disk: weights, remainders and fp32 moments of all its parameters.
+
+    A page more for each tensor, as moments may be allocated one by one.
+    """
+    elements = [parameter.numel() for parameter in home.parameters]
+    sizes = [*home.layout.sizes, *(2 * n for n in elements), *(4 * n for n in elements), *(4 * n for n in elements)]
+    return lay_out(sizes, home.alignment).total_bytes + PAGE_BYTES * len(sizes)
+
+
+def _record(number: int, home: Home) -> UnitRecord:
+    kind = "edge" if home.is_edge else "layer"
+    return UnitRecord(
+        file=f"{kind}-{number:05}.bin",
+        name=home.name,
+        dtype=str(home.dtype).removeprefix("torch."),
+        shapes=[list(shape) for shape in home.shapes],
+    )
+
+
+def _close(directory: Directory, disk: Disk, process: int) -> None:
+    if os.getpid() == process:  # a child of fork has neither the disk's threads nor the directory
+        disk.close()
+        directory.release()

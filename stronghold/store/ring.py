@@ -1,0 +1,210 @@
+"""The ring: buffers in RAM through which units on disk pass chunk by chunk to be updated."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from stronghold.device import Buffer, Device
+from stronghold.native import BLOCK, Disk, Priority, Segment, Transfer
+from stronghold.store.base import Kernel
+from stronghold.store.chunks import Array, Part, chunks, spans
+from stronghold.store.unit_file import UnitFile
+
+SLOTS = 4
+"""One is read, one updated, one written, and one is ready to be updated next."""
+SLOT_BYTES = 48 * 2**20
+RING_BYTES = SLOTS * SLOT_BYTES
+
+
+@dataclass
+class _Slot:
+    buffer: Buffer
+    chunk: Chunk | None = None
+    written: UnitFile | None = None
+    """Whose chunk was here before."""
+    writes: list[Transfer] = field(default_factory=list)
+    """Those of it that are under way."""
+
+    def drain(self) -> None:
+        """Blocks until the chunk before is written: until then the buffer is read."""
+        for transfer in self.writes:
+            assert self.written is not None
+            self.written.wait(transfer)
+        self.writes = []
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Parts of one unit that are in memory together. ``runs`` are (begin in the file, end there, begin in memory)."""
+
+    passage: DiskPassage
+    parts: list[Part]
+    runs: list[tuple[int, int, int]]
+    slot: _Slot | None = None
+    reads: list[Transfer] = field(default_factory=list)
+
+    def twin(self, tensor: Tensor) -> Tensor:
+        """Returns what holds the values of a tensor of the file while the chunk is in memory."""
+        offset = self.passage.unit.find(tensor)
+        if offset is None or not tensor.numel():
+            return tensor
+        assert self.slot is not None
+        begin = next(there + offset - first for first, end, there in self.runs if first <= offset < end)
+        return self.slot.buffer.flat[begin : begin + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+
+
+class Ring:
+    """``SLOTS`` buffers. Chunks are read in the order in which they were added, as far ahead as buffers are free.
+
+    Chunks are added by the thread that computes; taken and given back, in the same order, by the one that updates.
+    """
+
+    def __init__(self, disk: Disk, device: Device) -> None:
+        self._disk = disk
+        self._slots = [_Slot(device.host_buffer(SLOT_BYTES, pinned=False)) for _ in range(SLOTS)]
+        self._waiting: deque[Chunk] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, waiting: Sequence[Chunk]) -> None:
+        """Has ``waiting`` read, behind all that were added before."""
+        with self._lock:
+            self._waiting.extend(waiting)
+            self._read_ahead()
+
+    def take(self, chunk: Chunk) -> None:
+        """Blocks until ``chunk`` is in memory; the next ones are read meanwhile."""
+        with self._lock:
+            self._read_ahead(until=chunk)
+        for transfer in chunk.reads:
+            chunk.passage.unit.wait(transfer)
+
+    def give(self, chunk: Chunk) -> None:
+        """Begins to write ``chunk`` back and gives its buffer to one that waits."""
+        with self._lock:
+            unit, slot = chunk.passage.unit, chunk.slot
+            assert slot is not None
+            slot.written = unit
+            slot.writes = [
+                self._disk.write(
+                    unit.file,
+                    slot.buffer.flat[there : there + end - begin],
+                    offset=begin,
+                    priority=Priority.WRITE_BACK,
+                    sums=None if chunk.passage.is_lent() else unit.sums_of(begin, end),
+                )
+                for begin, end, there in chunk.runs
+            ]
+            unit.writes += slot.writes
+            self._release(chunk)
+
+    def cancel(self, given_up: Sequence[Chunk]) -> None:
+        """Gives back chunks that are not updated."""
+        with self._lock:
+            for chunk in given_up:
+                if chunk.slot is None:
+                    self._waiting.remove(chunk)
+                    continue
+                for transfer in chunk.reads:
+                    chunk.passage.unit.wait(transfer)
+                self._release(chunk)
+            self._read_ahead()
+
+    def _release(self, chunk: Chunk) -> None:
+        slot, chunk.slot = chunk.slot, None
+        assert slot is not None
+        slot.chunk = None
+        self._read_ahead()
+
+    def _read_ahead(self, until: Chunk | None = None) -> None:
+        """Begins to read chunks that wait, without blocking; but blocks for ``until``."""
+        while self._waiting and (until is None or until.slot is None or self._free() is not None):
+            chunk, block = self._waiting[0], until is not None and until.slot is None
+            if not self._begin(chunk, block=block):
+                return
+            self._waiting.popleft()
+
+    def _begin(self, chunk: Chunk, *, block: bool) -> bool:
+        unit = chunk.passage.unit
+        if any(other.chunk is not None and self._before(other.chunk, chunk) for other in self._slots):
+            assert not block, "an update was taken before the one ahead of it on the same unit"
+            return False  # it will read what that one is about to write
+        slot = self._free() or (self._draining() if block else None)
+        if slot is None:
+            return False
+        if chunk is chunk.passage.chunks[0] and not unit.settled():
+            if not block:
+                return False
+            unit.settle()
+        slot.drain()
+        slot.chunk, chunk.slot = chunk, slot
+        chunk.reads = [
+            self._disk.read(
+                unit.file,
+                slot.buffer.flat[there : there + end - begin],
+                offset=begin,
+                priority=Priority.PREFETCH,
+                sums=unit.sums_of(begin, end),
+                verify=True,
+            )
+            for begin, end, there in chunk.runs
+        ]
+        return True
+
+    @staticmethod
+    def _before(earlier: Chunk, chunk: Chunk) -> bool:
+        return earlier.passage is not chunk.passage and earlier.passage.unit is chunk.passage.unit
+
+    def _free(self) -> _Slot | None:
+        idle = (slot for slot in self._slots if slot.chunk is None)
+        return next((slot for slot in idle if all(transfer.done() for transfer in slot.writes)), None)
+
+    def _draining(self) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.chunk is None), None)
+
+
+class DiskPassage:
+    """One unit's way from disk through the ring and back."""
+
+    def __init__(
+        self, ring: Ring, unit: UnitFile, operands: Sequence[Sequence[Tensor]], is_lent: Callable[[], bool]
+    ) -> None:
+        self.ring = ring
+        self.unit = unit
+        self.is_lent = is_lent
+        """Whether somebody may write the unit without our knowing: what is written back then gets no checksums."""
+        unit.check_versions([tensor for tensors in operands for tensor in tensors])
+        elements = [tensors[0].numel() for tensors in operands]
+        arrays = [
+            [
+                Array(offset, tensor.element_size(), 1 if tensor.numel() == count else BLOCK)
+                for tensor in tensors
+                if count and (offset := unit.find(tensor)) is not None
+            ]
+            for tensors, count in zip(operands, elements, strict=True)
+        ]
+        self.chunks = [
+            Chunk(self, parts, _packed(spans(parts, arrays))) for parts in chunks(elements, arrays, SLOT_BYTES)
+        ]
+        ring.add(self.chunks)
+
+    def run(self, segments: list[Segment], kernel: Kernel) -> None:
+        for chunk in self.chunks:
+            self.ring.take(chunk)
+            kernel([segments[p.number].part(p.begin, p.end).mapped(chunk.twin) for p in chunk.parts])
+            self.ring.give(chunk)
+
+    def cancel(self) -> None:
+        self.ring.cancel(self.chunks)
+
+
+def _packed(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    packed, there = [], 0
+    for begin, end in runs:
+        packed.append((begin, end, there))
+        there += end - begin
+    return packed

@@ -1,0 +1,107 @@
+"""A checkpoint's safetensors files, read tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint. ``dtype`` is as the format names it, such as "BF16"."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors in a folder: those of ``model.safetensors``, or of the shards that its index names.
+
+    Opening reads the headers alone. Raises ValueError for a folder without such files, and for files that are not
+    what they should be.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self.entries: dict[str, Entry] = {}
+        """By name."""
+        index = self._read_index()
+        for file in sorted(set(index.values())) if index else [SINGLE]:
+            for name, entry in self._headers(self.directory / file).items():
+                if index.get(name, file) == file:
+                    self.entries[name] = entry
+        if lost := sorted(index.keys() - self.entries.keys()):
+            raise ValueError(
+                f"a checkpoint's shards must hold what its index names (in {str(directory)!r} missing {some(lost)}); "
+                "download it again"
+            )
+
+    def dtype(self) -> torch.dtype | None:
+        """Returns the dtype of the first floating-point tensor, or None where there is none."""
+        return next((_DTYPES[entry.dtype] for entry in self.entries.values() if entry.dtype in _DTYPES), None)
+
+    def is_floating(self, name: str) -> bool:
+        return self.entries[name].dtype in _DTYPES
+
+    def read(self, name: str) -> Tensor:
+        """Returns one tensor, on the CPU, in its own dtype. It takes memory only while it is in use."""
+        from safetensors import SafetensorError, safe_open
+
+        entry = self.entries[name]
+        try:
+            # Opened anew for each: the tensor is a part of the mapped file, and unmapping that is what gives back the
+            # pages of all that was read before.
+            with safe_open(str(entry.file), framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(entry.file, error) from error
+        return tensor
+
+    def _read_index(self) -> dict[str, str]:
+        """Returns the file of each name, or nothing where one file holds all."""
+        if (self.directory / SINGLE).is_file():
+            return {}
+        path = self.directory / INDEX
+        if not path.is_file():
+            raise ValueError(
+                f"a checkpoint must be a folder with {SINGLE}, or with shards and {INDEX} (got "
+                f"{str(self.directory)!r}); for other formats load the model whole and save it with save_pretrained()"
+            )
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            wrong = [file for file in index.values() if Path(file).name != file]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _unreadable(path, error) from error
+        if wrong or not index:
+            raise _unreadable(path, f"its weight_map must name files beside it, got {wrong[:1] or 'none'}")
+        return index
+
+    def _headers(self, path: Path) -> dict[str, Entry]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                return {n: Entry(path, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+
+
+def some(names: list[str]) -> str:
+    """Returns the first of ``names``, and how many more there are."""
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
+
+
+def _unreadable(path: Path, reason: object) -> ValueError:
+    return ValueError(f"cannot read {str(path)!r} ({reason}); is it whole? download or save it again")

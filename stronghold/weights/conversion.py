@@ -1,0 +1,139 @@
+"""How the tensors of a transformers checkpoint become those of its model, and back.
+
+From version 5 on transformers may hold weights otherwise than its files do: experts that are apart in the files are one
+tensor in the model, and names differ. What transformers does on loading and saving a whole model is done here for one
+group of tensors at a time, by its own converters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass
+class Group:
+    """Tensors, named ``sources`` on one side, that together become tensors of the other side.
+
+    Most groups are one tensor that stays as it is, and is called ``target`` on the other side.
+    """
+
+    target: str
+    sources: list[str] = field(default_factory=list)
+    _patterns: list[str] = field(default_factory=list)
+    _converter: Any = None
+    _model: Any = None
+    _renamings: Sequence[Any] = ()
+
+    def convert(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns what ``tensors``, one for each source, become, by name. Tensors on the meta device tell shapes."""
+        if self._converter is None:
+            (tensor,) = tensors
+            return {self.target: tensor}
+        converter = copy.deepcopy(self._converter)
+        for source, pattern, tensor in zip(self.sources, self._patterns, tensors, strict=True):
+            converter.add_tensor(self.target, source, pattern, tensor)
+        results = converter.convert(self.target, model=self._model, config=self._model.config)
+        return {
+            _rename(name, self._renamings): value[0] if isinstance(value, list) else value
+            for name, value in results.items()
+        }
+
+
+def into_model(model: nn.Module, names: Iterable[str], wanted: Collection[str]) -> tuple[list[Group], list[Any] | None]:
+    """Groups a checkpoint's tensors, called ``names``, by what they become in ``model``, which wants those ``wanted``.
+
+    Also returns transformers' conversions that were of use, for :func:`remember`. For a transformers model,
+    ``base_model_prefix`` is added or taken away where the file has it otherwise.
+    """
+    conversions = _conversions(model)
+    prefix = getattr(model, "base_model_prefix", None)
+    if conversions is None or not isinstance(prefix, str):
+        return [Group(name, [name]) for name in names], None
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    renamings, converters, by_pattern = _sorted_out(conversions)
+    there = dict.fromkeys(wanted, True)
+    groups: dict[str, Group] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, there)
+        if target not in there and name in there:
+            target, pattern = name, None
+        group = _group(groups, target, name, pattern, by_pattern, model, ())
+        group.sources.append(name)
+    return list(groups.values()), [conversion for conversion in conversions if conversion.was_used()]
+
+
+def remember(model: nn.Module, conversions: list[Any] | None) -> None:
+    """Notes which conversions the checkpoint of ``model`` needed: saving undoes those, here and in transformers."""
+    if conversions is not None:
+        model.__dict__["_weight_conversions"] = conversions
+
+
+def from_model(model: nn.Module, names: Iterable[str]) -> list[Group]:
+    """Groups the tensors of ``model``, called ``names``, by what they become in a checkpoint's files."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None and (known := _conversions(model, add_legacy=False)):
+        from transformers.core_model_loading import PrefixChange
+
+        conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+    if not conversions:
+        return [Group(name, [name]) for name in names]
+    from transformers.core_model_loading import apply_converters
+
+    renamings, converters, by_pattern = _sorted_out([one.reverse_transform() for one in reversed(conversions)])
+    groups: dict[str, Group] = {}
+    for name in names:
+        target, pattern = apply_converters(name, converters)
+        if pattern is None:
+            target = _rename(name, renamings)
+        group = _group(groups, target, name, pattern, by_pattern, model, renamings)
+        group.sources.append(name)
+    return list(groups.values())
+
+
+def _conversions(model: Any, *, add_legacy: bool = True) -> list[Any] | None:
+    if not hasattr(model, "base_model_prefix"):
+        return None
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # before version 5 files are as models are
+        return None
+    found: list[Any] = get_model_conversion_mapping(model, add_legacy=add_legacy)
+    return found
+
+
+def _sorted_out(conversions: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    return [c for c in conversions if isinstance(c, WeightRenaming)], converters, by_pattern
+
+
+def _group(
+    groups: dict[str, Group],
+    target: str,
+    name: str,
+    pattern: str | None,
+    by_pattern: dict[str, Any],
+    model: nn.Module,
+    renamings: Sequence[Any],
+) -> Group:
+    if pattern is None:
+        # Under the file's own name if another tensor has taken the target: then one of the two is one too many.
+        key = target if target not in groups else name
+        return groups.setdefault(key, Group(target))
+    group = groups.setdefault(target, Group(target, _converter=by_pattern[pattern], _model=model, _renamings=renamings))
+    group._patterns.append(pattern)
+    return group
+
+
+def _rename(name: str, renamings: Sequence[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name

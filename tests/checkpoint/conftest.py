@@ -1,0 +1,12 @@
+"""One thread is enough for models as small as these, and two would only get into one another's way."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

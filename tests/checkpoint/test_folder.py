@@ -1,0 +1,71 @@
+"""A folder of checkpoints: which is the newest intact one, which go, and why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import pytest
+
+from stronghold.checkpoint.folder import newest, prune, step_path, steps_in
+from tests.checkpoint.training import of_kind
+
+
+@pytest.fixture
+def saved(tmp_path: Any) -> Any:
+    training, _ = of_kind(window=1)
+    for step in (10, 20, 30, 40):
+        training.save(step_path(tmp_path, step), extra={"position": step})
+        training.optimizer.skipped_steps += 1
+    for step in (30, 40):  # their files are linked: damage one, not all
+        path = step_path(tmp_path, step)
+        shutil.copytree(path, tmp_path / "copy")
+        shutil.rmtree(path)
+        (tmp_path / "copy").rename(path)
+    return tmp_path
+
+
+def test_the_newest_intact_one_is_found_and_the_others_are_told_with_the_reason(saved: Any) -> None:
+    found, skipped = newest(saved)
+    assert found is not None and found.extra == {"position": 40}
+    assert skipped == {}
+    os.truncate(step_path(saved, 40) / "layer-00002.safetensors", 100)
+    (step_path(saved, 30) / "manifest.json").unlink()
+    (saved / ".step-000050.partial").mkdir()
+    (saved / "step-none").mkdir()
+    step_path(saved, 60).mkdir()
+    found, skipped = newest(saved)
+    assert found is not None and found.directory == step_path(saved, 20)
+    assert list(skipped) == [step_path(saved, step) for step in (60, 40, 30)]
+    reasons = list(skipped.values())
+    assert "a directory with a manifest.json" in reasons[0]
+    assert "layers.2 must have" in reasons[1] and "got 100" in reasons[1]
+    assert "No such file" in reasons[2]
+
+
+def test_a_folder_without_any_has_none(tmp_path: Any) -> None:
+    assert newest(tmp_path / "none") == (None, {})
+    assert steps_in(tmp_path / "none") == {}
+
+
+def test_steps_count_as_numbers(tmp_path: Any) -> None:
+    for step in (999_999, 1_000_000, 5):
+        step_path(tmp_path, step).mkdir()
+    assert list(steps_in(tmp_path)) == [5, 999_999, 1_000_000]
+
+
+def test_the_oldest_go_and_what_was_left_behind(saved: Any) -> None:
+    (saved / ".step-000010.removed").mkdir()
+    (saved / ".step-000070.partial").mkdir()
+    prune(saved, 40, 3)
+    assert sorted(os.listdir(saved)) == ["step-000020", "step-000030", "step-000040"]
+    prune(saved, 30, 1)
+    assert sorted(os.listdir(saved)) == ["step-000030", "step-000040"], "a later one is another's business"
+
+
+def test_damaged_ones_go_and_do_not_count(saved: Any) -> None:
+    prune(saved, 40, 2, {step_path(saved, 30)})
+    assert sorted(os.listdir(saved)) == ["step-000020", "step-000040"]
+    found, _ = newest(saved)
+    assert found is not None and found.extra == {"position": 40}, "removing one takes no file from another"

@@ -1,0 +1,106 @@
+"""A run's directory: whose it is, and when another run may have it."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.errors import StoreError
+from stronghold.offload import engine_of
+from stronghold.store.directory import Directory, Manifest, UnitRecord, check_same
+
+
+def layers(width=8, count=3):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def start(path, **model):
+    return stronghold.offload(layers(**model), store=path, window=1, device="cpu")
+
+
+def record(name="0", shapes=((2, 3),)):
+    return UnitRecord(file=f"layer-{name}.bin", name=name, dtype="float32", shapes=[list(s) for s in shapes])
+
+
+def test_a_manifest_comes_back(tmp_path):
+    directory = Directory([tmp_path / "a"])
+    unit = record()
+    manifest = Manifest(units=[unit, record("1")])
+    assert directory.read() is None
+    directory.write(manifest)
+    assert directory.read() == manifest
+    assert not (tmp_path / "a" / "manifest.partial").exists()
+
+
+def test_a_directory_has_one_user_at_a_time(tmp_path):
+    first = Directory([tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(StoreError, match="in use by another run"):
+        Directory([tmp_path / "c", tmp_path / "b"])
+    first.release()
+    Directory([tmp_path / "c", tmp_path / "b"]).release()
+
+
+def test_other_people_s_files_are_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(StoreError, match=r"must be new or empty, or hold a run .*thesis\.tex"):
+        start(tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    assert sorted(p.name for p in tmp_path.iterdir()) in (["thesis.tex"], ["lock", "thesis.tex"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "cannot be read"), ("{}", "cannot be read"), ('{"format": 99, "units": []}', "format 99, and this version")],
+)
+def test_a_manifest_that_is_not_ours_is_refused(tmp_path, content, message):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(StoreError, match=message):
+        start(tmp_path)
+    assert (tmp_path / "manifest.json").read_text() == content
+
+
+def test_another_model_is_refused_with_the_first_difference():
+    held = Manifest(units=[record("0"), record("1")])
+    check_same(held, [record("0"), record("1")], "here")
+    with pytest.raises(StoreError, match=r"it has 1 of float32 with shapes \[\[2, 3\]\], this model 1 .*\[\[3, 2\]\]"):
+        check_same(held, [record("0"), record("1", [(3, 2)])], "here")
+    with pytest.raises(StoreError, match="it has 2 units, this model 3 units"):
+        check_same(held, [record("0"), record("1"), record("2")], "here")
+
+
+def test_a_directory_of_another_model_is_refused_and_one_of_the_same_begun_anew(tmp_path):
+    first = start(tmp_path / "s")
+    engine_of(first).store.close()
+    content = {p.name: p.read_bytes() for p in (tmp_path / "s").iterdir()}
+    with pytest.raises(StoreError, match="belongs to another model"):
+        start(tmp_path / "s", width=9)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "s").iterdir() if p.name != "lock"} == {
+        name: data for name, data in content.items() if name != "lock"
+    }
+    torch.manual_seed(3)
+    again = start(tmp_path / "s")
+    torch.manual_seed(3)
+    for parameter, expected in zip(again.parameters(), layers().parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+
+
+def test_several_directories_share_the_units(tmp_path):
+    model = stronghold.offload(layers(count=5), store=[tmp_path / "a", tmp_path / "b"], window=2, device="cpu")
+    optimizer = stronghold.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    for path, count in ((tmp_path / "a", 3), (tmp_path / "b", 2)):
+        assert len(list(path.glob("layer-*.bin"))) == count
+    engine_of(model).store.verify()
+    engine_of(model).store.close()
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    assert len(manifest["units"]) == 5
+    assert not (tmp_path / "b" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("store", ["", [], ["/a", "/a"], 3, None])
+def test_what_is_no_store_is_refused(store):
+    with pytest.raises(ValueError, match="store must"):
+        stronghold.offload(layers(), store=store, device="cpu")
