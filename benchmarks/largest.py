@@ -53,7 +53,7 @@ SHAPE = ("hidden", "heads", "vocabulary", "sequence")
 def command(options: argparse.Namespace, layers: int, scratch: Path) -> list[str]:
     """Returns what trains ``layers`` layers, logs to ``scratch``/log.jsonl and stores under ``scratch``."""
     model = ["--layers", layers, "--hidden", options.hidden, "--heads", options.heads]
-    model += ["--vocabulary", options.vocabulary, "--steps", options.steps]
+    model += ["--vocabulary", options.vocabulary, "--steps", options.steps, "--lr", options.lr]
     if options.method == "stronghold":
         placed = ["--store", scratch / "store", "--window", options.window, "--update", "in_backward"]
         placed += ["--device", "cpu", "--dtype", options.dtype, "--states", options.states, "--out", scratch]
@@ -221,7 +221,7 @@ def machine(method: str) -> Record:
 
 
 def settings_of(options: argparse.Namespace) -> Record:
-    names = ("limit", *SHAPE, "steps", "dtype") + (("window", "states") if options.method == "stronghold" else ())
+    names = ("limit", *SHAPE, "steps", "lr", "dtype") + (("window", "states") if options.method == "stronghold" else ())
     return {name: getattr(options, name) for name in names}
 
 
@@ -314,6 +314,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
             + (" ".join(f"{loss:.4f}" for loss in record["losses"] if isinstance(loss, float)) or "none"),
             soft_wrap=True,
         )
+        sys.stdout.flush()
         return not record["reason"]
 
     if options.method.startswith("zero"):
@@ -343,6 +344,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--vocabulary", type=int, default=51200, metavar="N", help="token ids (default: 51200)")
     add("--sequence", type=int, default=64, metavar="N", help="tokens in a step (default: 64)")
     add("--steps", type=int, default=3, metavar="N", help="steps (default: 3)")
+    add("--lr", type=float, default=3e-5, metavar="X", help="learning rate, without a warm-up (default: 3e-5)")
     add("--dtype", choices=("fp32", "bf16"), help="of stronghold's computing (default: bf16), of all of pytorch (fp32)")
     add("--window", type=int, default=2, metavar="N", help="stronghold's layers at a time (default: 2)")
     add("--states", choices=("fp32", "8bit"), default="fp32", help="stronghold's moments (default: fp32)")

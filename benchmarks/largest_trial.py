@@ -32,7 +32,6 @@ from stronghold.methods import decay_groups
 from stronghold.models.gpt import GPT, GPTConfig
 
 DEVICES = {"zero-infinity": "nvme", "zero-offload": "cpu"}
-LR = 3e-4
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 PORT = 29533
@@ -56,22 +55,22 @@ def main() -> None:
     torch.manual_seed(0)
     if options.method == "pytorch":
         config = shape(options)
-        train(options, config, pytorch(config, options.dtype))
+        train(options, config, pytorch(config, options.dtype, options.lr))
         return
     begin_deepspeed()
     if options.prepare:
         prepare(DEVICES[options.method])
         return
     config = shape(options)
-    train(options, config, zero(config, zero_config(config, DEVICES[options.method], options.store)))
+    train(options, config, zero(config, zero_config(config, DEVICES[options.method], options.store, options.lr)))
 
 
-def pytorch(config: GPTConfig, dtype: str) -> Callable[[Tensor], float]:
+def pytorch(config: GPTConfig, dtype: str, lr: float) -> Callable[[Tensor], float]:
     """Returns the step of the ordinary loop. With ``dtype`` bf16 all of it is: weights, gradients and both moments."""
     torch.set_default_dtype({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     model = GPT(config)
     recompute(model)
-    optimizer = torch.optim.AdamW(decay_groups(model, WEIGHT_DECAY), lr=LR, betas=BETAS, fused=True)
+    optimizer = torch.optim.AdamW(decay_groups(model, WEIGHT_DECAY), lr=lr, betas=BETAS, fused=True)
 
     def step(tokens: Tensor) -> float:
         loss = model(tokens, labels=tokens).loss
@@ -109,7 +108,7 @@ def zero(config: GPTConfig, settings: dict[str, Any]) -> Callable[[Tensor], floa
     return step
 
 
-def zero_config(config: GPTConfig, device: str, path: str) -> dict[str, Any]:
+def zero_config(config: GPTConfig, device: str, path: str, lr: float) -> dict[str, Any]:
     """Returns DeepSpeed's settings for the least memory: nothing is kept, nothing is read ahead.
 
     ``device`` is "nvme" or "cpu". A buffer must hold the largest parameter, here the embedding; five of them is the
@@ -119,7 +118,7 @@ def zero_config(config: GPTConfig, device: str, path: str) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}},
         "zero_optimization": {
             "stage": 3,
             "offload_param": {
@@ -214,6 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=51200)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of pytorch (default: fp32)")
     parser.add_argument("--store", default=".", metavar="DIR", help="where ZeRO-Infinity swaps to")
     parser.add_argument("--log", metavar="FILE", help="the JSON lines to append to")

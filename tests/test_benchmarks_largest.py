@@ -1,0 +1,181 @@
+"""benchmarks/largest.py trains, kills what is over a limit, searches as it says, and draws its records alone."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from stronghold.models.gpt import GPT, GPTConfig
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+SHAPE = {"hidden": 64, "heads": 2, "vocabulary": 300, "sequence": 32}
+TINY = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def largest():
+    return load("largest")
+
+
+@pytest.fixture(scope="module")
+def trial():
+    return load("largest_trial")
+
+
+def call(tmp_path, *arguments, timeout=280):
+    """Returns the records of a run of the benchmark, and what it printed."""
+    # threads that spin while they wait would take minutes on a machine with other work to do
+    environment = {"GOMP_SPINCOUNT": "1000", "COLUMNS": "200", **os.environ}
+    command = [sys.executable, FOLDER / "largest.py", *TINY, "--out", tmp_path / "out.jsonl", "--store", tmp_path / "s"]
+    done = subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()], done.stdout
+
+
+def parameters(layers):
+    config = GPTConfig(layers=layers, **SHAPE)
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(config).parameters())
+
+
+@pytest.mark.parametrize("method", ["stronghold", "pytorch"])
+def test_a_trial_passes_below_a_generous_limit_and_tells_what_it_took(method, tmp_path):
+    (record,), printed = call(tmp_path, "--method", method, "--layers", 3, "--limit", "4GiB")
+    assert record["reason"] == ""
+    assert (record["method"], record["layers"], record["parameters"]) == (method, 3, parameters(3))
+    assert len(record["losses"]) == len(record["seconds"]) == 3
+    assert record["losses"][-1] < record["losses"][0] < 8
+    assert 100 * 2**20 < record["peak_bytes"] < 4 * 2**30
+    if method == "stronghold":  # every state is there, and no more than padding beside it
+        assert 12 * parameters(3) < record["disk_bytes"] < 14 * parameters(3) + 2**20
+    else:
+        assert record["disk_bytes"] < 2**16  # the log
+    assert {"host", "versions", "commit", "time"} <= record.keys()
+    assert "passed" in printed
+    assert list((tmp_path / "s").iterdir()) == []  # what a trial stored is gone
+
+
+def test_the_losses_of_the_ordinary_loop_are_those_of_stronghold(tmp_path):
+    for method in ("stronghold", "pytorch"):
+        records, _ = call(tmp_path, "--method", method, "--layers", 2, "--dtype", "fp32", "--steps", 1)
+    first, second = records
+    assert first["losses"] == pytest.approx(second["losses"], rel=0.05)  # other batches, other weights: near ln(384)
+
+
+@pytest.mark.parametrize("method", ["stronghold", "pytorch"])
+def test_a_search_under_an_impossible_limit_ends_with_none(method, tmp_path):
+    begin_s = time.monotonic()
+    (record,), printed = call(tmp_path, "--method", method, "--limit", "60MiB")
+    assert time.monotonic() - begin_s < 200
+    assert record["layers"] == 1
+    assert record["reason"] == "over the limit of memory"
+    assert record["losses"] == []
+    assert record["peak_bytes"] > 60 * 2**20
+    assert "none" in printed
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [(("--disk", "1KiB"), "over the limit of disk"), (("--timeout", "0.2"), "not done after 200 ms")],
+)
+def test_a_trial_over_its_disk_or_its_time_is_killed_and_says_so(option, reason, tmp_path):
+    (record,), _ = call(tmp_path, "--method", "pytorch", "--layers", 1, *option)
+    assert record["reason"] == reason
+
+
+def test_a_trial_that_cannot_train_tells_why(tmp_path):
+    (record,), _ = call(tmp_path, "--method", "stronghold", "--layers", 2, "--window", 9)
+    assert record["reason"].startswith("ended with 2: ")
+    assert "window" in record["reason"]
+
+
+@pytest.mark.parametrize(
+    ("largest_passing", "first", "most", "expected"),
+    [
+        (11, 4, 1024, [4, 8, 16, 12, 10, 11]),
+        (0, 1, 1024, [1]),
+        (0, 4, 1024, [4, 2, 1]),
+        (3, 8, 1024, [8, 4, 2, 3]),
+        (1000, 1, 8, [1, 2, 4, 8]),
+        (1000, 3, 8, [3, 6, 8]),
+        (7, 1, 8, [1, 2, 4, 8, 6, 7]),
+    ],
+)
+def test_the_search_doubles_and_then_halves(largest, largest_passing, first, most, expected):
+    tried = []
+
+    def passes(layers):
+        tried.append(layers)
+        return layers <= largest_passing
+
+    assert largest.search(passes, first, most) == min(largest_passing, most)
+    assert tried == expected
+
+
+@pytest.mark.parametrize(
+    ("losses", "peak", "expected"),
+    [
+        ([3.0, 4.0, 2.0], 10, ""),
+        ([3.0, 2.0, 2.0], 11, "over the limit of memory"),
+        ([3.0, 2.0, 3.0], 10, "the loss does not fall"),
+        ([3.0, "nan", 2.0], 10, "the loss is not finite"),
+        ([3.0, float("inf"), 2.0], 10, "the loss is not finite"),
+        ([3.0, 2.0], 10, "took 2 steps of 3"),
+    ],
+)
+def test_the_verdict(largest, losses, peak, expected):
+    assert largest.verdict(losses, 3, peak, 10) == expected
+
+
+def test_memory_counts_a_child_and_what_was_freed_again(largest):
+    script = (
+        "import subprocess, sys, time\n"
+        "block = b'x' * (90 << 20); del block\n"
+        "subprocess.run([sys.executable, '-c', 'import time; b = b\"x\" * (50 << 20); time.sleep(3)'])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    memory = largest.Memory(process.pid)
+    while process.poll() is None:
+        memory.poll()
+        time.sleep(0.05)
+    assert 140 * 2**20 < memory.peak_bytes < 190 * 2**20
+
+
+def test_the_table_shows_the_largest_that_passed_and_the_next_that_did_not(largest, tmp_path):
+    def record(layers, reason="", **other):
+        settings = {"limit": 2**33, "steps": 3, "dtype": "fp32", **SHAPE}
+        peak = {"parameters": layers * 1000, "peak_bytes": 500 + 16_000 * layers, "disk_bytes": 0}
+        timed = {"seconds": [3.0, 2.0, 1.0], "losses": []}
+        return {"method": "pytorch", "settings": settings, "layers": layers, "reason": reason} | peak | timed | other
+
+    options = largest.parse(["--table", *TINY])
+    trials = [record(1), record(8, "late"), record(5), record(6, "over the limit of memory"), record(4)]
+    assert largest.cells(trials) == ["5", "5 k", "78.6 KiB", "16.00", "0 B", "2.00 s", "6: over the limit of memory"]
+    assert largest.cells(trials[1:2]) == ["none", "", "", "", "", "", "late"]
+    other = record(99, settings={"limit": 1, "steps": 3, "dtype": "fp32", **SHAPE})
+    assert largest.table([*trials, other], options).row_count == 1
+
+
+def test_zero_keeps_nothing_and_its_buffers_hold_the_largest_parameter(trial):
+    config = GPTConfig(layers=2, **SHAPE)
+    settings = trial.zero_config(config, "nvme", "/swap", 1e-3)["zero_optimization"]
+    with torch.device("meta"):
+        largest = max(parameter.numel() for parameter in GPT(config).parameters())
+    assert settings["offload_param"]["buffer_size"] == largest
+    assert settings["offload_param"]["device"] == settings["offload_optimizer"]["device"] == "nvme"
+    assert settings["stage3_max_live_parameters"] == settings["offload_param"]["max_in_cpu"] == 0
