@@ -22,6 +22,7 @@ import importlib.metadata
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -296,6 +297,9 @@ def bytes_per_parameter(passed: Sequence[Record]) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that the trial ends, too, and its files go
     console = Console(width=150)
     if not options.table:
         run(options, console)

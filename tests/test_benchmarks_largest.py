@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -179,3 +180,17 @@ def test_zero_keeps_nothing_and_its_buffers_hold_the_largest_parameter(trial):
     assert settings["offload_param"]["buffer_size"] == largest
     assert settings["offload_param"]["device"] == settings["offload_optimizer"]["device"] == "nvme"
     assert settings["stage3_max_live_parameters"] == settings["offload_param"]["max_in_cpu"] == 0
+
+
+def test_ended_by_sigterm_it_leaves_neither_a_trial_nor_its_files(tmp_path):
+    store = tmp_path / "s"
+    command = [sys.executable, FOLDER / "largest.py", *TINY, "--out", tmp_path / "out.jsonl", "--store", store]
+    process = subprocess.Popen([*command, "--method", "stronghold", "--layers", "2", "--steps", "100000"])
+    until_s = time.monotonic() + 120
+    while not list(store.glob("*/log.jsonl")) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    (trial,) = psutil.Process(process.pid).children()
+    process.terminate()
+    assert process.wait(60) == 143
+    assert not trial.is_running()
+    assert list(store.iterdir()) == []
