@@ -86,6 +86,7 @@ def pytorch(config: GPTConfig, dtype: str, lr: float) -> Callable[[Tensor], floa
 def zero(config: GPTConfig, settings: dict[str, Any]) -> Callable[[Tensor], float]:
     """Returns the step of DeepSpeed's engine. The model never exists whole: each module is filled by itself."""
     import deepspeed
+    import torch._dynamo  # while zero.Init has Tensor.__new__ replaced, torch could not import it
 
     deepspeed.init_distributed(dist_backend="gloo")
     with deepspeed.zero.Init(config_dict_or_path=settings):
@@ -111,10 +112,12 @@ def zero(config: GPTConfig, settings: dict[str, Any]) -> Callable[[Tensor], floa
 def zero_config(config: GPTConfig, device: str, path: str, lr: float) -> dict[str, Any]:
     """Returns DeepSpeed's settings for the least memory: nothing is kept, nothing is read ahead.
 
-    ``device`` is "nvme" or "cpu". A buffer must hold the largest parameter, here the embedding; five of them is the
-    least that a layer's two matrices, their biases and the embedding need at once.
+    ``device`` is "nvme" or "cpu". A buffer must hold the largest parameter, here the embedding, and two are the fewest:
+    it and one matrix. AdamW's buffers hold the largest group: a group is closed as soon as it has as many elements as
+    ``sub_group_size``, so that of the embedding has no other parameter in it. Gradients larger than their bucket do
+    without. Pinned memory takes as much as it would hold, and a limit on locked memory would refuse it.
     """
-    largest = max(4 * config.hidden**2, config.rows * config.hidden)
+    matrix = 4 * config.hidden**2
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -124,8 +127,8 @@ def zero_config(config: GPTConfig, device: str, path: str, lr: float) -> dict[st
             "offload_param": {
                 "device": device,
                 "nvme_path": path,
-                "buffer_count": 5,
-                "buffer_size": largest,
+                "buffer_count": 2,
+                "buffer_size": max(matrix, config.rows * config.hidden),
                 "max_in_cpu": 0,
                 "pin_memory": False,
             },
@@ -138,8 +141,8 @@ def zero_config(config: GPTConfig, device: str, path: str, lr: float) -> dict[st
                 "pipeline_write": False,
                 "fast_init": True,
             },
-            "sub_group_size": largest,
-            "reduce_bucket_size": largest,
+            "sub_group_size": matrix,
+            "reduce_bucket_size": matrix,
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0,

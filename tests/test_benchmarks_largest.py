@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.utils.cpp_extension
 
 from stronghold.models.gpt import GPT, GPTConfig
 
@@ -194,3 +196,18 @@ def test_ended_by_sigterm_it_leaves_neither_a_trial_nor_its_files(tmp_path):
     assert process.wait(60) == 143
     assert not trial.is_running()
     assert list(store.iterdir()) == []
+
+
+def test_zero_infinity_trains_where_its_operators_are_compiled(tmp_path):
+    pytest.importorskip("deepspeed")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or torch.utils.cpp_extension.get_default_build_root()
+    if not {"async_io.so", "cpu_adam.so"} <= {path.name for path in Path(root).glob("**/*.so")}:
+        pytest.skip(
+            "DeepSpeed's operators are not compiled: python benchmarks/largest_trial.py zero-infinity --prepare"
+        )
+    embedding = ["--vocabulary", 20_000]  # no parameter below a mebibyte is swapped
+    (record,), _ = call(tmp_path, "--method", "zero-infinity", "--layers", 2, *embedding)
+    assert record["reason"] == ""
+    assert record["losses"][-1] < record["losses"][0] == pytest.approx(math.log(20_096), rel=0.05)
+    assert record["disk_bytes"] > 18 * 20_096 * 64  # the embedding, its gradient and its states
+    assert "deepspeed" in record["versions"]
