@@ -13,8 +13,10 @@ ZeRO-Infinity and ZeRO-Offload run on DeepSpeed's CPU accelerator, in one proces
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import resource
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +36,6 @@ from stronghold.models.gpt import GPT, GPTConfig
 DEVICES = {"zero-infinity": "nvme", "zero-offload": "cpu"}
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
-PORT = 29533
 
 
 class Loss(nn.Module):
@@ -86,8 +87,8 @@ def pytorch(config: GPTConfig, dtype: str, lr: float) -> Callable[[Tensor], floa
 def zero(config: GPTConfig, settings: dict[str, Any]) -> Callable[[Tensor], float]:
     """Returns the step of DeepSpeed's engine. The model never exists whole: each module is filled by itself."""
     import deepspeed
-    import torch._dynamo  # while zero.Init has Tensor.__new__ replaced, torch could not import it
 
+    importlib.import_module("torch._dynamo")  # while zero.Init has Tensor.__new__ replaced, torch fails to import it
     deepspeed.init_distributed(dist_backend="gloo")
     with deepspeed.zero.Init(config_dict_or_path=settings):
         model = GPT(config)
@@ -156,8 +157,11 @@ def zero_config(config: GPTConfig, device: str, path: str, lr: float) -> dict[st
 
 def begin_deepspeed() -> None:
     """Tells DeepSpeed, before it is imported, that the CPU is its accelerator and this process is alone."""
-    own = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ.update(own | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", str(PORT))})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(alone | {"DS_ACCELERATOR": "cpu"})
 
 
 def prepare(device: str) -> None:
