@@ -118,9 +118,12 @@ def watch(process: subprocess.Popen[bytes], options: argparse.Namespace, scratch
             end(process)
             break
         time.sleep(POLL_S)
+    disk_bytes = max(disk_bytes, allocated(scratch))
+    if not reason and disk_bytes > options.disk:
+        reason = "over the limit of disk"
     return {
         "peak_bytes": memory.peak_bytes,
-        "disk_bytes": max(disk_bytes, allocated(scratch)),
+        "disk_bytes": disk_bytes,
         "trial_s": time.monotonic() - begin_s,
         "reason": reason,
     }

@@ -19,7 +19,8 @@ from stronghold.models.gpt import GPT, GPTConfig
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SHAPE = {"hidden": 64, "heads": 2, "vocabulary": 300, "sequence": 32}
 TINY = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
-TINY += ["--lr", "3e-3"]  # so narrow a model learns slowly
+STEPS = 12
+TINY += ["--steps", str(STEPS), "--lr", "3e-3"]  # so narrow a model learns slowly
 
 
 def load(name):
@@ -62,7 +63,7 @@ def test_a_trial_passes_below_a_generous_limit_and_tells_what_it_took(method, tm
     (record,), printed = call(tmp_path, "--method", method, "--layers", 3, "--limit", "4GiB")
     assert record["reason"] == ""
     assert (record["method"], record["layers"], record["parameters"]) == (method, 3, parameters(3))
-    assert len(record["losses"]) == len(record["seconds"]) == 3
+    assert len(record["losses"]) == len(record["seconds"]) == STEPS
     assert record["losses"][-1] < record["losses"][0] < 8
     assert 100 * 2**20 < record["peak_bytes"] < 4 * 2**30
     if method == "stronghold":  # every state is there, and no more than padding beside it
@@ -74,11 +75,12 @@ def test_a_trial_passes_below_a_generous_limit_and_tells_what_it_took(method, tm
     assert list((tmp_path / "s").iterdir()) == []  # what a trial stored is gone
 
 
-def test_the_losses_of_the_ordinary_loop_are_those_of_stronghold(tmp_path):
+def test_the_ordinary_loop_begins_where_stronghold_does(tmp_path):
     for method in ("stronghold", "pytorch"):
-        records, _ = call(tmp_path, "--method", method, "--layers", 2, "--dtype", "fp32", "--steps", 1)
+        records, _ = call(tmp_path, "--method", method, "--layers", 2, "--dtype", "fp32")
     first, second = records
-    assert first["losses"] == pytest.approx(second["losses"], rel=0.05)  # other batches, other weights: near ln(384)
+    # The same weights and batches; from the third on stronghold's rate has fallen.
+    assert first["losses"][:2] == pytest.approx(second["losses"][:2], rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["stronghold", "pytorch"])
