@@ -58,7 +58,7 @@ class Engine:
             for number, values in weights.units([home.parameters for home in self.homes], placement.modules):
                 self.store.place(self.homes[number], values)
         except BaseException:
-            self.store.abandon()
+            self.store.close()
             raise
         self.edge_bytes = placement.edge_bytes
         self.window = Window(self.layers, placement.window, device, self.store, self.waits)

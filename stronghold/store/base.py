@@ -82,12 +82,8 @@ class Store(ABC):
         """Compares the checksums of everything on disk. Raises CorruptionError, which names file and unit."""
 
     @abstractmethod
-    def abandon(self) -> None:
-        """Removes from disk what a start that failed has made."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Lets others have what the store uses; the model cannot be used after it."""
+        """Removes from disk what is there, and lets others have the directory; the model cannot be used after it."""
 
     def landed(self, home: Home, done: Event) -> Event:
         """Returns the event after which what an update of ``home``, complete at ``done``, wrote is where it lives."""

@@ -35,7 +35,8 @@ class UnitRecord:
 class Manifest:
     """Which model's units lie in a directory.
 
-    It says nothing of their contents: a store is memory, and what lasts are checkpoints.
+    It says nothing of their contents: a store is memory, and what lasts are checkpoints. It outlives a run that is
+    killed.
     """
 
     units: list[UnitRecord]
@@ -107,14 +108,14 @@ class Directory:
             os.close(descriptor)
 
     def remove(self, files: Iterable[Path]) -> None:
-        """Removes what a start that failed has made, and the directories if they were made for it."""
+        """Removes ``files`` and what else the run has made, the directories with it if they were made for it."""
         for path in [*files, self.manifest_path, self.manifest_path.with_suffix(".partial")]:
             path.unlink(missing_ok=True)
         for path in self.paths:
             (path / _LOCK).unlink(missing_ok=True)
         self.release()
         for path in reversed(self._made):
-            if not any(path.iterdir()):
+            if path.exists() and not any(path.iterdir()):
                 path.rmdir()
 
     def release(self) -> None:

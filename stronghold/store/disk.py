@@ -39,8 +39,8 @@ class DiskStore(Store):
     through the ring. Whoever else looks at a tensor sees it through the page cache: parameters and moments are ordinary
     tensors.
 
-    The directories are this run's alone. What another run of the same model has left there is overwritten; a directory
-    of another model is refused.
+    The directories are this run's alone, and its files go when it ends: a store is memory. What a run that was killed
+    has left there is overwritten by one of the same model; a directory of another model is refused.
     """
 
     def __init__(self, device: Device, paths: Sequence[Path], homes: Sequence[Home]) -> None:
@@ -63,7 +63,7 @@ class DiskStore(Store):
             longest = max((home.slot_bytes for home in homes if "weights" in home.on_disk), default=0)
             self._staging = [_Staging(device.host_buffer(longest)) for _ in range(2)]
         # Not a method: it would keep the store alive.
-        self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, os.getpid())
+        self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, self._units, os.getpid())
 
     @property
     def paths(self) -> list[Path]:
@@ -147,11 +147,6 @@ class DiskStore(Store):
             unit.settle()
             unit.verify()
 
-    def abandon(self) -> None:
-        self._finalizer.detach()
-        self.disk.close()
-        self._directory.remove([unit.path for unit in self._units.values()])
-
     def close(self) -> None:
         self._finalizer()
 
@@ -208,7 +203,7 @@ def _record(number: int, home: Home) -> UnitRecord:
     )
 
 
-def _close(directory: Directory, disk: Disk, process: int) -> None:
+def _close(directory: Directory, disk: Disk, units: dict[int, UnitFile], process: int) -> None:
     if os.getpid() == process:  # a child of fork has neither the disk's threads nor the directory
         disk.close()
-        directory.release()
+        directory.remove([unit.path for unit in units.values()])

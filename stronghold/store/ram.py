@@ -33,9 +33,6 @@ class RamStore(Store):
     def verify(self) -> None:
         pass
 
-    def abandon(self) -> None:
-        pass
-
     def close(self) -> None:
         pass
 

@@ -1,5 +1,6 @@
 """A run's directory: whose it is, and when another run may have it."""
 
+import gc
 import json
 
 import pytest
@@ -72,7 +73,8 @@ def test_another_model_is_refused_with_the_first_difference():
 
 def test_a_directory_of_another_model_is_refused_and_one_of_the_same_begun_anew(tmp_path):
     first = start(tmp_path / "s")
-    engine_of(first).store.close()
+    engine_of(first).store._finalizer.detach()  # as if it had been killed
+    engine_of(first).store._directory.release()
     content = {p.name: p.read_bytes() for p in (tmp_path / "s").iterdir()}
     with pytest.raises(StoreError, match="belongs to another model"):
         start(tmp_path / "s", width=9)
@@ -94,10 +96,22 @@ def test_several_directories_share_the_units(tmp_path):
     for path, count in ((tmp_path / "a", 3), (tmp_path / "b", 2)):
         assert len(list(path.glob("layer-*.bin"))) == count
     engine_of(model).store.verify()
-    engine_of(model).store.close()
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
     assert len(manifest["units"]) == 5
     assert not (tmp_path / "b" / "manifest.json").exists()
+
+
+def test_files_go_with_the_model_and_directories_with_them_if_they_were_made_for_it(tmp_path):
+    (tmp_path / "mine").mkdir()
+    model = stronghold.offload(layers(), store=[tmp_path / "mine", tmp_path / "new" / "made"], window=1, device="cpu")
+    kept = model[1].weight.data
+    expected = kept.clone()
+    assert (tmp_path / "new" / "made").exists()
+    del model
+    gc.collect()
+    assert list((tmp_path / "mine").iterdir()) == []
+    assert not (tmp_path / "new").exists()
+    assert torch.equal(kept, expected), "what somebody still holds stays readable"
 
 
 @pytest.mark.parametrize("store", ["", [], ["/a", "/a"], 3, None])
