@@ -197,6 +197,8 @@ class DiskPassage:
             self.ring.take(chunk)
             kernel([segments[p.number].part(p.begin, p.end).mapped(chunk.twin) for p in chunk.parts])
             self.ring.give(chunk)
+        if self.is_lent():
+            self.unit.settle()  # the weights are looked at next, through the mapping, to tell later writes from these
 
     def cancel(self) -> None:
         self.ring.cancel(self.chunks)
