@@ -199,3 +199,19 @@ def test_the_system_s_own_disk_is_told(tmp_path, monkeypatch):
     assert report.disk_paths == (str(tmp_path / "store"),)
     assert report.on_root_disk == (os.stat(tmp_path).st_dev == os.stat("/").st_dev)
     assert "in a thousand steps" in str(report)
+
+
+def test_an_update_that_lands_late_is_not_taken_for_somebodys_write(tmp_path, faults):
+    faults.append(Fault(kind="write", what="delay", times=None, delay_s=0.05))
+    found = []
+    for store in ("ram", tmp_path / "store"):
+        model, optimizer = start(store, dtype=torch.bfloat16)
+        held = [parameter.data for parameter in model.parameters()]
+        for i in range(3):
+            x = torch.randn(3, 64, generator=torch.Generator().manual_seed(i)).bfloat16()
+            model(x).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(snapshot(model, optimizer))
+        del held
+    assert differences(*found) == []
