@@ -42,6 +42,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "largest.jsonl"
 TRIAL = Path(__file__).parent / "largest_trial.py"
 METHODS = ("stronghold", "pytorch", "zero-infinity", "zero-offload")
+MMAP_THRESHOLD_BYTES = 65536
 POLL_S = 0.05
 DISK_POLL_S = 1.0
 SHAPE = ("hidden", "heads", "vocabulary", "sequence")
@@ -73,7 +74,10 @@ def attempt(options: argparse.Namespace, layers: int) -> Record:
         scratch = Path(folder)
         with (scratch / "output").open("wb") as output:
             process = subprocess.Popen(
-                command(options, layers, scratch), stdout=output, stderr=subprocess.STDOUT, env=environment()
+                command(options, layers, scratch),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(options.method),
             )
             try:
                 watched = watch(process, options, scratch)
@@ -213,8 +217,16 @@ def verdict(losses: Sequence[Any], steps: int, peak: int, limit: int) -> str:
     return "over the limit of memory" if peak > limit else ""
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+def environment(method: str) -> dict[str, str]:
+    """Returns the environment of a trial.
+
+    PyTorch and DeepSpeed free and allocate large tensors again and again: glibc's heap keeps them, by the gigabyte,
+    unless it is told to give each its own pages. stronghold runs as it is.
+    """
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    if method != "stronghold":
+        found["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_THRESHOLD_BYTES)
+    return os.environ | found
 
 
 def machine(method: str) -> Record:
@@ -226,7 +238,8 @@ def machine(method: str) -> Record:
 
 def settings_of(options: argparse.Namespace) -> Record:
     names = ("limit", *SHAPE, "steps", "lr", "dtype") + (("window", "states") if options.method == "stronghold" else ())
-    return {name: getattr(options, name) for name in names}
+    found = {name: getattr(options, name) for name in names}
+    return found if options.method == "stronghold" else found | {"mmap_threshold_bytes": MMAP_THRESHOLD_BYTES}
 
 
 # ---- the search ----
@@ -326,7 +339,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
     if options.method.startswith("zero"):
         prepare = [sys.executable, str(TRIAL), options.method, "--prepare"]
-        subprocess.run(prepare, check=True, env=environment(), stdout=subprocess.DEVNULL)
+        subprocess.run(prepare, check=True, env=environment(options.method), stdout=subprocess.DEVNULL)
     if options.layers is not None:
         passes(options.layers)
     else:
