@@ -50,7 +50,7 @@ def watch(process: subprocess.Popen[bytes], options: argparse.Namespace, scratch
 class Memory:
     """The peak resident memory of a process and its children, each one's summed.
 
-    A child counts from the second look on: between fork and exec it shows its parent's memory as its own.
+    Between fork and exec a child shows its parent's memory as its own: what has the root's command line does not count.
     """
 
     def __init__(self, pid: int) -> None:
@@ -68,10 +68,18 @@ class Memory:
             children = {child.pid for child in psutil.Process(self._root).children(recursive=True)}
         except psutil.Error:
             children = set()
-        for pid in [self._root, *(children & self._seen)]:
+        own = command_line(self._root)
+        for pid in [self._root, *(pid for pid in children & self._seen if command_line(pid) != own)]:
             self._peaks[pid] = max(self._peaks.get(pid, 0), resident_peak(pid))
         self._seen |= children
         return self.peak_bytes
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def resident_peak(pid: int) -> int:
