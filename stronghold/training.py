@@ -73,8 +73,12 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
     prepared = method.prepare(model, settings, weights)
     scheduler = _scheduler(prepared.optimizer, settings)
     checkpoints.begin(prepared.model, prepared.optimizer, scheduler, batches)
-    parameters = prepared.report().parameters
-    start = {"settings": settings.flat(), "machine": describe_machine(), "parameters": parameters}
+    report = prepared.report()
+    if report.on_root_disk:
+        console.print(
+            f"note       {', '.join(report.disk_paths)}: the system's own disk, which each step wears", soft_wrap=True
+        )
+    start = {"settings": settings.flat(), "machine": describe_machine(), "parameters": report.parameters}
     after = checkpoints.step if settings.resume else None
     with _stops() as stop, RunLog(settings.out, text=settings.log, after=after) as log:
         log.start(start)

@@ -52,18 +52,18 @@ class DiskStore(Store):
         """By the unit's number."""
         try:
             self._begin()
-            self.disk = Disk()
         except BaseException:
-            self._directory.release()
+            self._directory.release()  # what is there is somebody else's
             raise
+        self.disk = Disk()
+        # Not a method: it would keep the store alive.
+        self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, self._units, os.getpid())
         states = any("moments" in home.on_disk and home.trainable for home in homes)
         self._ring = Ring(self.disk, device) if states else None
         self._staging: list[_Staging] = []
         if not device.is_host:
             longest = max((home.slot_bytes for home in homes if "weights" in home.on_disk), default=0)
             self._staging = [_Staging(device.host_buffer(longest)) for _ in range(2)]
-        # Not a method: it would keep the store alive.
-        self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, self._units, os.getpid())
 
     @property
     def paths(self) -> list[Path]:
