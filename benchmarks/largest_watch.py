@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import subprocess
 import time
@@ -15,17 +14,16 @@ from stronghold.evaluation.records import Record
 from stronghold.units import format_seconds
 
 POLL_S = 0.05
-DISK_POLL_S = 1.0
+"""How often memory and disk are looked at: the files of a store are there no longer than its run."""
 
 
 def watch(process: subprocess.Popen[bytes], options: argparse.Namespace, scratch: Path) -> Record:
     """Waits for the trial, and kills it where it goes beyond a limit. Returns its peaks, and why it was killed."""
     begin_s = time.monotonic()
-    memory, disk_bytes, disk_s, reason = Memory(process.pid), 0, -math.inf, ""
+    memory, disk_bytes, reason = Memory(process.pid), 0, ""
     while process.poll() is None:
         now_s = time.monotonic()
-        if now_s - disk_s >= DISK_POLL_S:
-            disk_bytes, disk_s = max(disk_bytes, allocated(scratch)), now_s
+        disk_bytes = max(disk_bytes, allocated(scratch))
         if memory.poll() > options.limit:
             reason = "over the limit of memory"
         elif disk_bytes > options.disk:

@@ -130,14 +130,28 @@ def engine_of(model: nn.Module) -> Engine | None:
     return model.__dict__.get("_stronghold")
 
 
+def verify(model: nn.Module) -> None:
+    """Reads all that an offloaded model has on disk and compares it with the checksums of what was written.
+
+    Waits for the updates under way. A model in memory has nothing to compare. Raises CorruptionError or DiskError,
+    which name the file and the layer, and OffloadedModelError for a model that is not offloaded.
+    """
+    _known_engine(model).store.verify()
+
+
+def _known_engine(model: nn.Module) -> Engine:
+    engine = engine_of(model)
+    if engine is None:
+        raise OffloadedModelError(f"{type(model).__name__} is not offloaded; call stronghold.offload(model) first")
+    return engine
+
+
 def report(model: nn.Module) -> Report:
     """Tells what an offloaded model takes of each memory, and where its last step's time went.
 
     Raises OffloadedModelError for a model that is not offloaded.
     """
-    engine = engine_of(model)
-    if engine is None:
-        raise OffloadedModelError(f"{type(model).__name__} is not offloaded; call stronghold.offload(model) first")
+    engine = _known_engine(model)
     optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
     home, device = engine.layers[0], engine.device
     parameters = [p for h in engine.homes for p in h.parameters]

@@ -143,9 +143,11 @@ class DiskStore(Store):
 
     def verify(self) -> None:
         """Reads everything and compares checksums. Raises CorruptionError, which names file and unit."""
-        for unit in self._units.values():
-            unit.settle()
-            unit.verify()
+        for home in self._numbers:
+            if (unit := self._unit_of(home)) is not None:
+                if home.updated is not None:
+                    home.updated.wait()  # the host reads what the update under way writes
+                unit.verify()
 
     def close(self) -> None:
         self._finalizer()

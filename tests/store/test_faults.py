@@ -133,7 +133,7 @@ def test_a_flipped_bit_is_found_before_it_is_used(tmp_path, where):
     if where == "moments":
         step_and_verify = partial(step, model, optimizer)
     else:
-        step_and_verify = engine.store.verify
+        step_and_verify = partial(stronghold.verify, model)
     with pytest.raises(CorruptionError, match="the data on disk was altered") as caught:
         step_and_verify()
         optimizer.wait()
