@@ -272,7 +272,7 @@ class Engine:
         begin = self.device.stamp()
         for home in self.homes:
             if home.updated is not None:
-                home.updated.wait()
+                home.updated.wait()  # for the host's sake: somebody is to read or write what the update writes
         self.window.traffic.update_waits.append((begin, self.device.stamp()))
 
     def wait_updated(self, home: Home) -> None:
