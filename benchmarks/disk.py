@@ -218,7 +218,7 @@ class Loop:
 
 def contenders(pattern: Pattern, *, fio: bool) -> dict[str, Store | Fio | Loop]:
     """Returns the contenders by key; the third is the reference."""
-    memory = HostBuffer(2 * LOOKAHEAD * pattern.layer_bytes).flat.view(2 * LOOKAHEAD, -1)
+    memory = HostBuffer(2 * LOOKAHEAD * pattern.layer_bytes, private=True).flat.view(2 * LOOKAHEAD, -1)
     memory.view(torch.int64).random_()
     ours = {name: Store(pattern, memory, checksums=name == "store_sums") for name in ("store", "store_sums")}
     if not fio:

@@ -44,15 +44,18 @@ class Device(ABC):
 
     @abstractmethod
     def buffer(self, length_bytes: int) -> Tensor:
-        """Allocates a flat uint8 tensor on the device."""
+        """Allocates a flat uint8 tensor on the device, for nobody but the engine to look at."""
 
     def device_buffer(self, length_bytes: int) -> DeviceBuffer:
         """Allocates device memory for what lives there, all zero, and counts it."""
         return self._counted(DeviceBuffer(self.buffer(length_bytes)))
 
     @abstractmethod
-    def host_buffer(self, length_bytes: int, *, pinned: bool = True) -> HostBuffer:
-        """Allocates host memory to the byte, pinned where copies need it and the system allows it, and counts it."""
+    def host_buffer(self, length_bytes: int, *, pinned: bool = True, private: bool = False) -> HostBuffer:
+        """Allocates host memory to the byte, pinned where copies need it and the system allows it, and counts it.
+
+        ``private`` where nobody but the engine looks at it, as in :class:`HostBuffer`.
+        """
 
     def _counted(self, buffer: _Kind) -> _Kind:
         """Counts what a new buffer takes, until it is given back."""

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from stronghold.device.base import Device
 from stronghold.device.events import Event
-from stronghold.device.memory import HostBuffer
+from stronghold.device.memory import DeviceBuffer, HostBuffer
 from stronghold.device.streams import Stream
-from stronghold.layout import PAGE_BYTES
 
 
 class CpuDevice(Device):
@@ -38,12 +37,14 @@ class CpuDevice(Device):
 
     def buffer(self, length_bytes: int) -> Tensor:
         # At a page's beginning, for a disk is read straight into it; by DLPack its storage begins there, too.
-        memory = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8)
-        begin = -memory.data_ptr() % PAGE_BYTES
-        return torch.from_dlpack(memory[begin : begin + length_bytes])
+        return torch.from_dlpack(HostBuffer(length_bytes, private=True).flat)
 
-    def host_buffer(self, length_bytes: int, *, pinned: bool = True) -> HostBuffer:
-        return self._counted(HostBuffer(length_bytes))
+    def device_buffer(self, length_bytes: int) -> DeviceBuffer:
+        # Parameters live in it, which a child of fork may look at.
+        return self._counted(DeviceBuffer(torch.from_dlpack(HostBuffer(length_bytes).flat)))
+
+    def host_buffer(self, length_bytes: int, *, pinned: bool = True, private: bool = False) -> HostBuffer:
+        return self._counted(HostBuffer(length_bytes, private=private))
 
     def compute_wait(self, event: Event) -> None:
         event.wait()

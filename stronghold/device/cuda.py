@@ -88,8 +88,8 @@ class CudaDevice(Device):
     def buffer(self, length_bytes: int) -> Tensor:
         return torch.empty(length_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def host_buffer(self, length_bytes: int, *, pinned: bool = True) -> HostBuffer:
-        buffer = HostBuffer(length_bytes)
+    def host_buffer(self, length_bytes: int, *, pinned: bool = True, private: bool = False) -> HostBuffer:
+        buffer = HostBuffer(length_bytes, private=private)
         buffer.pinned = pinned and _pin(buffer, self.torch_device)
         return self._counted(buffer)
 

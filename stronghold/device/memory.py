@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -47,25 +48,52 @@ class MappedBuffer:
         return flat.view(shape).data  # not a view of ``flat``, which would live on as a second user of the storage
 
 
+_HUGE_PAGE_BYTES = 2 * 2**20
+
+
 class HostBuffer(MappedBuffer):
-    """A flat piece of host memory: page-aligned, as long as asked for, never rounded up to a power of two.
+    """A flat piece of host memory, all zero: page-aligned, as long as asked for, never rounded up to a power of two.
 
     It is anonymous memory of its own rather than a torch allocation, so that it can be pinned where it lies
     (``torch.Tensor.pin_memory`` takes up to twice the size, pytorch #95823).
 
+    With ``private`` nobody but the engine looks at it: children of fork do not have it, and whole huge pages in it are
+    such where the system grants them (``/sys/kernel/mm/transparent_hugepage``), which direct transfers and processors
+    are faster in. Without, a child shares it: a data loader's processes neither copy what is updated nor end for
+    having looked at a parameter.
+
     Raises MemoryError where the system refuses it.
     """
 
-    def __init__(self, length_bytes: int) -> None:
+    def __init__(self, length_bytes: int, *, private: bool = False) -> None:
         try:
-            memory = mmap.mmap(-1, max(length_bytes, 1))
+            if private:
+                memory = mmap.mmap(-1, length_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            else:
+                memory = mmap.mmap(-1, max(length_bytes, 1))
         except (OSError, OverflowError, MemoryError) as error:
             raise MemoryError(
                 f"the system refused {format_bytes(length_bytes)} of host memory ({error}); raise the process's limit "
                 "(ulimit -v) or the container's, or train a smaller model"
             ) from error
-        super().__init__(memory, length_bytes)
+        super().__init__(memory, length_bytes, _prepare(memory, length_bytes) if private else 0)
         self.pinned = False
+
+
+def _prepare(memory: mmap.mmap, length_bytes: int) -> int:
+    """Keeps memory from children and asks for huge pages; returns where in it a buffer of ``length_bytes`` begins.
+
+    What is left of the buffer behind its last whole huge page gets ordinary ones, so that it takes no more than asked.
+    """
+    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE_BYTES
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # Else a page in transfer while the process forks could become the child's, and what arrives be lost.
+        memory.madvise(mmap.MADV_DONTFORK)
+    whole = length_bytes - length_bytes % _HUGE_PAGE_BYTES
+    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE, begin, whole)
+    return begin
 
 
 class DeviceBuffer:

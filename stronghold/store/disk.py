@@ -63,7 +63,7 @@ class DiskStore(Store):
         self._staging: list[_Staging] = []
         if not device.is_host:
             longest = max((home.slot_bytes for home in homes if "weights" in home.on_disk), default=0)
-            self._staging = [_Staging(device.host_buffer(longest)) for _ in range(2)]
+            self._staging = [_Staging(device.host_buffer(longest, private=True)) for _ in range(2)]
 
     @property
     def paths(self) -> list[Path]:

@@ -66,7 +66,7 @@ class Ring:
 
     def __init__(self, disk: Disk, device: Device) -> None:
         self._disk = disk
-        self._slots = [_Slot(device.host_buffer(SLOT_BYTES, pinned=False)) for _ in range(SLOTS)]
+        self._slots = [_Slot(device.host_buffer(SLOT_BYTES, pinned=False, private=True)) for _ in range(SLOTS)]
         self._waiting: deque[Chunk] = deque()
         self._lock = threading.Lock()
 

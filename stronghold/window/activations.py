@@ -142,7 +142,7 @@ class HostActivations:
         # What may still be on its way up from a buffer in the pool, nobody waits for any more.
         fitting = [buffer for buffer in self._pool if buffer.length_bytes >= length]
         if not fitting:
-            return self.device.host_buffer(length)
+            return self.device.host_buffer(length, private=True)
         buffer = min(fitting, key=lambda buffer: buffer.length_bytes)
         self._pool.remove(buffer)
         return buffer

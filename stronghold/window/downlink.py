@@ -65,7 +65,7 @@ class Downlink:
         if longest > (self.slot.flat.numel() if self.slots else 0):
             self._outgrown += [*self.slots, *self._staging]  # copies may still be under way in them
             self.slots = [DeviceSlot(self.device.buffer(longest)) for _ in range(RING)]
-            self._staging = [Staging(self.device.host_buffer(longest)) for _ in range(RING)]
+            self._staging = [Staging(self.device.host_buffer(longest, private=True)) for _ in range(RING)]
 
     def copy(self, home: Home, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
         """Submits the copy of the gradients at ``places``, and of their squares, to a buffer of the same layout."""

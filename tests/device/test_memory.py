@@ -1,0 +1,67 @@
+"""Host memory: how long, where, and who else has it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stronghold.device.memory import HostBuffer
+
+HUGE = 2 * 2**20
+
+
+def mapping(address: int) -> dict[str, str]:
+    """Returns what the system says of the mapping of this process that holds ``address``, by name."""
+    found: dict[str, str] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if "-" in line.split()[0] and not line[0].isupper():
+            if found:
+                break
+            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if begin <= address < end:
+                found["range"] = line.split()[0]
+        elif found:
+            found[name] = value.strip()
+    return found
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("length", [0, 1, 4095, 4096, 100_001, HUGE, 3 * HUGE + 5])
+def test_it_is_as_long_as_asked_for_begins_at_a_page_and_is_zero(length, private):
+    buffer = HostBuffer(length, private=private)
+    assert buffer.flat.numel() == length
+    assert not buffer.flat.any()
+    if length:
+        assert buffer.flat.data_ptr() % 4096 == 0
+
+
+def test_a_private_one_has_huge_pages_where_the_system_grants_them_and_takes_no_more_than_asked():
+    length = 8 * HUGE + 10_000
+    buffer = HostBuffer(length, private=True)
+    buffer.flat.fill_(1)
+    assert buffer.flat.data_ptr() % HUGE == 0
+    whole, rest = mapping(buffer.flat.data_ptr()), mapping(buffer.flat.data_ptr() + length - 1)
+    assert "hg" in whole["VmFlags"].split()
+    assert "hg" not in rest["VmFlags"].split()
+    assert whole["Rss"] == f"{8 * HUGE // 1024} kB"
+    assert int(rest["Rss"].split()[0]) * 1024 <= 3 * 4096
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_child_shares_what_users_look_at_and_has_nothing_of_the_rest(private):
+    buffer = HostBuffer(2 * HUGE, private=private)
+    buffer.flat.fill_(1)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        there = bool(mapping(buffer.flat.data_ptr()))
+        if there:
+            buffer.flat[5] = 7
+        os.write(write, b"1" if there else b"0")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == (b"0" if private else b"1")
+    assert buffer.flat[5] == (1 if private else 7)
+    os.close(read)
+    os.close(write)
