@@ -4,8 +4,9 @@
 
 Layers go one after the other, two of them under way at a time, as a store fetches and writes them back: reads, writes,
 and both at once. fio has as many jobs as the store has threads, each with pread or pwrite of a piece, direct, the jobs'
-pieces interleaved; as an extra, one job of io_uring with 16 such pieces in flight. Where fio is not installed (Debian's
-package `fio`), threads with os.preadv and os.pwritev take its place.
+pieces interleaved; as extras, one job of io_uring with 16 such pieces in flight, and plain threads with os.preadv and
+os.pwritev whose memory lies in huge pages, as the store's does and fio's does not. Where fio is not installed (Debian's
+package `fio`), these threads take its place.
 
 Every round calls each contender once, in rotated order: a disk that is shared swings by a factor of two from minute to
 minute, so only the ratio of two calls of one round says anything; the table shows medians and quartiles. What the store
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -55,7 +55,7 @@ NAMES = {
     "store_sums": "stronghold, checksums",
     "fio": "fio, pread and pwrite",
     "fio_uring": "fio, io_uring, depth 16",
-    "loop": "threads with os.preadv",
+    "loop": "threads with os.preadv, huge pages",
 }
 
 
@@ -181,13 +181,15 @@ class Fio:
 
 
 class Loop:
-    """Threads that call os.preadv and os.pwritev on pieces in turn: what is measured against where there is no fio."""
+    """Threads that call os.preadv and os.pwritev on pieces in turn, in memory like the store's."""
 
     cores = 0.0
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
-        self.memory = [mmap.mmap(-1, pattern.step_bytes) for _ in range(pattern.threads)]
+        length = max(pattern.step_bytes, 2 * 2**20)  # a huge page
+        buffers = [HostBuffer(length, private=True).flat.fill_(1) for _ in range(pattern.threads)]
+        self.memory = [memoryview(buffer.numpy())[: pattern.step_bytes] for buffer in buffers]
 
     def run(self) -> float:
         pattern, step = self.pattern, self.pattern.step_bytes
@@ -217,13 +219,12 @@ class Loop:
 
 
 def contenders(pattern: Pattern, *, fio: bool) -> dict[str, Store | Fio | Loop]:
-    """Returns the contenders by key; the third is the reference."""
+    """Returns the contenders by key; fio is the reference, or the loop where there is none."""
     memory = HostBuffer(2 * LOOKAHEAD * pattern.layer_bytes, private=True).flat.view(2 * LOOKAHEAD, -1)
     memory.view(torch.int64).random_()
     ours = {name: Store(pattern, memory, checksums=name == "store_sums") for name in ("store", "store_sums")}
-    if not fio:
-        return {**ours, "loop": Loop(pattern)}
-    return {**ours, "fio": Fio(pattern, uring=False), "fio_uring": Fio(pattern, uring=True)}
+    others = {"fio": Fio(pattern, uring=False), "fio_uring": Fio(pattern, uring=True)} if fio else {}
+    return {**ours, **others, "loop": Loop(pattern)}
 
 
 def samples(length: int) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stronghold.device.memory import MappedBuffer
+from stronghold.device.memory import HostBuffer, MappedBuffer
 from stronghold.errors import CorruptionError, DiskError, StoreError
 from stronghold.layout import PAGE_BYTES, round_up
 from stronghold.native import Disk, Transfer, checksums
@@ -120,7 +120,7 @@ class UnitFile:
 
     def verify(self) -> None:
         """Reads all of it and compares the checksums. Raises CorruptionError."""
-        target = torch.empty(min(_VERIFIED_AT_ONCE, self.taken_bytes), dtype=torch.uint8)
+        target = HostBuffer(min(_VERIFIED_AT_ONCE, self.taken_bytes), private=True).flat
         for begin in range(0, self.taken_bytes, _VERIFIED_AT_ONCE):
             end = min(begin + _VERIFIED_AT_ONCE, self.taken_bytes)
             sums = self.sums_of(begin, end)
