@@ -4,6 +4,7 @@ The only room that imports ``stronghold._C``. The interpreter lock is released w
 """
 
 from stronghold.native.disk import (
+    DISK_THREADS,
     PIECE_BYTES,
     SUM_BYTES,
     Disk,
@@ -32,6 +33,7 @@ from stronghold.native.processor import usable_cores
 
 __all__ = [
     "BLOCK",
+    "DISK_THREADS",
     "PIECE_BYTES",
     "SUM_BYTES",
     "Addition",

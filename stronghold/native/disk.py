@@ -31,6 +31,7 @@ from stronghold.native.extension import _C
 from stronghold.native.faults import Fault, system_of
 
 PIECE_BYTES = _C.PIECE_BYTES
+DISK_THREADS = _C.DISK_THREADS
 """Bytes of a file that one thread transfers at a time, unless a disk is told otherwise."""
 SUM_BYTES = 4096
 """Bytes that share a checksum."""
@@ -171,7 +172,7 @@ class Disk:
     def __init__(
         self,
         *,
-        threads: int = _C.DISK_THREADS,
+        threads: int = DISK_THREADS,
         piece_bytes: int = PIECE_BYTES,
         faults: Sequence[Fault] | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ _LOCK = "lock"
 
 @dataclass
 class UnitRecord:
-    """What the manifest says of one unit, which has a file of its own."""
+    """What the manifest says of one unit, which has a file of its own in each directory."""
 
     file: str
     name: str
@@ -65,9 +65,10 @@ class Directory:
     def manifest_path(self) -> Path:
         return self.paths[0] / _MANIFEST
 
-    def file(self, number: int, name: str) -> Path:
-        """Returns where the file of the unit with this number lies: they take turns between the directories."""
-        return self.paths[number % len(self.paths)] / name
+    def files(self, number: int, name: str) -> list[Path]:
+        """Returns the files for the stripes of the unit with this number; units take turns in which has the first."""
+        first = number % len(self.paths)
+        return [path / name for path in self.paths[first:] + self.paths[:first]]
 
     def read(self) -> Manifest | None:
         """Returns the manifest, or None for a directory without a run. Raises StoreError for one that is not ours."""

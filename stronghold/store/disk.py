@@ -1,4 +1,4 @@
-"""The disk store: every unit in a file of its own, read and written past the system's cache."""
+"""The disk store: every unit in a file of its own on each drive, read and written past the system's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stronghold.device import Buffer, Device, Event, HostBuffer
 from stronghold.errors import StoreError
 from stronghold.home import Home, Kind
 from stronghold.layout import PAGE_BYTES, lay_out
-from stronghold.native import Disk, DiskCounters, Priority
+from stronghold.native import DISK_THREADS, Disk, DiskCounters, Priority
 from stronghold.store.base import Passage, Store
 from stronghold.store.directory import Directory, Manifest, UnitRecord, check_same
 from stronghold.store.ram import InPlace
@@ -55,11 +55,11 @@ class DiskStore(Store):
         except BaseException:
             self._directory.release()  # what is there is somebody else's
             raise
-        self.disk = Disk()
+        self.disk = Disk(threads=DISK_THREADS * len(self.paths))
         # Not a method: it would keep the store alive.
         self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, self._units, os.getpid())
         states = any("moments" in home.on_disk and home.trainable for home in homes)
-        self._ring = Ring(self.disk, device) if states else None
+        self._ring = Ring(device) if states else None
         self._staging: list[_Staging] = []
         if not device.is_host:
             longest = max((home.slot_bytes for home in homes if "weights" in home.on_disk), default=0)
@@ -78,7 +78,7 @@ class DiskStore(Store):
 
     def check_space(self, needed_bytes: int, what: str) -> None:
         """Raises StoreError where the directories' file systems do not have ``needed_bytes`` left."""
-        # Units take turns between the directories, which therefore each take about as much.
+        # Units are dealt out over the directories, which therefore each take about as much.
         for path in self.paths:
             needed, free = needed_bytes // len(self.paths), shutil.disk_usage(path).free
             if needed > free:
@@ -126,7 +126,7 @@ class DiskStore(Store):
         if (unit := self._unit_of(home)) is None:
             return InPlace()
         if self._ring is None:  # of a model that was frozen when it was placed
-            self._ring = Ring(self.disk, self.device)
+            self._ring = Ring(self.device)
         return DiskPassage(self._ring, unit, operands, lambda: home.is_lent)
 
     def landed(self, home: Home, done: Event) -> Event:
@@ -158,7 +158,8 @@ class DiskStore(Store):
         if held is not None:
             check_same(held, records, self.paths[0])
         for number, record in enumerate(records):
-            self._directory.file(number, record.file).unlink(missing_ok=True)
+            for path in self._directory.files(number, record.file):
+                path.unlink(missing_ok=True)
         self._directory.write(Manifest(units=records))
 
     def _read(self, home: Home, target: Tensor) -> None:
@@ -166,18 +167,14 @@ class DiskStore(Store):
         assert home.buffer is not None
         begin = unit.find(home.buffer.flat)
         assert begin is not None
-        sums = unit.sums_of(begin, begin + length)
-        unit.wait(
-            self.disk.read(unit.file, target[:length], offset=begin, priority=Priority.FETCH, sums=sums, verify=True)
-        )
+        unit.wait(unit.read(target[:length], begin, Priority.FETCH))
         unit.drop()  # what somebody may have looked at since it was last here
 
     def _unit(self, home: Home) -> UnitFile:
         number = self._numbers[home]
         if number not in self._units:
-            record = self._records[home]
-            path = self._directory.file(number, record.file)
-            self._units[number] = UnitFile(self.disk, path, home.name, capacity_bytes(home))
+            paths = self._directory.files(number, self._records[home].file)
+            self._units[number] = UnitFile(self.disk, paths, home.name, capacity_bytes(home))
         return self._units[number]
 
     def _unit_of(self, home: Home) -> UnitFile | None:
@@ -208,4 +205,4 @@ def _record(number: int, home: Home) -> UnitRecord:
 def _close(directory: Directory, disk: Disk, units: dict[int, UnitFile], process: int) -> None:
     if os.getpid() == process:  # a child of fork has neither the disk's threads nor the directory
         disk.close()
-        directory.remove([unit.path for unit in units.values()])
+        directory.remove([path for unit in units.values() for path in unit.paths])

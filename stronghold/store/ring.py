@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from stronghold.device import Buffer, Device
-from stronghold.native import BLOCK, Disk, Priority, Segment, Transfer
+from stronghold.native import BLOCK, Priority, Segment, Transfer
 from stronghold.store.base import Kernel
 from stronghold.store.chunks import Array, Part, chunks, spans
 from stronghold.store.unit_file import UnitFile
@@ -32,9 +32,8 @@ class _Slot:
 
     def drain(self) -> None:
         """Blocks until the chunk before is written: until then the buffer is read."""
-        for transfer in self.writes:
-            assert self.written is not None
-            self.written.wait(transfer)
+        if self.written is not None:
+            self.written.wait(self.writes)
         self.writes = []
 
 
@@ -64,8 +63,7 @@ class Ring:
     Chunks are added by the thread that computes; taken and given back, in the same order, by the one that updates.
     """
 
-    def __init__(self, disk: Disk, device: Device) -> None:
-        self._disk = disk
+    def __init__(self, device: Device) -> None:
         self._slots = [_Slot(device.host_buffer(SLOT_BYTES, pinned=False, private=True)) for _ in range(SLOTS)]
         self._waiting: deque[Chunk] = deque()
         self._lock = threading.Lock()
@@ -80,8 +78,7 @@ class Ring:
         """Blocks until ``chunk`` is in memory; the next ones are read meanwhile."""
         with self._lock:
             self._read_ahead(until=chunk)
-        for transfer in chunk.reads:
-            chunk.passage.unit.wait(transfer)
+        chunk.passage.unit.wait(chunk.reads)
 
     def give(self, chunk: Chunk) -> None:
         """Begins to write ``chunk`` back and gives its buffer to one that waits."""
@@ -89,17 +86,12 @@ class Ring:
             unit, slot = chunk.passage.unit, chunk.slot
             assert slot is not None
             slot.written = unit
+            summed = not chunk.passage.is_lent()
             slot.writes = [
-                self._disk.write(
-                    unit.file,
-                    slot.buffer.flat[there : there + end - begin],
-                    offset=begin,
-                    priority=Priority.WRITE_BACK,
-                    sums=None if chunk.passage.is_lent() else unit.sums_of(begin, end),
-                )
+                transfer
                 for begin, end, there in chunk.runs
+                for transfer in unit.write(slot.buffer.flat[there : there + end - begin], begin, summed=summed)
             ]
-            unit.writes += slot.writes
             self._release(chunk)
 
     def cancel(self, given_up: Sequence[Chunk]) -> None:
@@ -109,8 +101,7 @@ class Ring:
                 if chunk.slot is None:
                     self._waiting.remove(chunk)
                     continue
-                for transfer in chunk.reads:
-                    chunk.passage.unit.wait(transfer)
+                chunk.passage.unit.wait(chunk.reads)
                 self._release(chunk)
             self._read_ahead()
 
@@ -143,15 +134,9 @@ class Ring:
         slot.drain()
         slot.chunk, chunk.slot = chunk, slot
         chunk.reads = [
-            self._disk.read(
-                unit.file,
-                slot.buffer.flat[there : there + end - begin],
-                offset=begin,
-                priority=Priority.PREFETCH,
-                sums=unit.sums_of(begin, end),
-                verify=True,
-            )
+            transfer
             for begin, end, there in chunk.runs
+            for transfer in unit.read(slot.buffer.flat[there : there + end - begin], begin, Priority.PREFETCH)
         ]
         return True
 

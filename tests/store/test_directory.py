@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ def layers(width=8, count=3):
 
 def start(path, **model):
     return stronghold.offload(layers(**model), store=path, window=1, device="cpu")
+
+
+def model_paths(model):
+    return engine_of(model).store.paths
 
 
 def record(name="0", shapes=((2, 3),)):
@@ -88,14 +93,30 @@ def test_a_directory_of_another_model_is_refused_and_one_of_the_same_begun_anew(
         assert torch.equal(parameter, expected)
 
 
-def test_several_directories_share_the_units(tmp_path):
-    model = stronghold.offload(layers(count=5), store=[tmp_path / "a", tmp_path / "b"], window=2, device="cpu")
-    optimizer = stronghold.AdamW(model.parameters())
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    for path, count in ((tmp_path / "a", 3), (tmp_path / "b", 2)):
-        assert len(list(path.glob("layer-*.bin"))) == count
+def test_several_directories_share_the_bytes(tmp_path):
+    width = 1200  # 5.8 MB of weights a layer and twice that of moments: five stripes of 4 MiB
+
+    def train(**options):
+        model = stronghold.offload(layers(width=width, count=5), window=2, device="cpu", **options)
+        optimizer = stronghold.AdamW(model.parameters(), update="in_backward")
+        for step in range(3):
+            model(torch.full((2, width), 0.01 * step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    torch.manual_seed(0)
+    model = train(store=[tmp_path / "a", tmp_path / "b"])
+    sizes = {path: [os.path.getsize(file) for file in sorted(path.glob("layer-*.bin"))] for path in model_paths(model)}
+    assert [len(found) for found in sizes.values()] == [5, 5]
+    assert all(size >= 2 * 4 * 2**20 for found in sizes.values() for size in found), "every unit is on both"
+    totals = [sum(found) for found in sizes.values()]
+    assert abs(totals[0] - totals[1]) <= 4 * 2**20, "units take turns in which directory has the first stripe"
     engine_of(model).store.verify()
+    torch.manual_seed(0)
+    in_memory = train(store="ram")
+    for striped, expected in zip(model.parameters(), in_memory.parameters(), strict=True):
+        assert torch.equal(striped, expected)
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
     assert len(manifest["units"]) == 5
     assert not (tmp_path / "b" / "manifest.json").exists()
