@@ -163,7 +163,8 @@ void bind_disk(py::module_& module) {
       .def("sync", &sync);
   py::class_<Transfer>(module, "Transfer")
       .def("done", &Transfer::done)
-      .def("wait", &wait, py::arg("seconds"));
+      .def("wait", &wait, py::arg("seconds"))
+      .def("times", &Transfer::times);
   py::class_<Disk>(module, "Disk")
       .def(py::init([](int threads, std::int64_t piece_bytes, std::shared_ptr<FaultySystem> faults) {
              return std::make_unique<Disk>(threads, piece_bytes, std::move(faults));

@@ -46,6 +46,7 @@ struct Transfer::State {
   std::int64_t started = 0;
   std::int64_t flying = 0;
   std::optional<Failure> failure;
+  Clock::time_point begun, ended;
   std::atomic<bool> done{false};
 };
 
@@ -119,7 +120,9 @@ void DiskCore::serve() {
       index = state->started++;
       if (state->started == state->pieces) waiting.erase(first);
       ++state->flying;
-      if (flying++ == 0) busy_since = Clock::now();
+      const Clock::time_point now = Clock::now();
+      if (index == 0) state->begun = now;
+      if (flying++ == 0) busy_since = now;
     }
     std::optional<Failure> failure;
     std::int64_t moved_bytes = 0;
@@ -131,7 +134,8 @@ void DiskCore::serve() {
       failure = failure_of(state->request, Failure::Kind::system, ENOMEM);
     }
     const std::lock_guard<std::mutex> lock(mutex);
-    if (--flying == 0) counters.busy_s += std::chrono::duration<double>(Clock::now() - busy_since).count();
+    state->ended = Clock::now();
+    if (--flying == 0) counters.busy_s += std::chrono::duration<double>(state->ended - busy_since).count();
     (state->request.write ? counters.written_bytes : counters.read_bytes) += moved_bytes;
     --state->flying;
     if (failure) drop(state, *failure);
@@ -156,6 +160,13 @@ void DiskCore::end(Transfer::State& state) {
 bool Transfer::done() const { return state_->done.load(std::memory_order_acquire); }
 
 const Request& Transfer::request() const { return state_->request; }
+
+std::pair<double, double> Transfer::times() const {
+  const auto seconds = [](Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); };
+  if (state_->core->forked()) return {0, 0};
+  const std::lock_guard<std::mutex> lock(state_->core->mutex);
+  return {seconds(state_->begun), seconds(state_->ended)};
+}
 
 bool Transfer::wait_for(double seconds) const {
   DiskCore& core = *state_->core;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "disk_file.h"
@@ -51,6 +52,8 @@ class Transfer {
   bool wait_for(double seconds) const;
   void wait() const;
   const Request& request() const;
+  // When its first piece began and its last one ended, so far, in seconds of the steady clock; 0 where none did.
+  std::pair<double, double> times() const;
 
   struct State;
   explicit Transfer(std::shared_ptr<State> state) : state_(std::move(state)) {}

@@ -1,10 +1,10 @@
 """Trains models larger than the device's memory: a window of layers on the device, the rest in RAM."""
 
 from stronghold import checkpoint
-from stronghold.offload import offload, report, verify
+from stronghold.offload import offload, report, trace, verify
 from stronghold.optim import AdamW
 from stronghold.pretrained import load, save
 
 __version__ = "0.1.0"
 
-__all__ = ["AdamW", "__version__", "checkpoint", "load", "offload", "report", "save", "verify"]
+__all__ = ["AdamW", "__version__", "checkpoint", "load", "offload", "report", "save", "trace", "verify"]

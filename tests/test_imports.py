@@ -11,6 +11,7 @@ import stronghold
 ROOMS = {
     "errors": 0,
     "layout": 0,
+    "spans": 0,
     "units": 0,
     "config": 1,
     "native": 1,
@@ -37,7 +38,7 @@ ROOMS = {
 }
 EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above every room
 MAY_IMPORT_MODELS = {"models", "methods", "pretrained", "training", "cli"}  # everything else works on any nn.Module
-EVALUATION_MAY_IMPORT = {"evaluation", "errors", "units", "config"}  # records only, never the engine
+EVALUATION_MAY_IMPORT = {"evaluation", "errors", "spans", "units", "config"}  # records only, never the engine
 MAY_READ_ENVIRONMENT = {"cli", "__main__"}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from stronghold.device.events import Event
 from stronghold.device.memory import DeviceBuffer, HostBuffer
 from stronghold.device.streams import Stream, Task
+from stronghold.device.timeline import Timeline
 
 _Kind = TypeVar("_Kind", HostBuffer, DeviceBuffer)
 
@@ -36,6 +38,8 @@ class Device(ABC):
     gradients: Stream
     updates: Stream
     disk: Stream
+    timeline: Timeline | None = None
+    """Where what is done is noted, while somebody wants to know."""
 
     def __init__(self) -> None:
         self.pinned_bytes = 0
@@ -108,6 +112,24 @@ class Device(ABC):
     @abstractmethod
     def seconds(self, begin: object, end: object) -> float:
         """Returns the seconds between two stamps, once both have passed."""
+
+    def origin(self) -> tuple[object, float]:
+        """Returns one moment as a stamp and on the host's clock, to place stamps and the host's times beside another.
+
+        May wait for the computation that was issued before.
+        """
+        stamp = self.stamp()
+        assert isinstance(stamp, float)  # where the host computes there is one clock
+        return stamp, stamp
+
+    @contextmanager
+    def noted(self, stream: Stream, name: str) -> Iterator[None]:
+        """Notes what the block gives to ``stream``, as ``name``, while a timeline is recorded."""
+        if self.timeline is None:
+            yield
+            return
+        with self.timeline.on(stream, name):
+            yield
 
     @abstractmethod
     def free_bytes(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -53,6 +54,11 @@ class CudaStream(Stream):
 
     def _new_event(self) -> Event:
         return CudaEvent()
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.cuda)
+        return event
 
     def _happen(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
@@ -120,6 +126,11 @@ class CudaDevice(Device):
         assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
+
+    def origin(self) -> tuple[torch.cuda.Event, float]:
+        stamp = self.stamp()
+        stamp.synchronize()  # only then is the host's clock where the device's is
+        return stamp, time.perf_counter()
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch_device)[0]

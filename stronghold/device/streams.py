@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stronghold.device.events import Event
+from stronghold.device.timeline import Stamp
 
 Task = Callable[[], None]
 
@@ -59,6 +60,12 @@ class Stream:
         self._tasks.put(happen)
         return event
 
+    def stamp(self) -> Stamp:
+        """Returns the time at which the work given before it is done, on the clock of the device or of the host."""
+        stamp = Stamp()
+        self._tasks.put(lambda: stamp.put(self._now()))
+        return stamp
+
     def submit(self, task: Task) -> None:
         def guarded() -> None:
             if self._error is None:
@@ -71,6 +78,9 @@ class Stream:
 
     def _new_event(self) -> Event:
         return Event()
+
+    def _now(self) -> object:
+        return time.perf_counter()
 
     def _happen(self, event: Event) -> None:
         event.happen()

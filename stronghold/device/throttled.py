@@ -12,6 +12,7 @@ from torch import Tensor
 from stronghold.device.cpu import CpuDevice
 from stronghold.device.events import Event
 from stronghold.device.streams import Stream, Task
+from stronghold.device.timeline import Stamp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,11 @@ class _ThrottledStream(Stream):
 
     def run(self, task: Task, moved_bytes: int = 0) -> None:
         self._timed(task, moved_bytes)
+
+    def stamp(self) -> Stamp:
+        stamp, issued_s = Stamp(), self._device.clock_s
+        self._tasks.put(lambda: stamp.put(max(self._clock_s, issued_s)))
+        return stamp
 
     def submit(self, task: Task) -> None:
         issued_s = self._device.clock_s

@@ -145,6 +145,10 @@ class Transfer:
         self._settle()
         return True
 
+    def times(self) -> tuple[float, float]:
+        """Returns when it began and ended with the system, in seconds of ``time.perf_counter``; 0 where it did not."""
+        return (0.0, 0.0) if self._native is None else self._native.times()
+
     def _settle(self) -> None:
         self._held = None
         self._unsettled.pop(id(self), None)

@@ -1,6 +1,6 @@
 """Ties an ``nn.Module`` to a window."""
 
 from stronghold.offload.engine import Engine
-from stronghold.offload.offload import engine_of, offload, report, verify
+from stronghold.offload.offload import engine_of, offload, report, trace, verify
 
-__all__ = ["Engine", "engine_of", "offload", "report", "verify"]
+__all__ = ["Engine", "engine_of", "offload", "report", "trace", "verify"]

@@ -212,7 +212,8 @@ class Engine:
         updates = self.device.updates
         # Under in_backward the gradient may still be on its way down.
         self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
-        updates.run(task, moved_bytes=moved_bytes)
+        with self.device.noted(updates, f"update {home.name}"):
+            updates.run(task, moved_bytes=moved_bytes)
         done = self.store.landed(home, updates.record())
         if not home.is_edge:
             return done
@@ -220,8 +221,9 @@ class Engine:
         # The upload carries what the update wrote. That nobody computes with the old value any more, the host knows
         # since it waited for the edge's gradient.
         self.waits.stream(edges, done, Wait.EDGE_UPDATED)
-        for target, weight in zip(home.on_device, home.weight, strict=True):
-            edges.copy(target, weight)
+        with self.device.noted(edges, f"upload {home.name}"):
+            for target, weight in zip(home.on_device, home.weight, strict=True):
+                edges.copy(target, weight)
         return edges.record()
 
     def update_threads(self) -> int:

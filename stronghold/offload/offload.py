@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stronghold.config import OffloadSettings
-from stronghold.device import Device, open_device, return_free_memory
+from stronghold.device import Device, Timeline, open_device, return_free_memory
 from stronghold.errors import OffloadedModelError
 from stronghold.evaluation.report import Report
 from stronghold.home import home_of
@@ -144,6 +145,24 @@ def _known_engine(model: nn.Module) -> Engine:
     if engine is None:
         raise OffloadedModelError(f"{type(model).__name__} is not offloaded; call stronghold.offload(model) first")
     return engine
+
+
+@contextmanager
+def trace(model: nn.Module) -> Iterator[Timeline]:
+    """Records what the computation, the streams and the disk do for ``model`` inside of the block, a step say.
+
+    ``spans()`` of what it yields are the parts afterwards, a lane each for "compute", "waits" (for layers), "fetches",
+    "gradients" (on their way down), "updates", "edges", "disk reads" and "disk writes"; it blocks until what the block
+    gave to the streams has been done. Recording waits for nothing, but for the computation once, at the beginning.
+
+    Raises OffloadedModelError for a model that is not offloaded.
+    """
+    device = _known_engine(model).device
+    timeline = device.timeline = Timeline(device)
+    try:
+        yield timeline
+    finally:
+        device.timeline = None
 
 
 def report(model: nn.Module) -> Report:

@@ -174,7 +174,7 @@ class DiskStore(Store):
         number = self._numbers[home]
         if number not in self._units:
             paths = self._directory.files(number, self._records[home].file)
-            self._units[number] = UnitFile(self.disk, paths, home.name, capacity_bytes(home))
+            self._units[number] = UnitFile(self.disk, self.device, paths, home.name, capacity_bytes(home))
         return self._units[number]
 
     def _unit_of(self, home: Home) -> UnitFile | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stronghold.device import Device
 from stronghold.device.memory import HostBuffer, MappedBuffer
 from stronghold.errors import CorruptionError, DiskError, StoreError
 from stronghold.layout import PAGE_BYTES, round_up
@@ -30,10 +31,11 @@ class UnitFile:
     Raises DiskError where the system refuses, StoreError for a device with blocks larger than a page.
     """
 
-    def __init__(self, disk: Disk, paths: Sequence[Path], name: str, capacity_bytes: int) -> None:
+    def __init__(self, disk: Disk, device: Device, paths: Sequence[Path], name: str, capacity_bytes: int) -> None:
         self.paths = list(paths)
         self.name = name
         self._disk = disk
+        self._device = device
         self._capacity = max(PAGE_BYTES, round_up(capacity_bytes, PAGE_BYTES))
         self._stripes = Stripes.over(len(self.paths), self._capacity)
         self._files = [self._open(path) for path in self.paths]
@@ -92,7 +94,7 @@ class UnitFile:
 
     def read(self, target: Tensor, begin: int, priority: Priority) -> list[Transfer]:
         """Begins to fill ``target`` from byte ``begin`` on; what arrives is compared with its checksums."""
-        return [
+        begun = [
             self._disk.read(
                 self._files[span.file],
                 target[span.begin - begin : span.end - begin],
@@ -103,6 +105,8 @@ class UnitFile:
             )
             for span in self._stripes.transfers(begin, begin + target.numel())
         ]
+        self._note("read", begun)
+        return begun
 
     def write(self, source: Tensor, begin: int, *, summed: bool) -> list[Transfer]:
         """Begins to write ``source`` from byte ``begin`` on, with new checksums if it is to be ``summed``."""
@@ -117,6 +121,7 @@ class UnitFile:
             for span in self._stripes.transfers(begin, begin + source.numel())
         ]
         self.writes += begun
+        self._note("write", begun)
         return begun
 
     def wait(self, transfers: Iterable[Transfer]) -> None:
@@ -149,6 +154,11 @@ class UnitFile:
         for begin in range(0, self.taken_bytes, _VERIFIED_AT_ONCE):
             end = min(begin + _VERIFIED_AT_ONCE, self.taken_bytes)
             self.wait(self.read(target[: end - begin], begin, Priority.FETCH))
+
+    def _note(self, what: str, transfers: Iterable[Transfer]) -> None:
+        if (timeline := self._device.timeline) is not None:
+            for transfer in transfers:
+                timeline.add_later(f"disk {what}s", f"{what} {self.name}", transfer.times)
 
     def _open(self, path: Path) -> DiskFile:
         path.unlink(missing_ok=True)

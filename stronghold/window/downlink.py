@@ -71,9 +71,10 @@ class Downlink:
         """Submits the copy of the gradients at ``places``, and of their squares, to a buffer of the same layout."""
         numbers = [home.gradient_places.index(place) for place in places]
         numbers += [len(home.gradient_places) + number for number in numbers]  # the squares, behind all gradients
-        for begin, length in home.gradient_layout.runs(numbers):
-            self.device.gradients.copy(buffer.flat[begin : begin + length], slot.flat[begin : begin + length])
-            self.traffic.gradient_bytes += length
+        with self.device.noted(self.device.gradients, f"gradients {home.name}"):
+            for begin, length in home.gradient_layout.runs(numbers):
+                self.device.gradients.copy(buffer.flat[begin : begin + length], slot.flat[begin : begin + length])
+                self.traffic.gradient_bytes += length
 
     def stage(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> tuple[Staging, dict[int, Collected]]:
         """Sends gradients down into a staging buffer; returns it and what arrives there."""

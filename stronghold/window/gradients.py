@@ -269,7 +269,8 @@ class Gradients:
                 for place in plain:
                     held[place].add_(arrived[place].values)
 
-        updates.run(add_up, moved_bytes=5 * sum(home.layout.sizes[p] for p in places))
+        with self.device.noted(updates, f"add gradients {home.name}"):
+            updates.run(add_up, moved_bytes=5 * sum(home.layout.sizes[p] for p in places))
         self._added = staging.free = updates.record()
 
     def _down_and_update(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> Event:

@@ -50,6 +50,8 @@ class Window:
         self._free = list(reversed(self.slots))
         self._where = {layer: _own_slot(home) for layer, home in enumerate(homes) if home.resident}
         self._bound: set[int] = set()
+        self._begun: object = None
+        """When the computation under way began."""
 
     @property
     def size(self) -> int:
@@ -132,7 +134,8 @@ class Window:
             self.waits.stream(self.device.fetches, slot.read, Wait.SLOT_FREE)
             # The update runs on the host: the first layer's may be done when the last one's has not begun.
             self.waits.stream(self.device.fetches, home.updated, Wait.UPDATED)
-            self.store.fetch(home, slot.flat)
+            with self.device.noted(self.device.fetches, f"fetch {home.name}"):
+                self.store.fetch(home, slot.flat)
             slot.ready = self.device.fetches.record()
             self.traffic.fetches += 1
             self.traffic.fetched_bytes += home.layout.total_bytes
@@ -141,6 +144,10 @@ class Window:
         """Tells the device that the computation of ``layer`` has been issued in full."""
         home = self.homes[layer]
         self.device.computed([self.flat(layer)[: home.layout.total_bytes]], home.elements, backward=backward)
+        if (timeline := self.device.timeline) is not None and self._begun is not None:
+            name = f"{'backward' if backward else 'forward'} {home.name}"
+            timeline.add("compute", name, self._begun, self.device.stamp())
+        self._begun = None
 
     def _bind(self, layer: int) -> None:
         home, slot = self.homes[layer], self._where[layer]
@@ -152,7 +159,11 @@ class Window:
         waits = self.traffic.update_waits if late_update else self.traffic.fetch_waits
         if home.lives("weights") == "disk":
             waits = self.traffic.disk_waits
-        waits.append((begin, self.device.stamp()))
+        ready = self.device.stamp()
+        waits.append((begin, ready))
+        if (timeline := self.device.timeline) is not None:
+            timeline.add("waits", f"for {home.name}", begin, ready)
+        self._begun = ready
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, view in zip(home.parameters, self.views(layer), strict=True):
                 parameter.__class__ = BoundParameter
