@@ -59,33 +59,38 @@ class DeviceGradients:
         """Returns the gradients of an edge on the host, those of a resident layer as they are; all complete."""
         home.wait_updated()  # an update under way reads the gradient that is replaced here
         home.fit_gradients()
-        collected = {}
-        for place, gradient in gradients.items():
-            known = known_of(gradient)
-            with torch._C.DisableTorchFunctionSubclass():
-                values = gradient.detach().contiguous()
-                collected[place] = self._collected(home, place, values, known)
+        found = {place: known_of(gradient) for place, gradient in gradients.items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            values = {place: gradient.detach().contiguous() for place, gradient in gradients.items()}
+            squares = torch.stack([self._squares(values[place], known) for place, known in found.items()])
+            arrived = torch.zeros(len(found), dtype=torch.float64)
+            self.device.compute_copy(arrived, squares)  # all at once: on a GPU each copy is a wait
+            collected = {
+                place: self._collected(home, place, values[place], known, there)
+                for (place, known), there in zip(found.items(), arrived, strict=True)
+            }
         # The copies run behind the backward pass on the same stream; the host reads what they bring.
         self.waits.host(self.device.compute_mark(), Wait.EDGE_GRADIENT)
         return collected
 
-    def _collected(self, home: Home, place: int, values: Tensor, known: Known | None) -> Collected:
-        squares = known.squares if known is not None else None
+    def _squares(self, values: Tensor, known: Known | None) -> Tensor:
+        if known is not None:
+            return known.squares
+        squares = torch.zeros((), dtype=torch.float64, device=values.device)
+        self.device.compute_now(lambda: write_squares([values], [squares], self._threads))
+        return squares
+
+    def _collected(self, home: Home, place: int, values: Tensor, known: Known | None, squares: Tensor) -> Collected:
         remainder = known.remainder if known is not None else None
-        if squares is None:
-            squares = torch.zeros((), dtype=torch.float64, device=values.device)
-            self.device.compute_now(lambda: write_squares([values], [squares], self._threads))
-        there = torch.zeros((), dtype=torch.float64)
-        self.device.compute_copy(there, squares)
         if home.resident:
-            return Collected(values, there, remainder)
+            return Collected(values, squares, remainder)
         on_host = home.gradient_in(home.place_gradients(self.device), place)
         self.device.compute_copy(on_host, values)
         if remainder is not None:
             remainder_on_host = home.host_sum_remainder(place)
             self.device.compute_copy(remainder_on_host, remainder)
             remainder = remainder_on_host
-        return Collected(on_host, there, remainder)
+        return Collected(on_host, squares, remainder)
 
 
 def add_on_device(
