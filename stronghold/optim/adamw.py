@@ -142,7 +142,8 @@ class AdamW(torch.optim.Optimizer):
         scale = self._clip_scale(found.values())
         if scale is not None:
             updates = [self._update(home, gradients) for home, gradients in found.items()]
-            for update in updates:
+            # What the computation itself updates comes last, so that the host is at work meanwhile.
+            for update in sorted(updates, key=lambda update: update.home.resident):
                 update.submit(scale)
             self._owner.changed([update.home for update in updates])
             for update in updates:
