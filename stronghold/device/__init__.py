@@ -7,6 +7,7 @@ from stronghold.device.cpu import CpuDevice
 from stronghold.device.events import Event
 from stronghold.device.memory import Buffer, DeviceBuffer, HostBuffer, available_host_bytes, return_free_memory
 from stronghold.device.streams import Stream
+from stronghold.device.waits import Wait, Waits
 
 __all__ = [
     "Buffer",
@@ -16,6 +17,8 @@ __all__ = [
     "Event",
     "HostBuffer",
     "Stream",
+    "Wait",
+    "Waits",
     "available_host_bytes",
     "open_device",
     "return_free_memory",

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stronghold import native
 from stronghold.config import OffloadSettings
-from stronghold.device import Device, Event, available_host_bytes
+from stronghold.device import Device, Event, Wait, Waits, available_host_bytes
 from stronghold.errors import BudgetError, OffloadedModelError
 from stronghold.home import Collected, Home, OffloadedParameter, Updater, Work
 from stronghold.offload.block import Block, Members, Run
@@ -22,7 +22,7 @@ from stronghold.offload.timing import Stopwatch
 from stronghold.store import DiskStore, RamStore, Store
 from stronghold.units import format_bytes
 from stronghold.weights import Source, give_values
-from stronghold.window import DeviceGradients, Gradients, HostActivations, Wait, Waits, Window
+from stronghold.window import DeviceGradients, Gradients, HostActivations, Window
 
 
 class Engine:

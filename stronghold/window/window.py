@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stronghold.device import Device, Event
+from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.home import BoundParameter, Home, OffloadedParameter
 from stronghold.schedule import Action, Move, Schedule
 from stronghold.store import Store
 from stronghold.window.traffic import Traffic
-from stronghold.window.waits import Wait, Waits
 
 
 @dataclass

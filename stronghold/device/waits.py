@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
-from stronghold.device import Device, Event, Stream
+from stronghold.device.base import Device
+from stronghold.device.events import Event
+from stronghold.device.streams import Stream
 
 
 class Wait(Enum):
