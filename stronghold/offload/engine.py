@@ -45,7 +45,7 @@ class Engine:
         own = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
         self.process_bytes = max(0, psutil.Process().memory_info().rss - own)
         paths = [Path(path) for path in settings.directories]
-        self.store: Store = DiskStore(device, paths, self.homes) if paths else RamStore(device)
+        self.store: Store = DiskStore(device, paths, self.homes, self.waits) if paths else RamStore(device)
         try:
             on_disk = sum(
                 (home.layout.total_bytes if home.lives("weights") == "disk" else 0)
@@ -212,6 +212,8 @@ class Engine:
         updates = self.device.updates
         # Under in_backward the gradient may still be on its way down.
         self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
+        # A layer may have been fetched, or read ahead, for a computation that did not come.
+        self.waits.stream(updates, self.store.reading(home), Wait.FILE_READ)
         updates.run(task, moved_bytes=moved_bytes)
         done = self.store.landed(home, updates.record())
         if not home.is_edge:
