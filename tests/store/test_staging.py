@@ -11,11 +11,15 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.device import Event
+from stronghold.config import OffloadSettings
+from stronghold.device import CpuDevice, Event
+from stronghold.errors import BudgetError
 from stronghold.native import Disk
 from stronghold.offload import engine_of
+from stronghold.offload.placement import plan
 from stronghold.store import disk as disk_module
 from stronghold.store import ring
+from stronghold.store.staging import BUFFERS
 from tests.delayed import Apart, DelayedDevice
 from tests.reference import differences, snapshot
 
@@ -147,3 +151,47 @@ def test_every_fetch_of_a_step_was_read_ahead_but_the_first_of_the_window(tmp_pa
     fetches = stronghold.report(model).step.fetches
     assert fetches == 2 * LAYERS - 2
     assert sorted(priorities) == ["FETCH"] * 2 + ["READ_AHEAD"] * (fetches - 2)
+
+
+def test_staging_is_pinned_memory_that_the_budget_counts_and_the_report_tells(tmp_path):
+    layer = SIZE * (SIZE + 1) * 4
+    pages = -(-SIZE * SIZE * 4 // 4096) + 1
+    model, _ = offloaded(tmp_path / "one", Apart())
+    device = engine_of(model).device
+    assert device.pageable_bytes + device.pinned_bytes == stronghold.report(model).host_bytes
+    held = {}
+    for name, other in (("host", CpuDevice()), ("apart", Apart())):
+        model = stronghold.offload(build(), window=2, store=tmp_path / name, device=other)
+        held[name] = stronghold.report(model).host_bytes
+    assert held["apart"] - held["host"] == BUFFERS * pages * 4096
+    # As much as the smallest optimizer needs of a device whose slots are host memory, and staging beside it.
+    least = smallest_budget(tmp_path, CpuDevice)
+    assert smallest_budget(tmp_path, Apart) == least + BUFFERS * pages * 4096
+    assert least > ring.RING_BYTES + 2 * layer
+
+
+def smallest_budget(tmp_path, device):
+    low, high = 0, ring.RING_BYTES + 2**20
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            plan(build(), None, None, OffloadSettings(store=tmp_path, host_memory=middle), device())
+            high = middle
+        except BudgetError:
+            low = middle + 1
+    return low
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 1.2, 3.0])
+def test_a_host_budget_is_kept_with_staging_in_it(tmp_path, share):
+    """With all gradients there, what is left goes to weights and states, and not what staging takes."""
+    gradients = LAYERS * (SIZE * (SIZE + 1) * 4 + 4 * 64)
+    budget = smallest_budget(tmp_path, Apart) + gradients + int(share * LAYERS * SIZE * (SIZE + 1) * 16)
+    found = []
+    for store, device, given in (("ram", "cpu", None), (tmp_path / "store", Apart(), budget)):
+        model, optimizer = offloaded(store, device, host_memory=given)
+        for seed in range(3):
+            step(model, optimizer, seed)
+        found.append(snapshot(model, optimizer))
+    assert differences(*found) == []
+    assert stronghold.report(model).host_bytes <= budget
