@@ -11,6 +11,7 @@ traffic at that minimum, which is the end of its victim's last use (Cao, Felten,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -41,6 +42,10 @@ def fetch(layer: int) -> Move:
 
 def evict(layer: int) -> Move:
     return Move(Action.EVICT, layer)
+
+
+_FORESEEN = 3
+"""Computations to look through for each fetch that is asked for: what is fetched later has time until later."""
 
 
 def possible_now(
@@ -115,6 +120,10 @@ class Schedule:
         self._after = {mode: {i: (i + 1) % layers for i in range(layers)} for mode in (True, False)}
         self._first = {True: 0, False: 0}
         self._returning = [True] * layers
+        self._changed: frozenset[int] = frozenset()
+        """What has changed since the last computation began."""
+        self._changes: dict[tuple[bool, int], frozenset[int]] = {}
+        """The same between the computation of a layer, in backward or not, and the next one: the last time."""
 
     @property
     def held(self) -> frozenset[int]:
@@ -127,6 +136,7 @@ class Schedule:
         ``training`` tells that a backward pass may follow; ``behind`` are the layers computed before
         it that a backward pass will compute again, in forward order.
         """
+        self._remember_changes()
         if self._last is None or self._backward or training != self._training:
             self._first[training] = layer
         else:
@@ -149,6 +159,7 @@ class Schedule:
 
         ``remaining`` are the layers that this backward pass will compute after it, in that order.
         """
+        self._remember_changes()
         self._backward, self._training = True, True
         self._remaining = tuple(remaining)
         return self._begin(layer)
@@ -160,11 +171,56 @@ class Schedule:
 
     def changed(self, layers: Iterable[int]) -> list[Move]:
         """Drops what changed in the store and says what to fetch for the computations to come."""
-        stale = sorted(self._held.intersection(layers))
-        moves = self._apply([evict(layer) for layer in stale])
+        changed = frozenset(layers)
+        self._changed |= changed
+        moves = self._apply([evict(layer) for layer in sorted(self._held & changed)])
         if self._computing is None and self._last is not None:
             moves += self._apply(possible_now(self._future(self._last), self._held, self.window))
         return moves
+
+    def ahead(self, count: int) -> list[int]:
+        """Foresees the layers of the next ``count`` fetches beyond those already made, in their order.
+
+        It goes on as it went the last time, updates included, and does what it will do then. The list is for those who
+        read a layer before it is fetched: it ends before the first one that is to change before its fetch, and where
+        fetches are further away than a few computations.
+        """
+        if self._last is None:
+            return []
+        twin, found, stale = copy.deepcopy(self), list[int](), set[int]()
+        for _ in range(_FORESEEN * count):
+            moves = twin._end_as_before()
+            assert twin._last is not None
+            changes = twin._changes.get((twin._backward, twin._last), frozenset()) - twin._changed
+            stale |= changes
+            moves += twin.changed(changes)
+            moves += twin._begin_next()
+            for move in moves:
+                if move.action is Action.FETCH:
+                    if move.layer in stale or len(found) == count:
+                        return found
+                    found.append(move.layer)
+        return found
+
+    def _end_as_before(self) -> list[Move]:
+        """Ends the computation under way, if there is one."""
+        if self._computing is None:
+            return []
+        return self.end_backward() if self._backward else self.end_forward(returning=self._returning[self._computing])
+
+    def _begin_next(self) -> list[Move]:
+        """Begins the computation that is foreseen next."""
+        assert self._last is not None
+        rest = [] if self._backward else list(self._pass(self._last, self._training))[1:]
+        if self._training and self._remaining and not rest:
+            return self.begin_backward(self._remaining[0], self._remaining[1:])
+        layer = rest[0] if rest else self._first[self._training]
+        return self.begin_forward(layer, training=self._training, behind=self._remaining[::-1] if rest else ())
+
+    def _remember_changes(self) -> None:
+        if self._last is not None:
+            self._changes[self._backward, self._last] = self._changed
+        self._changed = frozenset()
 
     def _begin(self, layer: int) -> list[Move]:
         moves: list[Move] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stronghold.device import CpuDevice, Event, Stream
+from stronghold.native import Disk, Transfer
 
 
 class RaceError(AssertionError):
@@ -42,10 +44,19 @@ class Delays:
         self._random = random.Random(seed)
         self.longest_s = longest_s
 
-    def sleep(self, stream: str) -> None:
+    def draw(self, stream: str) -> float:
         longest = self.longest_s.get(stream, 0.0)
-        if longest:
-            time.sleep(self._random.uniform(0.2, 1.0) * longest)
+        return self._random.uniform(0.2, 1.0) * longest if longest else 0.0
+
+    def sleep(self, stream: str) -> None:
+        if delay_s := self.draw(stream):
+            time.sleep(delay_s)
+
+
+class Apart(CpuDevice):
+    """A device whose memory is not the host's, as far as the store can see."""
+
+    is_host = False
 
 
 class DelayedDevice(CpuDevice):
@@ -99,7 +110,42 @@ class DelayedDevice(CpuDevice):
 
     def settle(self) -> None:
         """Waits until all streams have done what they were given, and raises RaceError for what was seen."""
-        for stream in (self.fetches, self.edges, self.gradients, self.updates, self.lag):
+        for stream in (self.reads, self.fetches, self.edges, self.gradients, self.updates, self.lag):
             stream.record().wait()
         if self.races:
             raise RaceError(f"{len(self.races)} races: {self.races[0]}")
+
+
+class DelayedDisk(Disk):
+    """A disk whose transfers end late, and which sees whether two of the same bytes are under way, one a write."""
+
+    def __init__(self, device: DelayedDevice) -> None:
+        super().__init__()
+        self.device = device
+        self._lock = threading.Lock()
+        self._under_way: list[tuple[str, int, int, bool, _LateTransfer]] = []
+
+    def _submit(self, file, write, memory, offset, priority, sums, verify):
+        begin, end = offset, offset + memory.nbytes
+        with self._lock:
+            self._under_way = [entry for entry in self._under_way if not entry[-1].done()]
+            for path, other_begin, other_end, other_write, _ in self._under_way:
+                if path == file.path and begin < other_end and other_begin < end and (write or other_write):
+                    self.device.races.append("a file was written where another transfer was under way")
+            transfer = super()._submit(file, write, memory, offset, priority, sums, verify)
+            late = _LateTransfer(transfer, self.device.delays.draw("disk"))
+            self._under_way.append((file.path, begin, end, write, late))
+        return late
+
+
+class _LateTransfer:
+    def __init__(self, transfer: Transfer, delay_s: float) -> None:
+        self.transfer = transfer
+        self.end_s = time.monotonic() + delay_s
+
+    def done(self) -> bool:
+        return time.monotonic() >= self.end_s and self.transfer.done()
+
+    def wait(self) -> bool:
+        time.sleep(max(0.0, self.end_s - time.monotonic()))
+        return self.transfer.wait()

@@ -6,15 +6,19 @@ any one of them, some delays do: so each is needed, and each is tested.
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import stronghold
-from stronghold.window import Wait, Waits
-from tests.delayed import DelayedDevice, RaceError
+from stronghold.device import Wait, Waits
+from stronghold.store import disk as disk_module
+from tests.delayed import DelayedDevice, DelayedDisk, RaceError
 
 LAYERS = 5
 
@@ -44,7 +48,18 @@ class Model(nn.Module):
         return self.out(x)
 
 
-def train(
+def train(device: DelayedDevice | str, *, disk=False, **settings):
+    """Returns what is seen in a few steps. ``disk``: the layers are there, and the device has memory of its own."""
+    if not disk or not isinstance(device, DelayedDevice):
+        return _train(device, **settings)
+    device.is_host = False
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(disk_module, "Disk", lambda: DelayedDisk(device)))
+        store = stack.enter_context(tempfile.TemporaryDirectory())
+        return _train(device, store=store, **settings)
+
+
+def _train(
     device: DelayedDevice | str,
     *,
     window=2,
@@ -54,6 +69,8 @@ def train(
     clip=False,
     write=False,
     states="fp32",
+    evaluate=False,
+    again=False,
     **kwargs,
 ):
     """Returns all that was seen in a few steps: losses, norms, weights right after the step, parameters at the end."""
@@ -71,12 +88,18 @@ def train(
         if clip:
             seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
         optimizer.step()
+        if again:
+            optimizer.step()  # with the same gradients, and nothing computed in between
         if write:
             with torch.no_grad():
                 model.out.weight.mul_(0.5)
+                model.layers[3].up.weight.mul_(0.5)
         if read:
             seen += [model.layers[i].up.weight.sum().item() for i in range(LAYERS)]
         optimizer.zero_grad()
+        if evaluate:
+            with torch.no_grad():
+                seen.append(model(x).sum().item())
     for parameter in model.parameters():
         seen += parameter.detach().flatten().tolist()
     if isinstance(device, DelayedDevice):
@@ -103,6 +126,15 @@ SETTINGS = {
     "resident": {"resident": 2, "clip": True},
     "resident, accumulation in bf16": {"resident": 2, "accumulate": 3, "dtype": torch.bfloat16},
     "resident in_backward": {"resident": 2, "update": "in_backward", "states": "8bit"},
+    "disk, each step twice": {"disk": True, "again": True},
+    "disk": {"disk": True},
+    "disk, window of one": {"disk": True, "window": 1},
+    "disk, window of three": {"disk": True, "window": 3},
+    "disk, whole window": {"disk": True, "window": LAYERS},
+    "disk, in_backward": {"disk": True, "window": 1, "update": "in_backward"},
+    "disk, in_backward in bf16": {"disk": True, "update": "in_backward", "dtype": torch.bfloat16},
+    "disk, accumulation and evaluation": {"disk": True, "accumulate": 2, "evaluate": True},
+    "disk, writing": {"disk": True, "write": True, "window": 1},
 }
 # Who is late, in seconds at most; each profile brings out other races.
 PROFILES = {
@@ -113,6 +145,9 @@ PROFILES = {
     "computation late": {"compute": 4e-3},
     "copies late, computation more": {"compute": 4e-3, "fetches": 1e-3, "gradients": 1e-3},
     "all late": {"fetches": 2e-3, "gradients": 2e-3, "updates": 2e-3, "edges": 2e-3, "compute": 2e-3},
+    "reads ahead late": {"reads": 5e-3, "updates": 1e-3},
+    "disk late": {"disk": 4e-3},
+    "disk and computation late": {"disk": 3e-3, "compute": 3e-3, "fetches": 2e-3},
 }
 
 
@@ -130,7 +165,7 @@ def test_no_delay_changes_a_bit(setting):
 @pytest.mark.parametrize("wait", Wait, ids=lambda wait: wait.name)
 def test_every_wait_is_needed(wait, monkeypatch):
     """Takes one reason for waiting away: some delay must then change a result or be seen as a race."""
-    originals = {kind: getattr(Waits, kind) for kind in ("stream", "compute", "host")}
+    originals = {kind: getattr(Waits, kind) for kind in ("stream", "thread", "compute", "host")}
     used = []
 
     def without(original):
@@ -166,8 +201,9 @@ def test_every_wait_is_needed(wait, monkeypatch):
 def test_every_wait_has_one_place_and_its_own_reason():
     """The mutation above takes a reason away; with one place for each reason it takes away one wait."""
     root = Path(stronghold.__file__).parent
-    source = "".join(p.read_text() for room in ("window", "offload") for p in sorted((root / room).glob("*.py")))
-    source = source.replace((root / "window" / "waits.py").read_text(), "")
+    source = "".join(
+        p.read_text() for room in ("store", "window", "offload") for p in sorted((root / room).glob("*.py"))
+    )
     for wait in Wait:
         assert source.count(f"Wait.{wait.name})") == 1, wait
     assert source.count("self.waits.") == len(Wait)

@@ -204,3 +204,80 @@ def planned_fetches(future: tuple[int, ...], window: int) -> int:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_plan_that_looks_one_computation_ahead_fetches_less(future, window):
     assert planned_fetches(tuple(future), window) == least_fetches(tuple(future), window)
+
+
+ROUNDS = {
+    "deferred": ["forward", "backward", "step"],
+    "in_backward": ["forward", "backward and update"],
+    "accumulation": ["forward", "backward"],
+    "evaluation": ["evaluate"],
+}
+
+
+def foreseen(layers: int, window: int, passes: list[str], count: int):
+    """Runs the schedule and returns its log and what it foresaw: (events so far, the layers ahead) after each event.
+
+    The log is of "F3" for a fetch, "U3" for an update and "C3" for a computation that begins.
+    """
+    schedule, log, seen = Schedule(layers, window), [], []
+
+    def note(moves):
+        log.extend(str(move) for move in moves if move.action is Action.FETCH)
+        seen.append((len(log), schedule.ahead(count)))
+
+    def change(changed):
+        log.extend(f"U{layer}" for layer in changed)
+        note(schedule.changed(changed))
+
+    for kind in passes:
+        if kind == "step":
+            change(range(layers))
+            continue
+        backward = kind.startswith("backward")
+        for i in reversed(range(layers)) if backward else range(layers):
+            if backward:
+                note(schedule.begin_backward(i, range(i - 1, -1, -1)))
+            else:
+                training = kind == "forward"
+                note(schedule.begin_forward(i, training=training, behind=range(i) if training else ()))
+            log.append(f"C{i}")
+            note(schedule.end_backward() if backward else schedule.end_forward(returning=kind == "forward"))
+            if kind == "backward and update":
+                change([i])
+    return log, seen
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 9), st.data(), st.sampled_from(sorted(ROUNDS)), st.integers(1, 3))
+def test_what_is_foreseen_is_what_is_then_done(layers, data, kind, count):
+    """In the third and fourth of eight rounds, when it has seen all that happens; and nothing is left out."""
+    window, passes = data.draw(st.integers(1, layers)), ROUNDS[kind]
+    log, seen = foreseen(layers, window, passes * 8, count)
+    for position, layers_ahead in seen[len(seen) // 4 : len(seen) // 2]:
+        fetched = [(t, int(word[1:])) for t, word in enumerate(log) if word[0] == "F" and t >= position][:count]
+        assert [layer for _, layer in fetched[: len(layers_ahead)]] == layers_ahead
+        for t, layer in fetched[: len(layers_ahead)]:
+            assert f"U{layer}" not in log[position:t], "read before its update"
+        for t, layer in fetched[len(layers_ahead) : len(layers_ahead) + 1]:
+            computations = sum(word[0] == "C" for word in log[position:t])
+            assert f"U{layer}" in log[position:t] or computations >= 3 * count - 1
+
+
+def test_two_fetches_ahead_in_forward_across_the_turn_and_behind_the_step():
+    _, seen = foreseen(6, 2, ["forward", "backward", "step"] * 2, 2)
+    words = [ahead for _, ahead in seen[25:]]  # the second step; each computation begins and ends
+    assert words[0:4] == [[2, 3], [3, 4], [3, 4], [4, 5]]
+    assert words[8:12] == [[3, 2], [3, 2], [3, 2], [3, 2]]
+    assert words[12:16] == [[3, 2], [2, 1], [2, 1], [1, 0]]
+    assert words[20:] == [[], [], [], [], [2, 3]]  # the step is foreseen: nothing is read that it will change
+
+
+def test_an_unforeseen_pass_is_no_hindrance():
+    schedule = Schedule(4, 2)
+    assert schedule.ahead(2) == []
+    for i in range(3):
+        schedule.begin_forward(i, training=True, behind=range(i))
+        schedule.end_forward(returning=True)
+    assert schedule.ahead(2) == [1, 0]  # expecting the turn
+    schedule.begin_forward(0, training=False)
+    assert schedule.ahead(2) == [2, 3]

@@ -82,6 +82,7 @@ def load(
     for slot in engine.window.slots:
         if slot.ready is not None:
             slot.ready.wait()  # a fetch under way reads what is about to be written
+    engine.device.reads.record().wait()  # and so does one that is read ahead
     steps: dict[Tensor, float] = {
         parameter: step
         for home, named in names.items()

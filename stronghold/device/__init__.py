@@ -8,6 +8,7 @@ from stronghold.device.events import Event
 from stronghold.device.memory import Buffer, DeviceBuffer, HostBuffer, available_host_bytes, return_free_memory
 from stronghold.device.streams import Stream
 from stronghold.device.timeline import Timeline
+from stronghold.device.waits import Wait, Waits
 
 __all__ = [
     "Buffer",
@@ -18,6 +19,8 @@ __all__ = [
     "HostBuffer",
     "Stream",
     "Timeline",
+    "Wait",
+    "Waits",
     "available_host_bytes",
     "open_device",
     "return_free_memory",

@@ -31,6 +31,7 @@ class CpuDevice(Device):
         self.gradients = self.stream("gradients")
         self.updates = self.stream("updates")
         self.disk = self.stream("disk")
+        self.reads = self.stream("reads")
 
     def stream(self, name: str) -> Stream:
         return Stream(name)

@@ -69,7 +69,7 @@ class CudaStream(Stream):
         if isinstance(event, CudaEvent):
             self.cuda.wait_event(event.recorded())  # the stream waits, the thread goes on
         else:
-            event.wait()  # an update on the host: only the thread can wait for it
+            self._hold(event)  # an update on the host: only the thread can wait for it
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self.cuda):
@@ -90,6 +90,7 @@ class CudaDevice(Device):
         self.gradients = CudaStream("gradients", self.torch_device)
         self.updates = Stream("updates")
         self.disk = Stream("disk")
+        self.reads = Stream("reads")
 
     def buffer(self, length_bytes: int) -> Tensor:
         return torch.empty(length_bytes, dtype=torch.uint8, device=self.torch_device)

@@ -43,6 +43,10 @@ class Stream:
         """Makes the work given from now on wait for ``event``."""
         self.submit(lambda: self._wait(event))
 
+    def hold(self, event: Event) -> None:
+        """The same for work that the host does: its thread waits."""
+        self.submit(lambda: self._hold(event))
+
     def run(self, task: Task, moved_bytes: int = 0) -> None:
         """Runs ``task``, which moves about ``moved_bytes`` through the host's memory."""
         self.submit(task)
@@ -86,6 +90,9 @@ class Stream:
         event.happen()
 
     def _wait(self, event: Event) -> None:
+        self._hold(event)
+
+    def _hold(self, event: Event) -> None:
         event.wait()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:

@@ -111,8 +111,8 @@ class _ThrottledStream(Stream):
 
         super().submit(begin)
 
-    def _wait(self, event: Event) -> None:
-        super()._wait(event)
+    def _hold(self, event: Event) -> None:
+        super()._hold(event)
         self._clock_s = max(self._clock_s, event.time)
 
     def _happen(self, event: Event) -> None:

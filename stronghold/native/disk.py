@@ -43,8 +43,9 @@ class Priority(IntEnum):
     """What goes first. Any other integer will do, too: the lower, the sooner."""
 
     FETCH = 0  # the computation waits for it
-    PREFETCH = 1
-    WRITE_BACK = 2
+    READ_AHEAD = 1  # it will wait next
+    PREFETCH = 2
+    WRITE_BACK = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from stronghold.device import Device
 from stronghold.errors import BudgetError
 from stronghold.home import Home, Kind
 from stronghold.optim.states import FORMATS, lay_out_moments
-from stronghold.store import RING_BYTES
+from stronghold.store import RING_BYTES, staging_bytes
 from stronghold.units import format_bytes
 from stronghold.window import RING
 
@@ -104,7 +104,7 @@ def choose_window(homes: Sequence[Home], edge_bytes: int, settings: OffloadSetti
     return max(1, min(layers, (limit - fixed) // slot))
 
 
-def choose_disk(homes: Sequence[Home], settings: OffloadSettings) -> None:
+def choose_disk(homes: Sequence[Home], settings: OffloadSettings, device: Device) -> None:
     """Marks what of each unit is on disk: all but the edges' weights, or what ``host_memory`` does not hold.
 
     Weights are the first to stay in host memory, as a step reads them there three times and writes them once; then the
@@ -121,6 +121,8 @@ def choose_disk(homes: Sequence[Home], settings: OffloadSettings) -> None:
     room = budget - RING_BYTES - sum(home.gradient_layout.total_bytes for home in on_host)
     room -= RING * max((home.gradient_layout.total_bytes for home in layers), default=0)
     room -= sum(home.layout.total_bytes for home in on_host if home.is_edge)
+    if sum(home.layout.total_bytes for home in layers) > room:  # some weights will be on disk
+        room -= staging_bytes(layers, device)
     for part in (frozenset({"weights"}), _STATES):
         for home in layers if "weights" in part else on_host:
             size = home.layout.total_bytes if "weights" in part else home.remainder_bytes() + _most_moment_bytes(home)
@@ -138,7 +140,7 @@ def _moment_bytes(home: Home) -> int:
     return lay_out_moments(home, home.gradient_places, "fp32").total_bytes
 
 
-def check_host(homes: Sequence[Home], settings: OffloadSettings) -> None:
+def check_host(homes: Sequence[Home], settings: OffloadSettings, device: Device) -> None:
     """Refuses a host budget that cannot hold the model with the smallest optimizer there is.
 
     That is 8-bit states, updated in the backward pass; what another one takes, it asks for when it is made.
@@ -150,6 +152,7 @@ def check_host(homes: Sequence[Home], settings: OffloadSettings) -> None:
     on_host = [home for home in homes if not home.resident]
     weights = sum(home.layout.total_bytes for home in on_host if home.lives("weights") == "host")
     weights += sum(home.remainder_bytes() for home in on_host if home.lives("remainders") == "host")
+    weights += staging_bytes(on_host, device)
     gradients = sum(home.gradient_layout.total_bytes for home in on_host if home.is_edge)
     gradients += RING * max((home.gradient_layout.total_bytes for home in on_host if not home.is_edge), default=0)
     in_memory = [home for home in on_host if home.lives("moments") == "host"]

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stronghold import native
 from stronghold.config import OffloadSettings
-from stronghold.device import Device, Event, available_host_bytes
+from stronghold.device import Device, Event, Wait, Waits, available_host_bytes
 from stronghold.errors import BudgetError, OffloadedModelError
 from stronghold.home import Collected, Home, OffloadedParameter, Updater, Work
 from stronghold.offload.block import Block, Members, Run
@@ -22,7 +22,7 @@ from stronghold.offload.timing import Stopwatch
 from stronghold.store import DiskStore, RamStore, Store
 from stronghold.units import format_bytes
 from stronghold.weights import Source, give_values
-from stronghold.window import DeviceGradients, Gradients, HostActivations, Wait, Waits, Window
+from stronghold.window import DeviceGradients, Gradients, HostActivations, Window
 
 
 class Engine:
@@ -45,7 +45,7 @@ class Engine:
         own = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
         self.process_bytes = max(0, psutil.Process().memory_info().rss - own)
         paths = [Path(path) for path in settings.directories]
-        self.store: Store = DiskStore(device, paths, self.homes) if paths else RamStore(device)
+        self.store: Store = DiskStore(device, paths, self.homes, self.waits) if paths else RamStore(device)
         try:
             on_disk = sum(
                 (home.layout.total_bytes if home.lives("weights") == "disk" else 0)
@@ -212,6 +212,8 @@ class Engine:
         updates = self.device.updates
         # Under in_backward the gradient may still be on its way down.
         self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
+        # A layer may have been fetched, or read ahead, for a computation that did not come.
+        self.waits.stream(updates, self.store.reading(home), Wait.FILE_READ)
         with self.device.noted(updates, f"update {home.name}"):
             updates.run(task, moved_bytes=moved_bytes)
         done = self.store.landed(home, updates.record())

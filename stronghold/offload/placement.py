@@ -107,8 +107,8 @@ def plan(
     keep_resident(layer_homes, edge_bytes, settings, device)
     window = choose_window(layer_homes, edge_bytes, settings, device)
     if settings.directories:
-        choose_disk(homes, settings)
-    check_host(homes, settings)
+        choose_disk(homes, settings, device)
+    check_host(homes, settings, device)
     return Placement(
         homes=homes,
         layers=layer_homes,

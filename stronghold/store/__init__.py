@@ -4,5 +4,6 @@ from stronghold.store.base import Passage, Store
 from stronghold.store.disk import DiskStore
 from stronghold.store.ram import RamStore
 from stronghold.store.ring import RING_BYTES
+from stronghold.store.staging import staging_bytes
 
-__all__ = ["RING_BYTES", "DiskStore", "Passage", "RamStore", "Store"]
+__all__ = ["RING_BYTES", "DiskStore", "Passage", "RamStore", "Store", "staging_bytes"]

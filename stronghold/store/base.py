@@ -62,6 +62,23 @@ class Store(ABC):
     def allocate(self, home: Home, length_bytes: int, kind: Kind) -> Buffer:
         """Allocates memory of a unit."""
 
+    @property
+    def lookahead(self) -> int:
+        """How many fetches ahead it wants to be told of."""
+        return 0
+
+    @abstractmethod
+    def expect(self, homes: Sequence[Home]) -> None:
+        """Hears which fetches come next, in their order, as far as they can be foreseen."""
+
+    @abstractmethod
+    def changed(self, home: Home) -> None:
+        """Hears that the unit's weights are not what they were: what is held of them beside their memory is stale."""
+
+    def reading(self, home: Home) -> Event | None:
+        """Returns the event after which the unit's memory may be written: until then it is being read."""
+        return None
+
     @abstractmethod
     def fetch(self, home: Home, target: Tensor) -> None:
         """Submits the copy of the unit's weights to the flat device buffer ``target``, on the fetch stream."""

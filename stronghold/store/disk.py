@@ -6,12 +6,11 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from stronghold.device import Buffer, Device, Event, HostBuffer
+from stronghold.device import Buffer, Device, Event, Stream, Wait, Waits
 from stronghold.errors import StoreError
 from stronghold.home import Home, Kind
 from stronghold.layout import PAGE_BYTES, lay_out
@@ -20,22 +19,16 @@ from stronghold.store.base import Passage, Store
 from stronghold.store.directory import Directory, Manifest, UnitRecord, check_same
 from stronghold.store.ram import InPlace
 from stronghold.store.ring import DiskPassage, Ring
+from stronghold.store.staging import AHEAD, Staging, staging_bytes
 from stronghold.store.unit_file import UnitFile
 from stronghold.units import format_bytes
-
-
-@dataclass
-class _Staging:
-    """Pinned memory that a layer passes on its way from disk to a device with memory of its own."""
-
-    buffer: HostBuffer
-    free: Event | None = None
 
 
 class DiskStore(Store):
     """Keeps on disk what each unit has there (``Home.on_disk``) and the rest in host memory.
 
-    Weights go from disk straight into the slot where that is host memory, else through pinned staging. An update passes
+    Weights go from disk straight into the slot where that is host memory; the window is then all the lookahead there
+    is. Else they go through pinned staging, into which they are read before there is a slot for them. An update passes
     through the ring. Whoever else looks at a tensor sees it through the page cache: parameters and moments are ordinary
     tensors.
 
@@ -43,8 +36,9 @@ class DiskStore(Store):
     has left there is overwritten by one of the same model; a directory of another model is refused.
     """
 
-    def __init__(self, device: Device, paths: Sequence[Path], homes: Sequence[Home]) -> None:
+    def __init__(self, device: Device, paths: Sequence[Path], homes: Sequence[Home], waits: Waits) -> None:
         super().__init__(device)
+        self.waits = waits
         self._directory = Directory(paths)
         self._records = {home: _record(number, home) for number, home in enumerate(homes)}
         self._numbers = {home: number for number, home in enumerate(homes)}
@@ -60,10 +54,10 @@ class DiskStore(Store):
         self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, self._units, os.getpid())
         states = any("moments" in home.on_disk and home.trainable for home in homes)
         self._ring = Ring(device) if states else None
-        self._staging: list[_Staging] = []
-        if not device.is_host:
-            longest = max((home.slot_bytes for home in homes if "weights" in home.on_disk), default=0)
-            self._staging = [_Staging(device.host_buffer(longest, private=True)) for _ in range(2)]
+        length = staging_bytes(homes, device)
+        self._staging = Staging(device, waits, self._begin_read, length) if length else None
+        self._reading: dict[Home, Event] = {}
+        """When the newest read of each unit's weights is complete."""
 
     @property
     def paths(self) -> list[Path]:
@@ -106,21 +100,28 @@ class DiskStore(Store):
 
     def fetch(self, home: Home, target: Tensor) -> None:
         assert home.buffer is not None
-        fetches, length = self.device.fetches, home.layout.total_bytes
-        if "weights" not in home.on_disk:
-            fetches.copy(target[:length], home.buffer.flat)
-            return
-        if not self._staging:
-            fetches.run(lambda: self._read(home, target), moved_bytes=length)
-            return
-        staging = self._staging[0]
-        self._staging.append(self._staging.pop(0))
-        if (free := staging.free) is not None:
-            # The copy to the device that read this buffer before must be complete; the host fills it, so it waits.
-            fetches.submit(free.wait)
-        fetches.submit(lambda: self._read(home, staging.buffer.flat))
-        fetches.copy(target[:length], staging.buffer.flat[:length])
-        staging.free = fetches.record()
+        if home.lives("weights") != "disk":
+            self.device.fetches.copy(target[: home.layout.total_bytes], home.buffer.flat)
+        elif self._staging is None:
+            self._begin_read(self.device.fetches, home, target, Priority.FETCH)
+        else:
+            self._staging.fetch(home, target)
+
+    @property
+    def lookahead(self) -> int:
+        return AHEAD if self._staging is not None else 0
+
+    def expect(self, homes: Sequence[Home]) -> None:
+        if self._staging is not None:
+            # What somebody may write at any time is read when it is computed with.
+            self._staging.expect([home for home in homes if home.lives("weights") == "disk" and not home.is_lent])
+
+    def changed(self, home: Home) -> None:
+        if self._staging is not None:
+            self._staging.drop(home)
+
+    def reading(self, home: Home) -> Event | None:
+        return self._reading.get(home)
 
     def passage(self, home: Home, operands: Sequence[Sequence[Tensor]]) -> Passage:
         if (unit := self._unit_of(home)) is None:
@@ -133,7 +134,7 @@ class DiskStore(Store):
         if (unit := self._unit_of(home)) is None:
             return done
         # Whoever waits for the update reads the file: what the update wrote must have arrived there.
-        self.device.disk.wait(done)
+        self.waits.stream(self.device.disk, done, Wait.UPDATE_DONE)
         self.device.disk.submit(unit.settle)
         return self.device.disk.record()
 
@@ -162,12 +163,18 @@ class DiskStore(Store):
                 path.unlink(missing_ok=True)
         self._directory.write(Manifest(units=records))
 
-    def _read(self, home: Home, target: Tensor) -> None:
+    def _begin_read(self, stream: Stream, home: Home, target: Tensor, priority: Priority) -> Event:
+        """Reads a unit's weights in the order of ``stream``; returns the event after which they are there."""
+        stream.run(lambda: self._read(home, target, priority), moved_bytes=home.layout.total_bytes)
+        self._reading[home] = done = stream.record()
+        return done
+
+    def _read(self, home: Home, target: Tensor, priority: Priority) -> None:
         unit, length = self._unit(home), home.slot_bytes
         assert home.buffer is not None
         begin = unit.find(home.buffer.flat)
         assert begin is not None
-        unit.wait(unit.read(target[:length], begin, Priority.FETCH))
+        unit.wait(unit.read(target[:length], begin, priority))
         unit.drop()  # what somebody may have looked at since it was last here
 
     def _unit(self, home: Home) -> UnitFile:

@@ -24,6 +24,12 @@ class RamStore(Store):
         assert home.buffer is not None
         self.device.fetches.copy(target[: home.buffer.length_bytes], home.buffer.flat)
 
+    def expect(self, homes: Sequence[Home]) -> None:
+        pass
+
+    def changed(self, home: Home) -> None:
+        pass
+
     def opened(self, home: Home) -> None:
         pass
 

@@ -1,11 +1,10 @@
-"""The window: layers in slots, gradients and inputs on their way, and every wait between them."""
+"""The window: layers in slots, gradients and inputs on their way."""
 
 from stronghold.window.activations import HostActivations
 from stronghold.window.downlink import RING
 from stronghold.window.gradients import Gradients
 from stronghold.window.on_device import DeviceGradients
 from stronghold.window.traffic import Traffic
-from stronghold.window.waits import Wait, Waits
 from stronghold.window.window import Window
 
-__all__ = ["RING", "DeviceGradients", "Gradients", "HostActivations", "Traffic", "Wait", "Waits", "Window"]
+__all__ = ["RING", "DeviceGradients", "Gradients", "HostActivations", "Traffic", "Window"]

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stronghold.device import Device, Event, HostBuffer
+from stronghold.device import Device, Event, HostBuffer, Wait, Waits
 from stronghold.layout import ALIGNMENT_BYTES
-from stronghold.window.waits import Wait, Waits
 
 SLOTS = 2
 """Device buffers in each direction: one for the layer that computes, one in transit."""

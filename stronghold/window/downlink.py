@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stronghold.device import Device, Event, HostBuffer
+from stronghold.device import Device, Event, HostBuffer, Wait, Waits
 from stronghold.home import Collected, Home
 from stronghold.window.traffic import Traffic
-from stronghold.window.waits import Wait, Waits
 
 RING = 2
 """Gradient slots on the device, and staging buffers on the host: one fills while the other drains."""

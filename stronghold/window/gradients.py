@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stronghold import native
-from stronghold.device import Device, Event
+from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.home import (
     Collected,
@@ -28,7 +28,6 @@ from stronghold.home import (
 from stronghold.window.downlink import DeviceSlot, Downlink, gradient_view, squares_view
 from stronghold.window.on_device import add_on_device, remainder_of
 from stronghold.window.sums import write_squares
-from stronghold.window.waits import Wait, Waits
 
 
 class Gradients:

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from stronghold import native
-from stronghold.device import Device
+from stronghold.device import Device, Wait, Waits
 from stronghold.home import Collected, Home, Known, known_of, latest, note_gradient
 from stronghold.window.sums import add, write_squares
-from stronghold.window.waits import Wait, Waits
 
 
 class DeviceGradients:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stronghold.device import Device, Event
+from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.home import BoundParameter, Home, OffloadedParameter
 from stronghold.schedule import Action, Move, Schedule
 from stronghold.store import Store
 from stronghold.window.traffic import Traffic
-from stronghold.window.waits import Wait, Waits
 
 
 @dataclass
@@ -87,7 +86,10 @@ class Window:
     def changed(self, layers: Iterable[int]) -> None:
         """Drops layers whose update is under way and begins to fetch what comes next."""
         if self.schedule is not None:
-            self._carry_out(self.schedule.changed(self._numbers(layers)))
+            numbers = self._numbers(layers)
+            for number in numbers:
+                self.store.changed(self.homes[self._streamed[number]])
+            self._carry_out(self.schedule.changed(numbers))
 
     def _scheduled(self, layer: int) -> Schedule | None:
         return None if self.homes[layer].resident else self.schedule
@@ -139,6 +141,9 @@ class Window:
             slot.ready = self.device.fetches.record()
             self.traffic.fetches += 1
             self.traffic.fetched_bytes += home.layout.total_bytes
+        if (count := self.store.lookahead) and self.schedule is not None:
+            # By the schedule, for it knows what comes next; as soon as it is known, for a disk is slow.
+            self.store.expect([self.homes[self._streamed[number]] for number in self.schedule.ahead(count)])
 
     def computed(self, layer: int, *, backward: bool) -> None:
         """Tells the device that the computation of ``layer`` has been issued in full."""

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.device import CpuDevice
 from stronghold.offload import engine_of
 from stronghold.store import ring
+from tests.delayed import Apart
 from tests.reference import CASES, differences, offloaded, snapshot, train
 
 STEPS = 3
@@ -55,12 +55,6 @@ def test_a_disk_gives_the_bits_of_memory(tmp_path, name, states, dtype):
     for window, update in itertools.product((1, 2, CASES[name].layers), ("deferred", "in_backward")):
         report = check(tmp_path / f"{window}{update}", name, like=like, window=window, update=update, **like)
         assert report.disk_bytes > 0
-
-
-class Apart(CpuDevice):
-    """A device whose memory is not the host's, as far as the store can see."""
-
-    is_host = False
 
 
 @pytest.mark.parametrize("window", [1, 3])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
-from stronghold.device import Device, Event, Stream
+from stronghold.device.base import Device
+from stronghold.device.events import Event
+from stronghold.device.streams import Stream
 
 
 class Wait(Enum):
@@ -21,6 +23,11 @@ class Wait(Enum):
     GRADIENT_ADD = "the host adds a gradient from staging: its copy down must be complete"
     GRADIENT_UPDATE = "an update in the backward pass reads staging: the copy down must be complete"
     STAGING_FREE = "a copy down refills the host's staging: what read it must be complete"
+    BUFFER_FREE = "a disk is read into staging: the copy from it, or the read before, must be complete"
+    UPDATE_LANDED = "a layer is read ahead from its file: what its update wrote must have arrived there"
+    READ_AHEAD = "a fetch copies from staging: the layer must have been read"
+    FILE_READ = "an update writes a layer's file: reads of it must be complete"
+    UPDATE_DONE = "somebody waits until an update has arrived in its file: it must have written all"
     EDGE_GRADIENT = "the host reads an edge's gradient: the computation and its copy must be complete"
     EDGE_WRITTEN = "the host reads an edge that the user wrote on the device: its copy down must be complete"
     EDGE_UPDATED = "an upload reads an edge's host weights: their update must be complete"
@@ -41,6 +48,10 @@ class Waits:
     def stream(self, stream: Stream, event: Event | None, reason: Wait) -> None:
         if event is not None:
             stream.wait(event)
+
+    def thread(self, stream: Stream, event: Event | None, reason: Wait) -> None:
+        if event is not None:
+            stream.hold(event)
 
     def compute(self, event: Event | None, reason: Wait) -> None:
         if event is not None:

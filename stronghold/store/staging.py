@@ -1,0 +1,97 @@
+"""Staging: pinned buffers that layers pass on their way from disk to a device with memory of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stronghold.device import Device, Event, HostBuffer, Stream, Wait, Waits
+from stronghold.home import Home
+from stronghold.native import Priority
+
+AHEAD = 2
+"""Layers that are read before their fetch."""
+BUFFERS = AHEAD + 1
+"""One more is copied from meanwhile, or filled by a fetch that nobody has foreseen."""
+
+Read = Callable[[Stream, Home, Tensor, Priority], Event]
+"""Reads a layer in the order of a stream; the event happens when it is there."""
+
+
+def staging_bytes(homes: Iterable[Home], device: Device) -> int:
+    """Returns what staging takes of host memory: nothing where no weights are on disk, or slots are host memory."""
+    if device.is_host:
+        return 0
+    return BUFFERS * max((home.slot_bytes for home in homes if home.lives("weights") == "disk"), default=0)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    host: HostBuffer
+    free: Event | None = None
+    """Nobody reads into it or copies from it any more."""
+
+
+class Staging:
+    """``BUFFERS`` buffers, filled by a fetch or, ``AHEAD`` layers before it, by a stream of their own.
+
+    Nothing here waits in a circle, for everything waits for what was issued before it: a read ahead for an update and
+    for the copy of a fetch, a fetch for its read, for an update and for computations, an update for reads of its file
+    and for gradients, which were all issued earlier. What updates wait for in the ring are transfers, which wait for
+    nothing.
+
+    Nor does anything that the computation waits for stand behind what can wait: a read ahead goes before the ring's
+    and behind what a fetch reads itself. A fetch that waits for a read ahead need not raise it: as long as it waits, no
+    other fetch reads, and the reads ahead go one by one in the order of the fetches.
+    """
+
+    def __init__(self, device: Device, waits: Waits, read: Read, length_bytes: int) -> None:
+        self.device = device
+        self.waits = waits
+        self._read = read
+        self._free = deque(_Buffer(device.host_buffer(length_bytes // BUFFERS, private=True)) for _ in range(BUFFERS))
+        self._ahead: dict[Home, tuple[_Buffer, Event]] = {}
+        """What is there or on its way, and when it has been read."""
+
+    def expect(self, homes: Sequence[Home]) -> None:
+        """Begins to read the layers of the next fetches, and gives up what is not among them."""
+        assert len(homes) <= AHEAD
+        for home in set(self._ahead).difference(homes):
+            self.drop(home)
+        for home in homes:
+            if home not in self._ahead:
+                buffer = self._take(self.device.reads)
+                # The layer may be in line for its update, or what that wrote on its way to the file.
+                self.waits.stream(self.device.reads, home.updated, Wait.UPDATE_LANDED)
+                read = self._read(self.device.reads, home, buffer.host.flat, Priority.READ_AHEAD)
+                self._ahead[home] = buffer, read
+
+    def drop(self, home: Home) -> None:
+        """Gives up what was read of a layer that is changing."""
+        if home in self._ahead:
+            buffer, read = self._ahead.pop(home)
+            buffer.free = read
+            self._free.append(buffer)
+
+    def fetch(self, home: Home, target: Tensor) -> None:
+        """Submits the copy of a layer to the device: of what was read ahead, or what it reads itself."""
+        fetches, length = self.device.fetches, home.layout.total_bytes
+        if home in self._ahead:
+            buffer, read = self._ahead.pop(home)
+            # The copy reads the buffer: the layer must be there.
+            self.waits.stream(fetches, read, Wait.READ_AHEAD)
+        else:
+            buffer = self._take(fetches)
+            self._read(fetches, home, buffer.host.flat, Priority.FETCH)
+        fetches.copy(target[:length], buffer.host.flat[:length])
+        buffer.free = fetches.record()
+        self._free.append(buffer)
+
+    def _take(self, stream: Stream) -> _Buffer:
+        buffer = self._free.popleft()
+        # A copy to the device may still read it, or a read that was given up fill it; the host is to fill it now.
+        self.waits.thread(stream, buffer.free, Wait.BUFFER_FREE)
+        return buffer
