@@ -9,6 +9,7 @@ import pytest
 import stronghold
 
 ROOMS = {
+    "directories": 0,
     "errors": 0,
     "layout": 0,
     "units": 0,
@@ -17,6 +18,7 @@ ROOMS = {
     "split": 1,
     "weights": 1,
     "tensor_files": 2,
+    "checkpoint_files": 2,
     "device": 1,
     "schedule": 2,
     "home": 2,

@@ -10,10 +10,10 @@ from torch import nn
 
 from stronghold.checkpoint.folder import newest, prune, remove, step_path, steps_in
 from stronghold.checkpoint.loading import load
-from stronghold.checkpoint.manifest import Manifest
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.saving import save
 from stronghold.checkpoint.units import engine_for
+from stronghold.checkpoint_files.manifest import Manifest
 from stronghold.config import TrainSettings
 from stronghold.data.batches import Batches
 from stronghold.errors import CheckpointError

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from stronghold.checkpoint_files.manifest import Manifest as Checkpoint
+from stronghold.checkpoint_files.manifest import UnitFileEntry
 from stronghold.device import Buffer, Device, Event, HostBuffer
 from stronghold.errors import StoreError
 from stronghold.home import Home, Kind
@@ -18,6 +21,7 @@ from stronghold.layout import PAGE_BYTES, lay_out
 from stronghold.native import Disk, DiskCounters, Priority
 from stronghold.store.base import Passage, Store
 from stronghold.store.directory import Directory, Manifest, UnitRecord, check_same
+from stronghold.store.kept import file_name, open_kept, otherwise
 from stronghold.store.ram import InPlace
 from stronghold.store.ring import DiskPassage, Ring
 from stronghold.store.unit_file import UnitFile
@@ -41,23 +45,35 @@ class DiskStore(Store):
 
     The directories are this run's alone, and its files go when it ends: a store is memory. What a run that was killed
     has left there is overwritten by one of the same model; a directory of another model is refused.
+
+    :meth:`seal` makes them a checkpoint, which stays; the first change after it makes them memory again. With
+    ``reopen`` they must be one, which is verified whole and taken over as it is.
     """
 
-    def __init__(self, device: Device, paths: Sequence[Path], homes: Sequence[Home]) -> None:
+    def __init__(self, device: Device, paths: Sequence[Path], homes: Sequence[Home], *, reopen: bool = False) -> None:
         super().__init__(device)
         self._directory = Directory(paths)
         self._records = {home: _record(number, home) for number, home in enumerate(homes)}
         self._numbers = {home: number for number, home in enumerate(homes)}
         self._units: dict[int, UnitFile] = {}
         """By the unit's number."""
+        self.reopened: Checkpoint | None = None
+        """What was reopened, until its optimizer's states are in use as well."""
         try:
-            self._begin()
+            self._begin(reopen)
         except BaseException:
             self._directory.release()  # what is there is somebody else's
             raise
         self.disk = Disk()
         # Not a method: it would keep the store alive.
         self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, self._units, os.getpid())
+        if self.reopened is not None:
+            try:
+                files = [(home.name, self._path(home), capacity_bytes(home)) for home in homes]
+                self._units.update(open_kept(self.disk, self.reopened, files))
+            except BaseException:
+                self.close()
+                raise
         states = any("moments" in home.on_disk and home.trainable for home in homes)
         self._ring = Ring(self.disk, device) if states else None
         self._staging: list[_Staging] = []
@@ -71,13 +87,14 @@ class DiskStore(Store):
 
     @property
     def disk_bytes(self) -> int:
-        return sum(unit.taken_bytes for unit in self._units.values())
+        return sum(unit.used_bytes for unit in self._units.values())
 
     def counters(self) -> DiskCounters:
         return self.disk.counters()
 
     def check_space(self, needed_bytes: int, what: str) -> None:
         """Raises StoreError where the directories' file systems do not have ``needed_bytes`` left."""
+        needed_bytes -= sum(unit.used_bytes - unit.taken_bytes for unit in self._units.values())  # kept, not yet taken
         # Units take turns between the directories, which therefore each take about as much.
         for path in self.paths:
             needed, free = needed_bytes // len(self.paths), shutil.disk_usage(path).free
@@ -92,6 +109,43 @@ class DiskStore(Store):
         if (unit := self._unit_of(home)) is not None:
             unit.sum_up()
             unit.drop()
+
+    def place_kept(self, home: Home) -> None:
+        """Gives a unit the memory that it had when it was kept: what is on disk is there, what is not is to be read."""
+        home.make_room(self.device, self)
+
+    def holds(self, directory: str | os.PathLike[str]) -> bool:
+        return os.path.realpath(directory) == os.path.realpath(self.paths[0])
+
+    def find(self, home: Home, tensor: Tensor) -> tuple[str, int] | None:
+        unit = self._unit_of(home)
+        offset = None if unit is None else unit.find(tensor)
+        return None if unit is None or offset is None else (file_name(unit.path, self.paths[0]), offset)
+
+    def entry(self, home: Home, tensors: Mapping[str, Tensor]) -> tuple[str, UnitFileEntry] | None:
+        """Syncs and reads a unit's file; returns its name in a checkpoint in place and what to say of it there.
+
+        None is for a unit with nothing on disk. Raises StoreError where that cannot be one: its states are not loaded,
+        or somebody holds its weights and may write them. Raises DiskError and CorruptionError.
+        """
+        self._check_loaded()
+        if (unit := self._unit_of(home)) is None or not unit.used_bytes:
+            return None
+        if "weights" in home.on_disk and home.is_lent:
+            raise StoreError(
+                f"nobody may hold a tensor over a weight while it is saved in place (got one over {home.name}, such as "
+                "p.data or state_dict() give), for what is written through it would change the checkpoint; drop it, or "
+                "save into another directory"
+            )
+        return file_name(unit.path, self.paths[0]), unit.entry(tensors)
+
+    def seal(self, checkpoint: Checkpoint, beside: Sequence[Path]) -> None:
+        """Makes the directories a checkpoint; ``beside`` are what is not in units' files, named ``.partial`` so far."""
+        self._directory.seal(checkpoint, beside)
+
+    def loaded(self) -> None:
+        """Hears that all that was reopened is in use: from now on it may change."""
+        self.reopened = None
 
     def drop(self, home: Home) -> None:
         if (unit := self._unit_of(home)) is not None:
@@ -123,8 +177,10 @@ class DiskStore(Store):
         staging.free = fetches.record()
 
     def passage(self, home: Home, operands: Sequence[Sequence[Tensor]]) -> Passage:
+        self._check_loaded()
         if (unit := self._unit_of(home)) is None:
             return InPlace()
+        self._directory.unseal()
         if self._ring is None:  # of a model that was frozen when it was placed
             self._ring = Ring(self.disk, self.device)
         return DiskPassage(self._ring, unit, operands, lambda: home.is_lent)
@@ -138,8 +194,18 @@ class DiskStore(Store):
         return self.device.disk.record()
 
     def opened(self, home: Home) -> None:
-        if (unit := self._unit_of(home)) is not None:
-            unit.forget_sums()
+        if (unit := self._unit_of(home)) is None:
+            return
+        self._check_loaded()
+        if self._directory.sealed:
+            warnings.warn(
+                f"{home.name} may be written from now on (somebody asked for a tensor over it, or wrote), so that "
+                f"{self.paths[0]} is no checkpoint any more; save it again in place",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._directory.unseal()
+        unit.forget_sums()
 
     def verify(self) -> None:
         """Reads everything and compares checksums. Raises CorruptionError, which names file and unit."""
@@ -152,14 +218,45 @@ class DiskStore(Store):
     def close(self) -> None:
         self._finalizer()
 
-    def _begin(self) -> None:
+    def _begin(self, reopen: bool) -> None:
         """Takes the directory over, or refuses to."""
         held, records = self._directory.read(), list(self._records.values())
+        kept = self._directory.checkpoint()
         if held is not None:
-            check_same(held, records, self.paths[0])
-        for number, record in enumerate(records):
-            self._directory.file(number, record.file).unlink(missing_ok=True)
+            step = "" if kept is None else f", with a run after step {kept.step:g},"
+            check_same(held, records, self.paths[0], step, any_dtype=reopen)
+        if reopen:
+            if kept is None:
+                raise StoreError(
+                    f"a store is reopened where a checkpoint was saved in place (got {self.paths[0]}, which has none: "
+                    "nothing was saved there, or it has changed since); go on from another checkpoint"
+                )
+            for before, record in zip(held.units if held is not None else (), records, strict=False):
+                if before.dtype != record.dtype:
+                    raise otherwise(kept, f"{record.name} in {record.dtype}", f"in {before.dtype}")
+            self.reopened = kept
+            return
+        if kept is not None:
+            raise StoreError(
+                f"the store at {self.paths[0]} holds a run after step {kept.step:g}, which this one would overwrite; "
+                f"to go on with it pass weights={str(self.paths[0])!r} too and call stronghold.checkpoint.load, else "
+                "pass another directory, or remove that one"
+            )
+        self._directory.clear()
+        for home in self._records:
+            self._path(home).unlink(missing_ok=True)
         self._directory.write(Manifest(units=records))
+
+    def _check_loaded(self) -> None:
+        if self.reopened is not None:
+            raise StoreError(
+                f"the store at {self.paths[0]} was reopened after step {self.reopened.step:g}, and nothing there may "
+                "be written before the optimizer has its states; build AdamW and call stronghold.checkpoint.load("
+                f"{str(self.paths[0])!r}, model, optimizer) first"
+            )
+
+    def _path(self, home: Home) -> Path:
+        return self._directory.file(self._numbers[home], self._records[home].file)
 
     def _read(self, home: Home, target: Tensor) -> None:
         unit, length = self._unit(home), home.slot_bytes
@@ -175,9 +272,7 @@ class DiskStore(Store):
     def _unit(self, home: Home) -> UnitFile:
         number = self._numbers[home]
         if number not in self._units:
-            record = self._records[home]
-            path = self._directory.file(number, record.file)
-            self._units[number] = UnitFile(self.disk, path, home.name, capacity_bytes(home))
+            self._units[number] = UnitFile(self.disk, self._path(home), home.name, capacity_bytes(home))
         return self._units[number]
 
     def _unit_of(self, home: Home) -> UnitFile | None:
@@ -208,4 +303,10 @@ def _record(number: int, home: Home) -> UnitRecord:
 def _close(directory: Directory, disk: Disk, units: dict[int, UnitFile], process: int) -> None:
     if os.getpid() == process:  # a child of fork has neither the disk's threads nor the directory
         disk.close()
-        directory.remove([unit.path for unit in units.values()])
+        if not directory.sealed:
+            directory.remove([unit.path for unit in units.values()])
+            return
+        for unit in units.values():
+            if not unit.kept_bytes:
+                unit.path.unlink(missing_ok=True)
+        directory.release()

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from stronghold.device.memory import MappedBuffer
+from stronghold.checkpoint_files.manifest import PlacedEntry, UnitFileEntry
+from stronghold.device.memory import HostBuffer, MappedBuffer
 from stronghold.errors import CorruptionError, DiskError, StoreError
 from stronghold.layout import PAGE_BYTES, round_up
-from stronghold.native import Disk, Transfer, checksums
+from stronghold.native import Disk, Transfer, checksums, crc32c, warn_of_no_reserve
 
-_VERIFIED_AT_ONCE = 64 * 2**20
+_READ_AT_ONCE = 32 * 2**20
+
+
+def file_bytes(capacity_bytes: int) -> int:
+    """Returns how long a unit's file is; what is not taken of it is not there."""
+    return max(PAGE_BYTES, round_up(capacity_bytes, PAGE_BYTES))
 
 
 class UnitFile:
@@ -26,43 +32,55 @@ class UnitFile:
     which is what the engine's events are for. Every page has a checksum, zero where it is not known: a direct write
     sets it, a direct read compares, and whoever may write through the mapping makes it unknown.
 
+    One that was kept is opened with what it holds in its first ``kept_bytes``: they are taken again in the same order,
+    and found as they were left.
+
     Raises DiskError where the system refuses, StoreError for a device with blocks larger than a page.
     """
 
-    def __init__(self, disk: Disk, path: Path, name: str, capacity_bytes: int) -> None:
+    def __init__(self, disk: Disk, path: Path, name: str, capacity_bytes: int, kept_bytes: int = 0) -> None:
         self.path = path
         self.name = name
+        self.kept_bytes = kept_bytes
+        """Part of a checkpoint in place; 0 for a file that is none."""
         self._disk = disk
-        self._capacity = max(PAGE_BYTES, round_up(capacity_bytes, PAGE_BYTES))
-        path.unlink(missing_ok=True)
-        self.file = disk.open(path, create=True)
+        self.capacity_bytes = file_bytes(capacity_bytes)
+        if not kept_bytes:
+            path.unlink(missing_ok=True)
+        self.file = disk.open(path, create=not kept_bytes)
         if self.file.alignment > PAGE_BYTES:
             raise StoreError(
                 f"a disk must take direct transfers in blocks of {PAGE_BYTES} bytes or fewer (that of {path} wants "
                 f"{self.file.alignment}); use a directory on another file system"
             )
-        os.truncate(path, self._capacity)
+        if not kept_bytes:
+            os.truncate(path, self.capacity_bytes)
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), self._capacity)
+            self._memory = mmap.mmap(file.fileno(), self.capacity_bytes)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
         self.taken_bytes = 0
-        self.sums = torch.zeros(self._capacity // PAGE_BYTES, dtype=torch.int32)
+        self.sums = torch.zeros(self.capacity_bytes // PAGE_BYTES, dtype=torch.int32)
         self.writes: list[Transfer] = []
         """Under way, of the newest update."""
         self._versions: dict[int, int] = {}
 
     def take(self, length_bytes: int) -> MappedBuffer:
-        """Reserves the next part of the file, all zero, and returns it as memory."""
+        """Reserves the next part of the file and returns it as memory: all zero, or as it was kept."""
         begin, length = self.taken_bytes, round_up(length_bytes, PAGE_BYTES)
-        assert begin + length <= self._capacity, "a unit takes more than its file was made for"
-        self.file.reserve(begin + length)
+        assert begin + length <= self.capacity_bytes, "a unit takes more than its file was made for"
+        if not self.file.reserve(begin + length):
+            warn_of_no_reserve(str(self.path))
         self.taken_bytes = begin + length
         return MappedBuffer(self._memory, length_bytes, begin)
+
+    @property
+    def used_bytes(self) -> int:
+        return max(self.taken_bytes, self.kept_bytes)
 
     def find(self, tensor: Tensor) -> int | None:
         """Returns where in the file a tensor lies, in bytes, or None for one that lies elsewhere."""
         offset = tensor.data_ptr() - self._base
-        return offset if 0 <= offset < self._capacity else None
+        return offset if 0 <= offset < self.capacity_bytes else None
 
     def sums_of(self, begin: int, end: int) -> Tensor:
         """Returns the checksums of the whole pages from ``begin`` to ``end``, in bytes."""
@@ -118,10 +136,77 @@ class UnitFile:
         for transfer in list(self.writes):
             self.wait(transfer)
 
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Reads all that is used and compares the checksums; yields (begin, bytes) while what follows is read.
+
+        Raises CorruptionError.
+        """
+        size = min(_READ_AT_ONCE, self.used_bytes)
+        targets = [HostBuffer(size).flat for _ in range(2)]
+        waiting: list[tuple[int, Tensor, Transfer]] = []
+        for number, begin in enumerate([*range(0, self.used_bytes, _READ_AT_ONCE), None]):
+            if begin is not None:
+                target = targets[number % 2][: self.used_bytes - begin]
+                sums = self.sums_of(begin, begin + len(target))
+                waiting.append(
+                    (begin, target, self._disk.read(self.file, target, offset=begin, sums=sums, verify=True))
+                )
+            if waiting and (begin is None or number):
+                before, target, transfer = waiting.pop(0)
+                self.wait(transfer)
+                yield before, target
+
     def verify(self) -> None:
         """Reads all of it and compares the checksums. Raises CorruptionError."""
-        target = torch.empty(min(_VERIFIED_AT_ONCE, self.taken_bytes), dtype=torch.uint8)
-        for begin in range(0, self.taken_bytes, _VERIFIED_AT_ONCE):
-            end = min(begin + _VERIFIED_AT_ONCE, self.taken_bytes)
-            sums = self.sums_of(begin, end)
-            self.wait(self._disk.read(self.file, target[: end - begin], offset=begin, sums=sums, verify=True))
+        for _ in self.pieces():
+            pass
+
+    def entry(self, tensors: Mapping[str, Tensor]) -> UnitFileEntry:
+        """Syncs the file and returns what a checkpoint's manifest says of it and of the ``tensors`` that lie in it.
+
+        Reads all of it, and compares the checksums; those that were not known are from now on. Raises DiskError and
+        CorruptionError.
+        """
+        self.settle()
+        self.kept_bytes = self.used_bytes
+        try:
+            self.file.sync()
+        except DiskError as error:
+            error.message = f"{self.name}: {error.message}"
+            raise
+        offsets = {name: offset for name, tensor in tensors.items() if (offset := self.find(tensor)) is not None}
+        crcs = dict.fromkeys(offsets, 0)
+        for begin, piece in self.pieces():
+            end = begin + len(piece)
+            if not (sums := self.sums_of(begin, end)).all():
+                checksums(piece, sums)
+            for name, offset in offsets.items():
+                first, last = max(begin, offset), min(end, offset + tensors[name].nbytes)
+                if first < last:
+                    crcs[name] = crc32c(piece[first - begin : last - begin], crcs[name])
+        return UnitFileEntry(
+            unit=self.name,
+            length_bytes=self.capacity_bytes,
+            taken_bytes=self.used_bytes,
+            pages_crc32c=self._sum_of_sums(),
+            tensors={
+                name: PlacedEntry(
+                    dtype=str(tensors[name].dtype).removeprefix("torch."),
+                    shape=list(tensors[name].shape),
+                    crc32c=crcs[name],
+                    offset=offset,
+                )
+                for name, offset in offsets.items()
+            },
+        )
+
+    def take_sums(self, entry: UnitFileEntry) -> bool:
+        """Reads all that was kept and sets the checksums; returns whether it is what ``entry`` says."""
+        for begin in range(0, self.kept_bytes, _READ_AT_ONCE):
+            end = min(begin + _READ_AT_ONCE, self.kept_bytes)
+            target = HostBuffer(end - begin).flat
+            self.wait(self._disk.read(self.file, target, offset=begin, sums=self.sums_of(begin, end)))
+        return self._sum_of_sums() == entry.pages_crc32c
+
+    def _sum_of_sums(self) -> int:
+        return crc32c(self.sums_of(0, self.used_bytes))

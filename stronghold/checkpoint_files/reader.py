@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from stronghold.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from stronghold.checkpoint_files.manifest import BufferEntry, Manifest, TensorEntry, UnitFileEntry
 from stronghold.errors import CheckpointError, CorruptionError
 from stronghold.native import crc32c
 
 _READ_BYTES = 16 * 2**20
 
 
-def verify(manifest: Manifest) -> None:
-    """Reads every byte of a checkpoint. Raises CheckpointError or CorruptionError, naming file and unit."""
-    for name in manifest.files:
+def verify(manifest: Manifest, files: Iterable[str] | None = None) -> None:
+    """Reads every byte of a checkpoint, or of some of its ``files``.
+
+    Raises CheckpointError or CorruptionError, naming file and unit.
+    """
+    for name in manifest.files if files is None else files:
         with FileReader(manifest, name) as file:
             for tensor in file.entry.tensors:
                 file.check(tensor)
 
 
 class FileReader:
-    """One safetensors file of a checkpoint. Raises CheckpointError where it is absent or has another size."""
+    """One file of a checkpoint: in the safetensors format, or a unit's in a store.
+
+    Raises CheckpointError where it is absent or has another size.
+    """
 
     def __init__(self, manifest: Manifest, name: str) -> None:
-        self.entry: FileEntry = manifest.files[name]
+        self.entry = manifest.files[name]
         self.path: Path = manifest.directory / name
         try:
             self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -45,13 +52,7 @@ class FileReader:
                     f"the file of {self.entry.unit} must have {self.entry.length_bytes} bytes (got {size}: "
                     f"{self.path}); load another checkpoint"
                 )
-            header = torch.empty(self.entry.header_bytes, dtype=torch.uint8)
-            self._fill(header, 0)
-            self._compare(crc32c(header), self.entry.header_crc32c, 0, self.entry.header_bytes, "header")
-            places = json.loads(header.numpy().tobytes()[8:])
-            self._begins = {
-                tensor: self.entry.header_bytes + places[tensor]["data_offsets"][0] for tensor in self.entry.tensors
-            }
+            self._begins = self._find_tensors()
         except BaseException:
             os.close(self._file)
             raise
@@ -95,6 +96,23 @@ class FileReader:
         else:
             target.copy_(self.read(name))
 
+    def read_buffer(self, name: str, entry: BufferEntry) -> Tensor:
+        """Returns a buffer, in its own dtype."""
+        saved = self.read(name)
+        dtype = getattr(torch, entry.dtype)
+        return saved if saved.dtype == dtype else saved.view(dtype).view(entry.shape)
+
+    def _find_tensors(self) -> dict[str, int]:
+        """Returns where each tensor begins."""
+        if isinstance(self.entry, UnitFileEntry):
+            return {name: tensor.offset for name, tensor in self.entry.tensors.items()}
+        header_bytes = self.entry.header_bytes
+        header = torch.empty(header_bytes, dtype=torch.uint8)
+        self._fill(header, 0)
+        self._compare(crc32c(header), self.entry.header_crc32c, 0, header_bytes, "header")
+        places = json.loads(header.numpy().tobytes()[8:])
+        return {name: header_bytes + places[name]["data_offsets"][0] for name in self.entry.tensors}
+
     def _read_into(self, name: str, target: Tensor) -> None:
         length, entry = self._length(name), self.entry.tensors[name]
         assert target.nbytes == length and target.dtype is self.dtype(name), "a tensor is read into another one's place"
@@ -130,6 +148,37 @@ class FileReader:
                 expected,
                 found,
             )
+
+
+class UnitReader:
+    """The files of the parameters called ``names``, a unit's, as one. Raises what :class:`FileReader` does."""
+
+    def __init__(self, manifest: Manifest, names: Iterable[str]) -> None:
+        self.files = list(dict.fromkeys(file for name in names for file in manifest.parameters[name].files))
+        with ExitStack() as stack:
+            opened = [stack.enter_context(FileReader(manifest, file)) for file in self.files]
+            self._stack = stack.pop_all()
+        self._of = {tensor: file for file in opened for tensor in file.entry.tensors}
+
+    def __enter__(self) -> UnitReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._of[name].dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        return self._of[name].read(name)
+
+    def read_to(self, name: str, target: Tensor) -> None:
+        self._of[name].read_to(name, target)
 
 
 def _pieces(view: memoryview, offset: int) -> Iterator[tuple[memoryview, int]]:
