@@ -22,7 +22,8 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
   --steps N       steps (default: 50)
   --lr X          highest learning rate (default: 6e-4), after a tenth of the steps
   --dtype TYPE    fp32 or bf16, the compute type (default: fp32)
-  --store STORE   where layers outside the window are: ram (default), disk (beside the run's records), or a folder
+  --store STORE   where layers outside the window are: ram (default), disk (beside the run's records), or a folder,
+                  which keeps the run when it ends
   --states TYPE   AdamW's moments: fp32 (default) or 8bit
   --device NAME   cpu, cuda or cuda:N (default: cuda where there is one, else cpu)
   --results DIR   where all that goes (default: results)

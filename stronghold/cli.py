@@ -132,6 +132,7 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
         checkpoint_every=options.checkpoint_every,
         keep_checkpoints=options.keep_checkpoints,
         resume=options.resume,
+        keep_store=options.store not in ("ram", "disk"),
     )
 
 
@@ -244,7 +245,8 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
         "--store",
         default="ram",
         metavar="ram|disk|DIR",
-        help="where the other layers, and all states, are: in memory, in OUT/store, or in that folder (default: ram)",
+        help="where the other layers, and all states, are: in memory, in OUT/store, or in that folder, which "
+        "keeps the run when it ends, for --resume (default: ram)",
     )
     place.add_argument(
         "--micro-batch", type=int, metavar="N", help="samples a layer computes at a time (default: the batch)"
@@ -289,7 +291,8 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest intact checkpoint in OUT, to the bit as if never stopped; begin if it has none yet",
+        help="go on from the newest intact checkpoint in OUT, or the run that --store DIR has kept, to the bit as if "
+        "never stopped; begin if there is none yet",
     )
     output.add_argument("--save", metavar="DIR", help="save the model there; on Ctrl-C without it: OUT/model")
     output.add_argument("--log", metavar="FILE", help="also write a log to read")

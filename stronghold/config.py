@@ -143,7 +143,8 @@ class TrainSettings:
     goes at the end; without one it is kept only if the run is interrupted, in ``out``/model. ``log`` is a file
     for a log to read, ``record`` one of JSON lines to which the run's summary is appended. Every
     ``checkpoint_every`` steps, and at the end, a checkpoint goes into ``out``/checkpoints, of which the newest
-    ``keep_checkpoints`` are kept; ``resume`` goes on from the newest intact one.
+    ``keep_checkpoints`` are kept; ``resume`` goes on from the newest intact one. With ``keep_store`` the run stays in
+    the store's directory when it ends, as one more that it can go on from.
     """
 
     method: str = "stronghold"
@@ -164,12 +165,15 @@ class TrainSettings:
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
     resume: bool = False
+    keep_store: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "steps", "keep_checkpoints"):
             _check_whole(name, getattr(self, name), at_least=1)
         if self.checkpoint_every is not None:
             _check_whole("checkpoint_every", self.checkpoint_every, at_least=1)
+        if self.keep_store and not self.offload.directories:
+            raise ValueError(f"a store that is kept is a directory (got store={self.offload.store!r}); pass one")
         _check_whole("sequence", self.sequence, at_least=2)
         _check_whole("seed", self.seed, at_least=0)
         _check_one_of("dtype", self.dtype, ("fp32", "bf16"))

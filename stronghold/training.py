@@ -32,7 +32,7 @@ from stronghold.methods import Prepared, find_method
 from stronghold.models.files import build_model, inputs_of, longest_sequence_of, vocabulary_of
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.pretrained import check_save_folder, save
-from stronghold.units import format_count
+from stronghold.units import format_bytes, format_count
 from stronghold.weights import Weights
 
 INTERRUPTED = 130
@@ -70,9 +70,9 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
     torch.manual_seed(settings.seed)
     model, weights = _build_model(settings, console)
     batches = _load_batches(settings, model, console)
-    prepared = method.prepare(model, settings, weights)
+    prepared = method.prepare(model, settings, checkpoints.open(weights, batches))
     scheduler = _scheduler(prepared.optimizer, settings)
-    checkpoints.begin(prepared.model, prepared.optimizer, scheduler, batches)
+    checkpoints.begin(prepared.model, prepared.optimizer, scheduler)
     report = prepared.report()
     if report.on_root_disk:
         console.print(
@@ -101,6 +101,15 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         interrupted = done < settings.steps
         if interrupted:
             console.print(f"interrupted after step {done} of {settings.steps}")
+        if settings.keep_store:
+            _keep_store(checkpoints, done, log)
+            where = settings.offload.store
+            console.print(
+                f"kept       {where}: the run after step {done}, {format_bytes(report.disk_bytes)}; to go on: --resume "
+                f"--out {settings.out} --store {where}",
+                soft_wrap=True,
+                markup=False,
+            )
         saved = save_folder if interrupted or settings.save else None
         if saved is not None:
             save(model, saved)
@@ -199,6 +208,13 @@ def _save_checkpoint(checkpoints: RunCheckpoints, step: int, log: RunLog) -> Non
     begin = time.perf_counter()
     log.sync()  # first: the records of all its steps are there whenever a checkpoint is
     path = checkpoints.save(step)
+    log.checkpoint({"step": step, "path": str(path), "save_s": time.perf_counter() - begin})
+
+
+def _keep_store(checkpoints: RunCheckpoints, step: int, log: RunLog) -> None:
+    begin = time.perf_counter()
+    log.sync()
+    path = checkpoints.keep(step)
     log.checkpoint({"step": step, "path": str(path), "save_s": time.perf_counter() - begin})
 
 

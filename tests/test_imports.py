@@ -9,6 +9,8 @@ import pytest
 import stronghold
 
 ROOMS = {
+    "directories": 0,
+    "stripes": 1,
     "errors": 0,
     "layout": 0,
     "spans": 0,
@@ -18,6 +20,7 @@ ROOMS = {
     "split": 1,
     "weights": 1,
     "tensor_files": 2,
+    "checkpoint_files": 2,
     "device": 1,
     "schedule": 2,
     "home": 2,

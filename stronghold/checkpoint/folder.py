@@ -7,9 +7,10 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from stronghold.checkpoint.manifest import Manifest, read_manifest
-from stronghold.checkpoint.reader import verify
-from stronghold.checkpoint.saving import sync_directory
+from stronghold.checkpoint_files.lock import locked_to_read
+from stronghold.checkpoint_files.manifest import Manifest, read_manifest
+from stronghold.checkpoint_files.reader import verify
+from stronghold.directories import sync_directory
 from stronghold.errors import StrongholdError
 
 
@@ -37,8 +38,9 @@ def newest(folder: str | Path) -> tuple[Manifest | None, dict[Path, str]]:
     skipped = {}
     for path in reversed(steps_in(folder).values()):
         try:
-            manifest = read_manifest(path)
-            verify(manifest)
+            with locked_to_read(path):
+                manifest = read_manifest(path)
+                verify(manifest)
         except (StrongholdError, OSError) as error:
             skipped[path] = str(error)
         else:

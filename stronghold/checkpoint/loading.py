@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stronghold.checkpoint.in_place import check_in_place, load_in_place
 from stronghold.checkpoint.links import remember
-from stronghold.checkpoint.manifest import Manifest, read_manifest
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.random_states import put_random_states
-from stronghold.checkpoint.reader import FileReader
-from stronghold.checkpoint.reader import verify as verify_files
-from stronghold.checkpoint.saving import BUFFERS
 from stronghold.checkpoint.units import (
     MOMENTS,
     Names,
@@ -27,6 +24,10 @@ from stronghold.checkpoint.units import (
     persistent_buffers,
     tensors_of,
 )
+from stronghold.checkpoint_files.lock import locked_to_read
+from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, UnitFileEntry, read_manifest
+from stronghold.checkpoint_files.reader import FileReader, UnitReader
+from stronghold.checkpoint_files.reader import verify as verify_files
 from stronghold.errors import CheckpointError
 from stronghold.home import Home
 from stronghold.native import BLOCK, Blocks
@@ -60,11 +61,34 @@ def load(
     With ``verify`` every byte is read and compared with its checksum before anything changes, and again when it is
     loaded; without it, only then, and a damaged file leaves the model half loaded, which the error says.
 
+    In the directory of the model's own store, reopened or saved in place and not changed since, what is on disk was
+    verified and stays where it is, and only what belongs in memory is read. A directory that another run has open is
+    not read, for that may change it.
+
     Raises CheckpointError for a checkpoint that is absent, incomplete or of another model, CorruptionError for altered
-    bytes, OffloadedModelError and BudgetError as :class:`AdamW` does.
+    bytes, OffloadedModelError and BudgetError as :class:`AdamW` does, and StoreError for a directory that is in use, or
+    to be loaded in place into a store that is placed otherwise.
     """
     engine = engine_for(model, optimizer)
-    manifest = read_manifest(Path(os.path.abspath(directory)))
+    directory = Path(os.path.abspath(directory))
+    own = engine.store.holds(directory)
+    with nullcontext() if own else locked_to_read(directory):
+        manifest = read_manifest(directory)
+        _load(manifest, model, engine, optimizer, scheduler, verify=verify, own=own)
+    return from_plain(manifest.extra)
+
+
+def _load(
+    manifest: Manifest,
+    model: nn.Module,
+    engine: Engine,
+    optimizer: AdamW,
+    scheduler: Any,
+    *,
+    verify: bool,
+    own: bool,
+) -> None:
+    """Loads a checkpoint; ``own`` says whether it is one in the place of the model's own store."""
     names = names_of(model)
     _check_model(manifest, model, names)
     _check_optimizer(manifest, optimizer, names)
@@ -74,7 +98,7 @@ def load(
             f"{manifest.directory}); leave it out"
         )
     if verify:
-        verify_files(manifest)
+        verify_files(manifest, [f for f, e in manifest.files.items() if not (own and isinstance(e, UnitFileEntry))])
     engine.close_backward()
     optimizer.wait()
     for home in engine.homes:
@@ -89,10 +113,15 @@ def load(
         for name, parameter in zip(named, home.parameters, strict=True)
         if (step := manifest.parameters[name].step) is not None
     }
-    optimizer.restart(steps)
+    optimizer.restart(steps, zeroed=not own)
+    if own:
+        check_in_place(manifest, engine, optimizer, names)
     try:
-        for home in engine.homes:
-            _load_unit(manifest, engine, optimizer, home, names[home])
+        if own:
+            load_in_place(manifest, engine, optimizer, names)
+        else:
+            for home in engine.homes:
+                _load_unit(manifest, engine, optimizer, home, names[home])
         _load_buffers(manifest, model)
     except Exception as error:
         raise CheckpointError(
@@ -105,7 +134,6 @@ def load(
     if scheduler is not None:
         scheduler.load_state_dict(from_plain(manifest.scheduler))
     put_random_states(from_plain(manifest.random), engine.device.torch_device)
-    return from_plain(manifest.extra)
 
 
 def _check_model(manifest: Manifest, model: nn.Module, names: Names) -> None:
@@ -156,29 +184,30 @@ def _check_optimizer(manifest: Manifest, optimizer: AdamW, names: Names) -> None
 
 def _load_unit(manifest: Manifest, engine: Engine, optimizer: AdamW, home: Home, names: list[str]) -> None:
     engine.store.opened(home)
-    files = {manifest.parameters[name].file for name in names}
-    with ExitStack() as stack:
-        readers = {file: stack.enter_context(FileReader(manifest, file)) for file in sorted(files)}
+    with UnitReader(manifest, names) as unit:
         for place, (name, parameter) in enumerate(zip(names, home.parameters, strict=True)):
-            reader = readers[manifest.parameters[name].file]
-            _load_master(reader, home, place, name)
+            _load_master(unit, home, place, name)
             engine.store.drop(home)
             if manifest.parameters[name].step is not None:
-                _load_moments(reader, optimizer.state[parameter], name)
+                _load_moments(unit, optimizer.state[parameter], name)
                 engine.store.drop(home)
     for target, weight in zip(home.on_device, home.weight, strict=False):
         target.copy_(weight)
     home.rewritten()
     home.generation += 1
     tensors = tensors_of(home, names, optimizer.state)
-    file = files.pop()
-    entry = manifest.files[file] if not files else None
+    file, *others = unit.files
+    entry = manifest.files[file]
     form = {name: (name_of(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
-    if entry is not None and form == {name: (e.dtype, e.shape) for name, e in entry.tensors.items()}:
+    if (
+        not others
+        and isinstance(entry, FileEntry)
+        and form == {name: (e.dtype, e.shape) for name, e in entry.tensors.items()}
+    ):
         remember(home, optimizer, manifest.directory / file, entry)
 
 
-def _load_master(file: FileReader, home: Home, place: int, name: str) -> None:
+def _load_master(file: UnitReader, home: Home, place: int, name: str) -> None:
     weight, low = home.weight[place], f"{name}/remainder"
     if home.dtype == torch.float32:
         if file.dtype(name) == torch.float32:
@@ -203,7 +232,7 @@ def _load_master(file: FileReader, home: Home, place: int, name: str) -> None:
         home.masters.remainders[place].zero_()
 
 
-def _load_moments(file: FileReader, state: dict[str, Any], name: str) -> None:
+def _load_moments(file: UnitReader, state: dict[str, Any], name: str) -> None:
     for key in MOMENTS:
         moment, codes = state[key], f"{name}/{key}"
         exponents = f"{codes}/exponents"
@@ -232,9 +261,7 @@ def _load_buffers(manifest: Manifest, model: nn.Module) -> None:
             module = model.get_submodule(path) if _has_module(model, path) else None
             if module is None or own not in module._buffers:
                 continue  # none that state_dict() has: those were compared
-            saved = file.read(name)
-            if saved.dtype != (dtype := getattr(torch, entry.dtype)):
-                saved = saved.view(dtype).view(entry.shape)
+            saved = file.read_buffer(name, entry)
             present = module._buffers[own]
             if present is not None and present.shape == saved.shape and present.dtype == saved.dtype:
                 present.copy_(saved)  # in place: others may hold it too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,19 @@ from torch import nn
 
 from stronghold.checkpoint.folder import newest, prune, remove, step_path, steps_in
 from stronghold.checkpoint.loading import load
-from stronghold.checkpoint.manifest import Manifest
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.saving import save
 from stronghold.checkpoint.units import engine_for
+from stronghold.checkpoint_files.lock import locked_to_read
+from stronghold.checkpoint_files.manifest import NAME, Manifest, read_manifest
+from stronghold.checkpoint_files.reader import verify
 from stronghold.config import TrainSettings
 from stronghold.data.batches import Batches
-from stronghold.errors import CheckpointError
+from stronghold.errors import CheckpointError, StrongholdError
 from stronghold.evaluation.records import read_records
 from stronghold.evaluation.runs import LOG_NAME
+from stronghold.store import forget
+from stronghold.weights import Weights
 
 FOLDER = "checkpoints"
 SAME = (
@@ -41,6 +46,10 @@ class RunCheckpoints:
         self._manifest: Manifest | None = None
         self._skipped: dict[Path, str] = {}
         self._data: dict[str, int] | None = None
+        self._superseded: Manifest | None = None
+        """What the store has kept of this run, where it goes on from another."""
+        self._store = Path(settings.offload.directories[0]) if settings.keep_store else None
+        """Where the run stays when it ends."""
         self.step = 0
         """After which step the run goes on."""
         if settings.resume:
@@ -50,20 +59,29 @@ class RunCheckpoints:
                 f"a run's folder must not hold another run (got {settings.out!r}, which has checkpoints); resume it "
                 "(--resume), pass another folder, or remove that one"
             )
+        elif self._store is not None and (self._store / NAME).exists():
+            raise ValueError(
+                f"a store's folder must not hold another run (got {str(self._store)!r}, which keeps one); resume it "
+                "(--resume, with its --out), pass another folder, or remove that one"
+            )
 
-    def begin(self, model: nn.Module, optimizer: Any, scheduler: Any, batches: Batches) -> None:
-        """Takes what the run trains, and puts it where the checkpoint found it, if there is one.
+    @property
+    def _in_use(self) -> bool:
+        """Whether the run goes on from a checkpoint, or leaves one."""
+        return self._settings.checkpoint_every is not None or self._store is not None or self._manifest is not None
 
-        Raises ValueError where the data are others, and what :func:`load` raises.
+    def open(self, weights: Weights | None, batches: Batches) -> Weights | None:
+        """Returns what gives the model its values: ``weights``, or the store's directory where the run is kept there.
+
+        A run that the store has kept, and that another checkpoint is chosen over, is one no longer. Raises ValueError
+        where the data are others.
         """
-        every, found = self._settings.checkpoint_every, self._manifest
-        if every is None and found is None:
-            return
-        engine_for(model, optimizer)
-        self._trained = model, optimizer, scheduler
+        found = self._manifest
+        if not self._in_use:
+            return weights
         self._data = batches.fingerprint()
         if found is None:
-            return
+            return weights
         saved = from_plain(found.extra)["data"]
         if saved != self._data:
             raise ValueError(
@@ -71,7 +89,23 @@ class RunCheckpoints:
                 f"{self._data['crc32c']:08x}, {saved['tokens']:,} with {saved['crc32c']:08x} in {found.directory}); "
                 "restore the text, or begin a run in another folder"
             )
-        load(found.directory, model, optimizer, scheduler=scheduler, verify=False)  # every byte was when it was found
+        if found.directory == self._store:
+            return str(self._store)
+        if self._superseded is not None and from_plain(self._superseded.extra)["data"] == self._data:
+            forget(self._superseded.directory)
+        return weights
+
+    def begin(self, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        """Takes what the run trains, and puts it where the checkpoint found it, if there is one.
+
+        Raises what :func:`load` raises.
+        """
+        if not self._in_use:
+            return
+        engine_for(model, optimizer)
+        self._trained = model, optimizer, scheduler
+        if (found := self._manifest) is not None:
+            load(found.directory, model, optimizer, scheduler=scheduler, verify=False)  # every byte was when found
 
     def due(self, step: int, *, last: bool = False) -> bool:
         """Whether a checkpoint belongs behind ``step``; behind the ``last`` one always."""
@@ -80,18 +114,29 @@ class RunCheckpoints:
 
     def save(self, step: int) -> Path:
         """Saves the checkpoint of ``step`` and then removes those that are too many. Raises what :func:`save` does."""
-        model, optimizer, scheduler = self._trained
         path = step_path(self._folder, step)
         if path.exists():  # a damaged one, for the run would have gone on from it
             remove(path)
-        extra = {"position": step, "settings": self._settings.flat(), "data": self._data}
-        save(path, model, optimizer, scheduler=scheduler, extra=extra)
+        self._save(path, step)
         self._skipped.pop(path, None)
         prune(self._folder, step, self._settings.keep_checkpoints, self._skipped)
         return path
 
+    def keep(self, step: int) -> Path | None:
+        """Makes the store's directory a checkpoint of ``step``, if it is to stay; returns it."""
+        if self._store is not None:
+            self._save(self._store, step)
+        return self._store
+
+    def _save(self, path: Path, step: int) -> None:
+        model, optimizer, scheduler = self._trained
+        extra = {"position": step, "settings": self._settings.flat(), "data": self._data}
+        save(path, model, optimizer, scheduler=scheduler, extra=extra)
+
     def _find(self, say: Callable[[str], None]) -> None:
         self._manifest, self._skipped = newest(self._folder)
+        if self._store is not None and (self._store / NAME).exists():
+            self._consider(self._store)
         for path, reason in self._skipped.items():
             say(f"skipped    {path}: {reason}")
         if self._manifest is None:
@@ -119,6 +164,27 @@ class RunCheckpoints:
         self.step = extra["position"]
         say(f"resume     from {self._manifest.directory}, after step {self.step}")
 
+    def _consider(self, store: Path) -> None:
+        """Chooses the run that the store has kept, unless a newer one is chosen or it is damaged."""
+        try:
+            with locked_to_read(store):
+                kept = read_manifest(store)
+                step = _position(kept)
+                self._superseded = kept if self._is_this_run(kept) else None
+                if self._manifest is not None and step < _position(self._manifest):
+                    raise CheckpointError(f"it is of step {step}, and another of step {_position(self._manifest)}")
+                verify(kept)
+        except (StrongholdError, OSError) as error:
+            self._skipped[store] = str(error)
+        else:
+            self._manifest, self._superseded = kept, None
+
+    def _is_this_run(self, kept: Manifest) -> bool:
+        extra, here = from_plain(kept.extra), self._settings.flat()
+        there = extra.get("settings", {}) if isinstance(extra, dict) else {}
+        same_folder = os.path.abspath(there.get("out", "")) == os.path.abspath(self._settings.out)
+        return same_folder and all(here[name] == there[name] for name in SAME if name in there)
+
     def _check_log(self) -> None:
         """Refuses to begin anew over a run that was complete, or never kept checkpoints."""
         path = Path(self._settings.out) / LOG_NAME
@@ -130,3 +196,8 @@ class RunCheckpoints:
                 f"a run goes on from a checkpoint (got {self._settings.out!r}, which has a {LOG_NAME} and no "
                 "checkpoint, so that its run would be overwritten); pass another folder, or remove that one"
             )
+
+
+def _position(manifest: Manifest) -> int:
+    extra = from_plain(manifest.extra)
+    return int(extra["position"]) if isinstance(extra, dict) and "position" in extra else int(manifest.step)

@@ -101,8 +101,17 @@ class Home:
 
         ``values`` are taken one after another; without them they are the parameters' own.
         """
-        self._device, self._memory = device, memory
         values = [p.detach() for p in self.parameters] if values is None else values
+        places = self.make_room(device, memory)
+        for place, (weight, value) in enumerate(zip(self.weight, values, strict=True)):
+            if place in places:
+                self.masters.fill(place, weight, value.to(weight.device, torch.float32).contiguous())
+            else:
+                weight.copy_(value)
+
+    def make_room(self, device: Device, memory: Memory) -> list[int]:
+        """Allocates the weights and the remainders, as they are there; returns which parameters have a remainder."""
+        self._device, self._memory = device, memory
         self.buffer = self.allocate(self.layout.total_bytes, "weights")
         self.weight = [
             self.buffer.view(offset, shape, self.dtype)
@@ -110,11 +119,7 @@ class Home:
         ]
         places = self.master_places()
         self._place_remainders(places)
-        for place, (weight, value) in enumerate(zip(self.weight, values, strict=True)):
-            if place in places:
-                self.masters.fill(place, weight, value.to(weight.device, torch.float32).contiguous())
-            else:
-                weight.copy_(value)
+        return places
 
     def allocate(self, length_bytes: int, kind: Kind) -> Buffer:
         """Allocates memory where this part of the unit lives: on the host, on disk, or on the device."""
@@ -264,11 +269,16 @@ class Home:
         """Whether somebody holds a tensor over a parameter's memory, such as ``p.data``, and may write through it."""
         return any(is_shared(tensor) for tensor in (self.on_device or self.weight))
 
-    def lend(self, place: int, *, unseen: bool) -> None:
-        """Hears that somebody gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
-        self.touched |= unseen
+    def open(self) -> None:
+        """Lets the store hear, beforehand, that what it has of the unit may be written."""
         if self._memory is not None:
             self._memory.opened(self)
+
+    def lend(self, place: int, *, unseen: bool) -> None:
+        """Hears that somebody gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
+        if not self.is_edge:  # what is written there is the device's, until it is taken over
+            self.open()
+        self.touched |= unseen
         # Of an edge the host has its own copy, to compare with. Marking has read the weight: without drop() a
         # state_dict() would leave the whole model in the resident set.
         if not self.is_edge and self.masters.lend(place, self.weight[place]):
@@ -276,9 +286,10 @@ class Home:
 
     def write(self, place: int, task: Callable[[], Any]) -> Any:
         """Runs ``task``, which writes into a parameter."""
-        if self._memory is not None:
-            self._memory.opened(self)
-        if self.is_edge or place not in self.masters.remainders:
+        if self.is_edge:
+            return task()
+        self.open()
+        if place not in self.masters.remainders:
             return task()
         return self.masters.write(place, self.weight[place], task, lambda: raw_version(self.parameters[place]))
 
@@ -298,8 +309,11 @@ class Home:
     def take_writes(self, arrived: Sequence[Tensor] = ()) -> None:
         """Brings the fp32 masters up to what the user wrote into the weights; ``arrived`` are an edge's values."""
         for place, value in enumerate(arrived):
-            self.masters.replace(place, self.weight[place], value)
-        if not self.is_edge:
+            if not torch.equal(_octets(value), _octets(self.weight[place])):
+                self.open()
+                self.masters.replace(place, self.weight[place], value)
+        if not self.is_edge and self.masters:
+            self.open()
             self.masters.take_writes(self.weight, self.versions, lambda place: is_shared(self.weight[place]))
 
     def rewritten(self) -> None:
@@ -320,6 +334,10 @@ class Home:
 def is_shared(tensor: Tensor) -> bool:
     """Whether the memory of a tensor that has one twin (a parameter, or a detached gradient) is used by a third."""
     return _users(tensor) > _users(_ALONE) + 1
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _users(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from stronghold.native.disk import (
     checksums,
     crc32c,
 )
-from stronghold.native.disk_errors import BufferedDiskWarning
+from stronghold.native.disk_errors import BufferedDiskWarning, UnreservedDiskWarning, warn_of_no_reserve
 from stronghold.native.faults import Fault
 from stronghold.native.kernels import (
     BLOCK,
@@ -46,6 +46,7 @@ __all__ = [
     "Priority",
     "Segment",
     "Transfer",
+    "UnreservedDiskWarning",
     "accumulate",
     "adamw",
     "available_isas",
@@ -55,4 +56,5 @@ __all__ = [
     "squared_norms",
     "stream",
     "usable_cores",
+    "warn_of_no_reserve",
 ]

@@ -87,6 +87,28 @@ def warn_of_buffering(path: str) -> None:
     )
 
 
+class UnreservedDiskWarning(RuntimeWarning):
+    """A file's space is not promised by its file system: the disk may be full in the middle of a training."""
+
+
+_unreserved: set[int] = set()  # devices
+
+
+def warn_of_no_reserve(path: str) -> None:
+    """Warns, once for each file system, that it takes no promise of space for the file at ``path``."""
+    device = os.stat(path).st_dev
+    if device in _unreserved:
+        return
+    _unreserved.add(device)
+    warnings.warn(
+        f"{path!r} lies on {file_system(path)}, which cannot reserve space (fallocate): should others fill it, a step "
+        "fails in the middle with an error, and what is not in a checkpoint is lost; leave room there, or use a path "
+        "on ext4 or XFS on a local disk",
+        UnreservedDiskWarning,
+        stacklevel=4,
+    )
+
+
 def file_system(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """Returns the type and the place of the file system that holds ``path``, as in ``"tmpfs at '/dev/shm'"``."""
     best, found = "", "a file system"

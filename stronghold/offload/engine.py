@@ -18,6 +18,7 @@ from stronghold.errors import BudgetError, OffloadedModelError
 from stronghold.home import Collected, Home, OffloadedParameter, Updater, Work
 from stronghold.offload.block import Block, Members, Run
 from stronghold.offload.placement import Placement
+from stronghold.offload.reopening import Reopened
 from stronghold.offload.timing import Stopwatch
 from stronghold.store import DiskStore, RamStore, Store
 from stronghold.units import format_bytes
@@ -29,7 +30,12 @@ class Engine:
     """One offloaded model: its homes, its window, and the events that autograd and the optimizer send."""
 
     def __init__(
-        self, model: nn.Module, placement: Placement, device: Device, settings: OffloadSettings, weights: Source
+        self,
+        model: nn.Module,
+        placement: Placement,
+        device: Device,
+        settings: OffloadSettings,
+        weights: Source | Reopened,
     ) -> None:
         self.model = weakref.ref(model)
         self.device = device
@@ -45,7 +51,10 @@ class Engine:
         own = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
         self.process_bytes = max(0, psutil.Process().memory_info().rss - own)
         paths = [Path(path) for path in settings.directories]
-        self.store: Store = DiskStore(device, paths, self.homes, self.waits) if paths else RamStore(device)
+        reopen = isinstance(weights, Reopened)
+        self.store: Store = (
+            DiskStore(device, paths, self.homes, self.waits, reopen=reopen) if paths else RamStore(device)
+        )
         try:
             on_disk = sum(
                 (home.layout.total_bytes if home.lives("weights") == "disk" else 0)
@@ -55,8 +64,12 @@ class Engine:
             self.store.check_space(on_disk, "the model's weights")
             for home in self.homes:
                 home.owner = self
-            for number, values in weights.units([home.parameters for home in self.homes], placement.modules):
-                self.store.place(self.homes[number], values)
+            if isinstance(weights, Reopened):
+                assert isinstance(self.store, DiskStore)
+                weights.place(self.store, self.homes)
+            else:
+                for number, values in weights.units([home.parameters for home in self.homes], placement.modules):
+                    self.store.place(self.homes[number], values)
         except BaseException:
             self.store.close()
             raise

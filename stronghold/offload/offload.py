@@ -18,6 +18,7 @@ from stronghold.evaluation.report import Report
 from stronghold.home import home_of
 from stronghold.offload.engine import Engine
 from stronghold.offload.placement import plan
+from stronghold.offload.reopening import Reopened
 from stronghold.weights import Weights, open_weights
 
 
@@ -63,9 +64,14 @@ def offload(
     layers, are in memory (of the modules that hold layers: their own parameters); what it leaves without numbers is an
     error. A shared parameter is initialised with the first part that has it; parameters that have values keep them.
 
+    A store's directory that :func:`stronghold.checkpoint.save` has made a checkpoint is reopened by naming it twice,
+    ``store=DIR, weights=DIR``: everything in it is compared with its checksums and used where it is. Placement and
+    formats must be those that it was saved with; AdamW and :func:`stronghold.checkpoint.load` of ``DIR`` come next.
+
     Raises ValueError for settings out of range, models without a repeated block, and ``weights`` that do not give each
-    parameter a value of its shape, or hold more; BudgetError for budgets that cannot hold it, and OffloadedModelError
-    for a model that is offloaded already.
+    parameter a value of its shape, or hold more; BudgetError for budgets that cannot hold it, OffloadedModelError for a
+    model that is offloaded already, and StoreError for a directory that is in use, another model's, or a run's that
+    would be overwritten. A reopened one that is not whole raises CheckpointError or CorruptionError, as it is.
     """
     settings = OffloadSettings(
         window=window,
@@ -88,12 +94,19 @@ def offload(
         )
     opened = open_device(device)
     placement = plan(model, layers, dtype, settings, opened)
-    engine = Engine(model, placement, opened, settings, open_weights(model, weights))
+    values = Reopened(model) if _same_directory(weights, settings) else open_weights(model, weights)
+    engine = Engine(model, placement, opened, settings, values)
     model.__dict__["_stronghold"] = engine
     for module in model.modules():
         module._apply = _Apply(module, engine)  # type: ignore[method-assign]
     return_free_memory()  # the parameters' own, which the store has taken over
     return model
+
+
+def _same_directory(weights: Weights | None, settings: OffloadSettings) -> bool:
+    if not isinstance(weights, (str, os.PathLike)) or not settings.directories:
+        return False
+    return os.path.realpath(weights) == os.path.realpath(settings.directories[0])
 
 
 class _Apply:

@@ -223,11 +223,13 @@ class AdamW(torch.optim.Optimizer):
                 continue
             home, place = home_of(parameter), parameter.__dict__["_place"]
             assert home is not None
+            home.open()
             self._state[parameter] = take_saved(loaded[number], self._moments.of(home, place))
 
-    def restart(self, steps: Mapping[Tensor, float]) -> None:
+    def restart(self, steps: Mapping[Tensor, float], *, zeroed: bool = True) -> None:
         """Replaces all states: the parameters of ``steps`` have one, at that step, whose moments the caller fills.
 
+        The memory for those of the others is all zero if it was not used before, unless ``zeroed`` is False.
         Raises BudgetError where they do not fit, before anything has changed.
         """
         placed = [(p, home, p.__dict__["_place"]) for p in steps if (home := home_of(p)) is not None]  # type: ignore[arg-type]
@@ -241,6 +243,8 @@ class AdamW(torch.optim.Optimizer):
             exp_avg, exp_avg_sq = self._moments.of(home, place)
             step = torch.tensor(steps[parameter], dtype=torch.float32)
             self._state[parameter] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        if not zeroed:
+            self._moments.distrust()
 
     def _trained(self, home: Home) -> list[int]:
         parameters = enumerate(home.parameters)

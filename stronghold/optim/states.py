@@ -74,10 +74,15 @@ class Moments:
         used = (id(home), place) in self._used
         moments = self.of(home, place)
         if used:
+            home.open()
             for moment in moments:
                 for tensor in (moment,) if isinstance(moment, Tensor) else (moment.codes, moment.exponents):
                     tensor.zero_()
         return moments
+
+    def distrust(self) -> None:
+        """Hears that the memory of moments without a state need not be zero."""
+        self._used.update(self._moments)
 
     def of(self, home: Home, place: int) -> tuple[Moment, Moment]:
         """Returns (exp_avg, exp_avg_sq) of one parameter, in its shape or as blocks."""

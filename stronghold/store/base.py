@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -50,6 +51,17 @@ class Store(ABC):
         """The directories it uses."""
         return []
 
+    def holds(self, directory: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint in ``directory`` is one in place: that is where the store itself has its manifest."""
+        return False
+
+    def find(self, home: Home, tensor: Tensor) -> tuple[str, int] | None:
+        """Returns the file in which a tensor of ``home`` lies, as a checkpoint in place names it, and the byte there.
+
+        None is for one that is not on disk.
+        """
+        return None
+
     def counters(self) -> DiskCounters:
         """Returns what it has read from disk and written there so far, past the page cache."""
         return DiskCounters(read_bytes=0, written_bytes=0, busy_s=0.0)
@@ -92,7 +104,7 @@ class Store(ABC):
 
     @abstractmethod
     def opened(self, home: Home) -> None:
-        """Hears that somebody may write what lives in the store, now and until the next update."""
+        """Hears, before it happens, that somebody may write what lives in the store, until the next update."""
 
     @abstractmethod
     def verify(self) -> None:

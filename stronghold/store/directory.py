@@ -1,20 +1,25 @@
-"""A run's directory: whose it is, and of which model."""
+"""A run's directory: whose it is, of which model, and whether it is a checkpoint."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stronghold.errors import StoreError
+from stronghold.checkpoint_files.lock import LOCK, lock_to_change
+from stronghold.checkpoint_files.manifest import NAME, PARTIAL, put_partial, read_manifest, write_partial
+from stronghold.checkpoint_files.manifest import Manifest as Checkpoint
+from stronghold.directories import sync_directory
+from stronghold.errors import CheckpointError, StoreError
 
 FORMAT = 1
-_MANIFEST = "manifest.json"
-_LOCK = "lock"
+_MANIFEST = "store.json"
+_BESIDE = re.compile(r"((layer|edge)-\d{5}|buffers)\.safetensors(\.partial)?")
+"""What a checkpoint in place has beside the units' own files."""
 
 
 @dataclass
@@ -26,17 +31,18 @@ class UnitRecord:
     dtype: str
     shapes: list[list[int]]
 
-    def describes(self, other: UnitRecord) -> bool:
+    def describes(self, other: UnitRecord, *, any_dtype: bool = False) -> bool:
         """Whether both are the same unit of the same model."""
-        return (self.name, self.dtype, self.shapes) == (other.name, other.dtype, other.shapes)
+        same = (self.name, self.shapes) == (other.name, other.shapes)
+        return same and (any_dtype or self.dtype == other.dtype)
 
 
 @dataclass
 class Manifest:
     """Which model's units lie in a directory.
 
-    It says nothing of their contents: a store is memory, and what lasts are checkpoints. It outlives a run that is
-    killed.
+    It says nothing of their contents: a store is memory, unless a checkpoint's manifest lies beside. It outlives a run
+    that is killed.
     """
 
     units: list[UnitRecord]
@@ -44,19 +50,21 @@ class Manifest:
 
 
 class Directory:
-    """One or several directories that one run at a time uses; the manifest is in the first.
+    """One or several directories that one run at a time uses; the manifests are in the first.
 
-    Raises StoreError where another process uses one of them.
+    With a checkpoint's manifest there they are sealed, a checkpoint: that is written last, and removed before the first
+    byte changes. Raises StoreError where another process uses one of them.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(paths)
         self._made: list[Path] = []
         self._locks: list[int] = []
+        self.sealed = False
         try:
             for path in self.paths:
                 self._make(path)
-                self._locks.append(_lock(path / _LOCK))
+                self._locks.append(lock_to_change(path))
         except BaseException:
             self.release()
             raise
@@ -81,7 +89,7 @@ class Directory:
                 )
             return Manifest(units=[UnitRecord(**unit) for unit in content["units"]])
         except FileNotFoundError:
-            foreign = sorted(p.name for path in self.paths for p in path.iterdir() if p.name != _LOCK)
+            foreign = sorted(p.name for path in self.paths for p in path.iterdir() if p.name != LOCK)
             if foreign:
                 raise StoreError(
                     f"a store's directory must be new or empty, or hold a run (got {self.paths[0]} with "
@@ -102,28 +110,73 @@ class Directory:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(self.manifest_path)
-        descriptor = os.open(self.paths[0], os.O_RDONLY)
+        sync_directory(self.paths[0])
+
+    def checkpoint(self) -> Checkpoint | None:
+        """Returns what the directory is a checkpoint of, or None. Raises StoreError for a manifest that is damaged."""
+        if not (self.paths[0] / NAME).exists():
+            return None
+        self.sealed = True
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            return read_manifest(self.paths[0])
+        except CheckpointError as error:
+            raise StoreError(
+                f"the store at {self.paths[0]} holds a run whose manifest cannot be read ({error}); pass another "
+                "directory, or remove that one"
+            ) from error
+
+    def seal(self, checkpoint: Checkpoint, beside: Iterable[Path]) -> None:
+        """Makes the directory a checkpoint, with the files ``beside`` those of the units, which end in ".partial".
+
+        All files are on disk already. Raises OSError, and then the directory is as it was, or no checkpoint.
+        """
+        write_partial(checkpoint)
+        self.unseal()
+        wanted = {path.rename(path.with_suffix("")) for path in beside}
+        for path in self._beside():
+            if path not in wanted:
+                path.unlink()
+        for directory in self.paths:
+            sync_directory(directory)
+        put_partial(self.paths[0])
+        self.sealed = True
+
+    def unseal(self) -> None:
+        """Makes the directory memory again, durably: what a killed run leaves must not be taken for a checkpoint."""
+        if self.sealed:
+            (self.paths[0] / NAME).unlink(missing_ok=True)
+            sync_directory(self.paths[0])
+            self.sealed = False
+
+    def clear(self) -> None:
+        """Removes what was beside the units' files when the directory was a checkpoint, or was to be one."""
+        for path in [*self._beside(), self.paths[0] / PARTIAL]:
+            path.unlink(missing_ok=True)
 
     def remove(self, files: Iterable[Path]) -> None:
         """Removes ``files`` and what else the run has made, the directories with it if they were made for it."""
+        self.clear()
         for path in [*files, self.manifest_path, self.manifest_path.with_suffix(".partial")]:
             path.unlink(missing_ok=True)
         for path in self.paths:
-            (path / _LOCK).unlink(missing_ok=True)
+            (path / LOCK).unlink(missing_ok=True)
         self.release()
+
+    def release(self) -> None:
+        """Lets other processes use the directories; those that were made for this run and are empty go."""
+        for path in self.paths[: len(self._locks)]:
+            if path in self._made and [p.name for p in path.iterdir()] == [LOCK]:
+                (path / LOCK).unlink()
+        for descriptor in self._locks:
+            os.close(descriptor)
+        self._locks.clear()
         for path in reversed(self._made):
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
 
-    def release(self) -> None:
-        """Lets other processes use the directory."""
-        for descriptor in self._locks:
-            os.close(descriptor)
-        self._locks.clear()
+    def _beside(self) -> list[Path]:
+        here = self.paths[0]
+        return [path for path in (here.iterdir() if here.is_dir() else ()) if _BESIDE.fullmatch(path.name)]
 
     def _make(self, path: Path) -> None:
         missing = [p for p in (path, *path.parents) if not p.exists()]
@@ -137,10 +190,12 @@ class Directory:
         self._made += reversed(missing)
 
 
-def check_same(held: Manifest, wanted: Sequence[UnitRecord], path: Path) -> None:
+def check_same(
+    held: Manifest, wanted: Sequence[UnitRecord], path: Path, there_is: str = "", *, any_dtype: bool = False
+) -> None:
     """Raises StoreError where a manifest is not of the model with the units ``wanted``, with the first difference."""
     differing: Any = next(
-        ((a, b) for a, b in zip(held.units, wanted, strict=False) if not a.describes(b)),
+        ((a, b) for a, b in zip(held.units, wanted, strict=False) if not a.describes(b, any_dtype=any_dtype)),
         None if len(held.units) == len(wanted) else (len(held.units), len(wanted)),
     )
     if differing is None:
@@ -152,28 +207,16 @@ def check_same(held: Manifest, wanted: Sequence[UnitRecord], path: Path) -> None
         for unit in differing
     )
     raise StoreError(
-        f"the store at {path} belongs to another model (it has {there}, this model {here}); pass another directory, or "
-        "remove that one"
+        f"the store at {path}{there_is} belongs to another model (it has {there}, this model {here}); pass another "
+        "directory, or remove that one"
     )
 
 
-def _lock(path: Path) -> int:
+def forget(path: Path) -> None:
+    """Makes a directory that is a checkpoint memory, which the next run of the same model overwrites."""
+    directory = Directory([path])
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise StoreError(
-            f"the store's directory {path.parent} cannot be written ({error.strerror}); pass a directory that this "
-            "user may write"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-        os.close(descriptor)
-        raise StoreError(
-            f"the store at {path.parent} is in use by another run (process {owner or 'unknown'}); end that one, or "
-            "pass another directory"
-        ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
-    return descriptor
+        directory.sealed = True
+        directory.unseal()
+    finally:
+        directory.release()

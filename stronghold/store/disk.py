@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from stronghold.checkpoint_files.manifest import Manifest as Checkpoint
+from stronghold.checkpoint_files.manifest import UnitFileEntry
 from stronghold.device import Buffer, Device, Event, Stream, Wait, Waits
 from stronghold.errors import StoreError
 from stronghold.home import Home, Kind
@@ -17,6 +20,7 @@ from stronghold.layout import PAGE_BYTES, lay_out
 from stronghold.native import DISK_THREADS, Disk, DiskCounters, Priority
 from stronghold.store.base import Passage, Store
 from stronghold.store.directory import Directory, Manifest, UnitRecord, check_same
+from stronghold.store.kept import file_name, open_kept, otherwise
 from stronghold.store.ram import InPlace
 from stronghold.store.ring import DiskPassage, Ring
 from stronghold.store.staging import AHEAD, Staging, staging_bytes
@@ -34,9 +38,14 @@ class DiskStore(Store):
 
     The directories are this run's alone, and its files go when it ends: a store is memory. What a run that was killed
     has left there is overwritten by one of the same model; a directory of another model is refused.
+
+    :meth:`seal` makes them a checkpoint, which stays; the first change after it makes them memory again. With
+    ``reopen`` they must be one, which is verified whole and taken over as it is.
     """
 
-    def __init__(self, device: Device, paths: Sequence[Path], homes: Sequence[Home], waits: Waits) -> None:
+    def __init__(
+        self, device: Device, paths: Sequence[Path], homes: Sequence[Home], waits: Waits, *, reopen: bool = False
+    ) -> None:
         super().__init__(device)
         self.waits = waits
         self._directory = Directory(paths)
@@ -44,14 +53,23 @@ class DiskStore(Store):
         self._numbers = {home: number for number, home in enumerate(homes)}
         self._units: dict[int, UnitFile] = {}
         """By the unit's number."""
+        self.reopened: Checkpoint | None = None
+        """What was reopened, until its optimizer's states are in use as well."""
         try:
-            self._begin()
+            self._begin(reopen)
         except BaseException:
             self._directory.release()  # what is there is somebody else's
             raise
         self.disk = Disk(threads=DISK_THREADS * len(self.paths))
         # Not a method: it would keep the store alive.
         self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, self._units, os.getpid())
+        if self.reopened is not None:
+            try:
+                files = [(home.name, self._paths(home), capacity_bytes(home)) for home in homes]
+                self._units.update(open_kept(self.disk, device, self.reopened, files))
+            except BaseException:
+                self.close()
+                raise
         states = any("moments" in home.on_disk and home.trainable for home in homes)
         self._ring = Ring(device) if states else None
         length = staging_bytes(homes, device)
@@ -65,13 +83,14 @@ class DiskStore(Store):
 
     @property
     def disk_bytes(self) -> int:
-        return sum(unit.taken_bytes for unit in self._units.values())
+        return sum(unit.used_bytes for unit in self._units.values())
 
     def counters(self) -> DiskCounters:
         return self.disk.counters()
 
     def check_space(self, needed_bytes: int, what: str) -> None:
         """Raises StoreError where the directories' file systems do not have ``needed_bytes`` left."""
+        needed_bytes -= sum(unit.used_bytes - unit.taken_bytes for unit in self._units.values())  # kept, not yet taken
         # Units are dealt out over the directories, which therefore each take about as much.
         for path in self.paths:
             needed, free = needed_bytes // len(self.paths), shutil.disk_usage(path).free
@@ -86,6 +105,44 @@ class DiskStore(Store):
         if (unit := self._unit_of(home)) is not None:
             unit.sum_up()
             unit.drop()
+
+    def place_kept(self, home: Home) -> None:
+        """Gives a unit the memory that it had when it was kept: what is on disk is there, what is not is to be read."""
+        home.make_room(self.device, self)
+
+    def holds(self, directory: str | os.PathLike[str]) -> bool:
+        return os.path.realpath(directory) == os.path.realpath(self.paths[0])
+
+    def find(self, home: Home, tensor: Tensor) -> tuple[str, int] | None:
+        unit = self._unit_of(home)
+        offset = None if unit is None else unit.find(tensor)
+        return None if unit is None or offset is None else (file_name(unit.paths[0], self.paths[0]), offset)
+
+    def entry(self, home: Home, tensors: Mapping[str, Tensor]) -> tuple[str, UnitFileEntry] | None:
+        """Syncs and reads a unit's file; returns its name in a checkpoint in place and what to say of it there.
+
+        None is for a unit with nothing on disk. Raises StoreError where that cannot be one: its states are not loaded,
+        or somebody holds its weights and may write them. Raises DiskError and CorruptionError.
+        """
+        self._check_loaded()
+        if (unit := self._unit_of(home)) is None or not unit.used_bytes:
+            return None
+        if "weights" in home.on_disk and home.is_lent:
+            raise StoreError(
+                f"nobody may hold a tensor over a weight while it is saved in place (got one over {home.name}, such as "
+                "p.data or state_dict() give), for what is written through it would change the checkpoint; drop it, or "
+                "save into another directory"
+            )
+        names = [file_name(path, self.paths[0]) for path in unit.paths]
+        return names[0], unit.entry(tensors, names)
+
+    def seal(self, checkpoint: Checkpoint, beside: Sequence[Path]) -> None:
+        """Makes the directories a checkpoint; ``beside`` are what is not in units' files, named ``.partial`` so far."""
+        self._directory.seal(checkpoint, beside)
+
+    def loaded(self) -> None:
+        """Hears that all that was reopened is in use: from now on it may change."""
+        self.reopened = None
 
     def drop(self, home: Home) -> None:
         if (unit := self._unit_of(home)) is not None:
@@ -124,8 +181,10 @@ class DiskStore(Store):
         return self._reading.get(home)
 
     def passage(self, home: Home, operands: Sequence[Sequence[Tensor]]) -> Passage:
+        self._check_loaded()
         if (unit := self._unit_of(home)) is None:
             return InPlace()
+        self._directory.unseal()
         if self._ring is None:  # of a model that was frozen when it was placed
             self._ring = Ring(self.device)
         return DiskPassage(self._ring, unit, operands, lambda: home.is_lent)
@@ -139,8 +198,18 @@ class DiskStore(Store):
         return self.device.disk.record()
 
     def opened(self, home: Home) -> None:
-        if (unit := self._unit_of(home)) is not None:
-            unit.forget_sums()
+        if (unit := self._unit_of(home)) is None:
+            return
+        self._check_loaded()
+        if self._directory.sealed:
+            warnings.warn(
+                f"{home.name} may be written from now on (somebody asked for a tensor over it, or wrote), so that "
+                f"{self.paths[0]} is no checkpoint any more; save it again in place",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._directory.unseal()
+        unit.forget_sums()
 
     def verify(self) -> None:
         """Reads everything and compares checksums. Raises CorruptionError, which names file and unit."""
@@ -153,13 +222,33 @@ class DiskStore(Store):
     def close(self) -> None:
         self._finalizer()
 
-    def _begin(self) -> None:
+    def _begin(self, reopen: bool) -> None:
         """Takes the directory over, or refuses to."""
         held, records = self._directory.read(), list(self._records.values())
+        kept = self._directory.checkpoint()
         if held is not None:
-            check_same(held, records, self.paths[0])
-        for number, record in enumerate(records):
-            for path in self._directory.files(number, record.file):
+            step = "" if kept is None else f", with a run after step {kept.step:g},"
+            check_same(held, records, self.paths[0], step, any_dtype=reopen)
+        if reopen:
+            if kept is None:
+                raise StoreError(
+                    f"a store is reopened where a checkpoint was saved in place (got {self.paths[0]}, which has none: "
+                    "nothing was saved there, or it has changed since); go on from another checkpoint"
+                )
+            for before, record in zip(held.units if held is not None else (), records, strict=False):
+                if before.dtype != record.dtype:
+                    raise otherwise(kept, f"{record.name} in {record.dtype}", f"in {before.dtype}")
+            self.reopened = kept
+            return
+        if kept is not None:
+            raise StoreError(
+                f"the store at {self.paths[0]} holds a run after step {kept.step:g}, which this one would overwrite; "
+                f"to go on with it pass weights={str(self.paths[0])!r} too and call stronghold.checkpoint.load, else "
+                "pass another directory, or remove that one"
+            )
+        self._directory.clear()
+        for home in self._records:
+            for path in self._paths(home):
                 path.unlink(missing_ok=True)
         self._directory.write(Manifest(units=records))
 
@@ -168,6 +257,17 @@ class DiskStore(Store):
         stream.run(lambda: self._read(home, target, priority), moved_bytes=home.layout.total_bytes)
         self._reading[home] = done = stream.record()
         return done
+
+    def _check_loaded(self) -> None:
+        if self.reopened is not None:
+            raise StoreError(
+                f"the store at {self.paths[0]} was reopened after step {self.reopened.step:g}, and nothing there may "
+                "be written before the optimizer has its states; build AdamW and call stronghold.checkpoint.load("
+                f"{str(self.paths[0])!r}, model, optimizer) first"
+            )
+
+    def _paths(self, home: Home) -> list[Path]:
+        return self._directory.files(self._numbers[home], self._records[home].file)
 
     def _read(self, home: Home, target: Tensor, priority: Priority) -> None:
         unit, length = self._unit(home), home.slot_bytes
@@ -180,7 +280,7 @@ class DiskStore(Store):
     def _unit(self, home: Home) -> UnitFile:
         number = self._numbers[home]
         if number not in self._units:
-            paths = self._directory.files(number, self._records[home].file)
+            paths = self._paths(home)
             self._units[number] = UnitFile(self.disk, self.device, paths, home.name, capacity_bytes(home))
         return self._units[number]
 
@@ -212,4 +312,11 @@ def _record(number: int, home: Home) -> UnitRecord:
 def _close(directory: Directory, disk: Disk, units: dict[int, UnitFile], process: int) -> None:
     if os.getpid() == process:  # a child of fork has neither the disk's threads nor the directory
         disk.close()
-        directory.remove([path for unit in units.values() for path in unit.paths])
+        if not directory.sealed:
+            directory.remove([path for unit in units.values() for path in unit.paths])
+            return
+        for unit in units.values():
+            if not unit.kept_bytes:
+                for path in unit.paths:
+                    path.unlink(missing_ok=True)
+        directory.release()

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from stronghold.checkpoint_files.manifest import PlacedEntry, UnitFileEntry
 from stronghold.device import Device
 from stronghold.device.memory import HostBuffer, MappedBuffer
 from stronghold.errors import CorruptionError, DiskError, StoreError
 from stronghold.layout import PAGE_BYTES, round_up
-from stronghold.native import Disk, DiskFile, Priority, Transfer, checksums
-from stronghold.store.stripes import Stripes, map_striped
+from stronghold.native import PIECE_BYTES, Disk, DiskFile, Priority, Transfer, checksums, crc32c, warn_of_no_reserve
+from stronghold.store.mapping import map_striped
+from stronghold.stripes import Stripes
 
-_VERIFIED_AT_ONCE = 64 * 2**20
+_READ_AT_ONCE = 32 * 2**20
+
+
+def file_bytes(capacity_bytes: int) -> int:
+    """Returns how long a unit's file is; what is not taken of it is not there."""
+    return max(PAGE_BYTES, round_up(capacity_bytes, PAGE_BYTES))
 
 
 class UnitFile:
@@ -28,40 +35,53 @@ class UnitFile:
     turns, which is what the engine's events are for. Every page has a checksum, zero where it is not known: a direct
     write sets it, a direct read compares, and whoever may write through the mapping makes it unknown.
 
+    One that was kept is opened with what it holds in its first ``kept_bytes``: they are taken again in the same order,
+    and found as they were left.
+
     Raises DiskError where the system refuses, StoreError for a device with blocks larger than a page.
     """
 
-    def __init__(self, disk: Disk, device: Device, paths: Sequence[Path], name: str, capacity_bytes: int) -> None:
+    def __init__(
+        self, disk: Disk, device: Device, paths: Sequence[Path], name: str, capacity_bytes: int, kept_bytes: int = 0
+    ) -> None:
         self.paths = list(paths)
         self.name = name
+        self.kept_bytes = kept_bytes
+        """Part of a checkpoint in place; 0 for a file that is none."""
         self._disk = disk
         self._device = device
-        self._capacity = max(PAGE_BYTES, round_up(capacity_bytes, PAGE_BYTES))
-        self._stripes = Stripes.over(len(self.paths), self._capacity)
+        self.capacity_bytes = file_bytes(capacity_bytes)
+        self.stripes = Stripes.over(len(self.paths), self.capacity_bytes, PIECE_BYTES)
         self._files = [self._open(path) for path in self.paths]
-        for number, path in enumerate(self.paths):
-            os.truncate(path, self._stripes.share(number, self._capacity))
-        self._memory = map_striped(self.paths, self._stripes, self._capacity)
+        if not kept_bytes:
+            for number, path in enumerate(self.paths):
+                os.truncate(path, self.stripes.share(number, self.capacity_bytes))
+        self._memory = map_striped(self.paths, self.stripes, self.capacity_bytes)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
         self.taken_bytes = 0
-        self.sums = torch.zeros(self._capacity // PAGE_BYTES, dtype=torch.int32)
+        self.sums = torch.zeros(self.capacity_bytes // PAGE_BYTES, dtype=torch.int32)
         self.writes: list[Transfer] = []
         """Under way, of the newest update."""
         self._versions: dict[int, int] = {}
 
     def take(self, length_bytes: int) -> MappedBuffer:
-        """Reserves the next part of the file, all zero, and returns it as memory."""
+        """Reserves the next part of the file and returns it as memory: all zero, or as it was kept."""
         begin, length = self.taken_bytes, round_up(length_bytes, PAGE_BYTES)
-        assert begin + length <= self._capacity, "a unit takes more than its file was made for"
+        assert begin + length <= self.capacity_bytes, "a unit takes more than its file was made for"
         for number, file in enumerate(self._files):
-            file.reserve(self._stripes.share(number, begin + length))
+            if not file.reserve(self.stripes.share(number, begin + length)):
+                warn_of_no_reserve(file.path)
         self.taken_bytes = begin + length
         return MappedBuffer(self._memory, length_bytes, begin)
+
+    @property
+    def used_bytes(self) -> int:
+        return max(self.taken_bytes, self.kept_bytes)
 
     def find(self, tensor: Tensor) -> int | None:
         """Returns where in the file a tensor lies, in bytes, or None for one that lies elsewhere."""
         offset = tensor.data_ptr() - self._base
-        return offset if 0 <= offset < self._capacity else None
+        return offset if 0 <= offset < self.capacity_bytes else None
 
     def sums_of(self, begin: int, end: int) -> Tensor:
         """Returns the checksums of the whole pages from ``begin`` to ``end``, in bytes."""
@@ -92,8 +112,11 @@ class UnitFile:
         """Takes the pages that were looked at out of the process's resident set; their contents stay."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
-    def read(self, target: Tensor, begin: int, priority: Priority) -> list[Transfer]:
-        """Begins to fill ``target`` from byte ``begin`` on; what arrives is compared with its checksums."""
+    def read(self, target: Tensor, begin: int, priority: Priority, *, verify: bool = True) -> list[Transfer]:
+        """Begins to fill ``target`` from byte ``begin`` on.
+
+        What arrives is compared with its checksums; without ``verify`` these are set to what arrives.
+        """
         begun = [
             self._disk.read(
                 self._files[span.file],
@@ -101,9 +124,9 @@ class UnitFile:
                 offset=span.offset,
                 priority=priority,
                 sums=self.sums_of(span.begin, span.end),
-                verify=True,
+                verify=verify,
             )
-            for span in self._stripes.transfers(begin, begin + target.numel())
+            for span in self.stripes.transfers(begin, begin + target.numel(), PIECE_BYTES)
         ]
         self._note("read", begun)
         return begun
@@ -118,7 +141,7 @@ class UnitFile:
                 priority=Priority.WRITE_BACK,
                 sums=self.sums_of(span.begin, span.end) if summed else None,
             )
-            for span in self._stripes.transfers(begin, begin + source.numel())
+            for span in self.stripes.transfers(begin, begin + source.numel(), PIECE_BYTES)
         ]
         self.writes += begun
         self._note("write", begun)
@@ -148,12 +171,80 @@ class UnitFile:
         """Blocks until what is on its way into the file has arrived; raises what made it fail."""
         self.wait(list(self.writes))
 
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Reads all that is used and compares the checksums; yields (begin, bytes) while what follows is read.
+
+        Raises CorruptionError.
+        """
+        size = min(_READ_AT_ONCE, self.used_bytes)
+        targets = [HostBuffer(size, private=True).flat for _ in range(2)]
+        waiting: list[tuple[int, Tensor, list[Transfer]]] = []
+        for number, begin in enumerate([*range(0, self.used_bytes, _READ_AT_ONCE), None]):
+            if begin is not None:
+                target = targets[number % 2][: self.used_bytes - begin]
+                waiting.append((begin, target, self.read(target, begin, Priority.FETCH)))
+            if waiting and (begin is None or number):
+                before, target, transfers = waiting.pop(0)
+                self.wait(transfers)
+                yield before, target
+
     def verify(self) -> None:
         """Reads all of it and compares the checksums. Raises CorruptionError."""
-        target = HostBuffer(min(_VERIFIED_AT_ONCE, self.taken_bytes), private=True).flat
-        for begin in range(0, self.taken_bytes, _VERIFIED_AT_ONCE):
-            end = min(begin + _VERIFIED_AT_ONCE, self.taken_bytes)
-            self.wait(self.read(target[: end - begin], begin, Priority.FETCH))
+        for _ in self.pieces():
+            pass
+
+    def entry(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> UnitFileEntry:
+        """Syncs the files and returns what a checkpoint's manifest says of them and of the ``tensors`` in them.
+
+        ``names`` are those of the files there. Reads all of it, and compares the checksums; those that were not known
+        are from now on. Raises DiskError and CorruptionError.
+        """
+        self.settle()
+        self.kept_bytes = self.used_bytes
+        try:
+            for file in self._files:
+                file.sync()
+        except DiskError as error:
+            error.message = f"{self.name}: {error.message}"
+            raise
+        offsets = {name: offset for name, tensor in tensors.items() if (offset := self.find(tensor)) is not None}
+        crcs = dict.fromkeys(offsets, 0)
+        for begin, piece in self.pieces():
+            end = begin + len(piece)
+            if not (sums := self.sums_of(begin, end)).all():
+                checksums(piece, sums)
+            for name, offset in offsets.items():
+                first, last = max(begin, offset), min(end, offset + tensors[name].nbytes)
+                if first < last:
+                    crcs[name] = crc32c(piece[first - begin : last - begin], crcs[name])
+        return UnitFileEntry(
+            unit=self.name,
+            parts=list(names),
+            stripe_bytes=self.stripes.stripe_bytes,
+            length_bytes=self.capacity_bytes,
+            taken_bytes=self.used_bytes,
+            pages_crc32c=self._sum_of_sums(),
+            tensors={
+                name: PlacedEntry(
+                    dtype=str(tensors[name].dtype).removeprefix("torch."),
+                    shape=list(tensors[name].shape),
+                    crc32c=crcs[name],
+                    offset=offset,
+                )
+                for name, offset in offsets.items()
+            },
+        )
+
+    def take_sums(self, entry: UnitFileEntry) -> bool:
+        """Reads all that was kept and sets the checksums; returns whether it is what ``entry`` says."""
+        for begin in range(0, self.kept_bytes, _READ_AT_ONCE):
+            end = min(begin + _READ_AT_ONCE, self.kept_bytes)
+            target = HostBuffer(end - begin, private=True).flat
+            self.wait(self.read(target, begin, Priority.FETCH, verify=False))
+        return self._sum_of_sums() == entry.pages_crc32c
+
+    def _sum_of_sums(self) -> int:
+        return crc32c(self.sums_of(0, self.used_bytes))
 
     def _note(self, what: str, transfers: Iterable[Transfer]) -> None:
         if (timeline := self._device.timeline) is not None:
@@ -161,8 +252,9 @@ class UnitFile:
                 timeline.add_later(f"disk {what}s", f"{what} {self.name}", transfer.times)
 
     def _open(self, path: Path) -> DiskFile:
-        path.unlink(missing_ok=True)
-        file = self._disk.open(path, create=True)
+        if not self.kept_bytes:
+            path.unlink(missing_ok=True)
+        file = self._disk.open(path, create=not self.kept_bytes)
         if file.alignment > PAGE_BYTES:
             raise StoreError(
                 f"a disk must take direct transfers in blocks of {PAGE_BYTES} bytes or fewer (that of {path} wants "

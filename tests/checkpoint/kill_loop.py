@@ -35,7 +35,10 @@ MOMENTS = ("checkpoint", "start", "step", "clock")
 
 
 def settings_in(folder: Path, name: str, number: int) -> TrainSettings:
-    """Returns the settings of one training: with dropout and clipping, in every second with bf16 and the disk store."""
+    """Returns the settings of one training, with dropout and clipping.
+
+    Every second one is with bf16, and on disk, in a store that keeps it.
+    """
     other = number % 2 == 1
     text = folder / "text.txt"
     if not text.exists():
@@ -52,6 +55,7 @@ def settings_in(folder: Path, name: str, number: int) -> TrainSettings:
         steps=STEPS,
         checkpoint_every=EVERY,
         resume=True,
+        keep_store=other,
     )
 
 

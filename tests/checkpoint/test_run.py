@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import io
 import os
+import re
 import shutil
 import signal
 import time
@@ -18,7 +20,7 @@ from rich.console import Console
 from stronghold import training
 from stronghold.checkpoint.folder import steps_in
 from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
-from stronghold.errors import CheckpointError
+from stronghold.errors import CheckpointError, StoreError
 from stronghold.evaluation.records import read_records
 from stronghold.evaluation.runs import read_run
 from stronghold.models.files import load_model
@@ -331,3 +333,84 @@ def test_the_log_tells_each_checkpoint(settings: TrainSettings) -> None:
     saved = [line for line in records if line["event"] == "checkpoint"]
     assert [line["step"] for line in saved] == [3, 6, 9] == kept(settings.out)
     assert all(line["save_s"] > 0 and os.path.isdir(line["path"]) for line in saved)
+
+
+def stopped(monkeypatch: pytest.MonkeyPatch, settings: TrainSettings, step: int, **changes: Any) -> str:
+    """Runs until Ctrl-C in ``step``; returns what was shown."""
+    with monkeypatch.context() as patch:
+        stop_in(patch, step, lambda: os.kill(os.getpid(), signal.SIGINT))
+        outcome, shown = run(settings, **changes)
+    assert outcome.interrupted
+    gc.collect()  # the store is given up with its model
+    return shown
+
+
+def on_disk(tmp_path: Any, **more: Any) -> dict[str, Any]:
+    store = OffloadSettings(window=2, store=str(tmp_path / "store"))
+    return {"offload": store, "keep_store": True, "checkpoint_every": None, **more}
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_a_run_that_its_store_has_kept_goes_on_there(
+    settings: TrainSettings, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, states: str
+) -> None:
+    optimizer = dataclasses.replace(settings.optimizer, states=states)
+    run(settings, out=str(tmp_path / "whole"), checkpoint_every=None, optimizer=optimizer)
+    wanted = on_disk(tmp_path, optimizer=optimizer)
+    shown = stopped(monkeypatch, settings, 4, **wanted)
+    line = next(line for line in shown.splitlines() if line.startswith("kept"))
+    assert re.fullmatch(rf"kept +{tmp_path}/store: the run after step 4, .*iB; to go on: --resume --out .*", line)
+    with pytest.raises(ValueError, match=r"store's folder must not hold another run .*resume it \(--resume"):
+        run(settings, **{**wanted, "out": str(tmp_path / "other")})
+    assert not os.path.exists(tmp_path / "other")
+    _, shown = run(settings, resume=True, **wanted)
+    assert f"from {tmp_path}/store, after step 4" in shown
+    assert losses(settings.out) == losses(str(tmp_path / "whole"))
+    gc.collect()
+    _, shown = run(settings, resume=True, **{**wanted, "steps": 12})
+    assert f"from {tmp_path}/store, after step 9" in shown
+
+
+def test_the_newest_intact_one_wins_wherever_it_is(
+    settings: TrainSettings, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(settings, out=str(tmp_path / "whole"), checkpoint_every=None)
+    wanted = on_disk(tmp_path, checkpoint_every=3)
+    stopped(monkeypatch, settings, 5, **wanted)
+    for path in [path for step, path in steps_in(os.path.join(settings.out, "checkpoints")).items() if step == 5]:
+        shutil.rmtree(path)
+    kept, saved = tmp_path / "store-5", tmp_path / "run-5"
+    shutil.copytree(tmp_path / "store", kept)
+    shutil.copytree(settings.out, saved)
+    _, shown = run(settings, resume=True, **wanted)
+    assert f"from {tmp_path}/store, after step 5" in shown and "skipped" not in shown
+    assert losses(settings.out) == losses(str(tmp_path / "whole"))
+    gc.collect()
+    # A damaged one is passed over, told, and overwritten.
+    for path, before in ((tmp_path / "store", kept), (settings.out, saved)):
+        shutil.rmtree(path)
+        shutil.copytree(before, path)
+    with open(tmp_path / "store" / "layer-00001.bin", "r+b") as file:
+        file.write(b"\xff")
+    _, shown = run(settings, resume=True, **wanted)
+    assert f"skipped    {tmp_path}/store: the file of " in shown and "is damaged" in shown
+    assert "step-000003, after step 3" in shown
+    assert losses(settings.out) == losses(str(tmp_path / "whole"))
+    gc.collect()
+    # An older one too.
+    shutil.rmtree(tmp_path / "store")
+    shutil.copytree(kept, tmp_path / "store")
+    _, shown = run(settings, resume=True, **{**wanted, "steps": 10})
+    assert f"skipped    {tmp_path}/store: it is of step 5, and another of step 9" in shown
+    assert "step-000009, after step 9" in shown
+
+
+def test_a_store_that_another_run_has_kept_is_left_alone(settings: TrainSettings, tmp_path: Any) -> None:
+    wanted = on_disk(tmp_path)
+    run(settings, **{**wanted, "out": str(tmp_path / "other"), "steps": 2})
+    gc.collect()
+    run(settings, steps=3)
+    before = (tmp_path / "store" / "manifest.json").read_bytes()
+    with pytest.raises(StoreError, match="holds a run after step 2, which this one would overwrite"):
+        run(settings, resume=True, **{**wanted, "steps": 5})
+    assert (tmp_path / "store" / "manifest.json").read_bytes() == before

@@ -68,7 +68,8 @@ def test_the_manifest_comes_last_and_everything_is_synced_before_the_name(
     files = {name for name in os.listdir(path) if name != "manifest.json"}
     assert {name for _, name in events[: len(files)]} == {f"{partial}/{name}" for name in files}
     assert events[len(files) :] == [
-        ("sync", f"{partial}/manifest.json"),
+        ("sync", f"{partial}/manifest.json.partial"),
+        ("rename", f"{partial}/manifest.json"),
         ("sync", partial),
         ("rename", str(path)),
         ("sync", str(path.parent)),

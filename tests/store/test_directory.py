@@ -37,7 +37,7 @@ def test_a_manifest_comes_back(tmp_path):
     assert directory.read() is None
     directory.write(manifest)
     assert directory.read() == manifest
-    assert not (tmp_path / "a" / "manifest.partial").exists()
+    assert not (tmp_path / "a" / "store.partial").exists()
 
 
 def test_a_directory_has_one_user_at_a_time(tmp_path):
@@ -61,10 +61,10 @@ def test_other_people_s_files_are_left_alone(tmp_path):
     [("{", "cannot be read"), ("{}", "cannot be read"), ('{"format": 99, "units": []}', "format 99, and this version")],
 )
 def test_a_manifest_that_is_not_ours_is_refused(tmp_path, content, message):
-    (tmp_path / "manifest.json").write_text(content)
+    (tmp_path / "store.json").write_text(content)
     with pytest.raises(StoreError, match=message):
         start(tmp_path)
-    assert (tmp_path / "manifest.json").read_text() == content
+    assert (tmp_path / "store.json").read_text() == content
 
 
 def test_another_model_is_refused_with_the_first_difference():
@@ -117,9 +117,9 @@ def test_several_directories_share_the_bytes(tmp_path):
     in_memory = train(store="ram")
     for striped, expected in zip(model.parameters(), in_memory.parameters(), strict=True):
         assert torch.equal(striped, expected)
-    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    manifest = json.loads((tmp_path / "a" / "store.json").read_text())
     assert len(manifest["units"]) == 5
-    assert not (tmp_path / "b" / "manifest.json").exists()
+    assert not (tmp_path / "b" / "store.json").exists()
 
 
 def test_files_go_with_the_model_and_directories_with_them_if_they_were_made_for_it(tmp_path):

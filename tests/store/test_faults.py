@@ -16,7 +16,7 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import CorruptionError, DiskError, StoreError
-from stronghold.native import BufferedDiskWarning, Disk, Fault, disk_errors
+from stronghold.native import BufferedDiskWarning, Disk, Fault, UnreservedDiskWarning, disk_errors
 from stronghold.offload import engine_of
 from stronghold.store import disk as disk_module
 from tests.reference import differences, snapshot
@@ -189,6 +189,27 @@ def test_a_file_system_without_direct_io_is_buffered_and_says_so_once(tmp_path, 
         step(model, optimizer, i)
         step(expected, theirs, i)
     assert differences(snapshot(model, optimizer), snapshot(expected, theirs)) == []
+
+
+def test_a_file_system_that_promises_no_space_is_used_and_says_so_once(tmp_path, monkeypatch, faults):
+    monkeypatch.setattr(disk_errors, "_unreserved", set())
+    faults.append(Fault(kind="reserve", what="EOPNOTSUPP", times=None))
+    with pytest.warns(UnreservedDiskWarning, match="cannot reserve space.*a step fails in the middle") as caught:
+        model, optimizer = start(tmp_path / "store")
+    assert len([w for w in caught if w.category is UnreservedDiskWarning]) == 1
+    assert issubclass(UnreservedDiskWarning, RuntimeWarning)
+    step(model, optimizer)
+
+
+def test_a_device_that_fails_while_it_is_saved_in_place_says_so_and_it_is_no_checkpoint(tmp_path, faults):
+    faults.append(Fault(kind="sync", what="EIO", path_ends="layer-00002.bin"))
+    model, optimizer = start(tmp_path / "store")
+    step(model, optimizer)
+    with pytest.raises(DiskError, match=r"^2\b.*layer-00002\.bin") as caught:
+        stronghold.checkpoint.save(tmp_path / "store", model, optimizer)
+    assert caught.value.errno == errno.EIO
+    assert not [name for name in os.listdir(tmp_path / "store") if "manifest" in name or "safetensors" in name]
+    stronghold.checkpoint.save(tmp_path / "store", model, optimizer)
 
 
 def test_the_system_s_own_disk_is_told(tmp_path, monkeypatch):

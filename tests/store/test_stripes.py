@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stronghold.native import PIECE_BYTES
-from stronghold.store.stripes import Span, Stripes, map_striped
+from stronghold.store.mapping import map_striped
+from stronghold.stripes import Span, Stripes
 
 PAGE = 4096
 
@@ -43,7 +44,7 @@ def test_spans_are_the_bytes_in_order_each_where_dealing_them_out_puts_it(case):
 @given(cases())
 def test_transfers_are_the_same_bytes_and_the_drives_take_turns(case):
     stripes, begin, end = case
-    transfers = list(stripes.transfers(begin, end))
+    transfers = list(stripes.transfers(begin, end, PIECE_BYTES))
     at = begin
     for span in sorted(transfers, key=lambda span: span.begin):
         assert span.begin == at < span.end
@@ -69,7 +70,7 @@ def test_a_share_is_what_the_spans_put_into_a_file(case):
 
 @pytest.mark.parametrize(("files", "capacity"), [(1, 10**12), (2, 1), (2, 300 * 2**20), (3, 20 * 2**30)])
 def test_a_unit_has_few_stripes_of_whole_pieces(files, capacity):
-    stripes = Stripes.over(files, capacity)
+    stripes = Stripes.over(files, capacity, PIECE_BYTES)
     assert stripes.stripe_bytes % PIECE_BYTES == 0
     assert len(list(stripes.spans(0, capacity))) <= (1 if files == 1 else 64)
 

@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 
+from stronghold.directories import sync_directory
 from stronghold.errors import CheckpointError
 from stronghold.native import crc32c
 
-FORMAT = 1
+FORMAT = 2
+"""1 had no units in a store's own files; it is read as well."""
+_READ = (1, FORMAT)
 NAME = "manifest.json"
+BUFFERS = "buffers.safetensors"
+PARTIAL = f"{NAME}.partial"
 _SUM = ',\n "crc32c": "'
 """What stands before the checksum of everything before it, which ends the file."""
 
@@ -37,16 +42,48 @@ class FileEntry:
     length_bytes: int
     header_bytes: int
     header_crc32c: int
-    tensors: dict[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedEntry(TensorEntry):
+    """One tensor of a unit's file in a store, from byte ``offset`` on."""
+
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitFileEntry:
+    """One unit in a store, ``taken_bytes`` of it in use, the tensors at their places.
+
+    It lies in the files ``parts``, in stripes of ``stripe_bytes`` in turn; the first one's name is the unit's.
+    ``pages_crc32c`` is the CRC-32C of the CRC-32Cs of its pages in use, so that no byte of them has none.
+    """
+
+    unit: str
+    parts: list[str]
+    stripe_bytes: int
+    length_bytes: int
+    taken_bytes: int
+    pages_crc32c: int
+    tensors: Mapping[str, PlacedEntry]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterEntry:
-    """One parameter: its file, and the steps that AdamW has taken with it, None where it has no moments."""
+    """One parameter: its file, and the steps that AdamW has taken with it, None where it has no moments.
+
+    Where ``file`` is a unit's in a store, ``beside`` has what the store held in memory, if it did.
+    """
 
     shape: list[int]
     file: str
     step: float | None
+    beside: str | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.file,) if self.beside is None else (self.file, self.beside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +97,17 @@ class BufferEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A checkpoint in ``directory``, without its tensors. ``optimizer``, ``scheduler``, ``random`` and ``extra`` are
-    plain (:mod:`stronghold.checkpoint.plain`)."""
+    """A checkpoint in ``directory``, without its tensors.
+
+    ``files`` are by their names in it, or in other directories of the same store by their paths. ``optimizer``,
+    ``scheduler``, ``random`` and ``extra`` are plain (:mod:`stronghold.checkpoint.plain`).
+    """
 
     directory: Path
     model: str
     step: float
     states: str
-    files: dict[str, FileEntry]
+    files: Mapping[str, FileEntry | UnitFileEntry]
     parameters: dict[str, ParameterEntry]
     buffers: dict[str, BufferEntry]
     optimizer: dict[str, Any]
@@ -75,15 +115,32 @@ class Manifest:
     random: Any
     extra: Any
 
+    @property
+    def in_place(self) -> bool:
+        """Whether it lies in the directory of a store, which a run may open and change."""
+        return any(isinstance(entry, UnitFileEntry) for entry in self.files.values())
+
 
 def write_manifest(manifest: Manifest) -> None:
-    """Writes ``manifest`` into its directory and syncs it. Raises OSError, naming the file."""
+    """Writes ``manifest`` into its directory, whole or not at all. Raises OSError, naming the file."""
+    write_partial(manifest)
+    put_partial(manifest.directory)
+
+
+def put_partial(directory: Path) -> None:
+    """Gives the manifest that was written under another name its own."""
+    (directory / PARTIAL).rename(directory / NAME)
+    sync_directory(directory)
+
+
+def write_partial(manifest: Manifest) -> None:
+    """Writes ``manifest`` into its directory, under another name. Raises OSError, naming the file."""
     content = {"format": FORMAT, **asdict(manifest)}
     del content["directory"]
     text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=True).removesuffix("\n}")
     data = text.encode("ascii") + f'{_SUM}{_crc(text.encode("ascii")):08x}"\n}}\n'.encode("ascii")
-    path = manifest.directory / NAME
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    path = manifest.directory / PARTIAL
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         view, offset = memoryview(data), 0
         while len(view):
@@ -91,6 +148,7 @@ def write_manifest(manifest: Manifest) -> None:
             view, offset = view[written:], offset + written
         os.fsync(file)
     except OSError as error:
+        path.unlink()
         raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
     finally:
         os.close(file)
@@ -114,19 +172,22 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{path} is damaged: it is cut off or has been altered since it was written; pass another checkpoint"
         )
     content = json.loads(data)
-    if content["format"] != FORMAT:
+    if content["format"] not in _READ:
         raise CheckpointError(
-            f"a checkpoint must be of format {FORMAT} (got format {content['format']} in {path}); load it with the "
-            "version of stronghold that saved it"
+            f"a checkpoint must be of format {' or '.join(map(str, _READ))} (got format {content['format']} in "
+            f"{path}); load it with the version of stronghold that saved it"
         )
     del content["format"], content["crc32c"]
-    content["files"] = {
-        name: FileEntry(**{**file, "tensors": _entries(TensorEntry, file["tensors"])})
-        for name, file in content["files"].items()
-    }
+    content["files"] = {name: _file_entry(file) for name, file in content["files"].items()}
     content["parameters"] = _entries(ParameterEntry, content["parameters"])
     content["buffers"] = _entries(BufferEntry, content["buffers"])
     return Manifest(directory=Path(directory), **content)
+
+
+def _file_entry(plain: dict[str, Any]) -> FileEntry | UnitFileEntry:
+    if "pages_crc32c" in plain:
+        return UnitFileEntry(**{**plain, "tensors": _entries(PlacedEntry, plain["tensors"])})
+    return FileEntry(**{**plain, "tensors": _entries(TensorEntry, plain["tensors"])})
 
 
 def _entries(kind: type, plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.checkpoint.manifest import NAME, read_manifest
-from stronghold.checkpoint.reader import FileReader, verify
+from stronghold.checkpoint_files.manifest import NAME, read_manifest
+from stronghold.checkpoint_files.reader import FileReader, verify
 from stronghold.errors import CheckpointError, CorruptionError
 from tests.checkpoint.training import of_kind
 
@@ -92,14 +92,14 @@ def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Any) -> None:
 
 
 def test_another_format_is_told_from_damage(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.checkpoint.manifest.FORMAT", 2)
-    with pytest.raises(CheckpointError, match=r"must be of format 2 \(got format 1 in .*version of stronghold"):
+    monkeypatch.setattr("stronghold.checkpoint_files.manifest._READ", (3,))
+    with pytest.raises(CheckpointError, match=r"must be of format 3 \(got format 2 in .*version of stronghold"):
         read_manifest(saved)
 
 
 def test_the_manifest_is_json_that_tells_the_step_and_the_files(saved: Any) -> None:
     content = json.loads((saved / NAME).read_text())
-    assert content["format"] == 1
+    assert content["format"] == 2
     assert content["model"] == "Residual"
     assert content["states"] == "8bit"
     assert content["extra"] == {"a": 1}

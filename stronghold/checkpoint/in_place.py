@@ -1,0 +1,87 @@
+"""A checkpoint in the directory of the model's own store: what is on disk stays where it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from stronghold.checkpoint.units import Names, names_of, step_of, tensors_of
+from stronghold.checkpoint.writing import file_names, manifest_of, write_buffers, write_file
+from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, UnitFileEntry
+from stronghold.checkpoint_files.reader import UnitReader
+from stronghold.offload import Engine
+from stronghold.optim import AdamW
+from stronghold.store import DiskStore, in_memory
+
+
+def save_in_place(model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict[str, Any]) -> Path:
+    """Makes the store's directory a checkpoint; returns it. ``rest`` is what :func:`settings_of` returned.
+
+    One that it was before stays one until all is written but the manifest.
+    """
+    store = engine.store
+    assert isinstance(store, DiskStore)
+    directory = store.paths[0]
+    engine.close_backward()
+    names, states = names_of(model), optimizer.state  # which waits for the updates under way
+    files: dict[str, FileEntry | UnitFileEntry] = {}
+    parameters: dict[str, ParameterEntry] = {}
+    beside: list[Path] = []
+
+    def partial(name: str) -> Path:
+        beside.append(directory / f"{name}.partial")
+        return beside[-1]
+
+    try:
+        for home in engine.homes:
+            engine.take_writes(home)
+        for home, name in file_names(engine).items():
+            tensors = tensors_of(home, names[home], states)
+            own = []
+            if (found := store.entry(home, tensors)) is not None:
+                files[found[0]] = found[1]
+                own.append(found[0])
+            rest_of_it = {name: tensor for name, tensor in tensors.items() if store.find(home, tensor) is None}
+            if rest_of_it:
+                files[name] = write_file(partial(name), home.name, rest_of_it)
+                own.append(name)
+            for parameter_name, parameter in zip(names[home], home.parameters, strict=True):
+                parameters[parameter_name] = ParameterEntry(
+                    shape=list(parameter.shape),
+                    file=own[0],
+                    step=step_of(parameter, states),
+                    beside=own[1] if len(own) == 2 else None,
+                )
+        files |= write_buffers(partial(BUFFERS), model)
+        manifest = manifest_of(directory, model, engine, optimizer, names, files, parameters, rest)
+        store.seal(manifest, [path for path in beside if path.exists()])
+    except BaseException:
+        for path in beside:
+            path.unlink(missing_ok=True)
+        raise
+    return directory
+
+
+def check_in_place(kept: Manifest, engine: Engine, optimizer: AdamW, names: Names) -> None:
+    """Raises StoreError where the model and its optimizer do not lie in their store as it was kept."""
+    for home in engine.homes:
+        tensors = tensors_of(home, names[home], optimizer.state)
+        in_memory(kept, engine.store, home, names[home], tensors, whole=True)
+
+
+def load_in_place(kept: Manifest, engine: Engine, optimizer: AdamW, names: Names) -> None:
+    """Reads what a unit has in memory; what it has on disk is there, and was verified when the store was opened."""
+    for home in engine.homes:
+        tensors = tensors_of(home, names[home], optimizer.state)
+        wanted = in_memory(kept, engine.store, home, names[home], tensors, whole=True)
+        with UnitReader(kept, names[home]) as unit:
+            for name in wanted:
+                unit.read_to(name, tensors[name])
+        for target, weight in zip(home.on_device, home.weight, strict=False):
+            target.copy_(weight)
+        home.rewritten()
+        home.generation += 1
+    assert isinstance(engine.store, DiskStore)
+    engine.store.loaded()

@@ -1,0 +1,118 @@
+"""Writes what a checkpoint is made of: files of tensors, and the manifest's account of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.checkpoint.plain import to_plain
+from stronghold.checkpoint.random_states import take_random_states
+from stronghold.checkpoint.units import Names, group_names, name_of, persistent_buffers
+from stronghold.checkpoint_files.manifest import (
+    BUFFERS,
+    BufferEntry,
+    FileEntry,
+    Manifest,
+    ParameterEntry,
+    TensorEntry,
+    UnitFileEntry,
+)
+from stronghold.home import Home
+from stronghold.native import crc32c
+from stronghold.offload import Engine
+from stronghold.optim import AdamW
+from stronghold.tensor_files import DTYPES, TensorFileWriter
+
+
+def file_names(engine: Engine) -> dict[Home, str]:
+    """Returns the name of each unit's file, in the safetensors format."""
+    names, edges = {}, 0
+    for home in engine.homes:
+        kind, number = ("edge", edges) if home.index is None else ("layer", home.index)
+        edges += home.is_edge
+        names[home] = f"{kind}-{number:05}.safetensors"
+    return names
+
+
+def write_buffers(path: Path, model: nn.Module) -> dict[str, FileEntry]:
+    """Writes the buffers, if there are any; returns the manifest's entry of their file."""
+    buffers = dict(model.named_buffers())
+    return {BUFFERS: write_file(path, "the buffers", {n: known(b) for n, b in buffers.items()})} if buffers else {}
+
+
+def settings_of(optimizer: AdamW, scheduler: Any, extra: Any) -> dict[str, Any]:
+    """Returns what of a manifest is the user's, plain. Raises ValueError for what cannot be kept."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {
+        "optimizer": {
+            "groups": [to_plain(group, f"the parameter group {number}") for number, group in enumerate(groups)],
+            "max_grad_norm": optimizer.max_grad_norm,
+            "update": "in_backward" if optimizer.in_backward else "deferred",
+            "nonfinite": optimizer.nonfinite,
+        },
+        "scheduler": None if scheduler is None else to_plain(scheduler.state_dict(), "scheduler"),
+        "extra": to_plain(extra, "extra"),
+    }
+
+
+def manifest_of(
+    directory: Path,
+    model: nn.Module,
+    engine: Engine,
+    optimizer: AdamW,
+    names: Names,
+    files: Mapping[str, FileEntry | UnitFileEntry],
+    parameters: dict[str, ParameterEntry],
+    rest: dict[str, Any],
+) -> Manifest:
+    """Returns the manifest of a checkpoint with ``files``; ``rest`` is what :func:`settings_of` returned."""
+    persistent = persistent_buffers(model)
+    groups = group_names(optimizer, names)
+    return Manifest(
+        directory=directory,
+        model=type(model).__name__,
+        step=max((entry.step for entry in parameters.values() if entry.step is not None), default=0.0),
+        states=optimizer.states,
+        files=files,
+        parameters=parameters,
+        buffers={
+            name: BufferEntry(dtype=name_of(b.dtype), shape=list(b.shape), persistent=name in persistent)
+            for name, b in model.named_buffers()
+        },
+        optimizer={**rest["optimizer"], "group_names": groups, "skipped_steps": optimizer.skipped_steps},
+        scheduler=rest["scheduler"],
+        random=to_plain(take_random_states(engine.device.torch_device)),
+        extra=rest["extra"],
+    )
+
+
+def write_file(path: Path, unit: str, tensors: Mapping[str, Tensor], written: Any = lambda: None) -> FileEntry:
+    announced = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    entries = {}
+    with TensorFileWriter(path, announced, {"format": "pt", "unit": unit}) as file:
+        for name, tensor in tensors.items():
+            crc = file.write(name, tensor)
+            entries[name] = TensorEntry(dtype=name_of(tensor.dtype), shape=list(tensor.shape), crc32c=crc)
+            written()
+        length = file.length_bytes
+    header_bytes, header_crc = _header(path)
+    return FileEntry(
+        unit=unit, length_bytes=length, header_bytes=header_bytes, header_crc32c=header_crc, tensors=entries
+    )
+
+
+def _header(path: Path) -> tuple[int, int]:
+    """Returns how long a file's header is, with its length in front, and the CRC-32C of both."""
+    with path.open("rb") as file:
+        begin = file.read(8)
+        data = begin + file.read(int.from_bytes(begin, "little"))
+    return len(data), crc32c(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def known(buffer: Tensor) -> Tensor:
+    """Returns what stands for a buffer in a file: its bytes, where safetensors does not know its dtype."""
+    return buffer if buffer.dtype in DTYPES else buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,58 @@
+"""The lock of a store's directory: one run may change what is there, or any number of readers may read it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from stronghold.errors import StoreError
+
+LOCK = "lock"
+
+
+def lock_to_change(directory: Path) -> int:
+    """Takes the lock for a run, until the descriptor that it returns is closed. Raises StoreError."""
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise StoreError(
+            f"the store's directory {directory} cannot be written ({error.strerror}); pass a directory that this "
+            "user may write"
+        ) from error
+    _take(descriptor, fcntl.LOCK_EX, directory)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+    return descriptor
+
+
+@contextlib.contextmanager
+def locked_to_read(directory: Path) -> Iterator[None]:
+    """Keeps runs from changing what is in a store's directory. Raises StoreError where one has it open.
+
+    A directory without the file of the lock is nobody's: a copy.
+    """
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield
+        return
+    _take(descriptor, fcntl.LOCK_SH, directory)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int, kind: int, directory: Path) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        os.close(descriptor)
+        raise StoreError(
+            f"the store at {directory} is in use by another run (process {owner or 'unknown'}); end that one, or "
+            "pass another directory"
+        ) from None

@@ -1,0 +1,60 @@
+"""The values of a model in a store's directory that was kept: where they are on disk they stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from stronghold.checkpoint_files.manifest import BUFFERS, Manifest
+from stronghold.checkpoint_files.reader import FileReader, UnitReader
+from stronghold.errors import StoreError
+from stronghold.home import Home
+from stronghold.store import DiskStore, in_memory
+
+
+class Reopened:
+    """The values that lie where the store is; those that a model has are replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kept: Manifest | None = None
+
+    def place(self, store: DiskStore, homes: Sequence[Home]) -> None:
+        """Gives all units the memory that they were kept in, and reads what is not on disk.
+
+        Raises StoreError for a model with other parameters, or one that is placed otherwise.
+        """
+        kept = self._kept = store.reopened
+        assert kept is not None
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for home in homes:
+            named = [names[id(parameter)] for parameter in home.parameters]
+            for name in named:
+                if name not in kept.parameters:
+                    raise StoreError(
+                        f"the store at {kept.directory}, with a run after step {kept.step:g}, belongs to another model "
+                        f"(it has no parameter {name}); pass another directory"
+                    )
+            store.place_kept(home)
+            tensors = {}
+            for place, name in enumerate(named):
+                tensors[name] = home.weight[place]
+                if place in home.masters.remainders:
+                    tensors[f"{name}/remainder"] = home.masters.remainders[place]
+            wanted = in_memory(kept, store, home, named, tensors, whole=False)
+            with UnitReader(kept, named) as unit:
+                for name in wanted:
+                    unit.read_to(name, tensors[name])
+
+    def buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """Yields the buffers that get a value, by owner and name."""
+        assert self._kept is not None
+        if not self._kept.buffers:
+            return
+        with FileReader(self._kept, BUFFERS) as file:
+            for prefix, module in self._model.named_modules():
+                for own in module._buffers:
+                    name = f"{prefix}.{own}" if prefix else own
+                    if (entry := self._kept.buffers.get(name)) is not None:
+                        yield module, own, file.read_buffer(name, entry)
