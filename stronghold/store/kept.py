@@ -46,7 +46,7 @@ def open_kept(
             raise otherwise(kept, f"{unit} in {', '.join(names)}", f"in {', '.join(entry.parts)}")
         if file_bytes(capacity) != entry.length_bytes:
             raise otherwise(kept, f"{unit} in a file of {file_bytes(capacity)} bytes", f"{entry.length_bytes}")
-        opened = found[number] = UnitFile(disk, device, paths, unit, capacity, kept_bytes=entry.taken_bytes)
+        opened = found[number] = UnitFile(disk, device, paths, unit, capacity, kept=entry)
         if not opened.take_sums(entry):
             with FileReader(kept, names[0]) as file:
                 for tensor in entry.tensors:

@@ -35,25 +35,35 @@ class UnitFile:
     turns, which is what the engine's events are for. Every page has a checksum, zero where it is not known: a direct
     write sets it, a direct read compares, and whoever may write through the mapping makes it unknown.
 
-    One that was kept is opened with what it holds in its first ``kept_bytes``: they are taken again in the same order,
-    and found as they were left.
+    One that was ``kept`` is opened with what it holds: its parts are taken again in the same order, and found as they
+    were left.
 
     Raises DiskError where the system refuses, StoreError for a device with blocks larger than a page.
     """
 
     def __init__(
-        self, disk: Disk, device: Device, paths: Sequence[Path], name: str, capacity_bytes: int, kept_bytes: int = 0
+        self,
+        disk: Disk,
+        device: Device,
+        paths: Sequence[Path],
+        name: str,
+        capacity_bytes: int,
+        kept: UnitFileEntry | None = None,
     ) -> None:
         self.paths = list(paths)
         self.name = name
-        self.kept_bytes = kept_bytes
+        self.kept_bytes = 0 if kept is None else kept.taken_bytes
         """Part of a checkpoint in place; 0 for a file that is none."""
         self._disk = disk
         self._device = device
         self.capacity_bytes = file_bytes(capacity_bytes)
-        self.stripes = Stripes.over(len(self.paths), self.capacity_bytes, PIECE_BYTES)
+        self.stripes = (
+            Stripes.over(len(self.paths), self.capacity_bytes, PIECE_BYTES)
+            if kept is None
+            else Stripes(len(self.paths), kept.stripe_bytes)
+        )
         self._files = [self._open(path) for path in self.paths]
-        if not kept_bytes:
+        if kept is None:
             for number, path in enumerate(self.paths):
                 os.truncate(path, self.stripes.share(number, self.capacity_bytes))
         self._memory = map_striped(self.paths, self.stripes, self.capacity_bytes)

@@ -42,6 +42,12 @@ SPLITS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has units of a few pages striped over several directories, as large ones are."""
+    monkeypatch.setattr("stronghold.store.unit_file.PIECE_BYTES", 4096)
+
+
 def directories(tmp_path: Path, split: str) -> Any:
     return [tmp_path / "store", tmp_path / "other"] if split == "two" else tmp_path / "store"
 
@@ -113,7 +119,8 @@ def test_the_splits_are_what_they_are_meant_to_be(tmp_path: Path) -> None:
         layers = {name: p for name, p in manifest.parameters.items() if "weight" in name}
         kinds[split] = {(p.file.endswith(".bin"), p.beside is not None) for p in layers.values()}
     assert kinds["split"] | kinds["weights"] >= {(True, True), (True, False), (False, False)}, kinds
-    assert any((tmp_path / "two" / "other").glob("layer-*.bin"))
+    for path in ((tmp_path / "two" / "store"), (tmp_path / "two" / "other")):
+        assert all(file.stat().st_size > 4096 for file in path.glob("layer-*.bin")), "every layer is on both"
 
 
 def in_a_process(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
