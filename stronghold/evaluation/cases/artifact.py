@@ -31,6 +31,7 @@ def read_artifact_log(path: Path, text: str) -> Measurement:
     Its settings are those that the program printed; what it did not print is taken from the log's name, and said. Times
     are means of ten iterations: the first is left out of their median where others follow.
     """
+    text = text[: text.rfind("\n") + 1]  # a last line without its end may end within a number
     printed = _printed_settings(text)
     named = _named_settings(path.name)
     settings = {**named, **printed}

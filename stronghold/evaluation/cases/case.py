@@ -83,7 +83,7 @@ CASES = {
             title="Throughput at each baseline's largest model",
             figure="figure 7a",
             x="baseline",
-            x_label="at the largest model of",
+            x_label="baseline, at its largest model",
             y="samples_per_s",
             y_label="samples per second",
         ),

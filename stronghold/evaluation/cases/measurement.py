@@ -97,7 +97,7 @@ def from_record(record: Record, source: str) -> Measurement:
         limits=None if limits is None else Limits(**limits),
         reason=record.get("reason", ""),
         note="interrupted" if record.get("interrupted") else "",
-        wrong=record.get("wrong") or "",
+        wrong=record.get("wrong") or _unsound(summary or {}),
         **_summary(record, summary or {}, settings),
     )
 
@@ -125,16 +125,22 @@ def _summary(record: Record, summary: Mapping[str, Any], settings: Mapping[str, 
     if absent:
         raise ValueError(f"its summary has no {' and no '.join(absent)}: a record of an older format")
     iteration_s = float(summary["iteration_s"])
-    losses = tuple(to_float(summary[name]) for name in ("first_loss", "last_loss") if name in summary)
-    unsound = [loss for loss in losses if not math.isfinite(loss)]
     return {
         "steps": summary["steps"],
         "iteration_s": iteration_s,
         "low": float(summary.get("iteration_s_p10", iteration_s)),
         "high": float(summary.get("iteration_s_p90", iteration_s)),
         "samples_per_s": settings["batch"] / iteration_s,
-        "losses": losses,
+        "losses": _losses(summary),
         "device_bytes": summary.get("peak_device_bytes") or summary.get("device_bytes", 0),
         "host_bytes": max(summary.get("peak_host_bytes", 0), record.get("host_bytes", 0)),
-        **({"wrong": f"its loss is {unsound[0]}"} if unsound else {}),
     }
+
+
+def _losses(summary: Mapping[str, Any]) -> tuple[float, ...]:
+    return tuple(to_float(summary[name]) for name in ("first_loss", "last_loss") if name in summary)
+
+
+def _unsound(summary: Mapping[str, Any]) -> str:
+    """Returns what is wrong with losses that are not even numbers."""
+    return next((f"its loss is {loss}" for loss in _losses(summary) if not math.isfinite(loss)), "")
