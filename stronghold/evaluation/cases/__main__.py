@@ -1,6 +1,7 @@
 """``python -m stronghold.evaluation.cases``: what the scripts in examples/ call."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.do(options))
+    except BrokenPipeError:  # whoever read our output has gone: there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except ValueError as error:
         print(f"case {options.case}: error: {error}", file=sys.stderr)
         return WRONG_USAGE

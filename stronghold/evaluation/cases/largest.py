@@ -1,14 +1,16 @@
 """Case 1's search: each method's largest model under limits of device and host memory, a process for each trial."""
 
+import shutil
 import subprocess
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from stronghold.evaluation.cases.case import Case, Wanted
 from stronghold.evaluation.cases.machines import Machine
 from stronghold.evaluation.cases.measurement import Measurement, from_record
-from stronghold.evaluation.cases.points import in_words
+from stronghold.evaluation.cases.points import in_words, limits_of
 from stronghold.evaluation.cases.reading import TRIALS
 from stronghold.evaluation.cases.running import Place, Say, measured_here, training
 from stronghold.evaluation.records import Record, append_record, describe_machine, read_records
@@ -17,6 +19,8 @@ from stronghold.units import format_bytes
 
 STEPS = 3
 TIMEOUT_S = 3600.0
+LEFT_FREE_BYTES = 4 * 2**30
+"""What a trial leaves of the disk, on which some methods store their layers."""
 
 
 def find_largest(case: Case, preset: Machine, place: Place, say: Say) -> int:
@@ -56,6 +60,8 @@ def attempt(preset: Machine, run: Wanted, place: Place) -> Record:
     """
     together = preset.host_limit if place.device.startswith("cuda") else preset.host_limit + preset.device_limit
     place.results.mkdir(parents=True, exist_ok=True)
+    free_bytes = max(0, shutil.disk_usage(place.results).free - LEFT_FREE_BYTES)
+    limits = Limits(memory_bytes=together, disk_bytes=free_bytes, time_s=TIMEOUT_S)
     with tempfile.TemporaryDirectory(dir=place.results, prefix="trial-") as folder:
         scratch = Path(folder)
         command = [*training(preset, run, place.device, STEPS), "--warmup", "0"]
@@ -63,14 +69,14 @@ def attempt(preset: Machine, run: Wanted, place: Place) -> Record:
         with (scratch / "output").open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             try:
-                watched = watch(process, Limits(memory_bytes=together, disk_bytes=2**62, time_s=TIMEOUT_S), scratch)
+                watched = watch(process, limits, scratch)
             finally:
                 end(process)
         reason = watched.reason or exit_reason(process.returncode, (scratch / "output").read_text(errors="replace"))
         trained = read_records(scratch / "record.jsonl").records if (scratch / "record.jsonl").exists() else ()
     record: Record = {**trained[0]} if trained and not reason else _untrained(preset, run, place)
     record |= {
-        "limits": {"device_bytes": preset.device_limit, "host_bytes": preset.host_limit},
+        "limits": asdict(limits_of(preset)),
         "host_bytes": watched.peak_bytes,
         "trial_s": round(watched.trial_s, 1),
     }
@@ -96,7 +102,7 @@ def _untrained(preset: Machine, run: Wanted, place: Place) -> Record:
 
 
 def _known(preset: Machine, place: Place) -> dict[tuple[str, int], Measurement]:
-    wanted = (preset.device_limit, preset.host_limit)
-    trials = [item for item in measured_here(place) if item.limits and item.has(preset.shape)]
-    same = [item for item in trials if item.limits and (item.limits.device_bytes, item.limits.host_bytes) == wanted]
-    return {(item.method, item.layers): item for item in same}
+    wanted = limits_of(preset)
+    here, commit = measured_here(place)
+    trials = [item for item in here if item.limits == wanted and item.commit == commit and item.has(preset.shape)]
+    return {(item.method, item.layers): item for item in trials}

@@ -61,11 +61,6 @@ class Measurement:
         window = self.settings.get("window") if self.method == "stronghold" else None
         return window if isinstance(window, int) else None
 
-    @property
-    def of_trial(self) -> bool:
-        """Tells what counts for the largest model; a log of the artifact does: it names no limit, but it trained."""
-        return self.artifact or self.limits is not None
-
     def has(self, shape: Mapping[str, Any]) -> bool:
         """Tells whether its settings are those of ``shape``. What was not recorded yet is taken to be as wanted."""
         wanted = {"path": None, **(_USUAL if self.method == "stronghold" else {}), **shape}

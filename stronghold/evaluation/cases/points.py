@@ -99,9 +99,13 @@ def layers_of_largest(preset: Machine, measurements: Iterable[Measurement]) -> d
     return {**preset.largest, **{method: item.layers for method, item in found.items()}}
 
 
+def limits_of(preset: Machine) -> Limits:
+    """Returns the limits that a trial of ``preset`` has."""
+    return Limits(device_bytes=preset.device_limit, host_bytes=preset.host_limit)
+
+
 def _is_trial(preset: Machine, item: Measurement) -> bool:
-    limits = Limits(device_bytes=preset.device_limit, host_bytes=preset.host_limit)
-    return item.artifact or item.limits == limits
+    return item.artifact or item.limits == limits_of(preset)
 
 
 def _concerns(case: Case, preset: Machine, item: Measurement) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from stronghold.evaluation.cases.case import Case, Wanted
 from stronghold.evaluation.cases.machines import Machine
-from stronghold.evaluation.cases.measurement import describe
-from stronghold.evaluation.cases.points import in_words, missing_runs
+from stronghold.evaluation.cases.measurement import Measurement, describe
+from stronghold.evaluation.cases.points import in_words, layers_of_largest, missing_runs
 from stronghold.evaluation.cases.reading import RUNS, read_results
 from stronghold.evaluation.records import describe_machine
 from stronghold.evaluation.trials import exit_reason
@@ -41,8 +41,12 @@ def training(preset: Machine, run: Wanted, device: str, steps: int) -> list[str]
 
 def run_case(case: Case, preset: Machine, place: Place, say: Say) -> int:
     """Makes the runs of a case that are not there yet, of this machine and commit. Returns how many failed."""
-    found = [] if place.again else measured_here(place)
+    here, commit = measured_here(place)
+    # what case 1 found to be the largest stays so; a run is made again for a new commit
+    found = [item for item in here if item.limits or (item.commit == commit and not place.again)]
     wanted = list(missing_runs(case, preset, found))
+    for method in sorted(set(preset.methods) - layers_of_largest(preset, found).keys()) if case.x == "baseline" else ():
+        say(f"{method} is left out: its largest model is not known before case 1 has found it")
     total = len(list(missing_runs(case, preset, [item for item in found if item.limits])))
     say(f"case {case.number}, {case.title.lower()}, --machine {preset.name}: {len(wanted)} of {total} runs to make")
     failed = 0
@@ -54,13 +58,12 @@ def run_case(case: Case, preset: Machine, place: Place, say: Say) -> int:
     return failed
 
 
-def measured_here(place: Place) -> list:
-    """Returns the results of this machine and this commit."""
-    if not place.results.exists():
-        return []
+def measured_here(place: Place) -> tuple[list[Measurement], str]:
+    """Returns the results of this machine, and the commit that is checked out."""
     machine = describe_machine()
-    here = (describe(machine, place.device), machine["commit"] or "")
-    return [item for item in read_results([place.results]).measurements if (item.machine, item.commit) == here]
+    results = read_results([place.results]).measurements if place.results.exists() else ()
+    here = [item for item in results if item.machine == describe(machine, place.device)]
+    return here, machine["commit"] or ""
 
 
 def _train(preset: Machine, run: Wanted, place: Place) -> str:

@@ -5,7 +5,9 @@ import io
 import math
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from stronghold.evaluation.cases.case import Case
 from stronghold.evaluation.cases.points import Panel, Point, Shown
@@ -30,8 +32,8 @@ def csv_text(shown: Shown) -> str:
     return text.getvalue()
 
 
-def tables(shown: Shown) -> list[Table]:
-    """Returns a table for each panel: what was measured, and what was published."""
+def tables(shown: Shown) -> list[Group]:
+    """Returns a table for each panel, below its title: what was measured, and what was published."""
     return [_table(shown, panel) for panel in shown.panels]
 
 
@@ -66,11 +68,11 @@ def _row(shown: Shown, panel: Panel, point: Point) -> dict[str, Any]:
     return {**row, **losses, **{name: getattr(item, name) for name in names}}
 
 
-def _table(shown: Shown, panel: Panel) -> Table:
+def _table(shown: Shown, panel: Panel) -> Group:
     case = shown.case
     which = "what the artifact measured" if panel.published else f"measured, --machine {shown.preset.name}"
     title = f"Case {case.number}, {case.figure}: {case.title.lower()}; {which}\n{panel.machine}"
-    drawn = Table(title=title, title_justify="left")
+    drawn = Table()
     names = [
         "method",
         "layers",
@@ -92,7 +94,7 @@ def _table(shown: Shown, panel: Panel) -> Table:
         drawn.add_column(name, justify="left" if name in ("method", "largest of") else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*(row[name] for name in names))
-    return drawn
+    return Group(Text(title), drawn)
 
 
 def _cells(case: Case, point: Point) -> dict[str, str]:
