@@ -17,7 +17,7 @@ def executed(tmp_path_factory):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     parameters.source = f'machine = "tiny"\nresults = {str(results)!r}'
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     return notebook, results
 
 
