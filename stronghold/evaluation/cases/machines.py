@@ -85,6 +85,7 @@ CPU = Machine(
         "l2l",
         "zero-offload",
         "zero-infinity",
+        "zero-infinity-nvme",
         "fsdp-offload",
         "torchao-offload",
         "stronghold",

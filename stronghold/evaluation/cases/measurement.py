@@ -69,6 +69,8 @@ class Measurement:
 
 def from_record(record: Record, source: str) -> Measurement:
     """Returns a run's record, or a trial's, as a measurement. Raises ValueError saying what it lacks."""
+    if "error" in record:
+        raise ValueError(f"its run did not succeed: {record['error']}")
     settings, machine = record.get("settings"), record.get("machine", {})
     limits, summary = record.get("limits"), record.get("summary")
     missing = [name for name, value in (("settings", settings), ("machine", machine)) if not isinstance(value, dict)]

@@ -35,6 +35,7 @@ def training(preset: Machine, run: Wanted, device: str, steps: int) -> list[str]
         *("--batch", preset.batch, "--seq", preset.sequence, "--dtype", preset.dtype),
         *("--steps", steps, "--lr", preset.lr, "--device", device),
         *(("--window", run.window) if run.window is not None else ()),
+        *(("--store", "disk") if run.method == "zero-infinity-nvme" else ()),
     ]
     return [sys.executable, "-m", "stronghold", "train", *map(str, words)]
 

@@ -79,3 +79,26 @@ def test_a_log_for_people_is_named_and_left_out(tmp_path):
 def test_a_path_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"results must be a folder or a file that exists \(got .*nowhere'\)"):
         read_results([tmp_path / "nowhere"])
+
+
+def test_what_a_comparison_of_the_records_says_is_wrong(tmp_path):
+    write(tmp_path / "runs.jsonl", make_record(losses=[6.5]), {"old": 1}, make_record("l2l", losses=[7.0]))
+    (tmp_path / "log_a.txt").write_text(artifact_log())
+    seen = []
+
+    def compare(records):
+        seen.extend(records)
+        return [None, "its loss is 7, and not 6.5"]
+
+    found = read_results([tmp_path], compare)
+    assert [record["losses"] for record in seen] == [[6.5], [7.0]]
+    assert [item.wrong for item in found.measurements] == ["", "its loss is 7, and not 6.5", ""]
+
+
+def test_a_run_that_failed_says_so(tmp_path):
+    record = make_record(error="refused: DeepSpeed is not installed", losses=[])
+    del record["summary"]
+    found = read_results([write(tmp_path / "runs.jsonl", record)])
+    assert found.notes == (
+        f"{tmp_path}/runs.jsonl, record 1 is left out: its run did not succeed: refused: DeepSpeed is not installed",
+    )
