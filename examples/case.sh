@@ -4,10 +4,7 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-if [[ -z "${PYTHON:-}" ]]; then
-  # shellcheck source=../environment.sh
-  . "$root/environment.sh"
-  stronghold_environment
-fi
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+# shellcheck source=../environment.sh
+. "$root/environment.sh"
+if [[ -z "${PYTHON:-}" ]]; then stronghold_environment; else stronghold_exports; fi
 exec "$PYTHON" -m stronghold.evaluation.cases "$@"
