@@ -118,6 +118,7 @@ def _concerns(case: Case, preset: Machine, item: Measurement) -> bool:
 def _on_one_machine(case: Case, items: list[Measurement], on: str | None) -> list[Measurement]:
     machines = sorted({item.machine for item in items})
     chosen = [machine for machine in machines if on is None or on in machine]
+    chosen = [on] if on in machines else chosen  # a host's name is a part of that with its GPU
     if len(chosen) == 1 or not machines:
         return [item for item in items if item.machine in chosen]
     what = "that name fits" if on is not None else "they are of"
@@ -145,7 +146,7 @@ def _points(case: Case, preset: Machine, items: Sequence[Measurement]) -> tuple[
         if not same:
             missing.append(run)
             continue
-        newest = max(same, key=lambda item: item.time)
+        newest = max(same, key=lambda item: (not item.note, item.time))  # of those that came to their end, if any did
         if len(same) > 1:
             notes.append(f"{in_words(run)}: {len(same)} runs, the newest is shown ({newest.source})")
         points.append(_point(case, run, newest))
@@ -209,9 +210,8 @@ def in_words(run: Wanted) -> str:
 
 def missing_runs(case: Case, preset: Machine, measurements: Sequence[Measurement]) -> Iterator[Wanted]:
     """Yields the runs of a case, each once, that ``measurements`` do not have."""
-    runs = [item for item in measurements if item.limits is None and not item.artifact and item.has(preset.shape)]
-    for wanted in dict.fromkeys(
-        run._replace(group="") for run in case.runs(preset, layers_of_largest(preset, measurements))
-    ):
-        if not any(_matches(item, wanted) for item in runs):
+    ours = [item for item in measurements if not item.artifact and item.has(preset.shape)]
+    runs = case.runs(preset, layers_of_largest(preset, ours))
+    for wanted in dict.fromkeys(run._replace(group="") for run in runs):
+        if not any(item.limits is None and _matches(item, wanted) for item in ours):
             yield wanted

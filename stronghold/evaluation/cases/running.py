@@ -63,7 +63,7 @@ def measured_here(place: Place) -> tuple[list[Measurement], str]:
     """Returns the results of this machine, and the commit that is checked out."""
     machine = describe_machine()
     results = read_results([place.results]).measurements if place.results.exists() else ()
-    here = [item for item in results if item.machine == describe(machine, place.device)]
+    here = [item for item in results if item.machine == describe(machine, place.device) and not item.artifact]
     return here, machine["commit"] or ""
 
 

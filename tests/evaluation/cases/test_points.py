@@ -99,6 +99,19 @@ def test_machines_are_not_mixed_unless_one_is_chosen(measure):
     assert values(found.here) == {Wanted("stronghold", 2, 2): 0.1}
 
 
+def test_a_host_is_told_from_the_same_with_its_gpu(measure):
+    gpu = {"gpus": [{"name": "Some GPU", "memory_bytes": 2**34}]}
+    both = measure(make_record(), make_record(machine=gpu, settings={"device": "cuda"}, seconds=0.1))
+    assert values(shown(5, both, on="Some GPU").here) == {Wanted("stronghold", 2, 1): 0.1}
+    assert values(shown(5, both, on="Some CPU, 2 cores, 8.00 GiB").here) == {Wanted("stronghold", 2, 1): 0.5}
+
+
+def test_a_run_that_came_to_its_end_goes_before_a_newer_one_that_did_not(measure):
+    cut = make_record(seconds=0.1, interrupted=True, machine={"time": "2026-02-01"})
+    assert values(shown(5, measure(make_record(), cut)).here) == {Wanted("stronghold", 2, 1): 0.5}
+    assert "record 1: interrupted" in shown(5, measure(cut)).notes
+
+
 def test_a_result_that_does_not_belong_mixes_nothing(measure):
     there = {"host": HOST | {"processor": "Other CPU"}}
     items = measure(make_record(), make_record(machine=there, settings={"hidden": 128}), make_trial(machine=there))
