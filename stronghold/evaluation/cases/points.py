@@ -162,6 +162,8 @@ def _largest_points(preset: Machine, items: Sequence[Measurement]) -> tuple[tupl
         failed = [item for item in trials if item.method == method and item.reason]
         if method in best:
             points.append(_value_point(Wanted(method, best[method].layers), best[method], best[method].parameters))
+            if best[method].layers == preset.most:
+                notes.append(f"{method}: {preset.most} layers are the most that were tried")
             above = [item for item in failed if item.layers > best[method].layers]
             if above:
                 least = min(above, key=lambda item: item.layers)

@@ -30,6 +30,11 @@ def test_case_1_shows_each_methods_largest_that_passed(measure):
     )
 
 
+def test_case_1_says_where_the_search_ended_before_a_model_failed(measure):
+    found = shown(1, measure(make_trial(layers=TINY.most), make_trial("megatron-lm", 1)))
+    assert found.notes == ("stronghold: 2 layers are the most that were tried",)
+
+
 def test_case_1_takes_no_trial_under_other_limits(measure):
     other = make_trial(layers=8) | {"limits": {"device_bytes": 1, "host_bytes": 2}}
     assert values(shown(1, measure(make_trial(), other)).here) == {Wanted("stronghold", 2): 2000}
