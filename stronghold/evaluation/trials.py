@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -145,7 +146,7 @@ def allocated(folder: Path) -> int:
     return total
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
     """Kills the trial and its children if they still run, and waits for it."""
     try:
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []

@@ -19,7 +19,7 @@ from stronghold.evaluation.cases.reading import read_results
 from stronghold.evaluation.cases.running import Place, run_case
 from stronghold.evaluation.cases.table import csv_text, tables
 
-FAILED, WRONG_USAGE = 1, 2
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.do(options))
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has gone: there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

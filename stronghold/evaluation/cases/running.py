@@ -13,7 +13,7 @@ from stronghold.evaluation.cases.measurement import Measurement, describe
 from stronghold.evaluation.cases.points import in_words, layers_of_largest, missing_runs
 from stronghold.evaluation.cases.reading import RUNS, read_results
 from stronghold.evaluation.records import describe_machine
-from stronghold.evaluation.trials import exit_reason
+from stronghold.evaluation.trials import end, exit_reason
 
 Say = Callable[[str], None]
 
@@ -76,5 +76,8 @@ def _train(preset: Machine, run: Wanted, place: Place) -> str:
     output += ["--out", place.results / "runs" / name]
     command = training(preset, run, place.device, preset.steps) + [str(word) for word in output]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
-    _, said = process.communicate()
+    try:
+        _, said = process.communicate()
+    finally:
+        end(process)  # where we are ended ourselves
     return exit_reason(process.returncode, said)

@@ -1,9 +1,12 @@
 """Runs of a case: the command that each is, which are made, and what happens to one that fails."""
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stronghold.evaluation.cases import largest, running
@@ -132,6 +135,24 @@ def test_a_method_that_trains_nothing_is_left_out_with_the_reason(machine, monke
 )
 def test_the_verdict(changed, together, expected):
     assert verdict(from_record(make_trial(**changed), "x"), TINY, together) == expected
+
+
+def test_ended_by_sigterm_it_ends_the_process_that_trains(tmp_path):
+    program = f"""
+import sys
+from stronghold.evaluation.cases import __main__, running
+sleeps = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+running.training = lambda *_: [sys.executable, "-c", sleeps]
+sys.exit(__main__.main(["run", "4", "--machine", "tiny", "--results", {str(tmp_path / "results")!r}]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    until_s = time.monotonic() + 100
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    trains = psutil.Process(int((tmp_path / "pid").read_text()))
+    process.terminate()
+    assert process.wait(60) == 143
+    assert not trains.is_running()
 
 
 def test_a_real_trial_of_stronghold_passes_and_tells_what_it_took(tmp_path):
