@@ -14,7 +14,7 @@ from stronghold.evaluation.cases.case import CASES
 from stronghold.evaluation.cases.drawing import save_figure
 from stronghold.evaluation.cases.largest import find_largest
 from stronghold.evaluation.cases.machines import MACHINES, find_machine
-from stronghold.evaluation.cases.points import Shown, show
+from stronghold.evaluation.cases.points import Shown, in_words, show
 from stronghold.evaluation.cases.reading import read_results
 from stronghold.evaluation.cases.running import Place, run_case
 from stronghold.evaluation.cases.table import csv_text, tables
@@ -76,6 +76,8 @@ def _shown(options: argparse.Namespace) -> Shown:
     shown = show(case, preset, results.measurements, on=options.measured_on)
     for note in (*results.notes, *shown.notes):
         print(f"note: {note}", file=sys.stderr)
+    for point in (point for panel in shown.panels for point in panel.points if point.wrong):
+        print(f"wrong: {in_words(point.wanted)}: {point.wrong}", file=sys.stderr)
     logged = any(point.measurement for point in shown.published.points)
     if shown.here is None and not logged:
         raise ValueError(

@@ -30,6 +30,14 @@ def test_the_table_is_printed_and_written(results, capsys):
         assert 'measured,"Some CPU, 2 cores, 8.00 GiB",tiny,,stronghold,2,1,2000,iteration_s,0.5,' in file.read()
 
 
+def test_what_is_wrong_is_listed(results, capsys):
+    folder = results(make_record(wrong="its loss differs in step 3"))
+    assert main(["extract", "5", "--machine", "tiny", "--results", folder]) == 0
+    printed = capsys.readouterr()
+    assert "WRONG" in printed.out
+    assert "wrong: stronghold, 2 layers, window 1: its loss differs in step 3" in printed.err
+
+
 def test_the_figure_is_written(results, tmp_path):
     folder = results(make_record())
     assert main(["draw", "4", "--machine", "tiny", "--results", folder]) == 0
