@@ -87,7 +87,6 @@ CPU = Machine(
         "zero-infinity",
         "zero-infinity-nvme",
         "fsdp-offload",
-        "torchao-offload",
         "stronghold",
     ),
     largest={"megatron-lm": 16, "l2l": 32, "zero-offload": 32, "zero-infinity": 32, "stronghold": 64},

@@ -35,7 +35,8 @@ def training(preset: Machine, run: Wanted, device: str, steps: int) -> list[str]
         *("--batch", preset.batch, "--seq", preset.sequence, "--dtype", preset.dtype),
         *("--steps", steps, "--lr", preset.lr, "--device", device),
         *(("--window", run.window) if run.window is not None else ()),
-        *(("--store", "disk") if run.method == "zero-infinity-nvme" else ()),
+        # a store on disk alone would have layers updated in the backward pass, without the clipping of the others
+        *(("--store", "disk", "--update", "deferred") if run.method == "zero-infinity-nvme" else ()),
     ]
     return [sys.executable, "-m", "stronghold", "train", *map(str, words)]
 
