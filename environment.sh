@@ -19,7 +19,12 @@ stronghold_environment() {
     _stronghold_fail "the environment in $root/.venv is not complete; remove that folder and run this again"
   _stronghold_build
   if [[ -n "$lock" ]]; then exec {lock}>&-; fi
-  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the tree in place is what runs
+  stronghold_exports
+}
+
+# Sets what a process of the project needs besides an interpreter.
+stronghold_exports() {
+  export PYTHONPATH="$STRONGHOLD_ROOT${PYTHONPATH:+:$PYTHONPATH}" # the tree in place is what runs
   # OpenMP's idle threads spin for up to ten milliseconds before they sleep, on cores that PyTorch's threads and
   # the optimizer's want in turn: let them sleep after microseconds.
   if [[ -z "${OMP_WAIT_POLICY:-}" ]]; then export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"; fi

@@ -5,7 +5,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=environment.sh
 . "$root/environment.sh"
-stronghold_environment pytest pytest_timeout hypothesis
+stronghold_environment pytest pytest_timeout hypothesis nbclient ipykernel
 
 # The models of the tests are small: more threads than two only get into one another's way.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"

@@ -26,15 +26,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from largest_watch import end, watch
 from rich.console import Console
 from rich.table import Table
 
 from stronghold.evaluation.records import Record, append_record, describe_machine, read_records
+from stronghold.evaluation.trials import Limits, end, exit_reason, search, watch
 from stronghold.units import format_bytes, format_count, format_seconds, parse_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +67,7 @@ def command(options: argparse.Namespace, layers: int, scratch: Path) -> list[str
 def attempt(options: argparse.Namespace, layers: int) -> Record:
     """Runs one trial and returns its record; ``reason`` is empty if it passed."""
     Path(options.store).mkdir(parents=True, exist_ok=True)
+    limits = Limits(memory_bytes=options.limit, disk_bytes=options.disk, time_s=options.timeout)
     with tempfile.TemporaryDirectory(dir=options.store, prefix="largest-") as folder:
         scratch = Path(folder)
         with (scratch / "output").open("wb") as output:
@@ -77,15 +78,15 @@ def attempt(options: argparse.Namespace, layers: int) -> Record:
                 env=environment(options.method),
             )
             try:
-                watched = watch(process, options, scratch)
+                watched = watch(process, limits, scratch)
             finally:
                 end(process)
         lines = read_records(scratch / "log.jsonl").records if (scratch / "log.jsonl").exists() else ()
         said = (scratch / "output").read_text(errors="replace")
     steps = [line for line in lines if line["event"] == "step"]
     losses = [step["loss"] for step in steps]
-    peak = max([watched["peak_bytes"], *(step["peak_host_bytes"] for step in steps)])
-    ended = watched["reason"] or exit_reason(process.returncode, said)
+    peak = max([watched.peak_bytes, *(step["peak_host_bytes"] for step in steps)])
+    ended = watched.reason or exit_reason(process.returncode, said)
     return {
         "benchmark": "largest",
         "method": options.method,
@@ -95,18 +96,10 @@ def attempt(options: argparse.Namespace, layers: int) -> Record:
         "losses": losses,
         "seconds": [round(step["iteration_s"], 3) for step in steps],
         "peak_bytes": peak,
-        "disk_bytes": watched["disk_bytes"],
-        "trial_s": round(watched["trial_s"], 1),
+        "disk_bytes": watched.disk_bytes,
+        "trial_s": round(watched.trial_s, 1),
         "reason": ended or verdict(losses, options.steps, peak, options.limit),
     }
-
-
-def exit_reason(code: int, said: str) -> str:
-    """Returns why a trial ended by itself without success: the last line that it said."""
-    if code == 0:
-        return ""
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")
-    return f"ended with {code}: {last[:300]}"
 
 
 def verdict(losses: Sequence[Any], steps: int, peak: int, limit: int) -> str:
@@ -143,28 +136,6 @@ def settings_of(options: argparse.Namespace) -> Record:
     names = ("limit", *SHAPE, "steps", "lr", "dtype") + (("window", "states") if options.method == "stronghold" else ())
     found = {name: getattr(options, name) for name in names}
     return found if options.method == "stronghold" else found | {"mmap_threshold_bytes": MMAP_THRESHOLD_BYTES}
-
-
-# ---- the search ----
-
-
-def search(passes: Callable[[int], bool], first: int, most: int) -> int:
-    """Returns the largest number in [0, most] that passes, 0 if ``first`` and all below it fail.
-
-    Doubles from ``first`` until a trial fails, then halves what is between; what passes is taken to pass below, too.
-    """
-    good, bad, number = 0, most + 1, min(first, most)
-    while number < bad:
-        if passes(number):
-            good, number = number, min(2 * number, most)
-            if good == most:
-                break
-        else:
-            bad = number
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if passes(middle) else (good, middle)
-    return good
 
 
 # ---- the table ----

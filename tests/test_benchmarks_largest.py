@@ -31,15 +31,8 @@ def load(name):
 
 
 @pytest.fixture(scope="module")
-def watch():
-    return load("largest_watch")
-
-
-@pytest.fixture(scope="module")
-def largest(watch):
-    sys.modules["largest_watch"] = watch  # where the script itself finds it: beside it
-    yield load("largest")
-    del sys.modules["largest_watch"]
+def largest():
+    return load("largest")
 
 
 @pytest.fixture(scope="module")
@@ -118,29 +111,6 @@ def test_a_trial_that_cannot_train_tells_why(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("largest_passing", "first", "most", "expected"),
-    [
-        (11, 4, 1024, [4, 8, 16, 12, 10, 11]),
-        (0, 1, 1024, [1]),
-        (0, 4, 1024, [4, 2, 1]),
-        (3, 8, 1024, [8, 4, 2, 3]),
-        (1000, 1, 8, [1, 2, 4, 8]),
-        (1000, 3, 8, [3, 6, 8]),
-        (7, 1, 8, [1, 2, 4, 8, 6, 7]),
-    ],
-)
-def test_the_search_doubles_and_then_halves(largest, largest_passing, first, most, expected):
-    tried = []
-
-    def passes(layers):
-        tried.append(layers)
-        return layers <= largest_passing
-
-    assert largest.search(passes, first, most) == min(largest_passing, most)
-    assert tried == expected
-
-
-@pytest.mark.parametrize(
     ("losses", "peak", "expected"),
     [
         ([3.0, 4.0, 2.0], 10, ""),
@@ -153,20 +123,6 @@ def test_the_search_doubles_and_then_halves(largest, largest_passing, first, mos
 )
 def test_the_verdict(largest, losses, peak, expected):
     assert largest.verdict(losses, 3, peak, 10) == expected
-
-
-def test_memory_counts_a_child_and_what_was_freed_again(watch):
-    script = (
-        "import subprocess, sys, time\n"
-        "block = b'x' * (90 << 20); del block\n"
-        "subprocess.run([sys.executable, '-c', 'import time; b = b\"x\" * (50 << 20); time.sleep(3)'])\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script])
-    memory = watch.Memory(process.pid)
-    while process.poll() is None:
-        memory.poll()
-        time.sleep(0.05)
-    assert 140 * 2**20 < memory.peak_bytes < 190 * 2**20
 
 
 def test_the_table_shows_the_largest_that_passed_and_the_next_that_did_not(largest, tmp_path):

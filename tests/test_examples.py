@@ -1,5 +1,6 @@
-"""The short programs under examples/ run and learn."""
+"""The short programs under examples/ run and learn; the cases' scripts are thin."""
 
+import os
 import re
 import subprocess
 import sys
@@ -17,3 +18,36 @@ def test_it_runs_and_the_loss_falls(name):
     losses = [float(x) for x in re.findall(r"loss'?:? '?(\d+\.\d+)", done.stdout)]
     assert len(losses) >= 10
     assert losses[9] < losses[0]
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_the_scripts_of_a_case_are_thin_and_run_from_a_shell(number):
+    for action in ("run", "extract"):
+        path = EXAMPLES / f"case{number}_{action}.sh"
+        assert path.read_text().splitlines()[1].endswith(f'/case.sh" {action} {number} "$@"')
+        assert os.access(path, os.X_OK)
+    draw = EXAMPLES / f"case{number}_draw.py"
+    assert f'main(["draw", "{number}", *sys.argv[1:]])' in draw.read_text()
+    assert os.access(draw, os.X_OK)
+
+
+@pytest.mark.parametrize("name", ["case1_run.sh", "case3_extract.sh", "case5_draw.py"])
+def test_a_cases_script_helps_and_refuses_from_any_folder(name, tmp_path):
+    def call(*arguments):
+        environment = os.environ | {"PYTHON": sys.executable}
+        command = [sys.executable] if name.endswith(".py") else ["bash"]
+        return subprocess.run(
+            [*command, EXAMPLES / name, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=tmp_path,
+            env=environment,
+        )
+
+    told = call("--help")
+    assert told.returncode == 0
+    assert "The largest trainable model (figure 6a)" in told.stdout
+    refused = call("--machine", "k80")
+    assert refused.returncode == 2
+    assert "error: argument --machine: invalid choice: 'k80'" in refused.stderr

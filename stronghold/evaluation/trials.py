@@ -1,48 +1,91 @@
-"""Watches a trial of largest.py: its memory, its disk and its time, and ends it where it goes beyond one of them."""
+"""Trials: processes that train under limits of memory, disk and time, and the search for the largest that passes."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from stronghold.evaluation.records import Record
 from stronghold.units import format_seconds
 
 POLL_S = 0.05
 """How often memory and disk are looked at: the files of a store are there no longer than its run."""
 
 
-def watch(process: subprocess.Popen[bytes], options: argparse.Namespace, scratch: Path) -> Record:
-    """Waits for the trial, and kills it where it goes beyond a limit. Returns its peaks, and why it was killed."""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a trial may take: resident memory and disk in bytes, time in seconds."""
+
+    memory_bytes: int
+    disk_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A trial's peaks in bytes and its time; ``reason`` is why it was killed, empty if it ended by itself."""
+
+    peak_bytes: int
+    disk_bytes: int
+    trial_s: float
+    reason: str
+
+
+def search(passes: Callable[[int], bool], first: int, most: int) -> int:
+    """Returns the largest number in [0, most] that passes, 0 if ``first`` and all below it fail.
+
+    Doubles from ``first`` until a trial fails, then halves what is between; what passes is taken to pass below, too.
+    """
+    good, bad, number = 0, most + 1, min(first, most)
+    while number < bad:
+        if passes(number):
+            good, number = number, min(2 * number, most)
+            if good == most:
+                break
+        else:
+            bad = number
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if passes(middle) else (good, middle)
+    return good
+
+
+def watch(process: subprocess.Popen[bytes], limits: Limits, folder: Path) -> Watched:
+    """Waits for a trial that stores below ``folder``, and kills it where it goes beyond a limit."""
     begin_s = time.monotonic()
     memory, disk_bytes, reason = Memory(process.pid), 0, ""
     while process.poll() is None:
         now_s = time.monotonic()
-        disk_bytes = max(disk_bytes, allocated(scratch))
-        if memory.poll() > options.limit:
+        disk_bytes = max(disk_bytes, allocated(folder))
+        if memory.poll() > limits.memory_bytes:
             reason = "over the limit of memory"
-        elif disk_bytes > options.disk:
+        elif disk_bytes > limits.disk_bytes:
             reason = "over the limit of disk"
-        elif now_s - begin_s > options.timeout:
-            reason = f"not done after {format_seconds(options.timeout)}"
+        elif now_s - begin_s > limits.time_s:
+            reason = f"not done after {format_seconds(limits.time_s)}"
         if reason:
             end(process)
             break
         time.sleep(POLL_S)
-    disk_bytes = max(disk_bytes, allocated(scratch))
-    if not reason and disk_bytes > options.disk:
+    disk_bytes = max(disk_bytes, allocated(folder))
+    if not reason and disk_bytes > limits.disk_bytes:
         reason = "over the limit of disk"
-    return {
-        "peak_bytes": memory.peak_bytes,
-        "disk_bytes": disk_bytes,
-        "trial_s": time.monotonic() - begin_s,
-        "reason": reason,
-    }
+    trial_s = time.monotonic() - begin_s
+    return Watched(peak_bytes=memory.peak_bytes, disk_bytes=disk_bytes, trial_s=trial_s, reason=reason)
+
+
+def exit_reason(code: int, said: str) -> str:
+    """Returns why a trial ended by itself without success: the last line that it said."""
+    if code == 0:
+        return ""
+    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")
+    return f"ended with {code}: {last[:300]}"
 
 
 class Memory:
@@ -103,7 +146,7 @@ def allocated(folder: Path) -> int:
     return total
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
     """Kills the trial and its children if they still run, and waits for it."""
     try:
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []

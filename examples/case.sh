@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# What caseN_run.sh and caseN_extract.sh do: case.sh run|extract N [options]; each with --help. PYTHON names an interpreter
+# that has all that is needed, so that nothing is set up.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=../environment.sh
+. "$root/environment.sh"
+if [[ -z "${PYTHON:-}" ]]; then stronghold_environment; else stronghold_exports; fi
+exec "$PYTHON" -m stronghold.evaluation.cases "$@"

@@ -1,0 +1,139 @@
+"""``python -m stronghold.evaluation.cases``: what the scripts in examples/ call."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from stronghold.evaluation.cases.case import CASES
+from stronghold.evaluation.cases.drawing import save_figure
+from stronghold.evaluation.cases.largest import find_largest
+from stronghold.evaluation.cases.machines import MACHINES, find_machine
+from stronghold.evaluation.cases.points import Shown, in_words, show
+from stronghold.evaluation.cases.reading import read_results
+from stronghold.evaluation.cases.running import Place, run_case
+from stronghold.evaluation.cases.table import csv_text, tables
+
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs, extracts or draws the case that ``arguments`` name, and returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.do(options))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone: there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except ValueError as error:
+        print(f"case {options.case}: error: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    except OSError as error:
+        print(f"case {options.case}: error: {error.strerror}: {error.filename}", file=sys.stderr)
+        return FAILED
+
+
+def _run(options: argparse.Namespace) -> int:
+    # so that the process that trains ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    case, preset = CASES[options.case], find_machine(options.machine)
+    place = Place(results=options.results, device=options.device or _device(), again=options.again)
+    failed = (find_largest if case.largest else run_case)(case, preset, place, lambda line: print(line, flush=True))
+    print(f"results in {options.results}; examples/case{case.number}_extract.sh --machine {preset.name} has the table")
+    return FAILED if failed else 0
+
+
+def _extract(options: argparse.Namespace) -> int:
+    shown = _shown(options)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    for table in tables(shown):
+        console.print(table)
+    path = options.csv or _stem(options).with_suffix(".csv")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(csv_text(shown), encoding="utf-8")
+    print(path)
+    return 0
+
+
+def _draw(options: argparse.Namespace) -> int:
+    for path in save_figure(_shown(options), options.output or _stem(options)):
+        print(path)
+    return 0
+
+
+def _shown(options: argparse.Namespace) -> Shown:
+    """Returns what the case shows, its notes said. Raises ValueError if there is nothing of it."""
+    case, preset = CASES[options.case], find_machine(options.machine)
+    paths = options.results or [Path("results")]
+    results = read_results(paths)
+    shown = show(case, preset, results.measurements, on=options.measured_on)
+    for note in (*results.notes, *shown.notes):
+        print(f"note: {note}", file=sys.stderr)
+    for point in (point for panel in shown.panels for point in panel.points if point.wrong):
+        print(f"wrong: {in_words(point.wanted)}: {point.wrong}", file=sys.stderr)
+    logged = any(point.measurement for point in shown.published.points)
+    if shown.here is None and not logged:
+        raise ValueError(
+            f"there must be results of case {case.number} in the settings of --machine {preset.name} (got none in "
+            f"{', '.join(map(str, paths))}); run examples/case{case.number}_run.sh --machine {preset.name} first"
+        )
+    return shown
+
+
+def _stem(options: argparse.Namespace) -> Path:
+    """Returns where a case's table and figure go, without the suffix: into the first folder of results."""
+    folder = next((path for path in options.results or [] if path.is_dir()), Path("results"))
+    return Path(folder) / f"case{options.case}_{options.machine}"
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _parser() -> argparse.ArgumentParser:
+    presets = "".join(f"\n  {machine.name:<5} {machine.about}" for machine in MACHINES.values())
+    cases = "".join(f"\n  {case.number}  {case.title} ({case.figure})" for case in CASES.values())
+    parser = argparse.ArgumentParser(prog="python -m stronghold.evaluation.cases", description="The paper's cases.")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    for name, do, about in (
+        ("run", _run, "Makes the runs of a case that its results do not have yet."),
+        ("extract", _extract, "Prints a case's table, and writes it as CSV."),
+        ("draw", _draw, "Draws a case's figure, as PNG and SVG."),
+    ):
+        action = actions.add_parser(
+            name,
+            help=about,
+            description=about,
+            epilog=f"cases:{cases}\n\nmachines:{presets}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        action.set_defaults(do=do)
+        add: Any = action.add_argument
+        add("case", type=int, choices=tuple(CASES), metavar="CASE", help="the case's number, 1 to 5")
+        add("--machine", choices=tuple(MACHINES), default="cpu", help="the settings to measure in (default: cpu)")
+        if name == "run":
+            add("--results", type=Path, default=Path("results"), metavar="DIR", help="where they go (default: results)")
+            add("--device", help="cpu, cuda or cuda:N (default: cuda where there is one, else cpu)")
+            add("--again", action="store_true", help="also make those that are there, of this machine and this commit")
+            continue
+        results = "folders of results, records, or logs of the paper's artifact (default: results)"
+        add("--results", type=Path, nargs="+", metavar="PATH", help=results)
+        add("--measured-on", metavar="TEXT", help="a part of the name of the one machine to show, of several")
+        if name == "extract":
+            add("--csv", type=Path, metavar="FILE", help="(default: caseN_MACHINE.csv among the results)")
+        else:
+            add("-o", "--output", type=Path, metavar="STEM", help="without suffix (default: caseN_MACHINE, likewise)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""A run as a case sees it, read from its record."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stronghold.evaluation.cases.series import check_method
+from stronghold.evaluation.records import Record
+from stronghold.evaluation.runs import to_float
+from stronghold.units import format_bytes
+
+NOT_RECORDED = "not recorded"
+_USUAL = {"store": "ram", "states": "fp32", "micro_batch": None, "activations": "recompute", "resident": 0}
+"""What a stronghold run of a case must not have changed; an older record lacks some, and had no choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a trial of case 1 was allowed, in bytes."""
+
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One run or one trial. ``source`` says where it is written.
+
+    ``settings`` are as recorded. ``machine`` is what it ran on, in words. ``low`` and ``high`` are the 10th and 90th
+    percentile of ``iteration_s``, the median; all are NaN for a trial that did not train, ``reason`` is then why.
+    ``limits`` are a trial's. ``artifact`` tells a log of the paper's artifact. ``note`` is what a reader should know
+    of it, ``wrong`` why its losses are not to be trusted.
+    """
+
+    source: str
+    method: str
+    layers: int
+    settings: Mapping[str, Any]
+    machine: str
+    commit: str = ""
+    time: str = ""
+    parameters: int = 0
+    steps: int = 0
+    iteration_s: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    samples_per_s: float = math.nan
+    losses: tuple[float, ...] = ()
+    device_bytes: int = 0
+    host_bytes: int = 0
+    limits: Limits | None = None
+    reason: str = ""
+    artifact: bool = False
+    note: str = ""
+    wrong: str = ""
+
+    @property
+    def window(self) -> int | None:
+        """Stronghold's window; other methods have none, whatever is recorded, nor has "auto" a number."""
+        window = self.settings.get("window") if self.method == "stronghold" else None
+        return window if isinstance(window, int) else None
+
+    def has(self, shape: Mapping[str, Any]) -> bool:
+        """Tells whether its settings are those of ``shape``. What was not recorded yet is taken to be as wanted."""
+        wanted = {"path": None, **(_USUAL if self.method == "stronghold" else {}), **shape}
+        return all(self.settings.get(name, value) == value for name, value in wanted.items())
+
+
+def from_record(record: Record, source: str) -> Measurement:
+    """Returns a run's record, or a trial's, as a measurement. Raises ValueError saying what it lacks."""
+    if "error" in record:
+        raise ValueError(f"its run did not succeed: {record['error']}")
+    settings, machine = record.get("settings"), record.get("machine", {})
+    limits, summary = record.get("limits"), record.get("summary")
+    missing = [name for name, value in (("settings", settings), ("machine", machine)) if not isinstance(value, dict)]
+    if not isinstance(summary, dict) and limits is None:
+        missing.append("summary")
+    if missing:
+        raise ValueError(f"it has no {' and no '.join(missing)}: a record of another or an older format")
+    assert isinstance(settings, dict)
+    method = check_method(settings.get("method"))
+    if settings.get("path") is None and not isinstance(settings.get("layers"), int):
+        raise ValueError("its settings have no layers: a record of another or an older format")
+    return Measurement(
+        source=source,
+        method=method,
+        layers=settings.get("layers") or 0,
+        settings=settings,
+        machine=describe(machine, str(settings.get("device", "cpu"))),
+        commit=str(machine.get("commit") or ""),
+        time=str(machine.get("time") or ""),
+        parameters=record.get("parameters") or 0,
+        limits=None if limits is None else Limits(**limits),
+        reason=record.get("reason", ""),
+        note="interrupted" if record.get("interrupted") else "",
+        wrong=record.get("wrong") or _unsound(summary or {}),
+        **_summary(record, summary or {}, settings),
+    )
+
+
+def describe(machine: Mapping[str, Any], device: str) -> str:
+    """Returns a recorded machine in words: what computed, and the host. A GPU that was not used is not named."""
+    host = machine.get("host")
+    if not isinstance(host, dict):
+        return NOT_RECORDED
+    words = [f"{host.get('processor')}, {host.get('cores')} cores"]
+    if host.get("memory_bytes"):
+        words.append(format_bytes(host["memory_bytes"]))
+    gpus = machine.get("gpus") or []
+    if device.startswith("cuda") and gpus:
+        gpu = gpus[min(int(device.partition(":")[2] or 0), len(gpus) - 1)]
+        words.insert(0, f"{gpu['name']} {format_bytes(gpu['memory_bytes'])}")
+    return ", ".join(words)
+
+
+def _summary(record: Record, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that come from a run's summary; one of a trial that did not train has none of them."""
+    if not summary:
+        return {"device_bytes": record.get("device_bytes", 0), "host_bytes": record.get("host_bytes", 0)}
+    absent = sorted({"iteration_s", "steps"} - summary.keys())
+    if absent:
+        raise ValueError(f"its summary has no {' and no '.join(absent)}: a record of an older format")
+    iteration_s = float(summary["iteration_s"])
+    return {
+        "steps": summary["steps"],
+        "iteration_s": iteration_s,
+        "low": float(summary.get("iteration_s_p10", iteration_s)),
+        "high": float(summary.get("iteration_s_p90", iteration_s)),
+        "samples_per_s": settings["batch"] / iteration_s,
+        "losses": _losses(summary),
+        "device_bytes": summary.get("peak_device_bytes") or summary.get("device_bytes", 0),
+        "host_bytes": max(summary.get("peak_host_bytes", 0), record.get("host_bytes", 0)),
+    }
+
+
+def _losses(summary: Mapping[str, Any]) -> tuple[float, ...]:
+    return tuple(to_float(summary[name]) for name in ("first_loss", "last_loss") if name in summary)
+
+
+def _unsound(summary: Mapping[str, Any]) -> str:
+    """Returns what is wrong with losses that are not even numbers."""
+    return next((f"its loss is {loss}" for loss in _losses(summary) if not math.isfinite(loss)), "")
