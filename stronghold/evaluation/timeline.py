@@ -10,6 +10,8 @@ from typing import Any
 
 from stronghold.spans import Span
 
+TIMELINE_NAME = "timeline.json"
+"""In the folder of the run."""
 LANES = ("compute", "waits", "fetches", "gradients", "updates", "edges", "disk reads", "disk writes")
 """In the order in which they are drawn; others follow."""
 

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from stronghold.evaluation.page.reading import TIMELINE_NAME, find_timeline, read_page_results
+from stronghold.evaluation.page.reading import find_timeline, read_page_results
 from stronghold.evaluation.runs import LOG_NAME
-from stronghold.evaluation.timeline import read_spans, to_chrome
+from stronghold.evaluation.timeline import TIMELINE_NAME, read_spans, to_chrome
 
 
 def write_trace(folder: str | Path, path: str | Path) -> tuple[str, tuple[str, ...]]:

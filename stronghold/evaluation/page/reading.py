@@ -7,12 +7,11 @@ from typing import Any
 
 from stronghold.evaluation.records import Record, read_records
 from stronghold.evaluation.runs import LOG_NAME, Run, read_run, summarize
-from stronghold.evaluation.timeline import read_spans
+from stronghold.evaluation.timeline import TIMELINE_NAME, read_spans
 from stronghold.spans import Span
 from stronghold.units import format_bytes
 
 RUNS_NAME = "runs.jsonl"
-TIMELINE_NAME = "timeline.json"
 _NAMED = 5
 """Runs that a note names; it counts the rest."""
 _ENDED = {True: "interrupted", False: "complete"}
