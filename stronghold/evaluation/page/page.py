@@ -35,6 +35,8 @@ def write_page(
     notes = tuple(dict.fromkeys(notes))
     sections.append(_notes_section(notes))
     about = f"{len(results.runs)} runs in {folder}, read {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+    if notes:
+        about += f"; {len(notes)} notes, at the end, on what is left out"
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

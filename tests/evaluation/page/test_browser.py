@@ -185,6 +185,13 @@ def test_a_part_that_is_pointed_at_or_tapped_tells_its_times(opened, page):
     assert tip(opened) == ""
 
 
+def test_a_name_that_is_code_is_shown_as_text(opened):
+    x, _ = middle_of(opened, Span(EVIL, EVIL, 0.0, 1e-4))
+    bottom = opened.evaluate("document.querySelector('canvas').getBoundingClientRect().bottom")
+    opened.mouse("mouseMoved", x, bottom - 15)
+    assert tip(opened).split("\n")[:2] == [EVIL, EVIL]
+
+
 def test_fingers_move_and_pinch(browser, page):
     browser.open(page.as_uri(), width=PHONE[0], height=PHONE[1])
     span = computation(page, "backward 3")

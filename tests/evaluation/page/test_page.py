@@ -13,7 +13,7 @@ from stronghold.evaluation.timeline import rows, write_spans
 from stronghold.spans import Span
 from tests.evaluation.page.examples import ARM, EPYC, machine, record, start, summary, write_lines, write_log
 
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
+EVIL = "</script ></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 SPANS = [
     Span("compute", "forward 0", 0.0, 0.25),
     Span("disk reads", "read 1", 0.1, 0.4),
