@@ -18,7 +18,7 @@ pytestmark = [
 ]
 PHONE, DESK = (360, 740), (1280, 800)
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 300"><rect width="800" height="300"/></svg>'
-EVIL = "<img src=x onerror=ran=1></script><script>ran=1</script>"
+EVIL = "</script x><img src=x onerror=ran=1></script><script>ran=1</script>"
 
 
 def traced(folder):
