@@ -34,9 +34,9 @@ def write_page(
     notes = (*results.notes, *missing_notes(results.runs), *loss_notes, *memory_notes, *timeline_notes, *span_notes)
     notes = tuple(dict.fromkeys(notes))
     sections.append(_notes_section(notes))
-    about = f"{len(results.runs)} runs in {folder}, read {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+    about = f"runs: {len(results.runs)}, from {folder}, read {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
     if notes:
-        about += f"; {len(notes)} notes, at the end, on what is left out"
+        about += f"; notes on what is left out, at the end: {len(notes)}"
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
