@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
 from stronghold.errors import StrongholdError
@@ -73,6 +73,25 @@ def _plot(options: argparse.Namespace) -> int:
         if run.truncated:
             print(f"stronghold: note: {run.truncated}", file=sys.stderr)
     print(draw_runs(runs, options.output))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from stronghold.evaluation.page.page import write_page
+
+    for note in write_page(options.results, options.output, run=options.timeline_of):
+        print(f"stronghold: note: {note}", file=sys.stderr)
+    print(options.output)
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from stronghold.evaluation.trace import write_trace
+
+    name, notes = write_trace(options.folder, options.output)
+    for note in notes:
+        print(f"stronghold: note: {note}", file=sys.stderr)
+    print(f"{options.output}: a step of {name}")
     return 0
 
 
@@ -164,7 +183,40 @@ def _parser() -> argparse.ArgumentParser:
     plot.set_defaults(run=_plot)
     plot.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or its log.jsonl")
     plot.add_argument("-o", "--output", default="runs.png", metavar="FILE", help="the PNG to write (default: runs.png)")
+    _add_page_commands(commands)
     return parser
+
+
+def _add_page_commands(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write results as one page",
+        description="Writes the runs of a folder as one HTML page that needs no network: machines, a table of\n"
+        "methods and runs, loss, memory, and a timeline of one step to zoom into.",
+        epilog="example:\n  stronghold report results/ -o report.html\n",
+        formatter_class=_Help,
+    )
+    report.set_defaults(run=_report)
+    report.add_argument("results", metavar="RESULTS", help="a folder with runs.jsonl, runs' folders, or both")
+    report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="(default: report.html)")
+    report.add_argument(
+        "--run",
+        dest="timeline_of",
+        metavar="NAME",
+        help="the run whose timeline is shown (default: the newest that has one)",
+    )
+    trace = commands.add_parser(
+        "trace",
+        help="write a step's timeline for Perfetto",
+        description="Writes the timeline of one step as a trace for https://ui.perfetto.dev and chrome://tracing.",
+        epilog="example:\n  stronghold trace runs/books -o trace.json\n",
+        formatter_class=_Help,
+    )
+    trace.set_defaults(run=_trace)
+    trace.add_argument(
+        "folder", metavar="RUN", help="a run's folder, or a folder of results: its newest run that has a timeline"
+    )
+    trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="(default: trace.json)")
 
 
 def _add_train_arguments(train: argparse.ArgumentParser) -> None:

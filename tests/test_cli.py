@@ -155,11 +155,11 @@ def test_resume_goes_on_and_tells_what_it_skipped(capsys, text, tmp_path):
     assert code == 2
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["plot", "--help"]])
-def test_help_fits_and_has_no_gaps(capsys, arguments, monkeypatch):
+@pytest.mark.parametrize("command", [[], ["train"], ["plot"], ["report"], ["trace"]])
+def test_help_fits_and_has_no_gaps(capsys, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
+        cli.main([*command, "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 104

@@ -16,10 +16,11 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """What a file of JSON lines holds. ``truncated`` tells of a last line that was cut off, if any."""
+    """What a file of JSON lines holds. ``truncated`` tells of a last line that was cut off, ``damaged`` of others."""
 
     records: tuple[Record, ...]
     truncated: str = ""
+    damaged: tuple[str, ...] = ()
 
 
 def to_line(record: Mapping[str, Any]) -> str:
@@ -46,8 +47,8 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
         raise OSError(error.errno, f"cannot write the record ({error.strerror})", str(path)) from error
 
 
-def read_records(path: str | Path) -> Records:
-    """Reads a file of JSON lines. A last line that was cut off is left out, and said.
+def read_records(path: str | Path, *, skip_damaged: bool = False) -> Records:
+    """Reads a file of JSON lines. A last line that was cut off is left out, and said; with ``skip_damaged`` others too.
 
     Raises ValueError, naming file and line, for any other line that is not a JSON object, and for a file that
     cannot be read.
@@ -60,6 +61,7 @@ def read_records(path: str | Path) -> Records:
             f"a record file must be readable (got {error.strerror} for {str(path)!r}); pass another path"
         ) from error
     records: list[Record] = []
+    truncated, damaged = "", []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -69,12 +71,16 @@ def read_records(path: str | Path) -> Records:
                 raise ValueError(f"a {type(record).__name__}")
         except ValueError as error:
             if number == len(lines):  # no newline after it: whoever wrote it was stopped
-                return Records(records=tuple(records), truncated=f"{path}:{number} was cut off and is left out")
+                truncated = f"{path}:{number} was cut off and is left out"
+                break
+            if skip_damaged:
+                damaged.append(f"{path}:{number} is no JSON object ({error}) and is left out")
+                continue
             raise ValueError(
                 f"each line of a record file must be a JSON object (at {path}:{number}: {error}); remove that line"
             ) from error
         records.append(record)
-    return Records(records=tuple(records))
+    return Records(records=tuple(records), truncated=truncated, damaged=tuple(damaged))
 
 
 def describe_machine() -> Record:

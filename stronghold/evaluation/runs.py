@@ -17,12 +17,16 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run: its first record, one record per step, its last record if it came to that."""
+    """One training run: its first record, one record per step, its last record if it came to that.
+
+    ``resumes`` has a record for each time that it went on from a checkpoint.
+    """
 
     name: str
     start: Record
     steps: tuple[Record, ...]
     end: Record | None
+    resumes: tuple[Record, ...] = ()
     truncated: str = ""
 
 
@@ -140,6 +144,7 @@ def read_run(path: str | Path) -> Run:
         start=starts[0],
         steps=steps,
         end=ends[-1] if ends else None,
+        resumes=tuple(record for record in found.records if record.get("event") == "resume"),
         truncated=found.truncated,
     )
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from stronghold.spans import Span
 
+TIMELINE_NAME = "timeline.json"
+"""In the folder of the run."""
 LANES = ("compute", "waits", "fetches", "gradients", "updates", "edges", "disk reads", "disk writes")
 """In the order in which they are drawn; others follow."""
 
@@ -22,7 +25,10 @@ def read_spans(path: str | Path) -> list[Span]:
     """Reads what :func:`write_spans` wrote. Raises ValueError, with the file's name, for anything else."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-        return [Span(str(lane), str(name), float(begin_s), float(end_s)) for lane, name, begin_s, end_s in found]
+        spans = [Span(str(lane), str(name), float(begin_s), float(end_s)) for lane, name, begin_s, end_s in found]
+        if wrong := [span for span in spans if not 0 <= span.begin_s <= span.end_s < math.inf]:
+            raise ValueError(f"{wrong[0]} ends before it begins, or is in no time")
+        return spans
     except OSError as error:
         raise ValueError(
             f"a timeline must be readable (got {error.strerror} for {str(path)!r}); pass the folder of a run that has "

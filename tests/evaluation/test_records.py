@@ -90,3 +90,12 @@ def test_the_commit_is_that_of_the_tree_and_marked_if_it_was_changed(tmp_path):
     assert len(clean) == 40
     (tmp_path / "file").write_text("2")
     assert records._commit(tmp_path) == f"{clean}-dirty"
+
+
+def test_damaged_lines_are_left_out_and_said_where_that_is_wanted(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_bytes(b'{"a": 1}\nx\n[2]\n\xff\n{"b": 2}\n{"c"')
+    found = read_records(path, skip_damaged=True)
+    assert found.records == ({"a": 1}, {"b": 2})
+    assert found.truncated == f"{path}:6 was cut off and is left out"
+    assert [note.split(" is no JSON object")[0] for note in found.damaged] == [f"{path}:{n}" for n in (2, 3, 4)]

@@ -25,7 +25,10 @@ def test_spans_come_back_from_a_file(tmp_path):
     assert read_spans(tmp_path / "timeline.json") == SPANS
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"a": 1}', "[[1, 2]]", '[["a", "b", "x", 1]]', "3"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", '{"a": 1}', "[[1, 2]]", '[["a", "b", "x", 1]]', "3", '[["a", "b", 2, 1]]', '[["a", "b", 0, NaN]]'],
+)
 def test_what_is_no_timeline_is_refused(tmp_path, content):
     path = tmp_path / "timeline.json"
     path.write_text(content)
