@@ -29,7 +29,7 @@ from stronghold.evaluation.report import table
 from stronghold.evaluation.runlog import RunLog, check_run_folder
 from stronghold.evaluation.runs import Summary, summarize
 from stronghold.methods import Prepared, find_method
-from stronghold.models.files import build_model, inputs_of, longest_sequence_of, vocabulary_of
+from stronghold.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.pretrained import check_save_folder, save
 from stronghold.units import format_count
@@ -78,7 +78,11 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         console.print(
             f"note       {', '.join(report.disk_paths)}: the system's own disk, which each step wears", soft_wrap=True
         )
-    start = {"settings": settings.flat(), "machine": describe_machine(), "parameters": report.parameters}
+    start = {
+        "settings": settings.flat(),
+        "machine": describe_machine(prepared.packages),
+        "parameters": report.parameters,
+    }
     after = checkpoints.step if settings.resume else None
     with _stops() as stop, RunLog(settings.out, text=settings.log, after=after) as log:
         log.start(start)
@@ -101,7 +105,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         interrupted = done < settings.steps
         if interrupted:
             console.print(f"interrupted after step {done} of {settings.steps}")
-        saved = save_folder if interrupted or settings.save else None
+        saved = save_folder if prepared.saves and (interrupted or settings.save) else None
         if saved is not None:
             save(model, saved)
             console.print(f"model saved in {saved}", soft_wrap=True)
@@ -109,7 +113,10 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         summary = summarize(start, steps, held_out_loss=held_out_loss)
         log.end({"interrupted": interrupted, "saved": saved}, summary)
     if settings.record:
-        append_record(settings.record, {**start, "summary": summary.record(), "interrupted": interrupted})
+        losses = [step["loss"] for step in steps]
+        append_record(
+            settings.record, {**start, "summary": summary.record(), "interrupted": interrupted, "losses": losses}
+        )
     console.print(prepared.report())
     console.print(table("summary", summary.rows()))
     return Outcome(summary=summary, interrupted=interrupted, saved=saved)
@@ -206,20 +213,17 @@ def _steps(
     prepared: Prepared, scheduler: LambdaLR, batches: Batches, settings: TrainSettings, *, after: int
 ) -> Iterator[Record]:
     """Trains from the step ``after`` on, and yields each step's record. Its time is without what is done between."""
-    model, optimizer, wanted = prepared.model, prepared.optimizer, settings.optimizer
-    model.train()
+    prepared.model.train()
     begin = time.perf_counter()
     for step in range(after + 1, settings.steps + 1):
-        lr = optimizer.param_groups[0]["lr"]
+        lr = prepared.optimizer.param_groups[0]["lr"]
         try:
-            batch = batches[step - 1].to(prepared.device)
-            loss = model(**inputs_of(model, batch)).loss
-            loss.backward()
+            loss = prepared.loss(batches[step - 1])
+            prepared.backward(loss)
             value = loss.item()  # the forward pass is long over: nothing is waited for
-            _check_loss(value, step, lr, wanted)
-            optimizer.step()
+            _check_loss(value, step, lr, settings.optimizer)
+            prepared.step()
             scheduler.step()
-            optimizer.zero_grad()
             report = prepared.report()
         except TrainingError:
             raise
@@ -238,6 +242,7 @@ def _steps(
             "peak_device_bytes": report.peak_device_bytes,
             "host_bytes": report.host_bytes,
             "peak_host_bytes": peak_host_bytes(),
+            "disk_bytes": report.disk_bytes,
             "skipped_steps": report.skipped_steps,
             "compute_s": times.compute_s if times else 0.0,
             "fetch_wait_s": times.fetch_wait_s if times else 0.0,
@@ -267,8 +272,7 @@ def _held_out_loss(prepared: Prepared, batches: Batches) -> float | None:
     prepared.model.eval()
     total = 0.0
     for batch in batches.held_out():
-        batch = batch.to(prepared.device)
-        total += prepared.model(**inputs_of(prepared.model, batch)).loss.item() * len(batch)
+        total += prepared.loss(batch).item() * len(batch)
     prepared.model.train()
     return total / batches.held_out_samples
 

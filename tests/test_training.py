@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from stronghold import training
+from stronghold import methods, training
 from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
 from stronghold.data.batches import Batches
 from stronghold.data.text import read_documents
@@ -201,7 +201,7 @@ def test_a_tokenizer_that_the_model_has_no_rows_for_is_refused_before_anything_i
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_its_step_with_the_model_saved(settings, monkeypatch, number):
     before = signal.getsignal(number)
-    inputs_of, calls = training.inputs_of, []
+    inputs_of, calls = methods.inputs_of, []
 
     def interrupt(model, batch):
         calls.append(batch)
@@ -209,7 +209,7 @@ def test_a_signal_ends_the_run_after_its_step_with_the_model_saved(settings, mon
             os.kill(os.getpid(), number)
         return inputs_of(model, batch)
 
-    monkeypatch.setattr(training, "inputs_of", interrupt)
+    monkeypatch.setattr(methods, "inputs_of", interrupt)
     outcome, shown = run(settings)
     assert outcome.interrupted
     logged = read_run(settings.out)

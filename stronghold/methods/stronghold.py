@@ -42,4 +42,5 @@ class Stronghold:
             optimizer=optimizer,
             report=lambda: report(model),
             device=torch.device(settings.device),
+            saves=True,
         )
