@@ -17,12 +17,15 @@ METHODS = {
     "stronghold": "stronghold.methods.stronghold:Stronghold",
     "megatron-lm": "stronghold.methods.megatron_lm:MegatronLM",
     "l2l": "stronghold.methods.l2l:L2L",
+    "zero-offload": "stronghold.methods.zero_offload:ZeroOffload",
+    "zero-infinity": "stronghold.methods.zero_infinity:ZeroInfinity",
+    "zero-infinity-nvme": "stronghold.methods.zero_infinity_nvme:ZeroInfinityNvme",
     "fsdp-offload": "stronghold.methods.fsdp_offload:FsdpOffload",
     "torchao-offload": "stronghold.methods.torchao_offload:TorchaoOffload",
 }
 """Every method's name and class. A method's module is imported when it is asked for, and not before."""
 
-ON_DISK = ("stronghold",)
+ON_DISK = ("stronghold", "zero-infinity-nvme")
 """Those that take a store on disk."""
 
 
