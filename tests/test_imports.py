@@ -32,6 +32,7 @@ ROOMS = {
     "pretrained": 6,
     "methods": 6,
     "parallel": 6,
+    "comparison": 7,
     "training": 7,
     "cli": 8,
 }
