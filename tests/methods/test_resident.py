@@ -1,6 +1,7 @@
 """Methods of PyTorch alone: each has the losses of the loop as a book has it, and refuses what it cannot keep."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -100,6 +101,14 @@ def test_torchao_is_refused_where_there_is_no_gpu():
 def test_torchao_is_refused_in_bf16_and_where_it_is_not_installed(monkeypatch):
     with pytest.raises(ValueError, match="no fp32 masters"):
         prepare("torchao-offload", settings_of(device="cuda", dtype="bf16"))
-    monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(StrongholdError, match="torchao-offload needs torchao"):
         prepare("torchao-offload", settings_of(device="cuda"))
+
+
+def test_zero_is_refused_where_deepspeed_is_not_installed(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DS_ACCELERATOR", "DEEPSPEED_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")  # so that what begin() sets is gone afterwards
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(StrongholdError, match=r"zero-offload needs DeepSpeed .*the extra 'baselines'"):
+        prepare("zero-offload", settings_of())
