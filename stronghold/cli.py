@@ -233,7 +233,8 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
         "--method",
         choices=(*METHODS, ALL),
         default="stronghold",
-        help="what trains: stronghold, something to compare it with, or all of them in turn (default: stronghold)",
+        metavar="NAME",
+        help=f"what trains: {', '.join(METHODS)}, or all of them in turn (default: stronghold)",
     )
     place.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one, else cpu)")
     place.add_argument(

@@ -105,6 +105,8 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         interrupted = done < settings.steps
         if interrupted:
             console.print(f"interrupted after step {done} of {settings.steps}")
+            if not prepared.saves:
+                console.print(f"the model is not saved: {method.name} is there to be compared with", soft_wrap=True)
         saved = save_folder if prepared.saves and (interrupted or settings.save) else None
         if saved is not None:
             save(model, saved)

@@ -51,6 +51,14 @@ def test_a_device_that_does_not_count_tells_what_it_holds():
     assert ("memory", "peak device bytes", "not counted, 50 B held") in summary.rows()
 
 
+def test_what_is_on_disk_and_written_to_it_is_summed_up():
+    steps = [step(n, 1.0) | {"disk_bytes": 2**20 * n, "disk_written_bytes": 2**20} for n in (1, 2, 3)]
+    summary = summarize(START, steps)
+    assert (summary.disk_bytes, summary.disk_written_bytes) == (3 * 2**20, 2**20)
+    assert ("", "disk bytes", "3.00 MiB, 1.00 MiB written a step") in summary.rows()
+    assert "disk bytes" not in {name for _, name, _ in summarize(START, [step(1, 1.0)]).rows()}
+
+
 def write(path, *records):
     for record in records:
         append_record(path, record)
