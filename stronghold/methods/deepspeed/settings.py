@@ -13,7 +13,11 @@ from stronghold.models.gpt import GPTConfig
 
 
 def base_settings(settings: TrainSettings) -> dict[str, Any]:
-    """Returns what is learned: batch, compute type, AdamW and clipping, as every other method has them."""
+    """Returns what is learned: batch, compute type, AdamW and clipping, as every other method has them.
+
+    DeepSpeed's launcher would bind cores to ranks (--bind_cores_to_rank): one process has them all without it, and
+    PyTorch's threads, which are DeepSpeedCPUAdam's too, are as many as every other method's.
+    """
     wanted = settings.optimizer
     return {
         "train_micro_batch_size_per_gpu": settings.batch,
