@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 
 import pytest
 from rich.console import Console
@@ -77,3 +78,17 @@ def test_what_several_methods_cannot_share_is_refused(arguments, change, capsys)
     assert cli.main([*arguments, *change]) == 2
     assert "method='all'" in capsys.readouterr().err
     assert not os.path.exists(arguments[arguments.index("--out") + 1])
+
+
+def test_a_signal_ends_the_method_under_way_with_the_comparison(arguments, monkeypatch, tmp_path):
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nkill -TERM $PPID\nexec sleep 100\n")
+    program.chmod(0o755)
+    only(monkeypatch, "l2l")
+    monkeypatch.setattr(comparison.sys, "executable", str(program))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        run(arguments)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -27,9 +27,7 @@ class FsdpOffload:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        gpt = reference_model(model, settings, self.name, keeps=("activations",))
-        if settings.offload.activations == "host":
-            raise ValueError(f"{self.name} keeps activations on the device (got 'host'); pass recompute or keep")
+        gpt = reference_model(model, settings, self.name, activations=("recompute", "keep"))
         device, wanted = torch.device(settings.device), settings.optimizer
         join_alone(device)
         fill(gpt, weights)

@@ -33,9 +33,7 @@ class L2L:
 
     def prepare(self, model: nn.Module, settings: TrainSettings, weights: Weights | None = None) -> Prepared:
         """Returns ``model``, which stays on the host, and its optimizer."""
-        gpt = reference_model(model, settings, self.name, keeps=("micro_batch", "activations"))
-        if settings.offload.activations == "keep":
-            raise ValueError(f"{self.name} keeps a layer's inputs alone (got activations='keep'); pass recompute")
+        gpt = reference_model(model, settings, self.name, activations=("recompute", "host"), keeps=("micro_batch",))
         if gpt.config.dropout:
             raise ValueError(
                 f"{self.name} draws no random numbers twice, as recomputing dropout would need (got "

@@ -24,9 +24,7 @@ class MegatronLM:
 
     def prepare(self, model: nn.Module, settings: TrainSettings, weights: Weights | None = None) -> Prepared:
         """Returns ``model`` on the device, and its optimizer."""
-        gpt = reference_model(model, settings, self.name, keeps=("activations",))
-        if settings.offload.activations == "host":
-            raise ValueError(f"{self.name} has nothing on the host (got activations='host'); pass recompute or keep")
+        gpt = reference_model(model, settings, self.name, activations=("recompute", "keep"))
         device = torch.device(settings.device)
         fill(gpt, weights)
         gpt.to(device)

@@ -79,10 +79,11 @@ def test_a_store_on_disk_is_refused_by_those_that_have_none(method):
 
 
 @pytest.mark.parametrize(
-    ("method", "activations"), [("megatron-lm", "host"), ("fsdp-offload", "host"), ("l2l", "keep")]
+    ("method", "activations"),
+    [("megatron-lm", "host"), ("fsdp-offload", "host"), ("l2l", "keep"), ("zero-infinity", "host")],
 )
 def test_activations_where_the_method_has_none_are_refused(method, activations):
-    with pytest.raises(ValueError, match=activations):
+    with pytest.raises(ValueError, match=rf"{method} must have its activations by .* \(got '{activations}'\)"):
         prepare(method, settings_of(activations=activations))
 
 

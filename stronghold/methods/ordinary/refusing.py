@@ -9,7 +9,6 @@ STRONGHOLDS_OWN = {
     "store": "ram",
     "resident": 0,
     "micro_batch": None,
-    "activations": "recompute",
     "device_memory": None,
     "host_memory": None,
     "states": "fp32",
@@ -22,8 +21,17 @@ STRONGHOLDS_OWN = {
 """Settings and the values at which they ask for nothing. ``window`` is not among them: others have none."""
 
 
-def reference_model(model: nn.Module, settings: TrainSettings, method: str, *, keeps: tuple[str, ...] = ()) -> GPT:
-    """Returns ``model``, a reference GPT. ``keeps`` are the settings of stronghold that this method knows too.
+def reference_model(
+    model: nn.Module,
+    settings: TrainSettings,
+    method: str,
+    *,
+    activations: tuple[str, ...] = ("recompute",),
+    keeps: tuple[str, ...] = (),
+) -> GPT:
+    """Returns ``model``, a reference GPT.
+
+    ``activations`` are the ways to have them that this method has, ``keeps`` the settings of stronghold that it knows.
 
     Raises ValueError for another model, and for a setting that the method would have to ignore.
     """
@@ -31,6 +39,11 @@ def reference_model(model: nn.Module, settings: TrainSettings, method: str, *, k
         raise ValueError(
             f"{method} trains the reference GPT, on which methods are compared (got a {type(model).__name__}); leave "
             "out the model's path, or train with stronghold"
+        )
+    if settings.offload.activations not in activations:
+        raise ValueError(
+            f"{method} must have its activations by {' or '.join(map(repr, activations))} (got "
+            f"{settings.offload.activations!r}); pass that, or train with stronghold"
         )
     wanted = settings.flat()
     for name, nothing in STRONGHOLDS_OWN.items():
