@@ -6,7 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,33 +85,37 @@ def _run(arguments: Sequence[str], folder: Path, console: Console) -> str:
     """Runs ``stronghold`` and shows its steps; all that it says goes to output.txt. Returns why it failed, if so."""
     folder.mkdir(parents=True, exist_ok=True)
     said = ""
-    with (folder / "output.txt").open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "stronghold", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        assert process.stdout is not None
-        before = signal.signal(signal.SIGTERM, _interrupt)  # so that the method under way ends with this process
-        try:
+    before = signal.signal(signal.SIGTERM, _interrupt)  # so that the method under way ends with this process
+    try:
+        with (folder / "output.txt").open("w", encoding="utf-8") as file, _started(arguments) as process:
+            assert process.stdout is not None
             for line in process.stdout:
                 file.write(line)
                 said = line.strip() or said
                 if line.startswith("step "):
                     console.print(line.rstrip(), soft_wrap=True, markup=False, highlight=False)
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            if process.poll() is None and sys.exc_info()[0] is not None:
-                process.terminate()
             code = process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if code == 0:
         return ""
     if code < 0:
         return f"failed: ended by {signal.Signals(-code).name}{', out of memory?' if code == -signal.SIGKILL else ''}"
     reason = said.removeprefix("stronghold: error: ")
     return f"refused: {reason}" if code == REFUSED else f"failed: {reason}"
+
+
+@contextmanager
+def _started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "stronghold", *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.terminate()
+            raise
 
 
 def _interrupt(number: int, frame: object) -> None:
