@@ -17,7 +17,13 @@ REFERENCE = "megatron-lm"
 """The method that keeps everything on the device: nothing of it can be late, stale or lost."""
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
-"""How far a step's loss may be from the reference's, relative to it, by compute type."""
+"""How far a step's loss may be from the reference's, relative to it, by compute type.
+
+Seen over 20 steps of a GPT of 16 M parameters, whose loss falls from 10.8 to 6.3: in fp32 no method is further than
+1.3e-6, in bf16 8.4e-4, and bf16 is 2.4e-3 from fp32. Rounding grows with the steps, hence the room above. What is wrong
+is further: weight decay left out is 2.2e-4 after 12 steps of a small model, and the published STRONGHOLD's losses are
+0.09 and more away after 50. In bf16 the first would pass: an error that small is found in fp32.
+"""
 
 LEARNED = (
     *("path", "layers", "hidden", "heads", "vocabulary", "dropout", "source", "tokenizer", "held_out"),

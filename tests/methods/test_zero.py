@@ -1,5 +1,6 @@
 """DeepSpeed's methods: the real package, in processes of its own (./test.sh --baselines)."""
 
+import os
 import subprocess
 import sys
 
@@ -51,3 +52,20 @@ def test_what_it_cannot_keep_is_refused_in_one_line(tmp_path, method):
     done = train(method, tmp_path, "--resident", "1")
     assert done.returncode == 2
     assert f"{method} cannot keep resident" in done.stderr
+
+
+def test_without_libaio_the_error_names_the_package(tmp_path):
+    program = (
+        "import sys; from deepspeed.ops.op_builder import AsyncIOBuilder; from stronghold import cli; "
+        "AsyncIOBuilder.is_compatible = lambda self, verbose=False: False; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "train", "--method", "zero-infinity-nvme", *SHAPE, "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+    )
+    assert done.returncode == 2
+    assert "needs libaio's headers; on Debian: apt-get install libaio-dev" in done.stderr
