@@ -25,9 +25,9 @@ stronghold_environment() {
   if [[ -z "${OMP_WAIT_POLICY:-}" ]]; then export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"; fi
 }
 
-# stronghold_baselines, after stronghold_environment: installs what methods to compare with are made of into the same
-# environment if it is missing, and keeps what DeepSpeed compiles, once, in build/torch_extensions. Fails, with
-# everything else as it was, where they cannot be installed.
+# stronghold_baselines MODULE..., after stronghold_environment: installs what methods to compare with are made of into the
+# same environment if one of the MODULEs is missing, and keeps what DeepSpeed compiles, once, in build/torch_extensions.
+# Fails, with everything else as it was, where they cannot be installed.
 stronghold_baselines() {
   local root="$STRONGHOLD_ROOT" lock="" prefix
   prefix="$("$PYTHON" -c 'import sys; print(sys.prefix)' </dev/null)"
@@ -42,8 +42,9 @@ stronghold_baselines() {
     fi
   fi
   if ! _stronghold_suits "$PYTHON" -c '
+import sys
 from importlib.util import find_spec
-assert all(map(find_spec, ("deepspeed", "ninja", "torchao")))'; then
+assert all(map(find_spec, sys.argv[1:]))' "$@"; then
     _stronghold_say "installing DeepSpeed, ninja and torchao (requirements-baselines.txt) into $prefix"
     (_stronghold_pip install -r "$root/requirements-baselines.txt")
   fi

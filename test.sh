@@ -7,7 +7,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=environment.sh
 . "$root/environment.sh"
 stronghold_environment pytest pytest_timeout hypothesis
-if [[ " $* " == *" --baselines "* ]]; then stronghold_baselines || exit 1; fi
+if [[ " $* " == *" --baselines "* ]]; then stronghold_baselines deepspeed ninja || exit 1; fi
 
 # The models of the tests are small: more threads than two only get into one another's way.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"

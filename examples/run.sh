@@ -92,8 +92,9 @@ fi
 . "$root/environment.sh"
 stronghold_environment
 case "$method" in
-  zero-* | torchao-*) stronghold_baselines || exit 1 ;;
-  all) stronghold_baselines || true ;; # without them it is a comparison still, whose table says what is missing
+  zero-*) stronghold_baselines deepspeed ninja || exit 1 ;;
+  torchao-*) stronghold_baselines torchao || exit 1 ;;
+  all) stronghold_baselines deepspeed ninja torchao || true ;; # without them its table says what is missing
 esac
 
 name="${method}_l-${layers}_h-${hidden}_bs-${batch}_ws-${window}_$(date +%Y-%m-%d_%H-%M-%S)"

@@ -59,8 +59,8 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns the lines of its table: (section, name, value)."""
-        held = f"not counted, {format_bytes(self.device_bytes)} held"
-        peak_device = format_bytes(self.peak_device_bytes) if self.peak_device_bytes else held
+        held = f"{format_bytes(self.device_bytes)} held" if self.device_bytes else "not told apart from the host's"
+        peak_device = format_bytes(self.peak_device_bytes) if self.peak_device_bytes else f"not counted, {held}"
         spread = f"{format_seconds(self.iteration_s_p10)} to {format_seconds(self.iteration_s_p90)}"
         wear = f"{format_bytes(self.disk_written_bytes)} written a step"
         rows = [

@@ -49,6 +49,8 @@ def test_its_rows_name_the_flops_they_count():
 def test_a_device_that_does_not_count_tells_what_it_holds():
     summary = summarize(START, [step(1, 2.0) | {"peak_device_bytes": 0}])
     assert ("memory", "peak device bytes", "not counted, 50 B held") in summary.rows()
+    summary = summarize(START, [step(1, 2.0) | {"peak_device_bytes": 0, "device_bytes": 0}])
+    assert ("memory", "peak device bytes", "not counted, not told apart from the host's") in summary.rows()
 
 
 def test_what_is_on_disk_and_written_to_it_is_summed_up():
