@@ -30,6 +30,31 @@ stronghold_exports() {
   if [[ -z "${OMP_WAIT_POLICY:-}" ]]; then export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"; fi
 }
 
+# stronghold_baselines MODULE..., after stronghold_environment: installs what methods to compare with are made of into the
+# same environment if one of the MODULEs is missing, and keeps what DeepSpeed compiles, once, in build/torch_extensions.
+# Fails, with everything else as it was, where they cannot be installed.
+stronghold_baselines() {
+  local root="$STRONGHOLD_ROOT" lock="" prefix
+  prefix="$("$PYTHON" -c 'import sys; print(sys.prefix)' </dev/null)"
+  export PATH="$prefix/bin:$PATH" # DeepSpeed looks for ninja there
+  if [[ -z "${TORCH_EXTENSIONS_DIR:-}" ]]; then
+    export TORCH_EXTENSIONS_DIR="$root/build/torch_extensions"
+    # A build that was killed leaves a lock behind, for which the next would wait for ever. Who has the descriptor, this
+    # process and the program that it becomes, is building; where nobody is, what locks there are mean nothing.
+    if command -v flock >/dev/null; then
+      exec {lock}>"$root/build/baselines.lock"
+      if flock -n "$lock"; then rm -f "$TORCH_EXTENSIONS_DIR"/*/lock; fi
+    fi
+  fi
+  if ! _stronghold_suits "$PYTHON" -c '
+import sys
+from importlib.util import find_spec
+assert all(map(find_spec, sys.argv[1:]))' "$@"; then
+    _stronghold_say "installing DeepSpeed, ninja and torchao (requirements-baselines.txt) into $prefix"
+    (_stronghold_pip install -r "$root/requirements-baselines.txt")
+  fi
+}
+
 _stronghold_say() { printf 'environment: %s\n' "$*" >&2; }
 
 _stronghold_fail() {

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Sets up what the tests need and runs them all; arguments go to pytest (./test.sh -k native, ./test.sh -m gpu).
+# With --baselines it runs those that need DeepSpeed instead, which it installs if need be.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=environment.sh
 . "$root/environment.sh"
 stronghold_environment pytest pytest_timeout hypothesis nbclient ipykernel
+if [[ " $* " == *" --baselines "* ]]; then stronghold_baselines deepspeed ninja || exit 1; fi
 
 # The models of the tests are small: more threads than two only get into one another's way.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"

@@ -13,7 +13,15 @@ library, byte by byte, sets up what it needs first, and prints speed, memory and
 results/log_METHOD_l-LAYERS_h-HIDDEN_bs-BATCH_ws-WINDOW_TIME.txt, the summary as a JSON line to
 results/runs.jsonl, every step's record and TensorBoard events to a folder of their own in results/runs/.
 
-  -m METHOD       stronghold (default)
+  -m METHOD       what trains (default: stronghold), all from the same weights on the same batches:
+                    stronghold          a window of layers on the device, the rest in RAM, or by --store on disk
+                    megatron-lm         everything on the device
+                    l2l                 one layer on the device at a time (Pudipeddi et al. 2020)
+                    zero-offload        DeepSpeed's ZeRO 2 with its AdamW on the host
+                    zero-infinity       DeepSpeed's ZeRO 3 with everything on the host, zero-infinity-nvme on disk
+                    fsdp-offload        PyTorch's FSDP2 with everything on the host
+                    torchao-offload     torchao's AdamW on the host, on CUDA alone
+                    all                 each of them in turn, and a table of all; DeepSpeed is installed if need be
   -l LAYERS       layers (default: 16)
   -h HIDDEN       width of a layer, a multiple of 32 (default: 2048)
   -b BATCH        samples in a step (default: 4)
@@ -24,6 +32,7 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
   --dtype TYPE    fp32 or bf16, the compute type (default: fp32)
   --store STORE   where layers outside the window are: ram (default), disk (beside the run's records), or a folder,
                   which keeps the run when it ends
+  --clip X        largest norm of all gradients, 0 for any (default: 1; with --store on disk 0)
   --states TYPE   AdamW's moments: fp32 (default) or 8bit
   --device NAME   cpu, cuda or cuda:N (default: cuda where there is one, else cpu)
   --results DIR   where all that goes (default: results)
@@ -32,6 +41,7 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
 examples:
   ./examples/run.sh -m stronghold -l 8 -h 256 -b 4 -w 2      two minutes on two cores
   ./examples/run.sh -m stronghold -l 32 -h 2048 -b 4 -w 4 --seq 1024 --device cuda
+  ./examples/run.sh -m all -l 4 -h 256 -b 2 -w 2 --seq 64 --steps 20
   ./examples/run.sh -m stronghold -l 32 -h 2048 -b 1 -w 2 --seq 64 --steps 5 --lr 3e-5 --dtype bf16 --store disk
 EOF
 }
@@ -42,11 +52,11 @@ fail() {
 }
 
 method=stronghold layers=16 hidden=2048 batch=4 window=4
-seq=256 steps=50 lr=6e-4 dtype=fp32 store=ram states=fp32 device="" results=results
+seq=256 steps=50 lr=6e-4 dtype=fp32 store=ram states=fp32 clip="" device="" results=results
 while (($#)); do
   case "$1" in
     --help) usage; exit 0 ;;
-    -m | -l | -h | -b | -w | --seq | --steps | --lr | --dtype | --store | --states | --device | --results)
+    -m | -l | -h | -b | -w | --seq | --steps | --lr | --dtype | --store | --clip | --states | --device | --results)
       (($# > 1)) || fail "$1 needs a value; see --help"
       case "$1" in
         -m) method="$2" ;;
@@ -65,8 +75,8 @@ while (($#)); do
 done
 
 # What can be known before anything is set up; the program itself checks the rest.
-[[ "$method" =~ ^[a-z][a-z0-9-]*$ && -f "$root/stronghold/methods/${method//-/_}.py" ]] ||
-  fail "-m must be one of: $(cd "$root/stronghold/methods" && printf '%s ' [a-z]*.py | sed 's/\.py//g; s/_/-/g; s/ $//') (got '$method')"
+methods="$(cd "$root/stronghold/methods" && printf '%s ' [a-z]*.py | sed 's/\.py//g; s/_/-/g')all"
+[[ " $methods " == *" $method "* ]] || fail "-m must be one of: $methods (got '$method')"
 whole() { [[ "$2" =~ ^[1-9][0-9]{0,8}$ ]] || fail "$1 must be a whole number of at least 1 (got '$2')"; }
 whole -l "$layers"
 whole -h "$hidden"
@@ -82,6 +92,11 @@ fi
 # shellcheck source=../environment.sh
 . "$root/environment.sh"
 stronghold_environment
+case "$method" in
+  zero-*) stronghold_baselines deepspeed ninja || exit 1 ;;
+  torchao-*) stronghold_baselines torchao || exit 1 ;;
+  all) stronghold_baselines deepspeed ninja torchao || true ;; # without them its table says what is missing
+esac
 
 name="${method}_l-${layers}_h-${hidden}_bs-${batch}_ws-${window}_$(date +%Y-%m-%d_%H-%M-%S)"
 log="$results/log_$name.txt"
@@ -91,4 +106,4 @@ cd "$root" # so that the paths in logs are those of the project, not of this mac
 # exec: a signal sent to this script reaches the program, which then saves what was learned
 exec "$PYTHON" -m stronghold train --method "$method" --layers "$layers" --hidden "$hidden" --batch "$batch" \
   --window "$window" --seq "$seq" --steps "$steps" --lr "$lr" --dtype "$dtype" --store "$store" --states "$states" \
-  ${device:+--device "$device"} --log "$log" --record "$results/runs.jsonl" --out "$results/runs/$name"
+  ${clip:+--clip "$clip"} ${device:+--device "$device"} --log "$log" --record "$results/runs.jsonl" --out "$results/runs/$name"

@@ -14,6 +14,8 @@ from stronghold.methods import METHODS
 FAILED = 1
 WRONG_USAGE = 2
 INTERRUPTED = 130
+ALL = "all"
+"""What --method takes besides the methods' names: each of them, one after another."""
 
 _SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "vocabulary": 51200, "dropout": 0.0}
 
@@ -41,6 +43,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` name (default: the process's own) and returns its exit code."""
     options = _parser().parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
@@ -58,6 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     settings = _train_settings(options)
+    if settings.method == ALL:
+        from stronghold.comparison import compare
+
+        compare(settings, options.arguments)
+        return 0
     from stronghold.training import train
 
     outcome = train(settings)
@@ -77,9 +85,11 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from stronghold.evaluation.page.cases import case_figures
     from stronghold.evaluation.page.page import write_page
 
-    for note in write_page(options.results, options.output, run=options.timeline_of):
+    figures, notes = case_figures(options.results)
+    for note in write_page(options.results, options.output, run=options.timeline_of, figures=figures, notes=notes):
         print(f"stronghold: note: {note}", file=sys.stderr)
     print(options.output)
     return 0
@@ -274,7 +284,13 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     course.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and order (default: 0)")
 
     place = train.add_argument_group("placement")
-    place.add_argument("--method", choices=tuple(METHODS), default="stronghold", help="(default: stronghold)")
+    place.add_argument(
+        "--method",
+        choices=(*METHODS, ALL),
+        default="stronghold",
+        metavar="NAME",
+        help=f"what trains: {', '.join(METHODS)}, or all of them in turn (default: stronghold)",
+    )
     place.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one, else cpu)")
     place.add_argument(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="compute type; masters are fp32 (default: fp32)"

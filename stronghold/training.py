@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,16 @@ from stronghold.config import DataSettings, OptimizerSettings, TrainSettings
 from stronghold.data.batches import Batches
 from stronghold.data.text import read_documents, standard_library
 from stronghold.data.tokens import BYTES, ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, tokenize
+from stronghold.device import Timeline
 from stronghold.errors import StrongholdError
 from stronghold.evaluation.progress import StepDisplay
 from stronghold.evaluation.records import Record, append_record, describe_machine
 from stronghold.evaluation.report import table
 from stronghold.evaluation.runlog import RunLog, check_run_folder
 from stronghold.evaluation.runs import Summary, summarize
+from stronghold.evaluation.timeline import TIMELINE_NAME, write_spans
 from stronghold.methods import Prepared, find_method
-from stronghold.models.files import build_model, inputs_of, longest_sequence_of, vocabulary_of
+from stronghold.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.pretrained import check_save_folder, save
 from stronghold.units import format_bytes, format_count
@@ -78,13 +80,18 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         console.print(
             f"note       {', '.join(report.disk_paths)}: the system's own disk, which each step wears", soft_wrap=True
         )
-    start = {"settings": settings.flat(), "machine": describe_machine(), "parameters": report.parameters}
+    start = {
+        "settings": settings.flat(),
+        "machine": describe_machine(prepared.packages),
+        "parameters": report.parameters,
+    }
     after = checkpoints.step if settings.resume else None
+    timelines: list[Timeline] = []
     with _stops() as stop, RunLog(settings.out, text=settings.log, after=after) as log:
         log.start(start)
         steps, done = log.steps, checkpoints.step
         with StepDisplay(console, settings.steps) as display:
-            for record in _steps(prepared, scheduler, batches, settings, after=done):
+            for record in _steps(prepared, scheduler, batches, settings, timelines, after=done):
                 steps.append(record)
                 log.step(record)
                 display.step(record)
@@ -98,9 +105,13 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
                 f"there must be steps left to train, or a log of those that were (got steps={settings.steps} and a "
                 f"checkpoint after step {done}); pass more steps"
             )
+        for timeline in timelines:
+            write_spans(os.path.join(settings.out, TIMELINE_NAME), timeline.spans())
         interrupted = done < settings.steps
         if interrupted:
             console.print(f"interrupted after step {done} of {settings.steps}")
+            if not prepared.saves:
+                console.print(f"the model is not saved: {method.name} is there to be compared with", soft_wrap=True)
         if settings.keep_store:
             _keep_store(checkpoints, done, log)
             where = settings.offload.store
@@ -110,7 +121,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
                 soft_wrap=True,
                 markup=False,
             )
-        saved = save_folder if interrupted or settings.save else None
+        saved = save_folder if prepared.saves and (interrupted or settings.save) else None
         if saved is not None:
             save(model, saved)
             console.print(f"model saved in {saved}", soft_wrap=True)
@@ -118,7 +129,10 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         summary = summarize(start, steps, held_out_loss=held_out_loss)
         log.end({"interrupted": interrupted, "saved": saved}, summary)
     if settings.record:
-        append_record(settings.record, {**start, "summary": summary.record(), "interrupted": interrupted})
+        losses = [step["loss"] for step in steps]
+        append_record(
+            settings.record, {**start, "summary": summary.record(), "interrupted": interrupted, "losses": losses}
+        )
     console.print(prepared.report())
     console.print(table("summary", summary.rows()))
     return Outcome(summary=summary, interrupted=interrupted, saved=saved)
@@ -219,23 +233,32 @@ def _keep_store(checkpoints: RunCheckpoints, step: int, log: RunLog) -> None:
 
 
 def _steps(
-    prepared: Prepared, scheduler: LambdaLR, batches: Batches, settings: TrainSettings, *, after: int
+    prepared: Prepared,
+    scheduler: LambdaLR,
+    batches: Batches,
+    settings: TrainSettings,
+    timelines: list[Timeline],
+    *,
+    after: int,
 ) -> Iterator[Record]:
-    """Trains from the step ``after`` on, and yields each step's record. Its time is without what is done between."""
-    model, optimizer, wanted = prepared.model, prepared.optimizer, settings.optimizer
-    model.train()
+    """Trains from the step ``after`` on, and yields each step's record. Its time is without what is done between.
+
+    One step's timeline is added to ``timelines``: of the third, when all has been allocated, or of the last.
+    """
+    prepared.model.train()
     begin = time.perf_counter()
     for step in range(after + 1, settings.steps + 1):
-        lr = optimizer.param_groups[0]["lr"]
+        lr = prepared.optimizer.param_groups[0]["lr"]
+        trace = prepared.trace if step == min(after + 3, settings.steps) else None
         try:
-            batch = batches[step - 1].to(prepared.device)
-            loss = model(**inputs_of(model, batch)).loss
-            loss.backward()
-            value = loss.item()  # the forward pass is long over: nothing is waited for
-            _check_loss(value, step, lr, wanted)
-            optimizer.step()
+            with nullcontext() if trace is None else trace() as timeline:
+                loss = prepared.loss(batches[step - 1])
+                prepared.backward(loss)
+                value = loss.item()  # the forward pass is long over: nothing is waited for
+                _check_loss(value, step, lr, settings.optimizer)
+                prepared.step()
+            timelines += [timeline] if timeline is not None else []
             scheduler.step()
-            optimizer.zero_grad()
             report = prepared.report()
         except TrainingError:
             raise
@@ -254,6 +277,7 @@ def _steps(
             "peak_device_bytes": report.peak_device_bytes,
             "host_bytes": report.host_bytes,
             "peak_host_bytes": peak_host_bytes(),
+            "disk_bytes": report.disk_bytes,
             "skipped_steps": report.skipped_steps,
             "compute_s": times.compute_s if times else 0.0,
             "fetch_wait_s": times.fetch_wait_s if times else 0.0,
@@ -283,8 +307,7 @@ def _held_out_loss(prepared: Prepared, batches: Batches) -> float | None:
     prepared.model.eval()
     total = 0.0
     for batch in batches.held_out():
-        batch = batch.to(prepared.device)
-        total += prepared.model(**inputs_of(prepared.model, batch)).loss.item() * len(batch)
+        total += prepared.loss(batch).item() * len(batch)
     prepared.model.train()
     return total / batches.held_out_samples
 

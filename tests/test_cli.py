@@ -12,6 +12,7 @@ import pytest
 
 from stronghold import cli
 from stronghold.evaluation.runs import read_run
+from stronghold.methods import METHODS
 from stronghold.models.files import load_model
 
 ROOT = Path(__file__).parents[1]
@@ -234,8 +235,8 @@ def run_sh(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-m", "magic"], "-m must be one of: stronghold (got 'magic')"),
-        (["-m", "../x"], "-m must be one of: stronghold (got '../x')"),
+        (["-m", "magic"], f"-m must be one of: {' '.join(sorted(METHODS))} all (got 'magic')"),
+        (["-m", "../x"], f"-m must be one of: {' '.join(sorted(METHODS))} all (got '../x')"),
         (["-l", "none"], "-l must be a whole number of at least 1 (got 'none')"),
         (["-b", "0"], "-b must be a whole number of at least 1 (got '0')"),
         (["-l", "2", "-w", "3"], "-w must not be more than the layers (got -w 3, -l 2)"),

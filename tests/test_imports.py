@@ -36,6 +36,7 @@ ROOMS = {
     "pretrained": 6,
     "methods": 6,
     "parallel": 6,
+    "comparison": 7,
     "training": 7,
     "cli": 8,
 }
@@ -60,8 +61,12 @@ def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, s
 
 
 def environment_reads(tree: ast.AST) -> Iterator[int]:
+    """Yields the lines that read the environment; ``os.environ.update``, for a library that reads it, only writes."""
     names = {"environ", "environb", "getenv", "getenvb"}
+    writes = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "update"}
     for node in ast.walk(tree):
+        if id(node) in writes:
+            continue
         if (isinstance(node, ast.Attribute) and node.attr in names and getattr(node.value, "id", "") == "os") or (
             isinstance(node, ast.ImportFrom)
             and node.module == "os"
@@ -123,7 +128,7 @@ GOOD = {
     "store/ram.py": "from stronghold.store.base import Base\nfrom . import base\nfrom ..native import adamw",
     "store/base.py": "import torch",
     "evaluation/tables.py": "from stronghold import units",
-    "training.py": "from stronghold.models.gpt import GPT",
+    "training.py": "import os\nfrom stronghold.models.gpt import GPT\nos.environ.update(A='1')",
     "cli.py": "import os, stronghold\nfrom stronghold import __version__\nos.environ['A']",
 }
 

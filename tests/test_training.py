@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from stronghold import training
+from stronghold import methods, training
 from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
 from stronghold.data.batches import Batches
 from stronghold.data.text import read_documents
@@ -105,6 +105,7 @@ def test_the_logs_hold_settings_machine_and_summary(settings, tmp_path):
     (record,) = read_records(tmp_path / "runs.jsonl").records
     assert record["summary"] == outcome.summary.record()
     assert record["settings"] == logged.start["settings"]
+    assert record["losses"] == [step["loss"] for step in logged.steps]
     assert (tmp_path / "log.txt").read_text().count("\nstep ") == 3
     step = logged.steps[-1]
     assert step["tokens_per_s"] == pytest.approx(96 / step["iteration_s"])
@@ -201,7 +202,7 @@ def test_a_tokenizer_that_the_model_has_no_rows_for_is_refused_before_anything_i
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_its_step_with_the_model_saved(settings, monkeypatch, number):
     before = signal.getsignal(number)
-    inputs_of, calls = training.inputs_of, []
+    inputs_of, calls = methods.inputs_of, []
 
     def interrupt(model, batch):
         calls.append(batch)
@@ -209,7 +210,7 @@ def test_a_signal_ends_the_run_after_its_step_with_the_model_saved(settings, mon
             os.kill(os.getpid(), number)
         return inputs_of(model, batch)
 
-    monkeypatch.setattr(training, "inputs_of", interrupt)
+    monkeypatch.setattr(methods, "inputs_of", interrupt)
     outcome, shown = run(settings)
     assert outcome.interrupted
     logged = read_run(settings.out)
@@ -220,6 +221,27 @@ def test_a_signal_ends_the_run_after_its_step_with_the_model_saved(settings, mon
     assert signal.getsignal(number) is before
     loss = load_model(outcome.saved)[0](calls[0], labels=calls[0]).loss.item()
     assert loss < logged.steps[0]["loss"] - 0.3  # what four steps have taught is there
+
+
+def test_a_method_to_compare_with_is_trained_alike_and_saves_nothing(settings, text, monkeypatch):
+    outcome, shown = run(dataclasses.replace(settings, method="megatron-lm"))
+    losses, rates, _ = by_hand(settings, text)
+    steps = read_run(settings.out).steps
+    assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-6)
+    assert [step["lr"] for step in steps] == pytest.approx(rates, rel=1e-12)
+    assert "not counted" in shown
+    assert outcome.summary.device_bytes == pytest.approx(16 * GPTConfig(**SHAPE).parameters, rel=0.01)
+    backward = Prepared.backward
+
+    def interrupt(prepared, loss):
+        os.kill(os.getpid(), signal.SIGINT)
+        backward(prepared, loss)
+
+    monkeypatch.setattr(Prepared, "backward", interrupt)
+    outcome, shown = run(dataclasses.replace(settings, method="megatron-lm", out=settings.out + "-interrupted"))
+    assert outcome.interrupted
+    assert outcome.saved is None
+    assert "not saved: megatron-lm is there to be compared with" in shown
 
 
 class Plain:

@@ -37,11 +37,10 @@ class StepDisplay:
 
     def step(self, record: Record) -> None:
         """Shows one step's record: loss, tokens a second, peak bytes on the device and of this process, wear."""
-        shown = (
-            f"loss {record['loss']:.4f} {record['tokens_per_s']:,.0f} tokens/s "
-            f"device {format_bytes(record['peak_device_bytes'] or record['device_bytes'])} "
-            f"host {format_bytes(record['peak_host_bytes'])}"
-        )
+        shown = f"loss {record['loss']:.4f} {record['tokens_per_s']:,.0f} tokens/s "
+        if device_bytes := record["peak_device_bytes"] or record["device_bytes"]:  # a method may not know
+            shown += f"device {format_bytes(device_bytes)} "
+        shown += f"host {format_bytes(record['peak_host_bytes'])}"
         if record.get("disk_written_bytes"):
             shown += f" disk {format_bytes(record['disk_written_bytes'])} written"
         step = record["step"]

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -83,9 +83,10 @@ def read_records(path: str | Path, *, skip_damaged: bool = False) -> Records:
     return Records(records=tuple(records), truncated=truncated, damaged=tuple(damaged))
 
 
-def describe_machine() -> Record:
+def describe_machine(packages: Sequence[str] = ()) -> Record:
     """Returns what a measurement depends on besides its settings: time, hardware, versions, commit.
 
+    ``packages`` are those that take part besides stronghold's own; one that is not installed has the version None.
     Memory is in bytes; ``commit`` is None outside a git checkout and ends in "-dirty" if files were changed.
     """
     import torch
@@ -106,6 +107,7 @@ def describe_machine() -> Record:
             "cuda": torch.version.cuda,
             "transformers": _version("transformers"),
             "stronghold": _version("stronghold"),
+            **{package: _version(package) for package in packages},
         },
         "threads": torch.get_num_threads(),
         "commit": _commit(Path(__file__).resolve().parent),

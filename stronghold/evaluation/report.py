@@ -123,10 +123,48 @@ class Report:
         return rows
 
     def __str__(self) -> str:
-        rows = self.rows()
-        section_width = max(len(section) for section, _, _ in rows)
-        name_width = max(len(name) for _, name, _ in rows)
-        return "\n".join(f"{section:<{section_width}}  {name:<{name_width}}  {value}" for section, name, value in rows)
+        return _in_lines(self.rows())
+
+    def __rich__(self) -> Table:
+        return table("report", self.rows())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a method that does not plan its memory is seen to take; ``str()`` of it is a table to read.
+
+    ``device_bytes`` is 0 where device and host are one memory and the method cannot tell what is on which.
+    ``host_bytes`` is the resident memory of the process, its libraries with it. ``disk_bytes`` is what its files take;
+    of ``step`` only the disk's numbers are known, and it is None for a method without one.
+    """
+
+    parameters: int
+    device: str
+    dtype: str
+    device_bytes: int
+    peak_device_bytes: int
+    host_bytes: int
+    disk_bytes: int = 0
+    disk_paths: tuple[str, ...] = ()
+    on_root_disk: bool = False
+    skipped_steps: int = 0
+    step: StepTimes | None = None
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Returns the table's lines: (section, name, value)."""
+        rows = [
+            ("model", "parameters", format_count(self.parameters)),
+            ("", "compute type", self.dtype),
+            (self.device, "held", format_bytes(self.device_bytes) if self.device_bytes else "not told apart"),
+            ("", "peak", format_bytes(self.peak_device_bytes) if self.peak_device_bytes else "not counted"),
+            ("host", "process", format_bytes(self.host_bytes)),
+        ]
+        if self.disk_paths:
+            rows += [("disk", "files", format_bytes(self.disk_bytes)), ("", "in", ", ".join(self.disk_paths))]
+        return rows
+
+    def __str__(self) -> str:
+        return _in_lines(self.rows())
 
     def __rich__(self) -> Table:
         return table("report", self.rows())
@@ -141,6 +179,12 @@ def table(title: str, rows: list[tuple[str, str, str]]) -> Table:
     for index, (section, name, value) in enumerate(rows):
         drawn.add_row(section, name, value, end_section=index + 1 < len(rows) and bool(rows[index + 1][0]))
     return drawn
+
+
+def _in_lines(rows: list[tuple[str, str, str]]) -> str:
+    section_width = max(len(section) for section, _, _ in rows)
+    name_width = max(len(name) for _, name, _ in rows)
+    return "\n".join(f"{section:<{section_width}}  {name:<{name_width}}  {value}" for section, name, value in rows)
 
 
 def _part(seconds: float, step: StepTimes) -> str:

@@ -36,7 +36,8 @@ class Summary:
 
     ``tflops`` counts 6·N FLOPs a token, ``tflops_with_recomputation`` 8·N, for N parameters, the embedding
     table counted once. ``device_bytes`` is what was held on the device between steps, ``peak_device_bytes``
-    0 where the device does not count, ``peak_host_bytes`` the peak resident memory of the process.
+    0 where the device does not count, ``peak_host_bytes`` the peak resident memory of the process, ``disk_bytes`` the
+    most that files took, ``disk_written_bytes`` what a step writes, in the median.
     """
 
     method: str
@@ -57,12 +58,15 @@ class Summary:
     first_loss: float
     last_loss: float
     held_out_loss: float | None = None
+    disk_bytes: int = 0
+    disk_written_bytes: int = 0
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns the lines of its table: (section, name, value)."""
-        held = f"not counted, {format_bytes(self.device_bytes)} held"
-        peak_device = format_bytes(self.peak_device_bytes) if self.peak_device_bytes else held
+        held = f"{format_bytes(self.device_bytes)} held" if self.device_bytes else "not told apart from the host's"
+        peak_device = format_bytes(self.peak_device_bytes) if self.peak_device_bytes else f"not counted, {held}"
         spread = f"{format_seconds(self.iteration_s_p10)} to {format_seconds(self.iteration_s_p90)}"
+        wear = f"{format_bytes(self.disk_written_bytes)} written a step"
         rows = [
             ("run", "method", self.method),
             ("", "parameters", f"{format_count(self.parameters)} ({self.parameters:,})"),
@@ -74,6 +78,7 @@ class Summary:
             ("", "TFLOPS with recomputation (8·N·tokens)", f"{self.tflops_with_recomputation:.4g}"),
             ("memory", "peak device bytes", peak_device),
             ("", "peak host bytes", format_bytes(self.peak_host_bytes)),
+            *([("", "disk bytes", f"{format_bytes(self.disk_bytes)}, {wear}")] if self.disk_bytes else []),
             ("loss", "first", f"{self.first_loss:.4f}"),
             ("", "last", f"{self.last_loss:.4f}"),
         ]
@@ -117,6 +122,8 @@ def summarize(
         first_loss=to_float(steps[0]["loss"]),
         last_loss=to_float(steps[-1]["loss"]),
         held_out_loss=held_out_loss,
+        disk_bytes=max(step.get("disk_bytes", 0) for step in steps),
+        disk_written_bytes=round(statistics.median(step.get("disk_written_bytes", 0) for step in timed)),
     )
 
 

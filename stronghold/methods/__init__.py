@@ -2,31 +2,68 @@
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stronghold.config import TrainSettings
-from stronghold.evaluation.report import Report
+from stronghold.device import Timeline
+from stronghold.evaluation.report import Measured, Report
+from stronghold.models.files import inputs_of
 from stronghold.weights import Weights
 
-METHODS = {"stronghold": "stronghold.methods.stronghold:Stronghold"}
+METHODS = {
+    "stronghold": "stronghold.methods.stronghold:Stronghold",
+    "megatron-lm": "stronghold.methods.megatron_lm:MegatronLM",
+    "l2l": "stronghold.methods.l2l:L2L",
+    "zero-offload": "stronghold.methods.zero_offload:ZeroOffload",
+    "zero-infinity": "stronghold.methods.zero_infinity:ZeroInfinity",
+    "zero-infinity-nvme": "stronghold.methods.zero_infinity_nvme:ZeroInfinityNvme",
+    "fsdp-offload": "stronghold.methods.fsdp_offload:FsdpOffload",
+    "torchao-offload": "stronghold.methods.torchao_offload:TorchaoOffload",
+}
 """Every method's name and class. A method's module is imported when it is asked for, and not before."""
+
+ON_DISK = ("stronghold", "zero-infinity-nvme")
+"""Those that take a store on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A model ready for the ordinary loop: forward on ``device``, backward, ``optimizer.step()``.
+    """A model ready to train: ``loss``, ``backward``, ``step``, as often as wanted.
 
-    ``optimizer`` clips and decays as the settings say. ``report`` may be called after any step.
+    ``optimizer`` is the one whose rate a schedule sets. ``step`` clips all gradients to ``max_grad_norm``; it is None
+    where the optimizer clips by itself, or nobody does. ``report`` may be called after any step. ``saves`` tells that
+    the model can be saved, ``packages`` what trains beside PyTorch. ``trace`` records a timeline, where that is known.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    report: Callable[[], Report]
+    report: Callable[[], Report | Measured]
     device: torch.device
+    max_grad_norm: float | None = None
+    saves: bool = False
+    packages: tuple[str, ...] = ()
+    trace: Callable[[], AbstractContextManager[Timeline]] | None = None
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Returns the mean loss of ``batch``, int64 (batch, sequence)."""
+        loss: Tensor = self.model(**inputs_of(self.model, batch.to(self.device))).loss
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Computes the gradients of what ``loss`` returned."""
+        loss.backward()
+
+    def step(self) -> None:
+        """Clips, updates, and frees the gradients. Raises RuntimeError for a norm that is not finite."""
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class Method(Protocol):

@@ -7,7 +7,7 @@ from torch import nn
 
 from stronghold.config import TrainSettings
 from stronghold.methods import Prepared, decay_groups
-from stronghold.offload import offload, report
+from stronghold.offload import offload, report, trace
 from stronghold.optim import AdamW
 from stronghold.weights import Weights
 
@@ -42,4 +42,6 @@ class Stronghold:
             optimizer=optimizer,
             report=lambda: report(model),
             device=torch.device(settings.device),
+            saves=True,
+            trace=lambda: trace(model),
         )

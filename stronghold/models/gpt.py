@@ -103,16 +103,26 @@ class GPT(nn.Module):
         ``input_ids`` and ``labels`` are int64 (batch, sequence). As in transformers, labels are not shifted
         yet and usually equal ``input_ids``: position t is scored by label t + 1; −100 is ignored.
         """
-        batch, sequence = input_ids.shape
+        sequence = input_ids.shape[1]
         if sequence > self.config.sequence:
             raise ValueError(
                 f"an input must not be longer than the model's sequence (got {sequence} tokens, "
                 f"sequence={self.config.sequence}); shorten it, or build the model with a longer sequence"
             )
-        x = self.dropout(self.embedding(input_ids))
+        x = self.embed(input_ids)
         cos, sin = rotary(sequence, self.config.hidden // self.config.heads, x.device)
         for layer in self.layers:
             x = layer(x, cos, sin)
+        return self.score(x, labels)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Returns what the first layer sees, (batch, sequence, hidden)."""
+        x: Tensor = self.dropout(self.embedding(input_ids))
+        return x
+
+    def score(self, x: Tensor, labels: Tensor | None = None) -> GPTOutput:
+        """Returns the loss, or without labels the logits, of the last layer's output ``x``."""
+        batch, sequence, _ = x.shape
         x = self.norm(x)
         weight = self.embedding.weight
         if labels is None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from stronghold import training
+from stronghold import methods, training
 from stronghold.checkpoint.folder import steps_in
 from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
 from stronghold.errors import CheckpointError, StoreError
@@ -63,7 +63,7 @@ def kept(out: str) -> list[int]:
 
 def stop_in(monkeypatch: pytest.MonkeyPatch, step: int, act: Any) -> None:
     """Has ``act`` called when step ``step`` of the next training begins."""
-    inputs_of, calls = training.inputs_of, [0]
+    inputs_of, calls = methods.inputs_of, [0]
 
     def noted(model: Any, batch: Any) -> Any:
         calls[0] += 1
@@ -71,7 +71,7 @@ def stop_in(monkeypatch: pytest.MonkeyPatch, step: int, act: Any) -> None:
             act()
         return inputs_of(model, batch)
 
-    monkeypatch.setattr(training, "inputs_of", noted)
+    monkeypatch.setattr(methods, "inputs_of", noted)
 
 
 def crash(monkeypatch: pytest.MonkeyPatch, settings: TrainSettings, step: int, **changes: Any) -> None:

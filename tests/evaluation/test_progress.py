@@ -37,7 +37,7 @@ def test_what_a_step_writes_to_disk_is_shown():
     with StepDisplay(Console(file=file, width=140), 1) as display:
         step = {"step": 1, "loss": 1.0, "tokens_per_s": 2.0, "device_bytes": 0, "peak_device_bytes": 0}
         display.step({**step, "peak_host_bytes": 2**31, "disk_written_bytes": 3 * 2**30})
-    assert file.getvalue().rstrip().endswith("host 2.00 GiB disk 3.00 GiB written")
+    assert file.getvalue().rstrip().endswith("tokens/s host 2.00 GiB disk 3.00 GiB written")  # no device that has 0 B
 
 
 def test_on_a_terminal_one_bar_with_the_last_values():

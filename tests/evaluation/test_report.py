@@ -4,7 +4,7 @@ import re
 
 from rich.console import Console
 
-from stronghold.evaluation.report import Report, StepTimes, table
+from stronghold.evaluation.report import Measured, Report, StepTimes, table
 
 STEP = StepTimes(
     total_s=2.0,
@@ -122,3 +122,16 @@ def test_a_disk_is_told_with_its_wear():
     assert re.search(r"read from disk +5\.00 GiB", text)
     assert re.search(r"written to disk +3\.73 GiB, 4 TB in a thousand steps", text)
     assert "disk" not in str(report(step=STEP)).split("layers and states")[1].replace("waiting for disk", "")
+
+
+def test_what_is_measured_tells_what_it_cannot_tell():
+    known = {"parameters": 10**6, "device": "cpu", "dtype": "float32", "peak_device_bytes": 0, "host_bytes": 2**30}
+    rows = {name: value for _, name, value in Measured(device_bytes=0, **known).rows()}
+    assert rows == {
+        "parameters": "1 M", "compute type": "float32", "held": "not told apart", "peak": "not counted",
+        "process": "1.00 GiB",
+    }  # fmt: skip
+    swapping = Measured(device_bytes=2**20, disk_bytes=2**21, disk_paths=("/mnt/nvme",), **known)
+    assert "held          1.00 MiB" in str(swapping)
+    assert "files         2.00 MiB" in str(swapping)
+    assert "/mnt/nvme" in str(swapping)

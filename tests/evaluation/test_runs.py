@@ -49,6 +49,16 @@ def test_its_rows_name_the_flops_they_count():
 def test_a_device_that_does_not_count_tells_what_it_holds():
     summary = summarize(START, [step(1, 2.0) | {"peak_device_bytes": 0}])
     assert ("memory", "peak device bytes", "not counted, 50 B held") in summary.rows()
+    summary = summarize(START, [step(1, 2.0) | {"peak_device_bytes": 0, "device_bytes": 0}])
+    assert ("memory", "peak device bytes", "not counted, not told apart from the host's") in summary.rows()
+
+
+def test_what_is_on_disk_and_written_to_it_is_summed_up():
+    steps = [step(n, 1.0) | {"disk_bytes": 2**20 * n, "disk_written_bytes": 2**20} for n in (1, 2, 3)]
+    summary = summarize(START, steps)
+    assert (summary.disk_bytes, summary.disk_written_bytes) == (3 * 2**20, 2**20)
+    assert ("", "disk bytes", "3.00 MiB, 1.00 MiB written a step") in summary.rows()
+    assert "disk bytes" not in {name for _, name, _ in summarize(START, [step(1, 1.0)]).rows()}
 
 
 def write(path, *records):

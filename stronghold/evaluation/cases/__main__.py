@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from stronghold.evaluation.agreement import disagreements
 from stronghold.evaluation.cases.case import CASES
 from stronghold.evaluation.cases.drawing import save_figure
 from stronghold.evaluation.cases.largest import find_largest
@@ -72,7 +73,7 @@ def _shown(options: argparse.Namespace) -> Shown:
     """Returns what the case shows, its notes said. Raises ValueError if there is nothing of it."""
     case, preset = CASES[options.case], find_machine(options.machine)
     paths = options.results or [Path("results")]
-    results = read_results(paths)
+    results = read_results(paths, disagreements)
     shown = show(case, preset, results.measurements, on=options.measured_on)
     for note in (*results.notes, *shown.notes):
         print(f"note: {note}", file=sys.stderr)

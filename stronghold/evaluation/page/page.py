@@ -15,9 +15,14 @@ from stronghold.evaluation.page.step import timeline_section
 
 
 def write_page(
-    folder: str | Path, path: str | Path, *, run: str | None = None, figures: Sequence[Figure] = ()
+    folder: str | Path,
+    path: str | Path,
+    *,
+    run: str | None = None,
+    figures: Sequence[Figure] = (),
+    notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Writes the page of the results in ``folder`` to ``path``, and returns what it had to leave out, and why.
+    """Writes the page of the results in ``folder`` to ``path``, with ``figures``; returns what it leaves out, and ``notes``.
 
     The timeline is that of the run called ``run``, by default of the newest that has one. Raises ValueError if there
     is no run, or none called so, and OSError where the page cannot be written.
@@ -31,8 +36,8 @@ def write_page(
     if figures:
         sections.append(figures_section("Figures", figures))
     sections += [loss, memory, timeline]
-    notes = (*results.notes, *missing_notes(results.runs), *loss_notes, *memory_notes, *timeline_notes, *span_notes)
-    notes = tuple(dict.fromkeys(notes))
+    found = (*results.notes, *missing_notes(results.runs), *loss_notes, *memory_notes, *timeline_notes, *span_notes)
+    notes = tuple(dict.fromkeys((*found, *notes)))
     sections.append(_notes_section(notes))
     about = f"runs: {len(results.runs)}, from {folder}, read {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
     if notes:

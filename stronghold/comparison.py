@@ -1,0 +1,133 @@
+"""Every method on the same training, one after another, each in a process of its own."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from stronghold.config import TrainSettings
+from stronghold.evaluation.agreement import comparison_notes, comparison_table
+from stronghold.evaluation.records import Record, append_record, describe_machine, read_records
+from stronghold.evaluation.runlog import check_run_folder
+from stronghold.evaluation.runs import LOG_NAME, read_run
+from stronghold.methods import METHODS, ON_DISK
+
+REFUSED = 2
+"""The exit code of the command line for what is refused before training starts."""
+LOG_WIDTH = 120
+"""Of a table that goes to a file: its longest line."""
+
+
+def compare(settings: TrainSettings, arguments: Sequence[str], *, console: Console | None = None) -> list[Record]:
+    """Trains by every method as the command line ``arguments``, which ``settings`` come from, say.
+
+    Each has its folder in ``settings.out``. Shows their steps, and at the end a table. A method that fails or refuses
+    is a record with an ``error``, and does not stop the others. Returns the records, which are appended to
+    ``settings.record`` as they arise. Raises ValueError for what several methods cannot share.
+    """
+    console = console or Console()
+    for name, value in (("save", settings.save), ("checkpoint_every", settings.checkpoint_every)):
+        if value is not None:
+            raise ValueError(f"{name} is for one method at a time (got {value!r} with method='all'); leave it out")
+    if settings.resume:
+        raise ValueError("a comparison cannot be resumed (got resume=True with method='all'); begin a new one")
+    records = []
+    for method in METHODS:
+        folder = Path(settings.out) / method
+        check_run_folder(folder)
+        console.print(f"\n{method}", style="bold", highlight=False)
+        error = _run([*arguments, *_own_arguments(settings, method, folder)], folder, console)
+        record = _record(replace(settings, method=method, out=str(folder)), folder, error)
+        shutil.rmtree(folder / "store", ignore_errors=True)  # memory of a process that has ended
+        if error:
+            console.print(error, soft_wrap=True, markup=False, highlight=False)
+        if settings.record:
+            append_record(settings.record, record)
+        records.append(record)
+    console.print()
+    _show(records, console)
+    if settings.log:
+        with Path(settings.log).open("w", encoding="utf-8") as file:
+            _show(records, Console(file=file, width=LOG_WIDTH))
+    return records
+
+
+def _show(records: Sequence[Record], console: Console) -> None:
+    console.print(comparison_table(records), width=None if console.is_terminal else LOG_WIDTH)
+    for line in comparison_notes(records):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _own_arguments(settings: TrainSettings, method: str, folder: Path) -> list[str]:
+    """Returns what follows the arguments that all share, and replaces some of them.
+
+    What only stronghold has is taken back from the others. Clipping is said to all, for it depends on the store where
+    it is not said.
+    """
+    own = ["--method", method, "--out", str(folder), "--record", str(folder / "record.jsonl")]
+    own += ["--log", str(folder / "log.txt"), "--clip", str(settings.optimizer.max_grad_norm or 0)]
+    if method not in ON_DISK:
+        own += ["--store", "ram"]
+    if method != "stronghold":
+        own += ["--resident", "0", "--states", "fp32", "--update", "deferred", "--nonfinite", "raise"]
+    return own
+
+
+def _run(arguments: Sequence[str], folder: Path, console: Console) -> str:
+    """Runs ``stronghold`` and shows its steps; all that it says goes to output.txt. Returns why it failed, if so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = ""
+    before = signal.signal(signal.SIGTERM, _interrupt)  # so that the method under way ends with this process
+    try:
+        with (folder / "output.txt").open("w", encoding="utf-8") as file, _started(arguments) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                file.write(line)
+                said = line.strip() or said
+                if line.startswith("step "):
+                    console.print(line.rstrip(), soft_wrap=True, markup=False, highlight=False)
+            code = process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code == 0:
+        return ""
+    if code < 0:
+        return f"failed: ended by {signal.Signals(-code).name}{', out of memory?' if code == -signal.SIGKILL else ''}"
+    reason = said.removeprefix("stronghold: error: ")
+    return f"refused: {reason}" if code == REFUSED else f"failed: {reason}"
+
+
+@contextmanager
+def _started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "stronghold", *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.terminate()
+            raise
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _record(settings: TrainSettings, folder: Path, error: str) -> Record:
+    """Returns what a run left behind: its own record, or of one that failed its settings, losses and ``error``."""
+    if not error:
+        return read_records(folder / "record.jsonl").records[-1]
+    if (folder / LOG_NAME).exists():
+        run = read_run(folder)
+        start = {name: run.start[name] for name in ("settings", "machine", "parameters")}
+        return {**start, "error": error, "losses": [step["loss"] for step in run.steps]}
+    return {"settings": settings.flat(), "machine": describe_machine(), "error": error, "losses": []}

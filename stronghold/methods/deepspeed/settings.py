@@ -1,0 +1,51 @@
+"""What DeepSpeed's settings have in common, whatever is offloaded where.
+
+Sources: [config] deepspeed.ai/docs/config-json, [transformers] huggingface.co/docs/transformers/deepspeed, which
+DeepSpeed's own documentation refers to for settings by the size of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stronghold.config import TrainSettings
+from stronghold.models.gpt import GPTConfig
+
+
+def base_settings(settings: TrainSettings) -> dict[str, Any]:
+    """Returns what is learned: batch, compute type, AdamW and clipping, as every other method has them.
+
+    DeepSpeed's launcher would bind cores to ranks (--bind_cores_to_rank): one process has them all without it, and
+    PyTorch's threads, which are DeepSpeedCPUAdam's too, are as many as every other method's.
+    """
+    wanted = settings.optimizer
+    return {
+        "train_micro_batch_size_per_gpu": settings.batch,
+        "bf16": {"enabled": settings.dtype == "bf16"},
+        "gradient_clipping": wanted.max_grad_norm or 0.0,
+        "optimizer": {
+            # With an offloaded optimizer this is DeepSpeedCPUAdam, the one that DeepSpeed has for it [config].
+            "type": "AdamW",
+            "params": {"lr": wanted.lr, "betas": list(wanted.betas), "eps": wanted.eps},
+        },
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+def stage_3(shape: GPTConfig) -> dict[str, Any]:
+    """Returns the settings of ZeRO 3, but for where things are offloaded."""
+    matrix = shape.hidden**2
+    return {
+        "stage": 3,
+        # Copies and reductions in a stream of their own, beside computing [config].
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        # [transformers], "auto": its values by the width of a layer.
+        "reduce_bucket_size": matrix,
+        "stage3_prefetch_bucket_size": int(0.9 * matrix),
+        "stage3_param_persistence_threshold": 10 * shape.hidden,
+        # The defaults of [config] and [transformers]: what is gathered may stay for its next use below a billion
+        # elements. With one process that keeps smaller models on the device, which is what a user would get.
+        "stage3_max_live_parameters": int(1e9),
+        "stage3_max_reuse_distance": int(1e9),
+    }

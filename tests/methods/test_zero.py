@@ -1,0 +1,71 @@
+"""DeepSpeed's methods: the real package, in processes of its own (./test.sh --baselines)."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from stronghold.evaluation.agreement import disagreements
+from stronghold.evaluation.records import read_records
+
+METHODS = ("zero-offload", "zero-infinity", "zero-infinity-nvme")
+# Wide enough for something to be swapped: DeepSpeed leaves parameters below a mebibyte in memory.
+SHAPE = ["-l", "3", "--hidden", "64", "--heads", "2", "--vocabulary", "6000", "--seq", "32", "--batch", "2"]
+
+pytestmark = [pytest.mark.baselines, pytest.mark.timeout(1800)]  # the first one compiles
+
+
+def train(method, folder, *arguments):
+    command = [sys.executable, "-m", "stronghold", "train", "--method", method, *SHAPE, "--device", "cpu"]
+    own = ["--steps", "12", "--lr", "3e-3", "--out", str(folder / method), "--record", str(folder / "runs.jsonl")]
+    return subprocess.run([*command, *own, *arguments], capture_output=True, text=True, timeout=1500)
+
+
+@pytest.mark.parametrize(("dtype", "clip"), [("fp32", "0.5"), ("fp32", "0"), ("bf16", "0.5")])
+def test_it_learns_what_the_resident_model_learns(tmp_path, dtype, clip):
+    for method in ("megatron-lm", *METHODS):
+        done = train(method, tmp_path, "--dtype", dtype, "--clip", clip)
+        assert done.returncode == 0, done.stdout + done.stderr
+    records = read_records(tmp_path / "runs.jsonl").records
+    assert len(records) == 4
+    assert disagreements(records) == [None] * 4
+    assert all(record["losses"][-1] < record["losses"][0] - 1 for record in records)
+    assert len({record["losses"][0] for record in records}) == 1  # the same model, to the bit
+    assert all(record["machine"]["versions"]["deepspeed"] for record in records[1:])
+    if dtype == "fp32":
+        expected = records[0]["losses"]
+        assert all(record["losses"] == pytest.approx(expected, rel=1e-6) for record in records[1:])
+
+
+def test_on_disk_its_bytes_are_counted_and_gone_afterwards(tmp_path):
+    done = train("zero-infinity-nvme", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = read_records(tmp_path / "runs.jsonl").records
+    assert record["summary"]["disk_bytes"] > 2 * 4 * 6000 * 64  # both moments of the embedding at least
+    assert record["summary"]["disk_written_bytes"] > 2 * 4 * 6000 * 64
+    assert list((tmp_path / "zero-infinity-nvme" / "store").iterdir()) == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_it_cannot_keep_is_refused_in_one_line(tmp_path, method):
+    done = train(method, tmp_path, "--resident", "1")
+    assert done.returncode == 2
+    assert f"{method} cannot keep resident" in done.stderr
+
+
+def test_without_libaio_the_error_names_the_package(tmp_path):
+    program = (
+        "import sys; from deepspeed.ops.op_builder import AsyncIOBuilder; from stronghold import cli; "
+        "AsyncIOBuilder.is_compatible = lambda self, verbose=False: False; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "train", "--method", "zero-infinity-nvme", *SHAPE, "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+    )
+    assert done.returncode == 2
+    assert "needs libaio's headers; on Debian: apt-get install libaio-dev" in done.stderr
