@@ -22,7 +22,7 @@ def write_page(
     figures: Sequence[Figure] = (),
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Writes the page of the results in ``folder`` to ``path``, with ``figures``; returns what it leaves out, and ``notes``.
+    """Writes the page of the results in ``folder`` to ``path``; returns ``notes`` and those on what it leaves out.
 
     The timeline is that of the run called ``run``, by default of the newest that has one. Raises ValueError if there
     is no run, or none called so, and OSError where the page cannot be written.
