@@ -38,7 +38,8 @@ class Report:
     None without one. ``accumulation_bytes`` are not held yet: they are what a second ``backward()`` before ``step()``
     takes, for sums in fp32. ``process_host_bytes`` is what the process had in memory, the interpreter and its libraries
     with it, before anything was placed, without the model's own parameters. ``on_root_disk`` tells that one of
-    ``disk_paths`` is on the system's disk, which wears with every step. ``step`` is None before the first step.
+    ``disk_paths`` is on the system's disk, which wears with every step; ``weights_on_disk`` and ``states_on_disk`` are
+    numbers of layers. ``step`` is None before the first step.
     """
 
     parameters: int
@@ -63,6 +64,8 @@ class Report:
     accumulation_bytes: int
     skipped_steps: int
     step: StepTimes | None
+    weights_on_disk: int = 0
+    states_on_disk: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -98,7 +101,7 @@ class Report:
             ("", "to accumulate", f"{format_bytes(self.accumulation_bytes)} more"),
             ("", "process", f"{format_bytes(self.process_host_bytes)} more, and activations"),
             ("disk", "layers and states", format_bytes(self.disk_bytes)),
-            *([("", "in", ", ".join(self.disk_paths))] if self.disk_paths else []),
+            *(self._disk_rows() if self.disk_paths else []),
             *([("", "note", "this is the system's own disk: training wears it")] if self.on_root_disk else []),
         ]
         if (step := self.step) is not None:
@@ -121,6 +124,10 @@ class Report:
         if self.skipped_steps:
             rows.append(("steps", "skipped", f"{self.skipped_steps}, for gradients that were not finite"))
         return rows
+
+    def _disk_rows(self) -> list[tuple[str, str, str]]:
+        there = f"weights of {self.weights_on_disk} and states of {self.states_on_disk} of {self.layers} layers"
+        return [("", "namely", there), ("", "in", ", ".join(self.disk_paths))]
 
     def __str__(self) -> str:
         return _in_lines(self.rows())

@@ -210,4 +210,6 @@ def report(model: nn.Module) -> Report:
         accumulation_bytes=sum(h.sum_bytes() for h in engine.homes),
         skipped_steps=optimizer.skipped_steps if optimizer is not None else 0,
         step=engine.stopwatch.last(),
+        weights_on_disk=sum(home.lives("weights") == "disk" for home in engine.layers),
+        states_on_disk=sum(home.trainable and home.lives("moments") == "disk" for home in engine.layers),
     )

@@ -116,7 +116,9 @@ def test_a_table_has_a_line_above_each_section():
 
 def test_a_disk_is_told_with_its_wear():
     step = StepTimes(**{**vars(STEP), "disk_read_bytes": 5 * 2**30, "disk_written_bytes": 4 * 10**9})
-    text = str(report(disk_bytes=2**34, disk_paths=("/mnt/a", "/mnt/b"), on_root_disk=True, step=step))
+    there = {"disk_bytes": 2**34, "disk_paths": ("/mnt/a", "/mnt/b"), "on_root_disk": True}
+    text = str(report(**there, weights_on_disk=1, states_on_disk=2, step=step))
+    assert re.search(r"namely +weights of 1 and states of 2 of \d+ layers", text)
     assert re.search(r"in +/mnt/a, /mnt/b", text)
     assert re.search(r"note +this is the system's own disk", text)
     assert re.search(r"read from disk +5\.00 GiB", text)
