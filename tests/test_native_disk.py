@@ -141,6 +141,28 @@ def test_a_sum_of_zero_is_one_that_is_not_known(path):
     assert sums[1:].tolist() == [0, 0]
 
 
+def test_checksums_that_are_forgotten_while_they_are_compared_are_no_damage(path):
+    data = numbers(64 * SUM_BYTES)
+    with Disk(threads=2) as disk:
+        file, sums = disk.open(path, create=True), torch.zeros(64, dtype=torch.int32)
+        disk.write(file, data, sums=sums).wait()
+        known, ended = sums.clone(), threading.Event()
+
+        def forget_and_recall() -> None:
+            while not ended.is_set():
+                sums.zero_()
+                sums.copy_(known)
+
+        thread = threading.Thread(target=forget_and_recall)
+        thread.start()
+        try:
+            for _ in range(2000):
+                disk.read(file, torch.empty_like(data), sums=sums, verify=True).wait()
+        finally:
+            ended.set()
+            thread.join()
+
+
 def test_many_threads_at_once(path):
     right = []
 

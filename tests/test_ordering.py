@@ -54,7 +54,7 @@ def train(device: DelayedDevice | str, *, disk=False, **settings):
         return _train(device, **settings)
     device.is_host = False
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(disk_module, "Disk", lambda: DelayedDisk(device)))
+        stack.enter_context(mock.patch.object(disk_module, "Disk", lambda threads: DelayedDisk(device)))
         store = stack.enter_context(tempfile.TemporaryDirectory())
         return _train(device, store=store, **settings)
 
