@@ -55,7 +55,7 @@ NAMES = {
     "store_sums": "stronghold, checksums",
     "fio": "fio, pread and pwrite",
     "fio_uring": "fio, io_uring, depth 16",
-    "loop": "threads with os.preadv, huge pages",
+    "loop": "preadv, huge pages",
 }
 
 

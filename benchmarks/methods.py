@@ -40,7 +40,7 @@ CONTENDERS = {
     "zero-infinity": ["zero-infinity"],
     "zero-infinity-nvme": ["zero-infinity-nvme", "--store", "disk"],
 }
-SMALLEST = ["--layers", "1", "--hidden", "32", "--vocabulary", "512"]
+SMALLEST = ["--layers", "2", "--hidden", "32", "--vocabulary", "512"]
 
 
 def run(name: str, options: argparse.Namespace, shape: Sequence[str]) -> Record | str:
@@ -55,7 +55,7 @@ def run(name: str, options: argparse.Namespace, shape: Sequence[str]) -> Record 
         command += ["--out", str(Path(folder) / "run"), "--record", str(record)]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode:
-            return [*(done.stdout + done.stderr).strip().splitlines(), "it said nothing"][-1]
+            return ((done.stdout + done.stderr).strip().splitlines() or ["it said nothing"])[-1]
         return read_records(record).records[-1]
 
 

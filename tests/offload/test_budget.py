@@ -61,6 +61,10 @@ class Roomy(CpuDevice):
         self.given += length_bytes
         return super().buffer(length_bytes)
 
+    def device_buffer(self, length_bytes):
+        self.given += length_bytes
+        return super().device_buffer(length_bytes)
+
 
 def rows(model):
     """Returns which layers are resident."""

@@ -14,11 +14,13 @@ from stronghold.evaluation.cases.reading import read_results
 from stronghold.evaluation.page.section import Figure
 
 
-def case_figures(results: Path) -> tuple[list[Figure], list[str]]:
-    """Returns a figure for each case and setting of which ``results`` has runs, and notes on what is left out."""
+def case_figures(folder: str | Path) -> tuple[list[Figure], list[str]]:
+    """Returns a figure for each case and setting of which ``folder`` has runs, and notes on what is left out."""
     figures: list[Figure] = []
     notes: list[str] = []
-    found = read_results([results], disagreements)
+    if not Path(folder).is_dir():
+        return figures, notes  # whoever reads the runs says so
+    found = read_results([folder], disagreements)
     for case in CASES.values():
         drawn = len(figures)
         for preset in MACHINES.values():
@@ -30,8 +32,8 @@ def case_figures(results: Path) -> tuple[list[Figure], list[str]]:
             if shown.here is None:
                 continue
             wrong = [f"{in_words(p.wanted)}: {p.wrong}" for panel in shown.panels for p in panel.points if p.wrong]
-            with tempfile.TemporaryDirectory() as folder:
-                svg = save_figure(shown, Path(folder) / "case")[1].read_text(encoding="utf-8")
+            with tempfile.TemporaryDirectory() as scratch:
+                svg = save_figure(shown, Path(scratch) / "case")[1].read_text(encoding="utf-8")
             caption = " ".join([f"Settings {preset.name}.", *(f"Wrong losses: {line}." for line in wrong)])
             figures.append(Figure(title=f"{case.title} ({case.figure})", svg=svg, caption=caption))
         if len(figures) == drawn:
