@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stronghold.device import CpuDevice, Event, Stream
-from stronghold.native import Disk, Transfer
+from stronghold.native import Disk, Priority, Transfer
 
 
 class RaceError(AssertionError):
@@ -133,7 +133,8 @@ class DelayedDisk(Disk):
                 if path == file.path and begin < other_end and other_begin < end and (write or other_write):
                     self.device.races.append("a file was written where another transfer was under way")
             transfer = super()._submit(file, write, memory, offset, priority, sums, verify)
-            late = _LateTransfer(transfer, self.device.delays.draw("disk"))
+            weights = not write and priority < Priority.PREFETCH
+            late = _LateTransfer(transfer, self.device.delays.draw("weights" if weights else "disk"))
             self._under_way.append((file.path, begin, end, write, late))
         return late
 
