@@ -84,6 +84,8 @@ def measure(options: argparse.Namespace, console: Console) -> list[dict[str, Any
                 bare[name] = record["summary"]["peak_host_bytes"]
             else:
                 found[name].append(record)
+    if ORDINARY in failed:
+        raise SystemExit(f"every contender is compared with the {ORDINARY}, which failed: {failed[ORDINARY]}")
     reference = found[ORDINARY]
     results = []
     for name in names:

@@ -70,43 +70,38 @@ class BufferedDiskWarning(UserWarning):
     """Transfers of a file go through the page cache, because its file system refuses direct I/O."""
 
 
-_warned: set[int] = set()  # devices
-
-
-def warn_of_buffering(path: str) -> None:
-    """Warns, once for each file system, that the file at ``path`` is not direct."""
-    device = os.stat(path).st_dev
-    if device in _warned:
-        return
-    _warned.add(device)
-    warnings.warn(
-        f"{path!r} lies on {file_system(path)}, which refuses direct I/O (O_DIRECT): its transfers go through the page "
-        "cache, which takes host memory and hides the disk's speed; use a path on ext4 or XFS on a local disk",
-        BufferedDiskWarning,
-        stacklevel=4,
-    )
-
-
 class UnreservedDiskWarning(RuntimeWarning):
     """A file's space is not promised by its file system: the disk may be full in the middle of a training."""
 
 
-_unreserved: set[int] = set()  # devices
+_warned: set[tuple[type[Warning], int]] = set()  # of what, for which file system
+
+
+def warn_of_buffering(path: str) -> None:
+    """Warns, once for each file system, that the file at ``path`` is not direct."""
+    _warn_once(
+        path,
+        "refuses direct I/O (O_DIRECT): its transfers go through the page cache, which takes host memory and hides the "
+        "disk's speed; use a path on ext4 or XFS on a local disk",
+        BufferedDiskWarning,
+    )
 
 
 def warn_of_no_reserve(path: str) -> None:
     """Warns, once for each file system, that it takes no promise of space for the file at ``path``."""
-    device = os.stat(path).st_dev
-    if device in _unreserved:
-        return
-    _unreserved.add(device)
-    warnings.warn(
-        f"{path!r} lies on {file_system(path)}, which cannot reserve space (fallocate): should others fill it, a step "
-        "fails in the middle with an error, and what is not in a checkpoint is lost; leave room there, or use a path "
-        "on ext4 or XFS on a local disk",
+    _warn_once(
+        path,
+        "cannot reserve space (fallocate): should others fill it, a step fails in the middle with an error, and what "
+        "is not in a checkpoint is lost; leave room there, or use a path on ext4 or XFS on a local disk",
         UnreservedDiskWarning,
-        stacklevel=4,
     )
+
+
+def _warn_once(path: str, what: str, category: type[Warning]) -> None:
+    key = category, os.stat(path).st_dev
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(f"{path!r} lies on {file_system(path)}, which {what}", category, stacklevel=5)
 
 
 def file_system(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:

@@ -48,6 +48,7 @@ class DiskStore(Store):
     ) -> None:
         super().__init__(device)
         self.waits = waits
+        self.disk = Disk(threads=DISK_THREADS * len(paths))  # before the directory is taken: it may be refused
         self._directory = Directory(paths)
         self._records = {home: _record(number, home) for number, home in enumerate(homes)}
         self._numbers = {home: number for number, home in enumerate(homes)}
@@ -60,7 +61,6 @@ class DiskStore(Store):
         except BaseException:
             self._directory.release()  # what is there is somebody else's
             raise
-        self.disk = Disk(threads=DISK_THREADS * len(self.paths))
         # Not a method: it would keep the store alive.
         self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, self._units, os.getpid())
         if self.reopened is not None:

@@ -181,10 +181,10 @@ class UnitFile:
         """Blocks until what is on its way into the file has arrived; raises what made it fail."""
         self.wait(list(self.writes))
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Reads all that is used and compares the checksums; yields (begin, bytes) while what follows is read.
+    def pieces(self, *, verify: bool = True) -> Iterator[tuple[int, Tensor]]:
+        """Reads all that is used; yields (begin, bytes) while what follows is read.
 
-        Raises CorruptionError.
+        Compares the checksums, and raises CorruptionError; without ``verify`` it sets them.
         """
         size = min(_READ_AT_ONCE, self.used_bytes)
         targets = [HostBuffer(size, private=True).flat for _ in range(2)]
@@ -192,7 +192,7 @@ class UnitFile:
         for number, begin in enumerate([*range(0, self.used_bytes, _READ_AT_ONCE), None]):
             if begin is not None:
                 target = targets[number % 2][: self.used_bytes - begin]
-                waiting.append((begin, target, self.read(target, begin, Priority.FETCH)))
+                waiting.append((begin, target, self.read(target, begin, Priority.FETCH, verify=verify)))
             if waiting and (begin is None or number):
                 before, target, transfers = waiting.pop(0)
                 self.wait(transfers)
@@ -247,10 +247,8 @@ class UnitFile:
 
     def take_sums(self, entry: UnitFileEntry) -> bool:
         """Reads all that was kept and sets the checksums; returns whether it is what ``entry`` says."""
-        for begin in range(0, self.kept_bytes, _READ_AT_ONCE):
-            end = min(begin + _READ_AT_ONCE, self.kept_bytes)
-            target = HostBuffer(end - begin, private=True).flat
-            self.wait(self.read(target, begin, Priority.FETCH, verify=False))
+        for _ in self.pieces(verify=False):
+            pass
         return self._sum_of_sums() == entry.pages_crc32c
 
     def _sum_of_sums(self) -> int:

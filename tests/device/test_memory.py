@@ -36,6 +36,7 @@ def test_it_is_as_long_as_asked_for_begins_at_a_page_and_is_zero(length, private
         assert buffer.flat.data_ptr() % 4096 == 0
 
 
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
 def test_a_private_one_has_huge_pages_where_the_system_grants_them_and_takes_no_more_than_asked():
     length = 8 * HUGE + 10_000
     buffer = HostBuffer(length, private=True)

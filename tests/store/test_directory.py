@@ -139,3 +139,14 @@ def test_files_go_with_the_model_and_directories_with_them_if_they_were_made_for
 def test_what_is_no_store_is_refused(store):
     with pytest.raises(ValueError, match="store must"):
         stronghold.offload(layers(), store=store, device="cpu")
+
+
+def test_a_store_without_threads_leaves_nothing_and_the_directory_to_others(tmp_path, monkeypatch):
+    def refused(**settings):
+        raise OSError("no more threads")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no more threads"):
+        patched.setattr("stronghold.store.disk.Disk", refused)
+        start(tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+    start(tmp_path / "s")

@@ -192,7 +192,7 @@ def test_a_file_system_without_direct_io_is_buffered_and_says_so_once(tmp_path, 
 
 
 def test_a_file_system_that_promises_no_space_is_used_and_says_so_once(tmp_path, monkeypatch, faults):
-    monkeypatch.setattr(disk_errors, "_unreserved", set())
+    monkeypatch.setattr(disk_errors, "_warned", set())
     faults.append(Fault(kind="reserve", what="EOPNOTSUPP", times=None))
     with pytest.warns(UnreservedDiskWarning, match="cannot reserve space.*a step fails in the middle") as caught:
         model, optimizer = start(tmp_path / "store")
