@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Sets up what the tests need and runs them all; arguments go to pytest (./test.sh -k native, ./test.sh -m gpu).
+# Sets up what the tests need and runs them all, in two processes; arguments go to pytest instead, in one
+# (./test.sh -k native, ./test.sh -m gpu).
 # With --baselines it runs those that need DeepSpeed instead, which it installs if need be.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=environment.sh
 . "$root/environment.sh"
-stronghold_environment pytest pytest_timeout hypothesis nbclient ipykernel
+stronghold_environment pytest pytest_timeout xdist hypothesis nbclient ipykernel
 if [[ " $* " == *" --baselines "* ]]; then stronghold_baselines deepspeed ninja || exit 1; fi
 
 # The models of the tests are small: more threads than two only get into one another's way.
@@ -14,4 +15,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" # no test may need the network
 cd "$root"
+if (($# == 0)); then set -- -n 2 --dist loadfile; fi # many tests wait for a disk, a process or a delay: others run meanwhile
 exec "$PYTHON" -m pytest "$@" </dev/null
