@@ -60,7 +60,9 @@ def run(name: str, options: argparse.Namespace, shape: Sequence[str]) -> Record 
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    low, median, high = quantiles(values, n=4, method="inclusive")
+    """Returns the quartiles."""
+    found = list(values)
+    low, median, high = quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
     return {"low": low, "median": median, "high": high}
 
 

@@ -116,7 +116,8 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
         raise ValueError("--resume goes on with the run in a folder (got none); pass --out with that folder")
     update, clip = options.update, options.clip
     if update is None:  # on disk, gradients of the whole model in memory are what one wants to do without
-        update = "deferred" if options.store == "ram" or clip else "in_backward"
+        hides = options.method == "stronghold" and options.store != "ram" and not clip
+        update = "in_backward" if hides else "deferred"
     if clip is None:
         clip = 0.0 if update == "in_backward" else 1.0
     warmup = min(100, options.steps // 10) if options.warmup is None else options.warmup
@@ -329,8 +330,8 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
     place.add_argument(
         "--update",
         choices=("deferred", "in_backward"),
-        help="update layers behind the step, or as soon as each has its gradient (default: deferred; with --store on "
-        "disk and without --clip in_backward)",
+        help="update layers behind the step, or as soon as each has its gradient (default: deferred; stronghold with "
+        "--store on disk and without --clip: in_backward)",
     )
     place.add_argument(
         "--states",

@@ -81,6 +81,15 @@ def test_defaults_are_those_that_help_tells():
     assert settings_of("--device", "cpu", "--update", "in_backward").optimizer.max_grad_norm is None
 
 
+@pytest.mark.parametrize("clip", [(), ("--clip", "0"), ("--clip", "1")])
+@pytest.mark.parametrize("method", ["stronghold", "zero-infinity-nvme"])
+def test_on_disk_stronghold_alone_updates_layers_in_the_backward_pass(method, clip):
+    optimizer = settings_of("--method", method, "--store", "disk", *clip).optimizer
+    hides = method == "stronghold" and clip != ("--clip", "1")
+    assert optimizer.update == ("in_backward" if hides else "deferred")
+    assert optimizer.max_grad_norm == (None if hides or clip == ("--clip", "0") else 1.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
