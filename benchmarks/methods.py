@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=512, help="(512: 70 M parameters with 14 layers)")
     parser.add_argument("--batch", type=int, default=4, help="(4)")
     parser.add_argument("--seq", type=int, default=128, help="(128)")
-    parser.add_argument("--window", type=int, default=4, help="stronghold's (4)")
+    parser.add_argument("--window", default="auto", help="stronghold's (auto)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(fp32)")
     parser.add_argument("--steps", type=int, default=5, help="of a call (5)")
     parser.add_argument("--rounds", type=int, default=5, help="calls of each contender (5)")

@@ -67,6 +67,8 @@ class DelayedDevice(CpuDevice):
     nobody has overwritten what it reads. ``compute_mark`` is behind all of that, as an event on a CUDA stream would be.
     """
 
+    is_host = False
+
     def __init__(self, seed: int = 0, **longest_s: float) -> None:
         self.delays = Delays(seed, **longest_s)
         self.races: list[str] = []

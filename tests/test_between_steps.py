@@ -14,11 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from stronghold import native
+from stronghold.device import CpuDevice
 from stronghold.offload.rows import find_layers
 from tests.reference import CASES, Batch, Case, MasterAdamW, offloaded, ordinary
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 STEPS = 3
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["", "apart"])
+def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets edges be the host's own memory, and copies as on a device that has memory of its own."""
+    monkeypatch.setattr(CpuDevice, "is_host", request.param)
 
 
 @pytest.fixture(autouse=True)

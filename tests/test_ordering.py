@@ -53,7 +53,6 @@ def train(device: DelayedDevice | str, *, disk=False, **settings):
     """Returns what is seen in a few steps. ``disk``: the layers are there, and the device has memory of its own."""
     if not disk or not isinstance(device, DelayedDevice):
         return _train(device, **settings)
-    device.is_host = False
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(disk_module, "Disk", lambda threads: DelayedDisk(device)))
         store = stack.enter_context(tempfile.TemporaryDirectory())

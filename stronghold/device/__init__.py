@@ -5,6 +5,7 @@ import torch
 from stronghold.device.base import Device
 from stronghold.device.cpu import CpuDevice
 from stronghold.device.events import Event
+from stronghold.device.heap import keep_freed_memory
 from stronghold.device.memory import Buffer, DeviceBuffer, HostBuffer, available_host_bytes, return_free_memory
 from stronghold.device.streams import Stream
 from stronghold.device.timeline import Timeline
@@ -22,6 +23,7 @@ __all__ = [
     "Wait",
     "Waits",
     "available_host_bytes",
+    "keep_freed_memory",
     "open_device",
     "return_free_memory",
 ]

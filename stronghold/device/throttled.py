@@ -36,6 +36,8 @@ class ThrottledDevice(CpuDevice):
     engine's own overhead adds; without, the clocks alone tell, the same on every run.
     """
 
+    is_host = False
+
     def __init__(self, speed: Speed, *, tokens: int, scale: float = 1.0, paced: bool = False) -> None:
         self.speed = speed
         self.tokens = tokens

@@ -22,10 +22,10 @@ class Home:
     """The memory of one unit, and what is under way in it.
 
     ``index`` is the layer's number, or None for an edge. ``weight`` are views in the compute dtype: what is copied to
-    the device and what the parameter is outside the window. A ``resident`` layer has all of that on the device.
-    ``alignment`` is that of its tensors in memory, in bytes.
-    Gradients have a layout of their own, without those of frozen parameters. "Place" is a parameter's number in its
-    unit.
+    the device and what the parameter is outside the window. A ``resident`` layer has all of that on the device. A
+    ``mirrored`` unit is an edge on a device with memory of its own: there the parameter is a copy. ``alignment`` is
+    that of its tensors in memory, in bytes. Gradients have a layout of their own, without those of frozen parameters.
+    "Place" is a parameter's number in its unit.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Home:
         dtype: torch.dtype,
         *,
         resident: bool = False,
+        mirrored: bool = False,
         alignment: int = ALIGNMENT_BYTES,
     ) -> None:
         self.index = index
@@ -43,6 +44,7 @@ class Home:
         self.parameters = list(parameters)
         self.dtype = dtype
         self.resident = resident
+        self.mirrored = mirrored
         self.shapes = [tuple(p.shape) for p in parameters]
         self.alignment = alignment
         self.layout: Layout = lay_out([p.numel() * dtype.itemsize for p in parameters], alignment)
@@ -50,7 +52,7 @@ class Home:
         self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
         self.on_device: list[Tensor] = []
-        """An edge's own memory on the device; a layer has none but its slot."""
+        """A mirrored edge's memory on the device; a layer has none but its slot."""
         self.masters = Masters()
         self._buffers: list[Buffer] = []
         self._device: Device | None = None
@@ -197,7 +199,7 @@ class Home:
         if self.dtype == torch.float32:
             return None
         if self._sums is None:
-            self._sums = self._sum_buffer(on_device=self.resident or self.is_edge)
+            self._sums = self._sum_buffer(on_device=self.resident or self.mirrored)
         return self._sum_in(self._sums, place)
 
     def host_sum_remainder(self, place: int) -> Tensor:
@@ -276,17 +278,17 @@ class Home:
 
     def lend(self, place: int, *, unseen: bool) -> None:
         """Hears that somebody gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
-        if not self.is_edge:  # what is written there is the device's, until it is taken over
+        if not self.mirrored:  # what is written there is the device's, until it is taken over
             self.open()
         self.touched |= unseen
-        # Of an edge the host has its own copy, to compare with. Marking has read the weight: without drop() a
+        # Of a mirrored edge the host has its own copy, to compare with. Marking has read the weight: without drop() a
         # state_dict() would leave the whole model in the resident set.
-        if not self.is_edge and self.masters.lend(place, self.weight[place]):
+        if not self.mirrored and self.masters.lend(place, self.weight[place]):
             self.drop()
 
     def write(self, place: int, task: Callable[[], Any]) -> Any:
         """Runs ``task``, which writes into a parameter."""
-        if self.is_edge:
+        if self.mirrored:
             return task()
         self.open()
         if place not in self.masters.remainders:
@@ -307,12 +309,12 @@ class Home:
         return written
 
     def take_writes(self, arrived: Sequence[Tensor] = ()) -> None:
-        """Brings the fp32 masters up to what the user wrote into the weights; ``arrived`` are an edge's values."""
+        """Brings the fp32 masters up to what the user wrote into the weights, of a mirrored edge ``arrived``."""
         for place, value in enumerate(arrived):
             if not torch.equal(_octets(value), _octets(self.weight[place])):
                 self.open()
                 self.masters.replace(place, self.weight[place], value)
-        if not self.is_edge and self.masters:
+        if not self.mirrored and self.masters:
             self.open()
             self.masters.take_writes(self.weight, self.versions, lambda place: is_shared(self.weight[place]))
 

@@ -34,6 +34,9 @@ def resident_bytes(home: Home) -> int:
 def keep_resident(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> None:
     """Marks the layers that stay on the device; raises ValueError and BudgetError."""
     wanted = settings.resident
+    limit = settings.device_memory
+    if _need_no_slots(settings, device):
+        wanted = len(homes)
     if isinstance(wanted, int):
         if not 0 <= wanted <= len(homes):
             raise ValueError(
@@ -49,7 +52,6 @@ def keep_resident(homes: Sequence[Home], edge_bytes: int, settings: OffloadSetti
                 "resident=, or 'auto'"
             )
         return
-    limit = settings.device_memory
     if limit is None:
         free = device.free_bytes()
         limit = free // 2 if free is not None else 0  # half is left to activations, whose size depends on the batch
@@ -61,6 +63,13 @@ def keep_resident(homes: Sequence[Home], edge_bytes: int, settings: OffloadSetti
         slots = min(window, len(streamed)) * _longest(streamed)
         if number == 0 or _fixed_bytes(homes, edge_bytes) + slots <= limit:
             return
+
+
+def _need_no_slots(settings: OffloadSettings, device: Device) -> bool:
+    """Whether layers are best computed with where they are: slots would be a second copy in the same memory."""
+    bounded = settings.device_memory is not None or settings.host_memory is not None or settings.directories
+    asked = (settings.window, settings.resident)
+    return device.is_host and not bounded and (asked == ("auto", 0) or settings.resident == "auto")
 
 
 def choose_window(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> int:
@@ -153,7 +162,7 @@ def check_host(homes: Sequence[Home], settings: OffloadSettings, device: Device)
     weights = sum(home.layout.total_bytes for home in on_host if home.lives("weights") == "host")
     weights += sum(home.remainder_bytes() for home in on_host if home.lives("remainders") == "host")
     weights += staging_bytes(on_host, device)
-    gradients = sum(home.gradient_layout.total_bytes for home in on_host if home.is_edge)
+    gradients = sum(home.gradient_layout.total_bytes for home in on_host if home.mirrored)
     gradients += RING * max((home.gradient_layout.total_bytes for home in on_host if not home.is_edge), default=0)
     in_memory = [home for home in on_host if home.lives("moments") == "host"]
     states = sum(lay_out_moments(home, home.gradient_places, "8bit").total_bytes for home in in_memory)

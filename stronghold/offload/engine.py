@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stronghold import native
 from stronghold.config import OffloadSettings
-from stronghold.device import Device, Event, Wait, Waits, available_host_bytes
+from stronghold.device import Device, Event, Wait, Waits, available_host_bytes, keep_freed_memory
 from stronghold.errors import BudgetError, OffloadedModelError
 from stronghold.home import Collected, Home, OffloadedParameter, Updater, Work
 from stronghold.offload.block import Block, Members, Run
@@ -185,6 +185,8 @@ class Engine:
                 "a second one); delete the first, or use update='deferred'"
             )
         self.optimizer = self.gradients.updater = weakref.ref(optimizer)
+        if self.device.is_host and not self.store.paths and not optimizer.in_backward:
+            keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 
     def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
         if home.is_edge or home.resident:
@@ -195,9 +197,8 @@ class Engine:
         if not home.was_written():
             return False
         home.wait_updated()
-        if not home.is_edge:
-            assert home.index is not None
-            self.window.changed([home.index])
+        if not home.mirrored:
+            self.changed([home])
             home.take_writes()
             return True
         arrived = [torch.empty_like(weight) for weight in home.weight]
@@ -230,7 +231,7 @@ class Engine:
         with self.device.noted(updates, f"update {home.name}"):
             updates.run(task, moved_bytes=moved_bytes)
         done = self.store.landed(home, updates.record())
-        if not home.is_edge:
+        if not home.mirrored:
             return done
         edges = self.device.edges
         # The upload carries what the update wrote. That nobody computes with the old value any more, the host knows
@@ -294,7 +295,7 @@ class Engine:
 
     def wait_updated(self, home: Home) -> None:
         event, begin = home.updated, self.device.stamp()
-        if home.is_edge:
+        if home.mirrored:
             # The upload of the edge's new value must have arrived before anything computes with it.
             self.waits.compute(event, Wait.EDGE_UPLOADED)
         else:

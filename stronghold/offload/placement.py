@@ -40,11 +40,11 @@ class Placement:
     window: int
 
     def move_edges(self, device: Device) -> None:
-        """Moves edges and all buffers to the device, once their homes are placed."""
+        """Moves mirrored edges and all buffers to the device, once the edges' homes are placed."""
         with torch._C.DisableTorchFunctionSubclass():
-            for home, _ in self.edges:
+            for home in (home for home, _ in self.edges if home.mirrored):
                 for parameter, weight in zip(home.parameters, home.weight, strict=True):
-                    # Not through .to(): on the CPU that would be the host's own tensor.
+                    # Not through .to(): on a device that plays one on the CPU that would be the host's own tensor.
                     there = torch.empty(weight.shape, dtype=weight.dtype, device=device.torch_device)
                     there.copy_(weight)
                     parameter.data = there
@@ -96,14 +96,17 @@ def plan(
         )
     edge_homes = []
     for name, parameter, owners in edges:
-        home = Home(None, name, [parameter], _dtype_of(name, [parameter], dtype), alignment=alignment)
+        edge_dtype = _dtype_of(name, [parameter], dtype)
+        home = Home(None, name, [parameter], edge_dtype, mirrored=not device.is_host, alignment=alignment)
         homes_by_parameter[id(parameter)] = home
         edge_homes.append((home, owners))
     homes = list({id(h): h for p in model.parameters() if (h := homes_by_parameter[id(p)])}.values())
     buffers = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     buffer_bytes = sum(b.numel() * b.element_size() for m, name in buffers if (b := m._buffers[name]) is not None)
-    # An edge's gradient lies beside it, as in any model on the device.
-    edge_bytes = buffer_bytes + sum((1 + home.trainable) * home.layout.total_bytes for home, _ in edge_homes)
+    # An edge's gradient lies on the device, as in any model there.
+    edge_bytes = buffer_bytes + sum(
+        (home.mirrored + home.trainable) * home.layout.total_bytes for home, _ in edge_homes
+    )
     keep_resident(layer_homes, edge_bytes, settings, device)
     window = choose_window(layer_homes, edge_bytes, settings, device)
     if settings.directories:

@@ -282,7 +282,11 @@ class AdamW(torch.optim.Optimizer):
                 self._moments.allocate(home, wanted)
 
     def _keeps_gradients(self, home: Home) -> bool:
-        return bool(self._trained(home)) and not home.resident and (home.is_edge or not self.in_backward)
+        return (
+            bool(self._trained(home))
+            and not home.resident
+            and (home.mirrored if home.is_edge else not self.in_backward)
+        )
 
     def _allocate(self, home: Home) -> None:
         self._moments.allocate(home, self._trained(home))

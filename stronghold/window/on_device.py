@@ -14,7 +14,7 @@ from stronghold.window.sums import add, write_squares
 class DeviceGradients:
     """Adds up the gradients of edges in fp32, where autograd would in bf16, and hands gradients to the optimizer.
 
-    An edge's gradient goes down when it is collected; a resident layer is updated with its own where it is.
+    A mirrored edge's gradient goes down when it is collected; the others' are used where they are.
     """
 
     def __init__(self, device: Device, waits: Waits) -> None:
@@ -55,13 +55,13 @@ class DeviceGradients:
         self._held.clear()
 
     def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
-        """Returns the gradients of an edge on the host, those of a resident layer as they are; all complete."""
+        """Returns the gradients of a mirrored edge on the host, others as they are; all complete."""
         home.wait_updated()  # an update under way reads the gradient that is replaced here
         home.fit_gradients()
         found = {place: known_of(gradient) for place, gradient in gradients.items()}
         with torch._C.DisableTorchFunctionSubclass():
             values = {place: gradient.detach().contiguous() for place, gradient in gradients.items()}
-            squares = torch.stack([self._squares(values[place], known) for place, known in found.items()])
+            squares = torch.stack(self._squares(values, found))
             arrived = torch.zeros(len(found), dtype=torch.float64)
             self.device.compute_copy(arrived, squares)  # all at once: on a GPU each copy is a wait
             collected = {
@@ -72,16 +72,20 @@ class DeviceGradients:
         self.waits.host(self.device.compute_mark(), Wait.EDGE_GRADIENT)
         return collected
 
-    def _squares(self, values: Tensor, known: Known | None) -> Tensor:
-        if known is not None:
-            return known.squares
-        squares = torch.zeros((), dtype=torch.float64, device=values.device)
-        self.device.compute_now(lambda: write_squares([values], [squares], self._threads))
-        return squares
+    def _squares(self, values: dict[int, Tensor], known: dict[int, Known | None]) -> list[Tensor]:
+        """Returns the sum of squares of each gradient; those that nobody knows are read, all at once."""
+        sums = {place: one.squares for place, one in known.items() if one is not None}
+        unknown = [place for place in values if place not in sums]
+        if unknown:
+            gradients = [values[place] for place in unknown]
+            squares = list(torch.zeros(len(unknown), dtype=torch.float64, device=gradients[0].device).unbind())
+            self.device.compute_now(lambda: write_squares(gradients, squares, self._threads))
+            sums.update(zip(unknown, squares, strict=True))
+        return [sums[place] for place in values]
 
     def _collected(self, home: Home, place: int, values: Tensor, known: Known | None, squares: Tensor) -> Collected:
         remainder = known.remainder if known is not None else None
-        if home.resident:
+        if not home.mirrored:
             return Collected(values, squares, remainder)
         on_host = home.gradient_in(home.place_gradients(self.device), place)
         self.device.compute_copy(on_host, values)

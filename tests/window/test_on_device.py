@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stronghold
+from stronghold.device import CpuDevice
 from stronghold.errors import OffloadedModelError
 from stronghold.home import known_of
 from stronghold.split import join, rounded
@@ -18,6 +19,12 @@ from tests.small import Block, Decoder, Residual, numbers, pair, words
 EDGES = ("into.weight", "into.bias", "out.weight", "out.bias")
 RESIDENT = ("layers.0.up.weight", "layers.2.norm.bias", "layers.2.down.weight")
 """With two of four layers resident these are 0 and 2."""
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["", "apart"])
+def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets edges be the host's own memory, and copies as on a device that has memory of its own."""
+    monkeypatch.setattr(CpuDevice, "is_host", request.param)
 
 
 @pytest.fixture(autouse=True)
