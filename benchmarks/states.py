@@ -39,6 +39,7 @@ from stronghold.evaluation.records import Record, append_record, describe_machin
 from stronghold.methods import decay_groups
 from stronghold.models.files import inputs_of
 from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.offload.rows import find_layers
 from stronghold.training import learning_rate_factor
 from stronghold.units import format_count, format_seconds
 
@@ -167,7 +168,8 @@ def run(settings: Settings, variant: str, batches: Batches, say: Callable[[str],
             held_out.append({"step": step, "loss": round(held_out_loss(model, batches), 7)})
         say(f"{settings.title}, {VARIANTS[variant]}: step {step} of {settings.steps}, loss {losses[-1]:.4f}")
     optimizer.wait()
-    gradient_bytes = dtype.itemsize * after.parameters
+    in_layers = [p for layer in find_layers(model) for p in layer.module.parameters()]
+    gradient_bytes = dtype.itemsize * sum(p.numel() for p in in_layers)  # an edge's is autograd's own
     return {
         "benchmark": "states",
         "variant": variant,

@@ -63,8 +63,9 @@ def visited(
         optimizer.step()
         seen.append(visit(model, step))
         if isinstance(optimizer, MasterAdamW):
-            in_layers = [p for layer in find_layers(model) for p in layer.module.parameters()] if block > 1 else []
-            optimizer.take_writes(block, in_layers)
+            modules = [model] if CpuDevice.is_host else [layer.module for layer in find_layers(model)]
+            in_blocks = [p for module in modules for p in module.parameters()] if block > 1 else []
+            optimizer.take_writes(block, in_blocks)
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, seen
@@ -263,7 +264,7 @@ WRITES = [
 def test_writing(write: Callable[[nn.Module], None], window: int, dtype: torch.dtype) -> None:
     """Layers and edges, on steps 1 and 2; the engine must notice, whatever way the values went.
 
-    What goes through the parameter counts element by element; what goes by an alias of a layer's memory in bf16 counts
+    What goes through the parameter counts element by element; what goes by an alias of the host's memory in bf16 counts
     by blocks of 64 (:mod:`stronghold.home.masters`).
     """
 

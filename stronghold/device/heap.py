@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # mallopt's numbers, as in malloc.h
@@ -17,14 +16,11 @@ def keep_freed_memory(owner: object) -> None:
     """Lets the process keep the memory that tensors free, until ``owner``, and all others that asked, are gone.
 
     glibc gives each large tensor back to the system, which clears its pages when the next one is made: a twentieth to
-    a tenth of a training step's time. A process that has malloc set by its environment (``MALLOC_...``,
-    ``GLIBC_TUNABLES``), or another C library, is left as it is.
+    a tenth of a training step's time. Another C library than glibc is left as it is.
     """
     global _owners
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version") or any(
-        n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ
-    ):
+    if not hasattr(libc, "gnu_get_libc_version"):
         return
     if _owners == 0:
         libc.mallopt(_MMAP_MAX, 0)  # the heap for blocks of all sizes

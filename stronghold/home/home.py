@@ -278,7 +278,7 @@ class Home:
 
     def lend(self, place: int, *, unseen: bool) -> None:
         """Hears that somebody gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
-        if not self.mirrored:  # what is written there is the device's, until it is taken over
+        if not self.is_edge:  # an edge's weight is in memory: what is on disk changes when the write is taken over
             self.open()
         self.touched |= unseen
         # Of a mirrored edge the host has its own copy, to compare with. Marking has read the weight: without drop() a
@@ -288,10 +288,10 @@ class Home:
 
     def write(self, place: int, task: Callable[[], Any]) -> Any:
         """Runs ``task``, which writes into a parameter."""
-        if self.mirrored:
-            return task()
-        self.open()
-        if place not in self.masters.remainders:
+        changes = not self.is_edge or (not self.mirrored and place in self.masters.remainders)
+        if changes:
+            self.open()
+        if self.mirrored or place not in self.masters.remainders:
             return task()
         return self.masters.write(place, self.weight[place], task, lambda: raw_version(self.parameters[place]))
 

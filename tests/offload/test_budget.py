@@ -93,6 +93,11 @@ def steps(model, count=3, **settings):
     return optimizer
 
 
+@pytest.fixture(autouse=True)
+def _memory_of_its_own(monkeypatch):
+    monkeypatch.setattr(CpuDevice, "is_host", False)
+
+
 # ---- which layers stay ----
 
 
@@ -134,7 +139,7 @@ def test_a_number_is_taken_at_its_word(resident):
     assert (report.resident, report.window) == (resident, 1 if resident < 4 else 0)
 
 
-def test_auto_without_a_budget_on_the_cpu_is_none():
+def test_auto_without_a_budget_is_none_where_the_device_does_not_say_what_is_free():
     model = offload(resident="auto")
     assert rows(model) == []
     assert stronghold.report(model).window == 2

@@ -22,9 +22,8 @@ from tests.small import ADAMW, Residual, assert_same_models, numbers, ordinary_l
         ({"resident": 1}, 1, 2),
         ({"device_memory": "1GiB"}, 0, 4),
         ({"host_memory": "1GiB"}, 0, 2),
-        ({"device": Apart()}, 0, 2),
+        pytest.param({"device": Apart()}, 0, 2, id="apart"),
     ],
-    ids=str,
 )
 def test_no_layer_has_a_slot_unless_a_window_or_a_budget_asks_for_one(settings, resident, window):
     model = stronghold.offload(Residual(), **{"device": "cpu", **settings})

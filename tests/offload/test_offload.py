@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import stronghold
+from stronghold.device import CpuDevice
 from stronghold.errors import BudgetError, OffloadedModelError
 from tests.small import (
     ADAMW,
@@ -159,6 +160,13 @@ def test_a_device_budget_that_cannot_hold_the_window():
         assert report.window == {2 * needed: 3, 100 * needed: 4}.get(budget, 1 if budget < needed else 2)
 
 
+@pytest.fixture
+def apart(monkeypatch):
+    """Lets the device have memory of its own, where edges are copies and layers need slots."""
+    monkeypatch.setattr(CpuDevice, "is_host", False)
+
+
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_host_budget_that_cannot_hold_weights_gradients_and_states(dtype, states):
@@ -177,6 +185,7 @@ def test_a_host_budget_that_cannot_hold_weights_gradients_and_states(dtype, stat
     ordinary_loop(model, optimizer, [b.to(dtype or torch.float32) for b in numbers(2)])
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_host_budget_that_cannot_hold_the_smallest_optimizer():
     model = stronghold.offload(Residual(), device="cpu")
     optimizer = stronghold.AdamW(model.parameters(), states="8bit", update="in_backward")
@@ -187,6 +196,7 @@ def test_a_host_budget_that_cannot_hold_the_smallest_optimizer():
     stronghold.AdamW(model.parameters(), states="8bit", update="in_backward")
 
 
+@pytest.mark.usefixtures("apart")
 def test_sums_of_gradients_are_told_beforehand_and_kept_to_the_budget():
     def accumulate(model, optimizer, batches):
         for batch in batches:
@@ -449,6 +459,7 @@ def test_report_needs_an_offloaded_model():
         stronghold.report(Residual())
 
 
+@pytest.mark.usefixtures("apart")
 def test_report_counts_what_there_is():
     _, model = pair(Residual, window=3)
     optimizer = stronghold.AdamW(model.parameters(), **ADAMW)

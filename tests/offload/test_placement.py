@@ -5,11 +5,12 @@ import torch
 from stronghold.config import OffloadSettings
 from stronghold.device import CpuDevice
 from stronghold.offload.placement import plan
+from tests.delayed import Apart
 from tests.small import Decoder, EncoderDecoder, Lending, Residual, Shared
 
 
-def placed(model, **settings):
-    return plan(model, None, settings.pop("dtype", None), OffloadSettings(**settings), CpuDevice())
+def placed(model, device=None, **settings):
+    return plan(model, None, settings.pop("dtype", None), OffloadSettings(**settings), device or CpuDevice())
 
 
 def names_of(model, home):
@@ -63,8 +64,9 @@ def test_planning_changes_nothing():
 
 
 def test_the_window_is_a_layer_and_the_next_where_nobody_says():
-    assert placed(Residual()).window == 2
-    assert placed(Residual(layers=2)).window == 2
+    assert placed(Residual(), device=Apart()).window == 2
+    assert placed(Residual(layers=2), device=Apart()).window == 2
+    assert placed(Residual()).window == 0
     assert placed(Residual(), window=4).window == 4
 
 
