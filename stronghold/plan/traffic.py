@@ -19,7 +19,8 @@ def boundary_bytes(pipeline: Pipeline, activation_bytes: int | Sequence[int]) ->
         m · a bytes from the device of stage s to that of stage s + 1, and m · a bytes back.
 
     Boundaries between the same devices add up: of v stages on each of p > 2 devices, device d hands on v · m · a, the
-    last one (v - 1) · m · a, round to the first. Two stages on one device need no link.
+    last one (v - 1) · m · a, round to the first. Two stages on one device need no link. Raises ValueError where
+    there are not as many numbers as boundaries.
     """
     boundaries = pipeline.stages - 1
     each = list(activation_bytes) if isinstance(activation_bytes, Sequence) else [activation_bytes] * boundaries
