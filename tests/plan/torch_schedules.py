@@ -1,0 +1,69 @@
+"""torch.distributed.pipelining's own schedules, over stages that compute nothing: what they hold, and what they do."""
+
+from collections import Counter
+
+from torch.distributed.pipelining import schedules
+
+
+class IdleStage:
+    """A stage without a module or neighbours, which writes down what its schedule has it do."""
+
+    def __init__(self, index, stages, devices):
+        self.stage_index, self.num_stages = index, stages
+        self.group_size, self.group_rank = devices, index % devices
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        self.submod = None
+        self.done = []
+
+    def forward_one_chunk(self, micro_batch, *args, **kwargs):
+        self.done.append(f"{self.stage_index}F{micro_batch}")
+
+    def backward_one_chunk(self, micro_batch, **kwargs):
+        self.done.append(f"{self.stage_index}B{micro_batch}")
+
+    def perform_reduce_grad(self, scale):
+        pass
+
+    def _no_ops(self, micro_batch):
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_ops
+
+
+def schedule_of(name, devices, micro_batches, stages_per_device=1, device=0):
+    """Returns torch's schedule of that name, as the process of ``device`` makes it; what it refuses is raised."""
+    kind = schedules.get_schedule_class(name)
+    count = devices * stages_per_device
+    stages = [IdleStage(stage, count, devices) for stage in range(device, count, devices)]
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    return kind(stages[0] if single else stages, micro_batches)
+
+
+def held_order(*pipeline):
+    """Returns the passes that torch's schedule holds for each device, printed, without idle steps."""
+    order = schedule_of(*pipeline).pipeline_order
+    return [" ".join(str(x) for x in order[device] if x is not None and x.is_compute_op) for device in sorted(order)]
+
+
+def executed_order(name, devices, micro_batches):
+    """Returns the passes that torch's GPipe or 1F1B has each device run, printed."""
+    found = []
+    for device in range(devices):
+        schedule = schedule_of(name, devices, micro_batches, device=device)
+        schedule._initialize_stage = lambda *args, **kwargs: None  # which would look for neighbours
+        schedule._maybe_get_loss = lambda stage, micro_batch: None
+        schedule._step_microbatches()
+        found.append(" ".join(schedule._stage.done))
+    return found
+
+
+def sends(*pipeline):
+    """Returns how often an interleaved schedule of torch's sends: (sender, receiver) to transfers of a step."""
+    schedule = schedule_of(*pipeline)
+    found = Counter()
+    for device, actions in schedule.pipeline_order_with_comms.items():
+        for action in actions:
+            way = {"SEND_F": 1, "SEND_B": -1}.get(action.computation_type.value)
+            if way is not None:
+                found[device, schedule.stage_index_to_group_rank[action.stage_index + way]] += 1
+    return dict(found)
