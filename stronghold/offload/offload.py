@@ -43,7 +43,9 @@ def offload(
     CPU tensor, and so is its gradient; edges (embedding, final norm, head) stay on the device.
 
     ``window`` is the number of layers on the device at a time, or ``"auto"`` for as many as ``device_memory`` (by
-    default the free memory) allows with half of it left to activations. ``device`` is where layers compute. ``dtype``
+    default the free memory) allows with half of it left to activations. ``device`` is where layers compute; on the CPU,
+    where a slot would be a second copy in the same memory, ``"auto"`` means that all layers in RAM are computed with
+    where they are (resident), unless there is a budget. ``dtype``
     is the compute type (torch.float32 or torch.bfloat16; by default the parameters' own); with bf16 the fp32 master is
     kept exactly, as the weight and a 16-bit remainder. ``layers`` names the containers of the layers where they are not
     found by themselves. ``micro_batch=k`` runs each layer over the batch k samples at a time, so that weights cross the
