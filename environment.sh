@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by examples/run.sh, test.sh and .ci/run, never run by itself.
+# Sourced by examples/run.sh, test.sh, .ci/run and docker/Dockerfile, never run by itself.
 #
 # stronghold_environment [MODULE...] sets PYTHON to an interpreter that has what stronghold needs, the MODULEs, and
 # the extension built from the csrc/ of this tree, and puts this tree on PYTHONPATH. It takes, in this order, the
@@ -15,11 +15,16 @@ stronghold_environment() {
     exec {lock}>"$root/build/environment.lock"
     flock -n "$lock" || { _stronghold_say "waiting for another set-up of this tree"; flock "$lock"; }
   fi
-  _stronghold_choose "$@" || { _stronghold_create && _stronghold_choose "$@"; } ||
-    _stronghold_fail "the environment in $root/.venv is not complete; remove that folder and run this again"
+  stronghold_dependencies "$@"
   _stronghold_build
   if [[ -n "$lock" ]]; then exec {lock}>&-; fi
   stronghold_exports
+}
+
+# stronghold_dependencies [MODULE...], the half of it that needs requirements.txt alone: the interpreter, no extension.
+stronghold_dependencies() {
+  _stronghold_choose "$@" || { _stronghold_create && _stronghold_choose "$@"; } ||
+    _stronghold_fail "the environment in $STRONGHOLD_ROOT/.venv is not complete; remove that folder and run this again"
 }
 
 # Sets what a process of the project needs besides an interpreter.
@@ -30,7 +35,7 @@ stronghold_exports() {
   if [[ -z "${OMP_WAIT_POLICY:-}" ]]; then export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"; fi
 }
 
-# stronghold_baselines MODULE..., after stronghold_environment: installs what methods to compare with are made of into the
+# stronghold_baselines MODULE..., after one of those two: installs what methods to compare with are made of into the
 # same environment if one of the MODULEs is missing, and keeps what DeepSpeed compiles, once, in build/torch_extensions.
 # Fails, with everything else as it was, where they cannot be installed.
 stronghold_baselines() {
@@ -39,6 +44,7 @@ stronghold_baselines() {
   export PATH="$prefix/bin:$PATH" # DeepSpeed looks for ninja there
   if [[ -z "${TORCH_EXTENSIONS_DIR:-}" ]]; then
     export TORCH_EXTENSIONS_DIR="$root/build/torch_extensions"
+    mkdir -p "$root/build"
     # A build that was killed leaves a lock behind, for which the next would wait for ever. Who has the descriptor, this
     # process and the program that it becomes, is building; where nobody is, what locks there are mean nothing.
     if command -v flock >/dev/null; then

@@ -6,8 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from stronghold.evaluation.cases.measurement import NOT_RECORDED, Measurement
+from stronghold.evaluation.cases.measurement import Measurement
 from stronghold.evaluation.cases.series import check_method
+from stronghold.evaluation.hardware import NOT_RECORDED
 
 # "  num_layers ..................................... 32", from the list of arguments that both print first.
 _ARGUMENT = re.compile(r"^\s+(\w+) \.{2,} (.+?)\s*$|^\s+(\w+)  (\S+)\s*$", re.MULTILINE)

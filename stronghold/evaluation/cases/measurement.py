@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from stronghold.evaluation.cases.series import check_method
+from stronghold.evaluation.hardware import hardware_of
 from stronghold.evaluation.records import Record
 from stronghold.evaluation.runs import to_float
-from stronghold.units import format_bytes
 
-NOT_RECORDED = "not recorded"
 _USUAL = {"store": "ram", "states": "fp32", "micro_batch": None, "activations": "recompute", "resident": 0}
 """What a stronghold run of a case must not have changed; an older record lacks some, and had no choice."""
 
@@ -87,31 +86,16 @@ def from_record(record: Record, source: str) -> Measurement:
         method=method,
         layers=settings.get("layers") or 0,
         settings=settings,
-        machine=describe(machine, str(settings.get("device", "cpu"))),
+        machine=hardware_of(record),
         commit=str(machine.get("commit") or ""),
         time=str(machine.get("time") or ""),
         parameters=record.get("parameters") or 0,
         limits=None if limits is None else Limits(**limits),
         reason=record.get("reason", ""),
-        note="interrupted" if record.get("interrupted") else "",
+        note="; ".join(["interrupted"] * bool(record.get("interrupted")) + list(record.get("moves", ()))),
         wrong=record.get("wrong") or _unsound(summary or {}),
         **_summary(record, summary or {}, settings),
     )
-
-
-def describe(machine: Mapping[str, Any], device: str) -> str:
-    """Returns a recorded machine in words: what computed, and the host. A GPU that was not used is not named."""
-    host = machine.get("host")
-    if not isinstance(host, dict):
-        return NOT_RECORDED
-    words = [f"{host.get('processor')}, {host.get('cores')} cores"]
-    if host.get("memory_bytes"):
-        words.append(format_bytes(host["memory_bytes"]))
-    gpus = machine.get("gpus") or []
-    if device.startswith("cuda") and gpus:
-        gpu = gpus[min(int(device.partition(":")[2] or 0), len(gpus) - 1)]
-        words.insert(0, f"{gpu['name']} {format_bytes(gpu['memory_bytes'])}")
-    return ", ".join(words)
 
 
 def _summary(record: Record, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a case's figure shows: the measurements that belong to it, as points, and what the artifact measured."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,9 +61,9 @@ def show(case: Case, preset: Machine, measurements: Sequence[Measurement], *, on
     Ours belong by the settings of ``preset``, the artifact's logs by the paper's. ``on`` is a part of a machine's name.
     Raises ValueError if what belongs was measured on several machines, and ``on`` does not choose one of them.
     """
-    ours = [item for item in measurements if not item.artifact and item.has(preset.shape)]
-    others = sum(not item.artifact for item in measurements) - len(ours)
-    ours = _on_one_machine(case, [item for item in ours if _concerns(case, preset, item)], on)
+    others = sum(not item.artifact and not item.has(preset.shape) for item in measurements)
+    belong = list(_belonging(case, preset, measurements))
+    ours = _on_one_machine(case, belong, on)
     logs = [item for item in measurements if item.artifact and item.has(V100.shape)]
     points, notes = _points(case, preset, ours)
     logged, _ = _points(case, V100, logs)
@@ -71,8 +72,15 @@ def show(case: Case, preset: Machine, measurements: Sequence[Measurement], *, on
     notes += [f"{m.source}: {m.note}" for m in (*ours, *logs) if m.note and id(m) in shown]
     if others:
         notes.append(f"{others} results have other settings than those of --machine {preset.name}")
+    elsewhere = Counter(item.machine for item in belong if item.machine != ours[0].machine)
+    notes += [f"{count} results are left out: measured on {machine}" for machine, count in sorted(elsewhere.items())]
     here = Panel(machine=ours[0].machine, points=points) if points else None
     return Shown(case=case, preset=preset, here=here, published=published, notes=tuple(dict.fromkeys(notes)))
+
+
+def machines_of(case: Case, preset: Machine, measurements: Iterable[Measurement]) -> list[str]:
+    """Returns, in words, each machine that results of ``case`` in the settings of ``preset`` were measured on."""
+    return sorted({item.machine for item in _belonging(case, preset, measurements)})
 
 
 def table_of(case: Case) -> Panel:
@@ -108,11 +116,17 @@ def _is_trial(preset: Machine, item: Measurement) -> bool:
     return item.artifact or item.limits == limits_of(preset)
 
 
-def _concerns(case: Case, preset: Machine, item: Measurement) -> bool:
-    """Tells what a case needs of one machine: its own runs, and the trials that say how large the models are."""
-    if item.limits is not None:
-        return _is_trial(preset, item) and (case.largest or case.x in ("baseline", "method"))
-    return not case.largest
+def _belonging(case: Case, preset: Machine, measurements: Iterable[Measurement]) -> Iterator[Measurement]:
+    """Yields what a case needs of one machine: its own runs, and the trials that say how large the models are."""
+    for item in measurements:
+        if item.artifact or not item.has(preset.shape):
+            continue
+        if item.limits is None:
+            wanted = not case.largest
+        else:
+            wanted = _is_trial(preset, item) and (case.largest or case.x in ("baseline", "method"))
+        if wanted:
+            yield item
 
 
 def _on_one_machine(case: Case, items: list[Measurement], on: str | None) -> list[Measurement]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stronghold.evaluation.cases.artifact import is_artifact_log, read_artifact_log
 from stronghold.evaluation.cases.measurement import Measurement, from_record
+from stronghold.evaluation.hardware import moves_of
 from stronghold.evaluation.records import Record, read_records
 from stronghold.evaluation.runs import LOG_NAME, read_run, summarize, to_float
 
@@ -104,4 +105,4 @@ def _record_of_run(path: Path) -> Record:
         raise ValueError(f"it has no {error}: a log of an older format") from error
     interrupted = len(run.steps) != run.start["settings"].get("steps")
     losses = [to_float(step["loss"]) for step in run.steps]
-    return {**run.start, "summary": summary, "losses": losses, "interrupted": interrupted}
+    return {**run.start, "summary": summary, "losses": losses, "interrupted": interrupted, "moves": list(moves_of(run))}

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from stronghold.evaluation.cases.case import Case, Wanted
 from stronghold.evaluation.cases.machines import Machine
-from stronghold.evaluation.cases.measurement import Measurement, describe
+from stronghold.evaluation.cases.measurement import Measurement
 from stronghold.evaluation.cases.points import in_words, layers_of_largest, missing_runs
 from stronghold.evaluation.cases.reading import RUNS, read_results
+from stronghold.evaluation.hardware import hardware_of
 from stronghold.evaluation.records import describe_machine
 from stronghold.evaluation.trials import end, exit_reason
 
@@ -64,7 +65,8 @@ def measured_here(place: Place) -> tuple[list[Measurement], str]:
     """Returns the results of this machine, and the commit that is checked out."""
     machine = describe_machine()
     results = read_results([place.results]).measurements if place.results.exists() else ()
-    here = [item for item in results if item.machine == describe(machine, place.device) and not item.artifact]
+    hardware = hardware_of({"settings": {"device": place.device}, "machine": machine})
+    here = [item for item in results if item.machine == hardware and not item.artifact]
     return here, machine["commit"] or ""
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stronghold.evaluation.hardware import hardware_of, moves_of
 from stronghold.evaluation.records import Record, read_records
-from stronghold.evaluation.runs import LOG_NAME, Run, read_run, summarize
+from stronghold.evaluation.runs import LOG_NAME, read_run, summarize
 from stronghold.evaluation.timeline import TIMELINE_NAME, read_spans
 from stronghold.spans import Span
-from stronghold.units import format_bytes
 
 RUNS_NAME = "runs.jsonl"
 _NAMED = 5
@@ -41,12 +41,7 @@ class RecordedRun:
     @property
     def hardware(self) -> str:
         """What it ran on, in words: runs are beside one another only where this is the same."""
-        host = _mapping(self.machine.get("host"))
-        gpus = self.machine.get("gpus")
-        words = [f"{gpu.get('name')} {_bytes(gpu)}" for gpu in map(_mapping, gpus if isinstance(gpus, list) else [])]
-        if host:
-            words += [f"{host.get('processor')}, {host.get('cores')} cores", _bytes(host)]
-        return ", ".join(filter(None, words)) or "machine not recorded"
+        return hardware_of({"settings": self.settings, "machine": self.machine})
 
     @property
     def timeline(self) -> Path | None:
@@ -172,16 +167,8 @@ def _read_log(folder: Path, found: _Found) -> None:
     run = _recorded(log.name, record, steps=log.steps, folder=folder)
     if log.end is None:
         found.notes.append(f"{run.name} has {run.ended}: it was killed, or still goes on after step {len(log.steps)}")
-    found.notes += _moves(run, log)
+    found.notes += [f"{run.name} {move}" for move in moves_of(log)]
     found.runs[run.name, run.hardware] = run
-
-
-def _moves(run: RecordedRun, log: Run) -> Iterator[str]:
-    """Yields a note for each time that a run went on elsewhere: its steps are not of one machine."""
-    for resume in log.resumes:
-        hardware = _recorded(run.name, resume).hardware
-        if hardware != run.hardware:
-            yield f"{run.name} went on after step {resume.get('step')} on another machine: {hardware}"
 
 
 def _recorded(name: str, record: Record, **log: Any) -> RecordedRun:
@@ -199,11 +186,6 @@ def _recorded(name: str, record: Record, **log: Any) -> RecordedRun:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _bytes(part: Mapping[str, Any]) -> str:
-    size = part.get("memory_bytes")
-    return format_bytes(size) if isinstance(size, int) else ""
 
 
 def _names(names: list[str]) -> str:

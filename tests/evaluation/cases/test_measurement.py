@@ -5,7 +5,7 @@ import math
 import pytest
 
 from stronghold.evaluation.cases.machines import TINY
-from stronghold.evaluation.cases.measurement import describe, from_record
+from stronghold.evaluation.cases.measurement import from_record
 from tests.evaluation.cases.conftest import make_record, make_trial
 
 
@@ -69,12 +69,3 @@ def test_a_trial_that_did_not_train_has_no_times():
     assert (found.reason, found.steps) == ("over the limit of memory", 0)
     assert math.isnan(found.iteration_s)
     assert found.limits.host_bytes == TINY.host_limit
-
-
-def test_a_machine_is_named_by_what_computed():
-    host = {"processor": "CPU", "cores": 8, "memory_bytes": 2**36}
-    machine = {"host": host, "gpus": [{"name": "A", "memory_bytes": 2**34}, {"name": "B", "memory_bytes": 2**35}]}
-    assert describe(machine, "cpu") == "CPU, 8 cores, 64.0 GiB"
-    assert describe(machine, "cuda") == "A 16.0 GiB, CPU, 8 cores, 64.0 GiB"
-    assert describe(machine, "cuda:1") == "B 32.0 GiB, CPU, 8 cores, 64.0 GiB"
-    assert describe({}, "cpu") == "not recorded"

@@ -7,7 +7,7 @@ import pytest
 from stronghold.evaluation.cases.artifact import read_artifact_log
 from stronghold.evaluation.cases.case import CASES, Wanted
 from stronghold.evaluation.cases.machines import CPU, TINY, V100
-from stronghold.evaluation.cases.points import layers_of_largest, missing_runs, show, table_of
+from stronghold.evaluation.cases.points import layers_of_largest, machines_of, missing_runs, show, table_of
 from tests.evaluation.cases.conftest import HOST, artifact_log, make_record, make_trial
 
 
@@ -102,6 +102,15 @@ def test_machines_are_not_mixed_unless_one_is_chosen(measure):
     found = shown(5, both, on="Other")
     assert found.here.machine == "Other CPU, 2 cores, 8.00 GiB"
     assert values(found.here) == {Wanted("stronghold", 2, 2): 0.1}
+    assert "1 results are left out: measured on Some CPU, 2 cores, 8.00 GiB" in found.notes
+
+
+def test_the_machines_of_a_case_are_those_of_what_belongs_to_it(measure):
+    there = {"host": HOST | {"processor": "Other CPU"}}
+    items = measure(make_record(), make_record(machine=there), make_trial(machine={"host": HOST | {"cores": 64}}))
+    assert machines_of(CASES[5], TINY, items) == ["Other CPU, 2 cores, 8.00 GiB", "Some CPU, 2 cores, 8.00 GiB"]
+    assert machines_of(CASES[1], TINY, items) == ["Some CPU, 64 cores, 8.00 GiB"]
+    assert machines_of(CASES[5], V100, items) == []
 
 
 def test_a_host_is_told_from_the_same_with_its_gpu(measure):

@@ -71,6 +71,15 @@ def test_a_runs_own_log_counts_as_far_as_it_came(tmp_path):
     assert "cut short before its first step" in read_results([tmp_path / "empty"]).notes[0]
 
 
+def test_a_run_that_went_on_elsewhere_says_so(tmp_path):
+    log = log_of_steps(tmp_path / "moved", 4)
+    elsewhere = make_record(machine={"host": {"processor": "Other CPU", "cores": 4}})
+    with log.open("a") as file:
+        file.write(json.dumps({"event": "resume", "step": 2, **elsewhere}) + "\n")
+    (moved,) = read_results([tmp_path / "moved"]).measurements
+    assert moved.note == "went on after step 2 on another machine: Other CPU, 4 cores"
+
+
 def test_a_log_for_people_is_named_and_left_out(tmp_path):
     (tmp_path / "log.txt").write_text("settings  method             stronghold\nstep 1 loss 3\n")
     assert "it is a log for people" in read_results([tmp_path / "log.txt"]).notes[0]

@@ -65,6 +65,7 @@ def test_a_run_without_an_end_is_summed_up_from_its_steps(tmp_path):
 def test_one_name_on_two_machines_is_two_runs(tmp_path):
     gpu = {"name": "H200", "memory_bytes": 139 * 1024**3}
     lines = [record("a", host=EPYC), record("a", host=ARM), record("a", host=ARM, gpus=[gpu])]
+    lines[-1]["settings"]["device"] = "cuda"
     write_lines(tmp_path / "runs.jsonl", [*lines, {**record("old"), "machine": None}])
     assert sorted(run.hardware for run in read_page_results(tmp_path).runs) == [
         "Arm, 8 cores, 16.0 GiB",

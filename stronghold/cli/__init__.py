@@ -1,0 +1,46 @@
+"""The command line: arguments to settings, nothing else. Each command has a file of its own."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from stronghold.cli.console import FAILED, INTERRUPTED, WRONG_USAGE, print_error
+from stronghold.cli.parser import Help, Parser
+from stronghold.cli.plot import add_plot
+from stronghold.cli.report import add_report
+from stronghold.cli.trace import add_trace
+from stronghold.cli.train import _train_settings as _train_settings  # what arguments mean, without running it
+from stronghold.cli.train import add_train
+
+__all__ = ["FAILED", "INTERRUPTED", "WRONG_USAGE", "main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that ``arguments`` name (default: the process's own) and returns its exit code."""
+    options = _parser().parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone: there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        if options.traceback:
+            raise
+        return print_error(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="stronghold",
+        description="Trains models that are larger than the device: a window of layers on it, the rest in RAM.",
+        formatter_class=Help,
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (add_train, add_plot, add_report, add_trace):
+        add(commands)
+    return parser

@@ -1,0 +1,30 @@
+"""`stronghold plot`: loss and throughput of runs as a picture."""
+
+import argparse
+
+from stronghold.cli.console import print_notes
+from stronghold.cli.parser import Commands, Help
+
+
+def add_plot(commands: Commands) -> None:
+    """Adds the command."""
+    plot = commands.add_parser(
+        "plot",
+        help="draw loss and throughput of runs",
+        description="Draws loss and throughput of one or several runs into one PNG.",
+        epilog="example:\n  stronghold plot runs/* -o comparison.png\n",
+        formatter_class=Help,
+    )
+    plot.set_defaults(run=_run)
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or its log.jsonl")
+    plot.add_argument("-o", "--output", default="runs.png", metavar="FILE", help="the PNG to write (default: runs.png)")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from stronghold.evaluation.figures import draw_runs
+    from stronghold.evaluation.runs import read_run
+
+    runs = [read_run(path) for path in options.runs]
+    print_notes(run.truncated for run in runs if run.truncated)
+    print(draw_runs(runs, options.output))
+    return 0

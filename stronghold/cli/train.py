@@ -1,0 +1,125 @@
+"""`stronghold train`: its arguments as the settings of a run."""
+
+import argparse
+import os
+from datetime import datetime
+from typing import Any
+
+from stronghold.cli.console import INTERRUPTED
+from stronghold.cli.parser import Commands, Help
+from stronghold.cli.train_arguments import ALL, add_train_arguments
+from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
+
+_SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "vocabulary": 51200, "dropout": 0.0}
+
+_EXAMPLES = """\
+examples:
+  stronghold train -l 8 --hidden 256 --seq 256 --window 2 --steps 60
+      a small reference GPT on the source of the Python standard library
+  stronghold train --data 'books/**/*.txt' --device cuda --dtype bf16 -l 100 --window 8 --out runs/books
+      a 5 billion parameter GPT on text files, on a GPU
+  stronghold train --model Qwen3-8B/ --tokenizer Qwen3-8B/ --data pairs.jsonl --save Qwen3-8B-tuned/
+      fine-tunes a transformers model from a local folder
+"""
+
+
+def add_train(commands: Commands) -> None:
+    """Adds the command."""
+    train = commands.add_parser(
+        "train",
+        help="train a model on text",
+        usage="stronghold train [options]",
+        description="Trains the reference GPT, or a transformers model from local files, on text.",
+        epilog=_EXAMPLES,
+        formatter_class=Help,
+    )
+    train.set_defaults(run=_run)
+    add_train_arguments(train)
+
+
+def _train_settings(options: argparse.Namespace) -> TrainSettings:
+    """Returns the settings that the parsed arguments mean. Raises ValueError where they contradict one another."""
+    shape = _shape(options)
+    if options.resume and options.out is None:
+        raise ValueError("--resume goes on with the run in a folder (got none); pass --out with that folder")
+    out = options.out or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    return TrainSettings(
+        method=options.method,
+        model=ModelSettings(path=options.model, **shape),
+        data=DataSettings(source=options.data, tokenizer=options.tokenizer, held_out=options.held_out),
+        optimizer=_optimizer(options),
+        offload=_offload(options, out),
+        device=_default_device() if options.device is None else options.device,
+        dtype=options.dtype,
+        batch=options.batch,
+        sequence=options.seq,
+        steps=options.steps,
+        seed=options.seed,
+        out=out,
+        save=options.save,
+        log=options.log,
+        record=options.record,
+        checkpoint_every=options.checkpoint_every,
+        keep_checkpoints=options.keep_checkpoints,
+        resume=options.resume,
+        keep_store=options.store not in ("ram", "disk"),
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    settings = _train_settings(options)
+    if settings.method == ALL:
+        from stronghold.comparison import compare
+
+        compare(settings, options.arguments)
+        return 0
+    from stronghold.training import train
+
+    outcome = train(settings)
+    return INTERRUPTED if outcome.interrupted else 0
+
+
+def _shape(options: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(options, name) for name in _SHAPE if getattr(options, name) is not None}
+    if options.model is not None and given:
+        raise ValueError(
+            f"a model from files has its own shape (got --model with {', '.join('--' + name for name in given)}); "
+            "leave out one or the other"
+        )
+    return _SHAPE | given
+
+
+def _optimizer(options: argparse.Namespace) -> OptimizerSettings:
+    update, clip = options.update, options.clip
+    if update is None:  # on disk, gradients of the whole model in memory are what one wants to do without
+        hides = options.method == "stronghold" and options.store != "ram" and not clip
+        update = "in_backward" if hides else "deferred"
+    if clip is None:
+        clip = 0.0 if update == "in_backward" else 1.0
+    return OptimizerSettings(
+        lr=options.lr,
+        warmup_steps=min(100, options.steps // 10) if options.warmup is None else options.warmup,
+        weight_decay=options.weight_decay,
+        max_grad_norm=clip or None,
+        states=options.states,
+        update=update,
+        nonfinite=options.nonfinite,
+    )
+
+
+def _offload(options: argparse.Namespace, out: str) -> OffloadSettings:
+    return OffloadSettings(
+        window=options.window,
+        store=os.path.join(out, "store") if options.store == "disk" else options.store,
+        micro_batch=options.micro_batch,
+        activations=options.activations,
+        resident=options.resident,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+    )
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
