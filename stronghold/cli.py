@@ -149,6 +149,7 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
             host_memory=options.host_memory,
         ),
         device=device,
+        device_limit=options.device_limit,
         dtype=options.dtype,
         batch=options.batch,
         sequence=options.seq,
@@ -292,6 +293,11 @@ def _add_train_arguments(train: argparse.ArgumentParser) -> None:
         help=f"what trains: {', '.join(METHODS)}, or all of them in turn (default: stronghold)",
     )
     place.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one, else cpu)")
+    place.add_argument(
+        "--device-limit",
+        metavar="SIZE",
+        help="what the process may take of a GPU, whatever trains: more is out of memory (default: all of it)",
+    )
     place.add_argument(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="compute type; masters are fp32 (default: fp32)"
     )
