@@ -14,19 +14,18 @@ Appends one JSON line for each contender to results/methods.jsonl. DeepSpeed's c
 from __future__ import annotations
 
 import argparse
-import subprocess
+import signal
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
+from calls import spread, train
 from rich.console import Console
 from rich.table import Table
 
 from stronghold.evaluation.agreement import disagreements
-from stronghold.evaluation.records import Record, append_record, describe_machine, read_records
+from stronghold.evaluation.records import Record, append_record, describe_machine
 from stronghold.units import format_bytes, format_count
 
 RESULTS = Path(__file__).parent.parent / "results" / "methods.jsonl"
@@ -44,26 +43,13 @@ SMALLEST = ["--layers", "2", "--hidden", "32", "--vocabulary", "512"]
 
 
 def run(name: str, options: argparse.Namespace, shape: Sequence[str]) -> Record | str:
-    """Returns the record of one call, or the last line of what it said if it failed."""
-    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        record = Path(folder) / "record.jsonl"
-        method, *own = CONTENDERS[name]
-        command = [sys.executable, "-m", "stronghold", "train", "--method", method, *own, *shape]
-        command += ["--batch", str(options.batch), "--seq", str(options.seq), "--steps", str(options.steps)]
-        command += ["--dtype", options.dtype, "--window", "1" if shape is SMALLEST else str(options.window)]
-        command += ["--clip", "0", "--lr", "1e-4", "--device", "cpu"]
-        command += ["--out", str(Path(folder) / "run"), "--record", str(record)]
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        if done.returncode:
-            return ((done.stdout + done.stderr).strip().splitlines() or ["it said nothing"])[-1]
-        return read_records(record).records[-1]
-
-
-def spread(values: Iterable[float]) -> dict[str, float]:
-    """Returns the quartiles."""
-    found = list(values)
-    low, median, high = quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
-    return {"low": low, "median": median, "high": high}
+    """Returns the record of one call, or why it failed."""
+    method, *own = CONTENDERS[name]
+    words = ["--method", method, *own, *shape, "--batch", str(options.batch), "--seq", str(options.seq)]
+    words += ["--steps", str(options.steps), "--dtype", options.dtype]
+    words += ["--window", "1" if shape is SMALLEST else str(options.window)]
+    call = train([*words, "--clip", "0", "--lr", "1e-4", "--device", "cpu"], scratch=options.scratch)
+    return call.reason if call.record is None else call.record
 
 
 def measure(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
@@ -162,4 +148,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the call ends, too
     sys.exit(main())

@@ -139,12 +139,13 @@ class OptimizerSettings:
 class TrainSettings:
     """One training run: ``steps`` steps of ``batch`` samples of ``sequence`` tokens.
 
-    ``dtype`` is the compute type, "fp32" or "bf16". ``out`` is the run's folder. ``save`` is where the model
-    goes at the end; without one it is kept only if the run is interrupted, in ``out``/model. ``log`` is a file
-    for a log to read, ``record`` one of JSON lines to which the run's summary is appended. Every
-    ``checkpoint_every`` steps, and at the end, a checkpoint goes into ``out``/checkpoints, of which the newest
-    ``keep_checkpoints`` are kept; ``resume`` goes on from the newest intact one. With ``keep_store`` the run stays in
-    the store's directory when it ends, as one more that it can go on from.
+    ``device_limit`` is what PyTorch may take of a GPU, whatever the method, in bytes or like "16GiB". ``dtype`` is the
+    compute type, "fp32" or "bf16". ``out`` is the run's folder. ``save`` is where the model goes at the end; without
+    one it is kept only if the run is interrupted, in ``out``/model. ``log`` is a file for a log to read, ``record`` one
+    of JSON lines to which the run's summary is appended. Every ``checkpoint_every`` steps, and at the end, a checkpoint
+    goes into ``out``/checkpoints, of which the newest ``keep_checkpoints`` are kept; ``resume`` goes on from the newest
+    intact one. With ``keep_store`` the run stays in the store's directory when it ends, as one more that it can go on
+    from.
     """
 
     method: str = "stronghold"
@@ -153,6 +154,7 @@ class TrainSettings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadSettings = field(default_factory=OffloadSettings)
     device: str = "cpu"
+    device_limit: int | str | None = None
     dtype: str = "fp32"
     batch: int = 4
     sequence: int = 1024
@@ -179,6 +181,13 @@ class TrainSettings:
         _check_one_of("dtype", self.dtype, ("fp32", "bf16"))
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device must be cpu, cuda or cuda:N (got {self.device!r}); pass one of them")
+        if self.device_limit is not None:
+            if self.device == "cpu":
+                raise ValueError(
+                    f"device_limit is of a GPU's memory, and the CPU has none of its own (got device_limit="
+                    f"{self.device_limit!r} with device='cpu'); leave it out, or pass device_memory as a budget"
+                )
+            object.__setattr__(self, "device_limit", parse_bytes(self.device_limit))
 
     def flat(self) -> dict[str, object]:
         """Returns every setting by its own name, as a record holds them; no two groups share a name."""

@@ -22,11 +22,11 @@ from stronghold.config import DataSettings, OptimizerSettings, TrainSettings
 from stronghold.data.batches import Batches
 from stronghold.data.text import read_documents, standard_library
 from stronghold.data.tokens import BYTES, ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, tokenize
-from stronghold.device import Timeline
+from stronghold.device import Timeline, limit_memory
 from stronghold.errors import StrongholdError
 from stronghold.evaluation.progress import StepDisplay
 from stronghold.evaluation.records import Record, append_record, describe_machine
-from stronghold.evaluation.report import table
+from stronghold.evaluation.report import Report, table
 from stronghold.evaluation.runlog import RunLog, check_run_folder
 from stronghold.evaluation.runs import Summary, summarize
 from stronghold.evaluation.timeline import TIMELINE_NAME, write_spans
@@ -64,6 +64,8 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
     """
     console = console or Console()
     method = find_method(settings.method)
+    if isinstance(settings.device_limit, int):
+        limit_memory(settings.device, settings.device_limit)
     save_folder = settings.save or os.path.join(settings.out, "model")
     check_save_folder(save_folder)
     if not settings.resume:
@@ -85,6 +87,8 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         "machine": describe_machine(prepared.packages),
         "parameters": report.parameters,
     }
+    if isinstance(report, Report):
+        start["placement"] = {name: getattr(report, name) for name in ("window", "resident", "device_bytes")}
     after = checkpoints.step if settings.resume else None
     timelines: list[Timeline] = []
     with _stops() as stop, RunLog(settings.out, text=settings.log, after=after) as log:

@@ -1,20 +1,18 @@
 """What benchmarks/methods.py makes of its calls: pairs, memory beyond the bare process, wrong losses, failures."""
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parent.parent / "benchmarks" / "methods.py"
+FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture
-def methods():
-    spec = importlib.util.spec_from_file_location("benchmark_methods", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def methods(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("methods")
 
 
 def played(methods, monkeypatch, rates, *, losses=None, failing=()):

@@ -53,7 +53,8 @@ def test_every_argument_arrives():
         *TINY,
         *("--data", "d", "--tokenizer", "t", "--held-out", "3", "--dropout", "0.5", "--steps", "7", "--lr", "0.1"),
         *("--warmup", "2", "--weight-decay", "0.3", "--clip", "0.7", "--nonfinite", "skip", "--seed", "9"),
-        *("--device", "cuda:1", "--dtype", "bf16", "--window", "2", "--micro-batch", "1", "--activations", "host"),
+        *("--device", "cuda:1", "--device-limit", "3GB", "--dtype", "bf16"),
+        *("--window", "2", "--micro-batch", "1", "--activations", "host"),
         *("--device-memory", "1GiB", "--host-memory", "2GB", "--out", "o", "--save", "s", "--log", "l"),
         *("--record", "r", "--checkpoint-every", "11", "--keep-checkpoints", "3", "--resume"),
     )
@@ -63,8 +64,8 @@ def test_every_argument_arrives():
         "weight_decay": 0.3, "max_grad_norm": 0.7, "update": "deferred", "nonfinite": "skip", "window": 2,
         "store": "ram", "micro_batch": 1, "activations": "host", "device_memory": 2**30,
         "host_memory": 2 * 10**9, "device": "cuda:1", "dtype": "bf16", "batch": 2, "sequence": 32, "steps": 7,
-        "seed": 9, "out": "o", "save": "s", "log": "l", "record": "r", "checkpoint_every": 11,
-        "keep_checkpoints": 3, "resume": True,
+        "device_limit": 3 * 10**9, "seed": 9, "out": "o", "save": "s", "log": "l", "record": "r",
+        "checkpoint_every": 11, "keep_checkpoints": 3, "resume": True,
     }  # fmt: skip
     flat = settings.flat()
     assert {name: flat[name] for name in expected} == expected
@@ -108,6 +109,8 @@ def test_on_disk_stronghold_alone_updates_layers_in_the_backward_pass(method, cl
         (["train", *TINY, "--data", "/nowhere"], "got '/nowhere'"),
         (["train", "--hidden", "100"], "hidden must be a multiple of 2 · heads"),
         (["train", "--device-memory", "lots"], "'lots'"),
+        (["train", "--device-limit", "1GiB"], "the CPU has none of its own (got device_limit='1GiB'"),
+        (["train", "--device", "cuda", "--device-limit", "lots"], "'lots'"),
         (["plot"], "RUN"),
         (["plot", "/nowhere"], "a run must be a folder"),
     ],

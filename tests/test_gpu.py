@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -292,3 +294,19 @@ def test_a_checkpoint_goes_on_to_the_bit(dtype, states, tmp_path):
     third, third_optimizer = prepare(window=2)
     stronghold.checkpoint.load(again, third, third_optimizer)
     assert steps(third, third_optimizer, 2) == expected
+
+
+def test_a_limit_of_device_memory_holds_whatever_allocates():
+    """In a process of its own, for the limit is the process's."""
+    script = (
+        "import torch\n"
+        "from stronghold.device import limit_memory\n"
+        "limit_memory('cuda', 2**30)\n"
+        "within = torch.empty(2**29, dtype=torch.uint8, device='cuda')\n"
+        "try:\n"
+        "    torch.empty(2**30, dtype=torch.uint8, device='cuda')\n"
+        "except torch.OutOfMemoryError as error:\n"
+        "    print('refused', error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.startswith("refused CUDA out of memory"), done.stderr

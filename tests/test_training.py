@@ -106,6 +106,9 @@ def test_the_logs_hold_settings_machine_and_summary(settings, tmp_path):
     assert record["summary"] == outcome.summary.record()
     assert record["settings"] == logged.start["settings"]
     assert record["losses"] == [step["loss"] for step in logged.steps]
+    placement = record["placement"]
+    assert (placement["window"], placement["resident"]) == (2, 0)  # what "auto" came to
+    assert placement["device_bytes"] == logged.steps[-1]["device_bytes"]
     assert (tmp_path / "log.txt").read_text().count("\nstep ") == 3
     step = logged.steps[-1]
     assert step["tokens_per_s"] == pytest.approx(96 / step["iteration_s"])
@@ -141,6 +144,20 @@ def test_the_model_is_on_the_meta_device_until_its_method_places_it(settings, mo
 
     monkeypatch.setattr(training, "find_method", lambda name: Looking())
     run(dataclasses.replace(settings, steps=1))
+
+
+@pytest.mark.parametrize("limit", [None, "1KiB"])
+def test_a_limit_of_device_memory_is_set_before_anything_is_built(settings, monkeypatch, limit):
+    done = []
+
+    def build(*_):
+        raise ValueError("the model would be built now")
+
+    monkeypatch.setattr(training, "limit_memory", lambda *arguments: done.append(arguments))
+    monkeypatch.setattr(training, "_build_model", build)
+    with pytest.raises(ValueError, match="would be built"):
+        run(dataclasses.replace(settings, device="cuda:1", device_limit=limit))
+    assert done == ([] if limit is None else [("cuda:1", 1024)])
 
 
 def test_held_out_text_is_scored_at_the_end(settings, text):

@@ -50,6 +50,7 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
         optimizer=_optimizer(options),
         offload=_offload(options, out),
         device=_default_device() if options.device is None else options.device,
+        device_limit=options.device_limit,
         dtype=options.dtype,
         batch=options.batch,
         sequence=options.seq,

@@ -90,6 +90,11 @@ def _add_device(place: Group) -> None:
     )
     place.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one, else cpu)")
     place.add_argument(
+        "--device-limit",
+        metavar="SIZE",
+        help="what the process may take of a GPU, whatever trains: more is out of memory (default: all of it)",
+    )
+    place.add_argument(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="compute type; masters are fp32 (default: fp32)"
     )
 

@@ -24,6 +24,7 @@ __all__ = [
     "Waits",
     "available_host_bytes",
     "keep_freed_memory",
+    "limit_memory",
     "open_device",
     "return_free_memory",
 ]
@@ -40,12 +41,29 @@ def open_device(device: str | torch.device | Device) -> Device:
     if wanted.type == "cpu":
         return CpuDevice()
     if wanted.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"device {str(wanted)!r} needs a CUDA device and a CUDA build of torch (got torch "
-                f"{torch.__version__}, which sees none); pass device='cpu'"
-            )
+        _check_cuda(wanted)
         from stronghold.device.cuda import CudaDevice
 
         return CudaDevice(wanted)
     raise ValueError(f"device must be 'cpu' or 'cuda[:index]' (got {str(wanted)!r}); pass one of those")
+
+
+def limit_memory(device: str | torch.device, limit_bytes: int) -> None:
+    """Lets this process take ``limit_bytes`` of a CUDA device, whatever allocates there: more is out of memory.
+
+    It counts what PyTorch's allocator holds, cached blocks too, and not the context of CUDA. Raises ValueError where
+    this machine has no such device.
+    """
+    wanted = torch.device(device)
+    _check_cuda(wanted)
+    from stronghold.device import cuda
+
+    cuda.limit_memory(wanted, limit_bytes)
+
+
+def _check_cuda(wanted: torch.device) -> None:
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"device {str(wanted)!r} needs a CUDA device and a CUDA build of torch (got torch "
+            f"{torch.__version__}, which sees none); pass device='cpu'"
+        )

@@ -134,10 +134,19 @@ class CudaDevice(Device):
         return stamp, time.perf_counter()
 
     def free_bytes(self) -> int | None:
-        return torch.cuda.mem_get_info(self.torch_device)[0]
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        limit = int(torch.cuda.get_per_process_memory_fraction(self.torch_device) * total)
+        return max(0, min(free, limit - torch.cuda.memory_allocated(self.torch_device)))
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
+
+
+def limit_memory(device: torch.device, limit_bytes: int) -> None:
+    """Lets PyTorch's allocator hold ``limit_bytes`` of ``device`` at most; more is torch's OutOfMemoryError."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
 
 
 _warned = threading.Event()

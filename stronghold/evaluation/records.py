@@ -87,7 +87,8 @@ def describe_machine(packages: Sequence[str] = ()) -> Record:
     """Returns what a measurement depends on besides its settings: time, hardware, versions, commit.
 
     ``packages`` are those that take part besides stronghold's own; one that is not installed has the version None.
-    Memory is in bytes; ``commit`` is None outside a git checkout and ends in "-dirty" if files were changed.
+    Memory is in bytes; ``commit`` is None outside a git checkout and ends in "-dirty" if files other than results were
+    changed: a run that appends to them is of the same commit as the next.
     """
     import torch
 
@@ -165,13 +166,13 @@ def _version(package: str) -> str | None:
 
 def _commit(folder: Path) -> str | None:
     try:
-        found = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        commit = _git(folder, "describe", "--always", "--abbrev=40", "--exclude=*")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)results")
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -37,10 +37,11 @@ class Watched:
     reason: str
 
 
-def search(passes: Callable[[int], bool], first: int, most: int) -> int:
+def search(passes: Callable[[int], bool], first: int, most: int, *, grain: int = 1) -> int:
     """Returns the largest number in [0, most] that passes, 0 if ``first`` and all below it fail.
 
     Doubles from ``first`` until a trial fails, then halves what is between; what passes is taken to pass below, too.
+    It ends when the number that it returns and one that fails are ``grain`` apart.
     """
     good, bad, number = 0, most + 1, min(first, most)
     while number < bad:
@@ -50,7 +51,7 @@ def search(passes: Callable[[int], bool], first: int, most: int) -> int:
                 break
         else:
             bad = number
-    while bad - good > 1:
+    while bad - good > (grain if good else 1):
         middle = (good + bad) // 2
         good, bad = (middle, bad) if passes(middle) else (good, middle)
     return good

@@ -63,6 +63,7 @@ class FakeCuda:
         self.compute = FakeStream()
         self._current = threading.local()
         self.streams_used: set[FakeStream] = set()
+        self.fraction = 1.0
 
     def init(self) -> None:
         pass
@@ -89,6 +90,20 @@ class FakeCuda:
 
     def mem_get_info(self, device) -> tuple[int, int]:
         return 1 << 30, 1 << 31
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=1 << 31)
+
+    def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
+        assert isinstance(fraction, float)
+        assert isinstance(index, int)  # torch takes no device without an index here
+        self.fraction = fraction
+
+    def get_per_process_memory_fraction(self, device) -> float:
+        return self.fraction
+
+    def memory_allocated(self, device) -> int:
+        return 1 << 20
 
     def max_memory_allocated(self, device) -> int:
         return 123
@@ -185,3 +200,21 @@ def test_an_event_waits_until_it_has_been_recorded(driver):
     event.wait()
     assert event.happened
     assert event.cuda.recorded_on is device.fetches.cuda
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+@pytest.mark.parametrize(
+    ("limit", "fraction", "free"),
+    [(1 << 29, 0.25, (1 << 29) - (1 << 20)), (3 << 29, 0.75, 1 << 30), (1 << 40, 1.0, 1 << 30), (1, 2**-31, 0)],
+)
+def test_what_is_free_is_within_the_processs_limit(driver, monkeypatch, device, limit, fraction, free):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    stronghold.device.limit_memory(device, limit)
+    assert driver.cuda.fraction == fraction
+    assert CudaOnCpu().free_bytes() == free
+
+
+def test_memory_of_a_device_that_is_not_there_is_not_limited(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device 'cuda' needs a CUDA device"):
+        stronghold.device.limit_memory("cuda", 1024)

@@ -88,8 +88,29 @@ def test_the_commit_is_that_of_the_tree_and_marked_if_it_was_changed(tmp_path):
     git("commit", "-m", "first")
     clean = records._commit(tmp_path)
     assert len(clean) == 40
+    (tmp_path / "new").write_text("1")
+    assert records._commit(tmp_path) == clean  # what git does not know of
     (tmp_path / "file").write_text("2")
     assert records._commit(tmp_path) == f"{clean}-dirty"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_results_that_grow_leave_the_commit_as_it_is(tmp_path):
+    def git(*arguments):
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        subprocess.run(["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True)
+
+    git("init")
+    for folder in ("results", "package"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = records._commit(tmp_path / "package")
+    (tmp_path / "results" / "file").write_text("2")
+    assert records._commit(tmp_path / "package") == clean
+    (tmp_path / "package" / "file").write_text("2")
+    assert records._commit(tmp_path / "package") == f"{clean}-dirty"
 
 
 def test_damaged_lines_are_left_out_and_said_where_that_is_wanted(tmp_path):

@@ -32,6 +32,26 @@ def test_the_search_doubles_and_then_halves(largest_passing, first, most, expect
     assert tried == expected
 
 
+@pytest.mark.parametrize(
+    ("largest_passing", "expected", "found"),
+    [
+        (109, [64, 128, 96, 112, 104, 108], 108),
+        (111, [64, 128, 96, 112, 104, 108], 108),
+        (2, [8, 4, 2], 2),
+        (0, [8, 4, 2, 1], 0),
+    ],
+)
+def test_a_coarse_search_ends_within_its_grain_but_finds_what_is_small(largest_passing, expected, found):
+    tried = []
+
+    def passes(layers):
+        tried.append(layers)
+        return layers <= largest_passing
+
+    assert search(passes, expected[0], 256, grain=4) == found
+    assert tried == expected
+
+
 def test_memory_counts_a_child_and_what_was_freed_again():
     script = (
         "import subprocess, sys, time\n"

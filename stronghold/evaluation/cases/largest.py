@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from stronghold.evaluation.trials import Limits, end, exit_reason, search, watch
 from stronghold.units import format_bytes
 
 STEPS = 3
-TIMEOUT_S = 3600.0
 LEFT_FREE_BYTES = 4 * 2**30
 """What a trial leaves of the disk, on which some methods store their layers."""
 
 
-def find_largest(case: Case, preset: Machine, place: Place, say: Say) -> int:
+def find_largest(
+    case: Case, preset: Machine, place: Place, say: Say, *, before_trial: Callable[[], None] = lambda: None
+) -> int:
     """Searches for the largest model of each method. Returns how many methods train none at all.
 
-    Trials that the results have already, of this machine and commit, are not made again.
+    Trials that the results have already, of this machine and commit, are not made again. What ``before_trial`` raises
+    ends the search; another call goes on with it.
     """
     say(
         f"case {case.number}, {case.title.lower()}, --machine {preset.name}: under {format_bytes(preset.device_limit)} "
@@ -39,6 +42,7 @@ def find_largest(case: Case, preset: Machine, place: Place, say: Say) -> int:
         def passes(layers: int, method: str = method) -> bool:
             run = Wanted(method, layers, preset.smallest_window if method == "stronghold" else None)
             if (method, layers) not in known:
+                before_trial()
                 record = attempt(preset, run, place)
                 append_record(place.results / TRIALS, record)
                 known[method, layers] = from_record(record, str(place.results / TRIALS))
@@ -46,7 +50,7 @@ def find_largest(case: Case, preset: Machine, place: Place, say: Say) -> int:
             say(f"{in_words(run)}: {trial.reason or f'trains, in {format_bytes(trial.host_bytes)}'}")
             return not trial.reason
 
-        if not search(passes, preset.first, preset.most):
+        if not search(passes, preset.first, preset.most, grain=preset.grain):
             failed += 1
             say(f"{method} is left out: no trial of it passed")
     return failed
@@ -61,7 +65,7 @@ def attempt(preset: Machine, run: Wanted, place: Place) -> Record:
     together = preset.host_limit if place.device.startswith("cuda") else preset.host_limit + preset.device_limit
     place.results.mkdir(parents=True, exist_ok=True)
     free_bytes = max(0, shutil.disk_usage(place.results).free - LEFT_FREE_BYTES)
-    limits = Limits(memory_bytes=together, disk_bytes=free_bytes, time_s=TIMEOUT_S)
+    limits = Limits(memory_bytes=together, disk_bytes=free_bytes, time_s=place.timeout_s)
     with tempfile.TemporaryDirectory(dir=place.results, prefix="trial-") as folder:
         scratch = Path(folder)
         command = [*training(preset, run, place.device, STEPS), "--warmup", "0"]

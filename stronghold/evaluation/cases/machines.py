@@ -1,7 +1,7 @@
-"""The settings that the cases are run in: the paper's machine, and smaller ones."""
+"""The settings that the cases are run in: the paper's machine, a newer one under its limits, and smaller ones."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stronghold.units import parse_bytes
 
@@ -14,8 +14,8 @@ class Machine:
 
     ``largest`` has the layers of each method's largest model where case 1 has not found them; it has "megatron-lm",
     whose largest model is that of cases 3 and 5. ``window`` is stronghold's in cases 2 to 4, ``smallest_window`` in
-    case 1. A trial of case 1 may take ``device_limit`` and ``host_limit`` bytes; its search begins with ``first``
-    layers and ends with ``most``.
+    case 1. Every run on a GPU may take ``device_limit`` bytes of it, and a trial of case 1 ``host_limit`` of the host's
+    memory; its search begins with ``first`` layers, ends with ``most``, and is exact to ``grain``.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Machine:
     host_limit: int
     first: int
     most: int
+    grain: int = 1
 
     @property
     def shape(self) -> dict[str, object]:
@@ -67,6 +68,19 @@ V100 = Machine(
     host_limit=parse_bytes("90GB"),
     first=16,
     most=256,
+)
+
+H200 = replace(
+    V100,
+    name="h200",
+    about="one H200 under the limits of the paper's machine, in bf16",
+    dtype="bf16",
+    steps=20,
+    lr=1e-5,
+    methods=("megatron-lm", "l2l", "zero-offload", "zero-infinity", "fsdp-offload", "stronghold"),
+    largest={"megatron-lm": 32},
+    first=64,
+    grain=4,
 )
 
 CPU = Machine(
@@ -123,7 +137,7 @@ TINY = Machine(
     most=2,
 )
 
-MACHINES = {machine.name: machine for machine in (V100, CPU, TINY)}
+MACHINES = {machine.name: machine for machine in (V100, H200, CPU, TINY)}
 
 
 def find_machine(name: str) -> Machine:

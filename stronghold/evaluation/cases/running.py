@@ -21,11 +21,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where runs are made: the folder of their results, the device, and whether to run again what is there."""
+    """Where runs are made: the folder of their results, the device, and whether to run again what is there.
+
+    A trial of case 1 that is not done after ``timeout_s`` seconds has failed.
+    """
 
     results: Path
     device: str
     again: bool = False
+    timeout_s: float = 3600.0
 
 
 def training(preset: Machine, run: Wanted, device: str, steps: int) -> list[str]:
@@ -35,6 +39,8 @@ def training(preset: Machine, run: Wanted, device: str, steps: int) -> list[str]
         *("--hidden", preset.hidden, "--heads", preset.heads, "--vocabulary", preset.vocabulary),
         *("--batch", preset.batch, "--seq", preset.sequence, "--dtype", preset.dtype),
         *("--steps", steps, "--lr", preset.lr, "--device", device),
+        # the CPU's memory is the host's: there is nothing apart from it to limit
+        *(("--device-limit", preset.device_limit) if device.startswith("cuda") else ()),
         *(("--window", run.window) if run.window is not None else ()),
         # a store on disk alone would have layers updated in the backward pass, without the clipping of the others
         *(("--store", "disk", "--update", "deferred") if run.method == "zero-infinity-nvme" else ()),

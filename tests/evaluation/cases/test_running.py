@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -46,8 +47,9 @@ def test_a_run_is_the_command_of_its_settings():
     assert command[1:4] == ["-m", "stronghold", "train"]
     assert " ".join(command[4:]) == (
         "--method stronghold --layers 32 --hidden 2048 --heads 16 --vocabulary 51200 --batch 4 --seq 1024 --dtype fp32 "
-        "--steps 50 --lr 0.00015 --device cuda --window 15"
+        "--steps 50 --lr 0.00015 --device cuda --device-limit 34359738368 --window 15"
     )
+    assert "--device-limit" not in training(V100, Wanted("stronghold", 32, 15), "cpu", 50)
     assert "--window" not in training(V100, Wanted("l2l", 78), "cuda", 50)
     on_disk = training(V100, Wanted("zero-infinity-nvme", 78), "cuda", 50)
     assert on_disk[-4:] == ["--store", "disk", "--update", "deferred"]
@@ -86,8 +88,6 @@ def test_results_of_another_machine_or_commit_are_not_taken_for_this_one(other, 
 
 
 def test_case_2_says_which_method_case_1_must_find_first(machine, monkeypatch, tmp_path, said):
-    from dataclasses import replace
-
     fake(monkeypatch, running, "sys.exit(1)")
     preset = replace(TINY, methods=(*TINY.methods, "l2l"))
     run_case(CASES[2], preset, Place(results=tmp_path, device="cpu"), said.append)
@@ -101,8 +101,6 @@ if int(options["--layers"]) > 5:
 
 
 def test_the_search_finds_each_methods_largest_and_keeps_every_trial(machine, monkeypatch, tmp_path, said):
-    from dataclasses import replace
-
     preset = replace(TINY, first=2, most=40, methods=("stronghold",))
     fake(monkeypatch, largest, f"RECORD = {json.dumps(make_record())!r}\n" + UP_TO_5 + WRITES)
     monkeypatch.setattr(largest, "describe_machine", lambda: MACHINE)
@@ -115,6 +113,33 @@ def test_the_search_finds_each_methods_largest_and_keeps_every_trial(machine, mo
     assert all(not name.name.startswith("trial-") for name in tmp_path.iterdir())
     find_largest(CASES[1], preset, place, said.append)  # all known
     assert len(read_records(tmp_path / "trials.jsonl").records) == 5
+
+
+def test_a_search_that_is_stopped_goes_on_where_it_was(machine, monkeypatch, tmp_path, said):
+    class Stopped(Exception):
+        pass
+
+    def stop_after_two():
+        begun.append(None)
+        if len(begun) > 2:
+            raise Stopped
+
+    begun = []
+    preset = replace(TINY, first=2, most=40, grain=2, methods=("stronghold",))
+    fake(monkeypatch, largest, f"RECORD = {json.dumps(make_record())!r}\n" + UP_TO_5 + WRITES)
+    monkeypatch.setattr(largest, "describe_machine", lambda: MACHINE)
+    place = Place(results=tmp_path, device="cpu")
+    with pytest.raises(Stopped):
+        find_largest(CASES[1], preset, place, said.append, before_trial=stop_after_two)
+    assert find_largest(CASES[1], preset, place, said.append) == 0
+    trials = [from_record(record, "x") for record in read_records(tmp_path / "trials.jsonl").records]
+    assert [trial.layers for trial in trials] == [2, 4, 8, 6]  # exact to two layers
+
+
+def test_a_trial_that_hangs_ends_after_its_time(monkeypatch, tmp_path):
+    fake(monkeypatch, largest, "import time; time.sleep(60)")
+    record = attempt(TINY, Wanted("stronghold", 2, 1), Place(results=tmp_path, device="cpu", timeout_s=0.3))
+    assert record["reason"] == "not done after 300 ms"
 
 
 def test_a_method_that_trains_nothing_is_left_out_with_the_reason(machine, monkeypatch, tmp_path, said):
