@@ -85,18 +85,14 @@ def _run(arguments: Sequence[str], folder: Path, console: Console) -> str:
     """Runs ``stronghold`` and shows its steps; all that it says goes to output.txt. Returns why it failed, if so."""
     folder.mkdir(parents=True, exist_ok=True)
     said = ""
-    before = signal.signal(signal.SIGTERM, _interrupt)  # so that the method under way ends with this process
-    try:
-        with (folder / "output.txt").open("w", encoding="utf-8") as file, _started(arguments) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                file.write(line)
-                said = line.strip() or said
-                if line.startswith("step "):
-                    console.print(line.rstrip(), soft_wrap=True, markup=False, highlight=False)
-            code = process.wait()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with (folder / "output.txt").open("w", encoding="utf-8") as file, _started(arguments) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            said = line.strip() or said
+            if line.startswith("step "):
+                console.print(line.rstrip(), soft_wrap=True, markup=False, highlight=False)
+        code = process.wait()
     if code == 0:
         return ""
     if code < 0:
@@ -107,19 +103,31 @@ def _run(arguments: Sequence[str], folder: Path, console: Console) -> str:
 
 @contextmanager
 def _started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """Starts ``stronghold`` for the length of the block; it ends with the block, which SIGTERM interrupts."""
     command = [sys.executable, "-m", "stronghold", *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
-        try:
-            yield process
-        except BaseException:
-            process.terminate()
-            raise
+    asked = running = False
 
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        if running:  # before, an exception would leave a process that nobody knows
+            raise KeyboardInterrupt
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as process:
+            try:
+                running = True
+                if asked:
+                    raise KeyboardInterrupt
+                yield process
+            except BaseException:
+                process.terminate()
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _record(settings: TrainSettings, folder: Path, error: str) -> Record:

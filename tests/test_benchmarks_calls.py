@@ -74,7 +74,12 @@ def test_a_run_that_hangs_is_ended_with_its_children(calls, program, tmp_path):
     assert (call.record, call.reason, call.late) == (None, "not done after 1.00 s", True)
     assert 1.0 <= call.wall_s <= time.monotonic() - begin_s < 20
     child = int((tmp_path / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    for _ in range(500):  # it was killed, and dies when the system comes to it
+        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the child still runs")
 
 
 def test_a_budget_allows_a_call_as_long_as_the_longest(calls):

@@ -107,7 +107,7 @@ def test_the_logs_hold_settings_machine_and_summary(settings, tmp_path):
     assert record["settings"] == logged.start["settings"]
     assert record["losses"] == [step["loss"] for step in logged.steps]
     placement = record["placement"]
-    assert (placement["window"], placement["resident"]) == (2, 0)  # what "auto" came to
+    assert (placement["window"], placement["resident"]) == (0, 2)  # what "auto" came to
     assert placement["device_bytes"] == logged.steps[-1]["device_bytes"]
     assert (tmp_path / "log.txt").read_text().count("\nstep ") == 3
     step = logged.steps[-1]
