@@ -40,6 +40,7 @@ stronghold_exports() {
 # Fails, with everything else as it was, where they cannot be installed.
 stronghold_baselines() {
   local root="$STRONGHOLD_ROOT" lock="" prefix
+  mkdir -p "$root/build"
   prefix="$("$PYTHON" -c 'import sys; print(sys.prefix)' </dev/null)"
   export PATH="$prefix/bin:$PATH" # DeepSpeed looks for ninja there
   if [[ -z "${TORCH_EXTENSIONS_DIR:-}" ]]; then

@@ -1,179 +1,248 @@
-"""Samples per second of the reference GPT through windows of several sizes, beside the same model wholly on the device.
+"""Every method on a machine with a GPU: under caps of device memory, through windows, over layers, and at its largest.
 
-    python benchmarks/gpu.py [--layers 32] [--hidden 2048] [--batch 4] [--windows 2 4 8] [--dtype bf16]
-    python benchmarks/gpu.py --windows --caps 8GiB 16GiB 24GiB 32GiB      # resident="auto" under caps of device memory
+    python benchmarks/gpu.py --part methods [--caps 16GiB 8GiB 24GiB 32GiB] [--batches 32 4]
+    python benchmarks/gpu.py --part windows [--windows 2 3 ... 15]
+    python benchmarks/gpu.py --part layers [--layers 16 24 ... 92]
+    python benchmarks/gpu.py --part largest [--only stronghold]
+    python benchmarks/gpu.py --part methods --small              # any part on the CPU, with a tiny model, to try it out
 
-Under a cap the whole process may take no more device memory than that; ``--reserve`` of it is for activations, and
-resident layers and the window fill the rest. Interleaves the settings over ``--rounds`` rounds and prints medians with
-their spread, peak device memory beside what ``stronghold.report`` promised, and what the compute stream waited for.
-Appends one JSON line per setting to results/gpu.jsonl. ``--device cpu`` runs the same on the CPU, to try it out.
+Each call is a process that trains the reference GPT (1.717 B parameters, bf16) through stronghold's one loop, all with
+the same seed, data and recomputation, without clipping. A cap is the most that PyTorch may take of the GPU there
+(`--device-limit`); the resident run, which all are compared with, has none. Under a cap stronghold fills with resident
+layers and a window what activations leave (--reserve, --activations and --micro-batch are chosen by the cap). Every
+round begins with the resident run, and a ratio is of two calls of one round; the table has medians and quartiles.
+Losses that are not the resident run's, by stronghold.evaluation.agreement, are WRONG. A method that fails is a line
+that says so.
+
+No call begins that would not end within --minutes by the longest so far. What is left is said, and the same command
+goes on with it: calls that --out has already, of this machine and commit, are not made again (--again). The largest
+models are those of the evaluation's case 1, --machine h200, whose trials go to trials.jsonl beside --out.
+
+DeepSpeed is measured where it is installed. Without a network it comes from a folder of wheels, --wheels DIR:
+
+    pip wheel --no-deps -r requirements-baselines.txt -w DIR   # elsewhere, and of what they need that is lacking there
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
-import time
-from dataclasses import dataclass
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
+from calls import Budget, train
+from gpu_parts import DEEPSPEED, UPDATES, Course, Round, Setting, Wanted, command, fit, plan
+from gpu_runs import OutOfTime, Runner, Say
+from gpu_table import goals, notes, rows, table
 from rich.console import Console
-from rich.table import Table
 
-import stronghold
-from stronghold.evaluation.records import append_record, describe_machine
-from stronghold.models.gpt import GPT, GPTConfig
-from stronghold.units import format_bytes, parse_bytes
+from stronghold.evaluation.agreement import disagreements
+from stronghold.evaluation.cases.case import CASES
+from stronghold.evaluation.cases.largest import find_largest
+from stronghold.evaluation.cases.machines import H200, TINY
+from stronghold.evaluation.cases.points import show
+from stronghold.evaluation.cases.reading import read_results
+from stronghold.evaluation.cases.running import Place
+from stronghold.evaluation.cases.table import tables
+from stronghold.methods import METHODS
+from stronghold.units import format_seconds, parse_bytes
 
-RESULTS = Path(__file__).parent.parent / "results" / "gpu.jsonl"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One way to train: through a window of so many layers, under a cap in bytes, or wholly on the device."""
-
-    window: int | None = None
-    update: str = "deferred"
-    cap: int | None = None
-
-    @property
-    def whole(self) -> bool:
-        return self.window is None and self.cap is None
-
-
-def measure(config: GPTConfig, arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    """Trains ``--steps`` steps after two that are not counted."""
-    device, dtype = arguments.device, DTYPES[arguments.dtype]
-    torch.manual_seed(0)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (setting.cap or total) / total))
-    model: torch.nn.Module = GPT(config)
-    if setting.whole:
-        model = model.to(device=device, dtype=dtype)
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    else:
-        stronghold.offload(
-            model,
-            window=setting.window or "auto",
-            resident=0 if setting.cap is None else "auto",
-            device_memory=None if setting.cap is None else setting.cap - parse_bytes(arguments.reserve),
-            device=device,
-            dtype=dtype,
-            activations=arguments.activations,
-            micro_batch=arguments.micro_batch,
-        )
-        optimizer = stronghold.AdamW(model.parameters(), update=setting.update, states=arguments.states)
-    before = None if setting.whole else stronghold.report(model)
-    tokens = torch.randint(0, config.vocabulary, (arguments.batch, config.sequence)).to(device)
-    times = []
-    for _ in range(arguments.steps + 2):
-        begin = time.perf_counter()
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()  # a loop that logs its loss waits for the device here
-        times.append(time.perf_counter() - begin)
-    step = None if setting.whole else stronghold.report(model).step
-    return {
-        "times_s": times[2:],
-        "loss": loss.item(),
-        "window": before.window if before else None,
-        "resident": before.resident if before else config.layers,
-        "promised_device_bytes": before.device_bytes if before else 0,
-        "peak_device_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
-        "fetch_wait_s": step.fetch_wait_s if step else 0.0,
-        "update_wait_s": step.update_wait_s if step else 0.0,
-    }
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results" / "gpu.jsonl"
+LARGEST = "largest"
+PARTS = {
+    "methods": Wanted(batches=(32, 4), caps=tuple(map(parse_bytes, ("16GiB", "8GiB", "24GiB", "32GiB")))),
+    "windows": Wanted(windows=tuple(range(2, 16))),
+    "layers": Wanted(
+        layers=H200.scaling_layers, caps=(H200.device_limit,), windows=(H200.window,), updates=UPDATES[:1], rounds=1
+    ),
+}
+SMALL = {
+    "methods": Wanted(layers=(4,), batches=(2, 4), caps=(parse_bytes("1MiB"), parse_bytes("2MiB"))),
+    "windows": Wanted(layers=(4,), batches=(2,), windows=(1, 2, 3)),
+    "layers": Wanted(layers=(2, 3), batches=(2,), windows=(1,), updates=UPDATES[:1], rounds=1),
+}
+SMALL_COURSE = Course(hidden=64, heads=2, vocabulary=512, sequence=32, steps=5, lr=1e-3, device="cpu", reserve=0)
+PREPARED = Setting(part="none", method="zero-offload", layers=2, batch=1)
+"""What has DeepSpeed compile its operators before anything is timed."""
+PREPARING_S = 300.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("layers", 32), ("hidden", 2048), ("heads", 16), ("sequence", 1024), ("batch", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--windows", type=int, nargs="*", default=[2, 4, 8])
-    parser.add_argument("--caps", nargs="*", default=[], metavar="SIZE", help="device memory to keep to, such as 8GiB")
-    parser.add_argument("--reserve", default="2GiB", metavar="SIZE", help="of a cap, for activations (default: 2GiB)")
-    parser.add_argument("--states", choices=("fp32", "8bit"), default="fp32")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
-    parser.add_argument("--activations", choices=("recompute", "keep", "host"), default="recompute")
-    parser.add_argument("--micro-batch", type=int, default=None)
-    parser.add_argument("--steps", type=int, default=5, help="counted steps of each setting in each round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--no-resident", action="store_true", help="leave out the model wholly on the device")
-    arguments = parser.parse_args()
-    config = GPTConfig(
-        layers=arguments.layers, hidden=arguments.hidden, heads=arguments.heads, sequence=arguments.sequence
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    console = Console(width=400)  # no line of a table is cut or broken
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    adopt("stronghold_exports", ("GOMP_SPINCOUNT",))
+    budget = Budget(60 * options.minutes)
+    if options.part == LARGEST:
+        largest(options, budget, say, console)
+        return 0
+    course, wanted = chosen(options)
+    runner = Runner(
+        options.part,
+        course,
+        out=options.out,
+        budget=budget,
+        timeout_s=options.timeout or 180.0,
+        say=say,
+        commit=options.commit,
+        again=options.again,
+        keep=options.trace,
+        scratch=options.scratch,
     )
-    ways = [{"window": window} for window in arguments.windows]
-    ways += [{"cap": parse_bytes(cap)} for cap in arguments.caps]
-    settings = [Setting(**way, update=update) for way in ways for update in ("deferred", "in_backward")]
-    if not arguments.no_resident:
-        settings.insert(0, Setting())
-    outcomes: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
-    for _ in range(arguments.rounds):
-        for setting in settings:
-            outcomes[setting].append(measure(config, arguments, setting))
-            gc.collect()
-            if arguments.device == "cuda":
-                torch.cuda.empty_cache()
-    table = Table(title=f"{config.parameters / 1e9:.3f} B parameters, batch {arguments.batch}, {arguments.dtype}")
-    for column in (
-        "cap",
-        "window",
-        "resident",
-        "update",
-        "samples/s",
-        "spread",
-        "TFLOPS",
-        "peak",
-        "promised",
-        "fetch wait",
-        "update wait",
+    rounds = list(plan(options.part, wanted))
+    if not options.table:
+        measure(runner, rounds, budget, options.wheels, say)
+    found = rows(runner.records)
+    if not found:
+        say(f"{options.out} has nothing of this part, machine and commit")
+        return 0
+    console.print(table(found))
+    for line in (*notes(found), *map(str, goals(found))):
+        say(line)
+    return 1 if any(row.wrong for row in found) else 0
+
+
+def measure(runner: Runner, rounds: Sequence[Round], budget: Budget, wheels: Path | None, say: Say) -> None:
+    """Makes the calls that are left, and says how many are then."""
+
+    def count() -> int:
+        return sum(len(one.settings) for one in runner.left(rounds))
+
+    @cache
+    def prepare(method: str) -> str:
+        if method not in DEEPSPEED:
+            return ""
+        if method != DEEPSPEED[0] and (reason := prepare(DEEPSPEED[0])):
+            return reason
+        use_baselines(wheels, say)
+        course, setting = replace(SMALL_COURSE, device=runner.course.device), replace(PREPARED, method=method)
+        call = train(command(course, setting, fit(course, setting)), timeout_s=min(PREPARING_S, budget.left_s))
+        say(f"{method} is {call.reason or 'ready'} ({format_seconds(call.wall_s)})")
+        return call.reason
+
+    say(f"{count()} of {sum(len(one.settings) for one in rounds)} calls to make, beside the resident runs")
+    try:
+        runner.run(rounds, prepare)
+    except OutOfTime:
+        say(f"the time is up: {count()} calls are left, and the same command goes on with them")
+
+
+def use_baselines(wheels: Path | None, say: Say) -> None:
+    """Installs DeepSpeed from ``wheels`` if it is absent, and has what it compiles kept in the tree."""
+    if wheels is None and importlib.util.find_spec("deepspeed") is None:
+        return  # its methods say so
+    offline = {} if wheels is None else {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels.resolve())}
+    if not adopt("stronghold_baselines deepspeed ninja", ("PATH", "TORCH_EXTENSIONS_DIR"), offline):
+        say(f"DeepSpeed could not be installed from {wheels} (see above)")
+
+
+def adopt(function: str, names: Sequence[str], environment: Mapping[str, str] | None = None) -> bool:
+    """Calls a function of environment.sh, and takes variables from it for the calls. Returns whether it worked."""
+    script = f'. "$1" && PYTHON="$2" && {function} && env -0'
+    command = ["bash", "-c", script, "bash", str(ROOT / "environment.sh"), sys.executable]
+    whole = os.environ | (environment or {})
+    done = subprocess.run(command, env=whole, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    found = dict(line.partition("=")[::2] for line in done.stdout.decode().split("\0"))
+    os.environ.update({name: found[name] for name in names if name in found})
+    return done.returncode == 0
+
+
+def largest(options: argparse.Namespace, budget: Budget, say: Say, console: Console) -> None:
+    """Searches for the largest model of each method, and draws the table of case 1."""
+    preset = TINY if options.small else H200
+    preset = replace(preset, methods=tuple(options.only or preset.methods))
+    place = Place(
+        results=options.out.parent,
+        device=options.device or ("cpu" if options.small else "cuda"),
+        again=options.again,
+        timeout_s=options.timeout or 300.0,
+    )
+    left_s: list[float] = []
+
+    def before_trial() -> None:
+        if left_s:
+            budget.took(left_s.pop() - budget.left_s)
+        if not budget.allows(times_longest=2.0):  # the next model may be twice as large
+            raise OutOfTime
+        left_s.append(budget.left_s)
+
+    if not options.table:
+        if any(method in DEEPSPEED for method in preset.methods):
+            use_baselines(options.wheels, say)
+        try:
+            find_largest(CASES[1], preset, place, say, before_trial=before_trial)
+        except OutOfTime:
+            say("the time is up: the same command goes on with the search")
+    results = read_results([place.results], disagreements).measurements if place.results.exists() else ()
+    shown = show(CASES[1], preset, results)
+    for drawn in tables(shown):
+        console.print(drawn)
+    for note in shown.notes:
+        say(f"note: {note}")
+
+
+def chosen(options: argparse.Namespace) -> tuple[Course, Wanted]:
+    """Returns what all calls have in common and what the part goes over, as told and otherwise by default."""
+
+    def told(kind: type) -> dict[str, Any]:
+        found = {item.name: getattr(options, item.name) for item in fields(kind)}
+        return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items() if v is not None}
+
+    course = SMALL_COURSE if options.small else Course()
+    wanted = (SMALL if options.small else PARTS)[options.part]
+    return replace(course, **told(Course)), replace(wanted, **told(Wanted))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--part", choices=(*PARTS, LARGEST), required=True, help="what is measured")
+    add("--small", action="store_true", help="a tiny model on the CPU, to try it out")
+    add("--caps", type=parse_bytes, nargs="+", metavar="SIZE", help="of device memory")
+    add("--batches", type=int, nargs="+", metavar="N", help="samples in a step")
+    add("--layers", type=int, nargs="+", metavar="N", help="of the models (32; of the part layers 16 to 92)")
+    add("--windows", type=int, nargs="+", metavar="N", help="of the parts windows (2 to 15) and layers (15)")
+    add("--updates", nargs="+", choices=UPDATES, help="stronghold's")
+    add("--only", nargs="+", choices=tuple(METHODS), metavar="METHOD", help="of the parts methods and largest")
+    add("--rounds", type=int, metavar="N", help="(2; of the part layers 1)")
+    for name, kind, about in (
+        ("hidden", int, "width of a layer (2048)"),
+        ("heads", int, "(16)"),
+        ("vocabulary", int, "(51200)"),
+        ("seq", int, "tokens in a sample (1024)"),
+        ("steps", int, "of a call, of which the first two are not counted (8)"),
+        ("lr", float, "(3e-6)"),
     ):
-        table.add_column(column, justify="right")
-    for setting, rounds in outcomes.items():
-        times = [t for outcome in rounds for t in outcome["times_s"]]
-        median = statistics.median(times)
-        tokens = arguments.batch * config.sequence
-        table.add_row(
-            format_bytes(setting.cap) if setting.cap else "-",
-            "-" if setting.whole else str(rounds[0]["window"]),
-            str(rounds[0]["resident"]),
-            setting.update,
-            f"{arguments.batch / median:.3f}",
-            f"{arguments.batch / max(times):.3f} to {arguments.batch / min(times):.3f}",
-            f"{6 * config.parameters * tokens / median / 1e12:.1f}",
-            format_bytes(max(outcome["peak_device_bytes"] for outcome in rounds)),
-            format_bytes(rounds[0]["promised_device_bytes"]),
-            f"{statistics.median(o['fetch_wait_s'] for o in rounds):.3f} s",
-            f"{statistics.median(o['update_wait_s'] for o in rounds):.3f} s",
-        )
-        append_record(
-            RESULTS,
-            {
-                "benchmark": "gpu",
-                "window": rounds[0]["window"],
-                "resident": rounds[0]["resident"],
-                "cap_bytes": setting.cap,
-                "update": setting.update,
-                "parameters": config.parameters,
-                "settings": vars(arguments),
-                "samples_per_s": arguments.batch / median,
-                "times_s": times,
-                "rounds": rounds,
-                **describe_machine(),
-            },
-        )
-    Console(width=150).print(table)
+        add(f"--{name}", type=kind, dest="sequence" if name == "seq" else name, metavar="N", help=about)
+    add("--dtype", choices=("fp32", "bf16"), help="(bf16)")
+    add("--device", help="cpu, cuda or cuda:N (cuda)")
+    add("--states", choices=("fp32", "8bit"), help="stronghold's moments (fp32)")
+    add("--activations", choices=("recompute", "keep", "host"), help="stronghold's (by the cap)")
+    add("--micro-batch", type=int, metavar="N", help="stronghold's (by the cap)")
+    add("--reserve", type=parse_bytes, metavar="SIZE", help="of a cap, for stronghold's activations (by their size)")
+    add("--minutes", type=float, default=8.0, metavar="N", help="that this may take (8)")
+    add("--timeout", type=float, metavar="S", help="seconds that a call may take (180), or a trial of largest (300)")
+    add("--again", action="store_true", help="also what is recorded already, of this machine and commit")
+    add("--table", action="store_true", help="only draw what is recorded, of this machine and commit")
+    add("--trace", type=Path, metavar="DIR", help="where each setting's timeline goes, and what a failed call has said")
+    add("--scratch", metavar="DIR", help="where calls write meanwhile (the system's temporary folder)")
+    add("--wheels", type=Path, metavar="DIR", help="what DeepSpeed is installed from where it is absent")
+    add("--commit", metavar="NAME", help="to record where this tree is no checkout (git's)")
+    add("--out", type=Path, default=RESULTS, metavar="FILE", help="JSON lines to append to (results/gpu.jsonl)")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the call ends, too
+    sys.exit(main())
