@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="another C library")
 
 KEEPS = """
-    import gc, resource, sys
+    import ctypes, gc, sys
     import torch
     from torch import nn
     import stronghold
@@ -20,14 +20,21 @@ KEEPS = """
     class Owner:
         pass
 
+    class MallInfo(ctypes.Structure):
+        names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        _fields_ = [(name, ctypes.c_int) for name in names.split()]
+
+    libc = ctypes.CDLL(None)
+    libc.mallinfo.restype = MallInfo
+    sizes = iter(range(2**28, 2**31, 2**28))  # no tensor fits where the one before was
+
     def keeps():
-        '''Makes a large tensor twice; returns whether the second got the pages of the first.'''
-        new = []
-        for _ in range(2):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            torch.empty(2**28, dtype=torch.uint8).fill_(1)
-            new.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        return new[1] < 2**28 / 2**22  # less than with huge pages alone
+        '''Returns whether a large tensor lay in the heap, not in a mapping of its own, and its bytes stayed there.'''
+        before = libc.mallinfo()
+        tensor = torch.empty(next(sizes), dtype=torch.uint8)
+        held = libc.mallinfo()
+        del tensor
+        return held.hblks == before.hblks and libc.mallinfo().arena >= held.arena
 """
 
 
