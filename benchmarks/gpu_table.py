@@ -198,7 +198,7 @@ def _cells(row: Row) -> dict[str, str]:
         "TFLOPS": f"{summary['tflops']:.3g}",
         "peak": format_bytes(peak) if peak else "",
     }
-    if call["method"] in FITTED:
+    if call["method"] in FITTED or last["micro_batch"]:
         cells["activations"] = " x ".join(str(last[name]) for name in ("activations", "micro_batch") if last[name])
     if placed := last.get("placement"):
         timed = last["steps"][WARM_UP_STEPS:] or last["steps"]
