@@ -9,10 +9,10 @@
 Each call is a process that trains the reference GPT (1.717 B parameters, bf16) through stronghold's one loop, all with
 the same seed, data and recomputation, without clipping. A cap is the most that PyTorch may take of the GPU there
 (`--device-limit`); the resident run, which all are compared with, has none. Under a cap stronghold fills with resident
-layers and a window what activations leave (--reserve, --activations and --micro-batch are chosen by the cap). Every
-round begins with the resident run, and a ratio is of two calls of one round; the table has medians and quartiles.
-Losses that are not the resident run's, by stronghold.evaluation.agreement, are WRONG. A method that fails is a line
-that says so.
+layers and a window what activations leave (--reserve, --activations and --micro-batch are chosen by the cap); where a
+cap is too small for DeepSpeed it accumulates the gradients of parts of the batch. Every round begins with the resident
+run, and a ratio is of two calls of one round; the table has medians and quartiles. Losses that are not the resident
+run's, by stronghold.evaluation.agreement, are WRONG. A method that fails is a line that says so.
 
 No call begins that would not end within --minutes by the longest so far. What is left is said, and the same command
 goes on with it: calls that --out has already, of this machine and commit, are not made again (--again). The largest
@@ -185,7 +185,11 @@ def largest(options: argparse.Namespace, budget: Budget, say: Say, console: Cons
         except OutOfTime:
             say("the time is up: the same command goes on with the search")
     results = read_results([place.results], disagreements).measurements if place.results.exists() else ()
-    shown = show(CASES[1], preset, results)
+    try:
+        shown = show(CASES[1], preset, results)
+    except ValueError as error:  # of several machines
+        say(f"no table: {error}")
+        return
     for drawn in tables(shown):
         console.print(drawn)
     for note in shown.notes:

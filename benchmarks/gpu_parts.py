@@ -22,7 +22,7 @@ OTHERS = ("l2l", "fsdp-offload", "torchao-offload")
 FROM_DISK = ("zero-infinity-nvme",)
 """Takes minutes, and comes after all others."""
 FITTED = (STRONGHOLD, "l2l")
-"""Those that take micro-batches, and activations on the host."""
+"""Those that take micro-batches without more traffic for it, and activations on the host."""
 UPDATES = ("deferred", "in_backward")
 
 
@@ -130,23 +130,21 @@ def _round(
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """How stronghold has its activations, and the bytes of a cap that are left to them."""
+    """How a method has its activations, and the bytes of a cap that stronghold leaves to them."""
 
-    activations: str
-    micro_batch: int | None
-    reserve: int
-
-    def wider(self) -> Fit:
-        """Returns the same with half as much again left to activations."""
-        return replace(self, reserve=self.reserve * 3 // 2)
+    activations: str = "recompute"
+    micro_batch: int | None = None
+    reserve: int = 0
 
 
 def fit(course: Course, setting: Setting) -> Fit:
     """Returns how activations fit half of the cap, the other half being for layers: the simplest way that does.
 
     Inputs of all layers on the device and each layer over the whole batch; the same a quarter of the batch at a time;
-    inputs on the host, which is taken where nothing fits.
+    inputs on the host, which is taken where nothing fits. Methods that do not have these choices begin with the first.
     """
+    if setting.method not in FITTED:
+        return Fit()
     quarter = max(1, setting.batch // 4)
     fits = []
     for activations, samples in (("recompute", setting.batch), ("recompute", quarter), ("host", quarter)):
@@ -156,6 +154,20 @@ def fit(course: Course, setting: Setting) -> Fit:
         fits.append(Fit(activations=activations, micro_batch=micro_batch, reserve=needed))
     room = math.inf if setting.cap is None else setting.cap / 2
     return next((one for one in fits if one.reserve <= room), fits[-1])
+
+
+def fit_tighter(course: Course, setting: Setting, before: Fit) -> Fit | None:
+    """Returns what is tried next where ``before`` went beyond the cap; None where there is nothing to try.
+
+    stronghold leaves half as much again to activations, unless it was told how much; DeepSpeed accumulates the
+    gradients of parts of the batch, each a quarter of those before.
+    """
+    if setting.method == STRONGHOLD and setting.window is None and course.reserve is None:
+        return replace(before, reserve=before.reserve * 3 // 2)
+    samples = before.micro_batch or setting.batch
+    if setting.method in DEEPSPEED and samples > 1:
+        return replace(before, micro_batch=samples // 4 if samples % 4 == 0 else 1)
+    return None
 
 
 def activation_bytes(course: Course, setting: Setting, activations: str, samples: int) -> int:
@@ -190,9 +202,8 @@ def command(course: Course, setting: Setting, fitted: Fit) -> list[str]:
     words += ["--dtype", course.dtype, "--device", course.device, "--update", setting.update]
     if setting.cap is not None and course.device != "cpu":  # the CPU has no memory of its own to limit
         words += ["--device-limit", setting.cap]
-    if setting.method in FITTED:
-        words += ["--activations", fitted.activations]
-        words += ["--micro-batch", fitted.micro_batch] if fitted.micro_batch is not None else []
+    words += ["--activations", fitted.activations]
+    words += ["--micro-batch", fitted.micro_batch] if fitted.micro_batch is not None else []
     if setting.method == STRONGHOLD:
         words += ["--states", course.states]
         if setting.window is not None:

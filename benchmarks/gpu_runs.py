@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from calls import Budget, Call, train
-from gpu_parts import STRONGHOLD, Course, Fit, Round, Setting, command, fit
+from gpu_parts import Course, Fit, Round, Setting, command, fit, fit_tighter
 
 from stronghold.evaluation.records import Record, append_record, describe_machine, read_records, to_line
-from stronghold.units import format_bytes, format_seconds
+from stronghold.units import format_seconds
 
 TRIES = 3
-"""How often stronghold is called with more and more left to activations, where a cap was too small."""
+"""How often a method is called that can do with less where a cap was too small."""
 OUT_OF_MEMORY = "CUDA out of memory"
 OF_A_STEP = (
     *("step", "loss", "iteration_s", "compute_s", "fetch_wait_s", "update_wait_s", "disk_wait_s"),
@@ -96,7 +96,7 @@ class Runner:
             return
         if not self._budget.allows():
             raise OutOfTime
-        fitted = fit(self.course, setting)
+        fitted = self._fit(setting)
         stem = self._keep / setting.name if self._keep is not None else None
         for attempt in range(1, TRIES + 1):
             timeout_s = min(self._timeout_s, self._budget.left_s)
@@ -104,20 +104,28 @@ class Runner:
             self._budget.took(call.wall_s)
             if call.late and timeout_s < self._timeout_s:
                 raise OutOfTime
-            if attempt == TRIES or not self._may_be_wider(setting, call):
+            tighter = self._tighter(setting, fitted, call)
+            if attempt == TRIES or tighter is None:
                 break
-            self._say(f"  {format_bytes(fitted.reserve)} for activations are too few: {call.reason}")
-            fitted = fitted.wider()
+            self._say(f"  {setting.name}: {call.reason}; again with {tighter}")
+            fitted = tighter
         record = self._record(number, setting) | self._outcome(call, fitted)
         self.records.append(record)
         append_record(self._out, record)
         rate = f"failed: {call.reason}" if call.reason else f"{record['summary']['samples_per_s']:.4g} samples/s"
         self._say(f"round {number}, {setting.name}: {rate} ({format_seconds(call.wall_s)} with its start)")
 
-    def _may_be_wider(self, setting: Setting, call: Call) -> bool:
-        """Tells a call that failed for what :func:`fit` left to activations."""
-        chosen = setting.method == STRONGHOLD and setting.window is None and self.course.reserve is None
-        return chosen and OUT_OF_MEMORY in call.reason and self._budget.allows()
+    def _tighter(self, setting: Setting, fitted: Fit, call: Call) -> Fit | None:
+        """Returns what to try after a call that went beyond its cap, if there is something to try, and the time."""
+        if OUT_OF_MEMORY not in call.reason or not self._budget.allows():
+            return None
+        return fit_tighter(self.course, setting, fitted)
+
+    def _fit(self, setting: Setting) -> Fit:
+        """Returns what sufficed in another round, or else what should."""
+        alike = [one for one in self.records if one["call"] | {"round": 0} == self._call(0, setting)]
+        found = [one for one in alike if "error" not in one]
+        return Fit(**{item.name: found[-1][item.name] for item in fields(Fit)}) if found else fit(self.course, setting)
 
     def _has_failed(self, setting: Setting) -> bool:
         failed = (record["call"] for record in self.records if "error" in record)

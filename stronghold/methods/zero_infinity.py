@@ -20,7 +20,7 @@ class ZeroInfinity:
 
     def prepare(self, model: nn.Module, settings: TrainSettings, weights: Weights | None = None) -> Prepared:
         """Returns DeepSpeed's engine around ``model``. Raises StrongholdError where there is no DeepSpeed."""
-        gpt = reference_model(model, settings, self.name, activations=("recompute", "keep"))
+        gpt = reference_model(model, settings, self.name, activations=("recompute", "keep"), keeps=("micro_batch",))
         deepspeed.begin(settings, self.name)
         return deepspeed.prepare(gpt, settings, weights, zero_settings(settings, gpt.config))
 

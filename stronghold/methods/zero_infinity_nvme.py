@@ -24,7 +24,9 @@ class ZeroInfinityNvme:
 
     def prepare(self, model: nn.Module, settings: TrainSettings, weights: Weights | None = None) -> Prepared:
         """Returns DeepSpeed's engine around ``model``. Raises StrongholdError where DeepSpeed or libaio is absent."""
-        gpt = reference_model(model, settings, self.name, activations=("recompute", "keep"), keeps=("store",))
+        gpt = reference_model(
+            model, settings, self.name, activations=("recompute", "keep"), keeps=("store", "micro_batch")
+        )
         directories = settings.offload.directories or [os.path.join(settings.out, "store")]
         if len(directories) > 1:
             raise ValueError(f"{self.name} swaps to one directory (got store={settings.offload.store!r}); pass one")

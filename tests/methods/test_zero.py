@@ -38,6 +38,27 @@ def test_it_learns_what_the_resident_model_learns(tmp_path, dtype, clip):
         assert all(record["losses"] == pytest.approx(expected, rel=1e-6) for record in records[1:])
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_micro_batches_learn_what_the_batch_does(tmp_path, dtype):
+    batch = ("--batch", "6", "--dtype", dtype, "--clip", "0.5")
+    for method, own in (("megatron-lm", ()), *((method, ("--micro-batch", "2")) for method in METHODS)):
+        done = train(method, tmp_path, *batch, *own, "--held-out", "5")
+        assert done.returncode == 0, done.stdout + done.stderr
+    records = read_records(tmp_path / "runs.jsonl").records
+    assert disagreements(records) == [None] * 4
+    expected = records[0]
+    rel = 1e-6 if dtype == "fp32" else 1e-2
+    for record in records[1:]:
+        assert record["losses"] == pytest.approx(expected["losses"], rel=rel)
+        assert record["summary"]["held_out_loss"] == pytest.approx(expected["summary"]["held_out_loss"], rel=rel)
+
+
+def test_micro_batches_that_do_not_make_up_the_batch_are_refused(tmp_path):
+    done = train("zero-offload", tmp_path, "--batch", "5", "--micro-batch", "2")
+    assert done.returncode == 2
+    assert "DeepSpeed's micro-batches must make up the batch (got batch=5 and micro_batch=2)" in done.stderr
+
+
 def test_on_disk_its_bytes_are_counted_and_gone_afterwards(tmp_path):
     done = train("zero-infinity-nvme", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stronghold.config import TrainSettings
 from stronghold.errors import StrongholdError
 from stronghold.methods import Prepared, decay_groups
+from stronghold.methods.deepspeed.settings import micro_batch_of
 from stronghold.methods.deepspeed.swap import Swap
 from stronghold.methods.ordinary import join_alone, measure, recompute_layers
 from stronghold.models.gpt import GPT
@@ -108,6 +109,7 @@ def prepare(
         device=torch.device(settings.device),
         packages=("deepspeed",),
         engine=engine,
+        micro_batch=micro_batch_of(settings),
     )
 
 
@@ -126,18 +128,33 @@ class Loss(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Engine(Prepared):
-    """DeepSpeed's engine, which does the backward pass, the clipping and the update by its own settings."""
+    """DeepSpeed's engine, which does the backward pass, the clipping and the update by its own settings.
+
+    It accumulates the gradients of micro-batches: the backward pass of all but a batch's last one is part of ``loss``.
+    """
 
     engine: Any
+    micro_batch: int
+    _last: list[Tensor] = field(default_factory=list)
+    """The loss of the last micro-batch, whose backward pass is to come."""
 
     def loss(self, batch: Tensor) -> Tensor:
         """Returns the mean loss of ``batch``."""
-        loss: Tensor = self.engine(batch.to(self.device))
-        return loss
+        *pieces, last = batch.to(self.device).split(self.micro_batch)
+        total = torch.zeros((), device=self.device)
+        for piece in pieces:
+            loss = self.engine(piece)
+            total += loss.detach() * (len(piece) / len(batch))
+            if torch.is_grad_enabled():
+                self.engine.backward(loss)
+                self.engine.step()  # counts the micro-batch; an update comes with the last one
+        self._last[:] = [self.engine(last)]
+        total += self._last[0].detach() * (len(last) / len(batch))
+        return total
 
     def backward(self, loss: Tensor) -> None:
         """Computes the gradients, and has them on the host."""
-        self.engine.backward(loss)
+        self.engine.backward(self._last.pop())
 
     def step(self) -> None:
         """Clips, updates, and frees the gradients."""

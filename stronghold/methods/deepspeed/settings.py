@@ -18,9 +18,10 @@ def base_settings(settings: TrainSettings) -> dict[str, Any]:
     DeepSpeed's launcher would bind cores to ranks (--bind_cores_to_rank): one process has them all without it, and
     PyTorch's threads, which are DeepSpeedCPUAdam's too, are as many as every other method's.
     """
-    wanted = settings.optimizer
+    wanted, micro_batch = settings.optimizer, micro_batch_of(settings)
     return {
-        "train_micro_batch_size_per_gpu": settings.batch,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": settings.batch // micro_batch,
         "bf16": {"enabled": settings.dtype == "bf16"},
         "gradient_clipping": wanted.max_grad_norm or 0.0,
         "optimizer": {
@@ -30,6 +31,20 @@ def base_settings(settings: TrainSettings) -> dict[str, Any]:
         },
         "steps_per_print": 1_000_000_000,
     }
+
+
+def micro_batch_of(settings: TrainSettings) -> int:
+    """Returns how many samples go through the model at a time; the gradients of a batch are accumulated.
+
+    Raises ValueError if they do not make up the batch: DeepSpeed's have one size.
+    """
+    micro_batch = min(settings.offload.micro_batch or settings.batch, settings.batch)
+    if settings.batch % micro_batch:
+        raise ValueError(
+            f"DeepSpeed's micro-batches must make up the batch (got batch={settings.batch} and "
+            f"micro_batch={micro_batch}); pass a micro_batch that divides it"
+        )
+    return micro_batch
 
 
 def stage_3(shape: GPTConfig) -> dict[str, Any]:
