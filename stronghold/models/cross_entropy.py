@@ -1,5 +1,6 @@
 """The loss over a large vocabulary, without ever holding all of its logits."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,6 +9,9 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 128 * 2**20
 """What one chunk of logits may take in fp32."""
+
+BLOCK_BYTES = 32 * 2**20
+"""What one block of the weight's gradient may take in fp32."""
 
 
 def linear_cross_entropy(
@@ -84,8 +88,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             if compute_dtype == sum_dtype:
                 weight_grad.addmm_(logits_grad.T, inputs)
-            else:
-                weight_grad += logits_grad.T @ inputs
+                continue
+            for block in _blocks(weight_grad):
+                weight_grad[block] += logits_grad[:, block].T @ inputs
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         return loss_sum / count
@@ -98,5 +103,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if hidden_grad is not None:
             hidden_grad = (hidden_grad * upstream).to(hidden_grad.dtype)
         if weight_grad is not None:
-            weight_grad = (weight_grad * upstream).to(ctx.weight_dtype)
+            sums, weight_grad = weight_grad, torch.empty_like(weight_grad, dtype=ctx.weight_dtype)
+            for block in _blocks(sums):
+                weight_grad[block] = sums[block] * upstream
         return hidden_grad, weight_grad, None, None, None, None, None
+
+
+def _blocks(table: Tensor) -> Iterator[slice]:
+    """Yields rows of ``table`` (rows, width) by ``BLOCK_BYTES``, so that what is made on the way is never as large."""
+    rows = max(1, BLOCK_BYTES // (table.shape[1] * table.element_size()))
+    for begin in range(0, table.shape[0], rows):
+        yield slice(begin, begin + rows)

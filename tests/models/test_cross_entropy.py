@@ -6,7 +6,15 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stronghold.models import cross_entropy
 from stronghold.models.cross_entropy import linear_cross_entropy
+
+
+@pytest.fixture(autouse=True, params=[None, 100], ids=["one block", "blocks"])
+def block_bytes(request, monkeypatch):
+    """The weight's gradient in one block, and in blocks of a few rows whose last one is cut short."""
+    if request.param is not None:
+        monkeypatch.setattr(cross_entropy, "BLOCK_BYTES", request.param)
 
 
 def inputs(tokens=13, width=8, vocabulary=11, dtype=torch.float64, ignored=(2, 7, 12)):
