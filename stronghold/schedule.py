@@ -15,6 +15,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Action(Enum):
@@ -34,6 +35,13 @@ class Move:
 
     def __str__(self) -> str:
         return f"{self.action.value}{self.layer}"
+
+
+class Computation(NamedTuple):
+    """One computation of one layer, in the forward or in the backward pass."""
+
+    layer: int
+    backward: bool
 
 
 def fetch(layer: int) -> Move:
@@ -122,8 +130,20 @@ class Schedule:
         self._returning = [True] * layers
         self._changed: frozenset[int] = frozenset()
         """What has changed since the last computation began."""
-        self._changes: dict[tuple[bool, int], frozenset[int]] = {}
-        """The same between the computation of a layer, in backward or not, and the next one: the last time."""
+        self._changes: dict[tuple[bool, int] | int, frozenset[int]] = {}
+        """The same between a computation and the next one, the last time: by layer and direction, or place in order."""
+        self._order: tuple[Computation, ...] = ()
+        self._place: int | None = None
+        """The last computation's place in the order, or None where it is not in it."""
+
+    def follow(self, order: Sequence[Computation]) -> None:
+        """Foresees ``order``, again and again, in place of what it sees by itself; an empty one ends that.
+
+        It is for steps that are not one forward and one backward pass: micro-batches that go through a pipeline's stage
+        in turn. Where a computation is left out the order is taken up behind it; an evaluation is not looked for in it.
+        """
+        self._order, self._place = tuple(order), None
+        self._changes.clear()
 
     @property
     def held(self) -> frozenset[int]:
@@ -143,6 +163,7 @@ class Schedule:
             self._after[training][self._last] = layer
         self._training, self._backward = training, False
         self._remaining = tuple(reversed(behind))
+        self._place = self._next_place(Computation(layer, False)) if training else None
         return self._begin(layer)
 
     def end_forward(self, *, returning: bool) -> list[Move]:
@@ -162,6 +183,7 @@ class Schedule:
         self._remember_changes()
         self._backward, self._training = True, True
         self._remaining = tuple(remaining)
+        self._place = self._next_place(Computation(layer, True))
         return self._begin(layer)
 
     def end_backward(self) -> list[Move]:
@@ -191,7 +213,7 @@ class Schedule:
         for _ in range(_FORESEEN * count):
             moves = twin._end_as_before()
             assert twin._last is not None
-            changes = twin._changes.get((twin._backward, twin._last), frozenset()) - twin._changed
+            changes = twin._changes.get(twin._behind(), frozenset()) - twin._changed
             stale |= changes
             moves += twin.changed(changes)
             moves += twin._begin_next()
@@ -211,6 +233,9 @@ class Schedule:
     def _begin_next(self) -> list[Move]:
         """Begins the computation that is foreseen next."""
         assert self._last is not None
+        if self._place is not None:
+            layer, backward = self._order[(self._place + 1) % len(self._order)]
+            return self.begin_backward(layer, ()) if backward else self.begin_forward(layer, training=True)
         rest = [] if self._backward else list(self._pass(self._last, self._training))[1:]
         if self._training and self._remaining and not rest:
             return self.begin_backward(self._remaining[0], self._remaining[1:])
@@ -219,8 +244,21 @@ class Schedule:
 
     def _remember_changes(self) -> None:
         if self._last is not None:
-            self._changes[self._backward, self._last] = self._changed
+            self._changes[self._behind()] = self._changed
         self._changed = frozenset()
+
+    def _behind(self) -> tuple[bool, int] | int:
+        """Names the time between the last computation and the next."""
+        assert self._last is not None
+        return (self._backward, self._last) if self._place is None else self._place
+
+    def _next_place(self, computation: Computation) -> int | None:
+        """Returns where ``computation`` comes next in the order."""
+        begin = 0 if self._place is None else self._place + 1
+        for place in (*range(begin, len(self._order)), *range(begin)):
+            if self._order[place] == computation:
+                return place
+        return None
 
     def _begin(self, layer: int) -> list[Move]:
         moves: list[Move] = []
@@ -249,6 +287,9 @@ class Schedule:
 
     def _future(self, layer: int) -> list[int]:
         """Foresees the computations after that of ``layer``, as far as decisions depend on them."""
+        if self._place is not None:
+            after = self._order[self._place + 1 :] + self._order[: self._place + 1]
+            return [computation.layer for computation in after]
         if self._backward:
             return [*self._remaining, *self._pass(self._first[True], True)]
         rest = list(self._pass(layer, self._training))[1:]
