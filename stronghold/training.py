@@ -267,7 +267,7 @@ def _steps(
         except TrainingError:
             raise
         except Exception as error:
-            raise TrainingError(f"step {step} failed: {error}") from error
+            raise TrainingError(f"step {step} failed: {str(error) or type(error).__name__}") from error
         now = time.perf_counter()
         times = report.step
         yield {

@@ -299,12 +299,15 @@ def test_a_loss_of_nan_ends_the_run_and_says_where(settings, monkeypatch):
     assert len(read_run(settings.out).steps) == 2
 
 
-def test_a_step_that_fails_is_named_with_its_reason(settings, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "reason"), [(RuntimeError("out of memory"), "out of memory"), (AssertionError(), "AssertionError")]
+)
+def test_a_step_that_fails_is_named_with_its_reason(settings, monkeypatch, error, reason):
     def fail(output):
-        raise RuntimeError("out of memory")
+        raise error
 
     monkeypatch.setattr(training, "find_method", lambda name: Plain(fail))
-    with pytest.raises(TrainingError, match="step 3 failed: out of memory"):
+    with pytest.raises(TrainingError, match=f"step 3 failed: {reason}$"):
         run(settings)
     assert len(read_run(settings.out).steps) == 2
 
