@@ -230,7 +230,15 @@ def test_the_interpreter_runs_while_a_thread_waits(path):
     assert ticks > 10
 
 
-def test_an_interrupt_ends_the_waiting_and_not_the_transfer(path):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as Python has it: a script's process in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_the_waiting_and_not_the_transfer(path, interruptible):
     data = numbers(3 * SMALL)
     with Disk(faults=[Fault(kind="write", what="delay", delay_s=3.0)]) as disk:
         file = disk.open(path, create=True)
