@@ -168,6 +168,20 @@ def test_resume_goes_on_and_tells_what_it_skipped(capsys, text, tmp_path):
     assert code == 2
 
 
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("stronghold.cli", ["plot", "absent"]),
+        ("stronghold.evaluation.cases.__main__", ["draw", "1", "--results", "absent"]),
+    ],
+)
+def test_a_process_that_ends_searches_for_no_garbage(module, arguments):
+    told = "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count() > 1000))"  # runs last
+    program = f"{told}; from {module} import main; sys.exit(main({arguments!r}))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("True\n", 2), done.stderr
+
+
 @pytest.mark.parametrize("command", [[], ["train"], ["plot"], ["report"], ["trace"]])
 def test_help_fits_and_has_no_gaps(capsys, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")

@@ -1,6 +1,8 @@
 """The command line: arguments to settings, nothing else. Each command has a file of its own."""
 
 import argparse
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ __all__ = ["FAILED", "INTERRUPTED", "WRONG_USAGE", "main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` name (default: the process's own) and returns its exit code."""
+    atexit.register(gc.freeze)  # what is left when the process ends is not searched for garbage, most of a second
     options = _parser().parse_args(arguments)
     options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,15 @@ def test_the_standard_library_is_its_source_without_tests():
     assert documents == list(standard_library())
     assert not any("class OSFileTestCase" in text for text in documents)
     assert pytest.__doc__ not in documents
+
+
+def test_of_the_standard_library_what_is_installed_there_is_not_even_looked_at(tmp_path, monkeypatch):
+    for name in ("b/c.py", "b-c.py", "a.py", "b/test/x.py", "site-packages/p/y.py", "b/empty.py", "b/data.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("" if "empty" in name else name)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    visited = []
+    listed = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: visited.append(Path(path)) or listed(path))
+    assert list(standard_library()) == ["a.py", "b/c.py", "b-c.py"]  # by path, a folder at a time
+    assert visited == [tmp_path, tmp_path / "b"]

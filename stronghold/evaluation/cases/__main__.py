@@ -1,6 +1,8 @@
 """``python -m stronghold.evaluation.cases``: what the scripts in examples/ call."""
 
 import argparse
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -25,6 +27,7 @@ FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs, extracts or draws the case that ``arguments`` name, and returns the exit code."""
+    atexit.register(gc.freeze)  # what is left when the process ends is not searched for garbage, most of a second
     options = _parser().parse_args(arguments)
     try:
         return int(options.do(options))
