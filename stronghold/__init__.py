@@ -3,8 +3,9 @@
 from stronghold import checkpoint
 from stronghold.offload import offload, report, trace, verify
 from stronghold.optim import AdamW
+from stronghold.parallel import pipeline
 from stronghold.pretrained import load, save
 
 __version__ = "0.1.0"
 
-__all__ = ["AdamW", "__version__", "checkpoint", "load", "offload", "report", "save", "trace", "verify"]
+__all__ = ["AdamW", "__version__", "checkpoint", "load", "offload", "pipeline", "report", "save", "trace", "verify"]

@@ -91,3 +91,15 @@ class CorruptionError(StrongholdError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.path, self.offset, self.length, self.expected, self.found)
+
+
+class ParallelError(StrongholdError):
+    """Stages and processes do not fit the model, the batch or one another.
+
+    Raised before a step, by all processes alike; ``ours`` is False in those that are to end for it without a word,
+    because another one has it to say.
+    """
+
+    def __init__(self, message: str, *, ours: bool = True) -> None:
+        super().__init__(message)
+        self.ours = ours

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
@@ -57,6 +57,12 @@ class Owner(Protocol):
         """Submits ``work``, the update of ``home``, which moves ``moved_bytes``, behind ``after``.
 
         Returns the event after which the weights may be used again, or None where that is the computation's order.
+        """
+
+    def sum_squares(self, found: Mapping[Home, Mapping[int, Collected]], *, finite: bool) -> float:
+        """Returns the sum of squares of all gradients, ``found`` here and by other processes of the same model.
+
+        Not a number where it is known of some, here or there, that they are not ``finite``.
         """
 
     def changed(self, homes: Sequence[Home]) -> None:

@@ -122,14 +122,20 @@ class GPT(nn.Module):
 
     def score(self, x: Tensor, labels: Tensor | None = None) -> GPTOutput:
         """Returns the loss, or without labels the logits, of the last layer's output ``x``."""
-        batch, sequence, _ = x.shape
         x = self.norm(x)
-        weight = self.embedding.weight
         if labels is None:
-            return GPTOutput(loss=None, logits=F.linear(x, weight))
-        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)  # moving labels, not x, spares a copy of x
-        loss = linear_cross_entropy(x.reshape(batch * sequence, -1), weight, shifted.reshape(-1))
-        return GPTOutput(loss=loss, logits=None)
+            return GPTOutput(loss=None, logits=F.linear(x, self.embedding.weight))
+        return GPTOutput(loss=next_token_loss(x, self.embedding.weight, labels), logits=None)
+
+
+def next_token_loss(x: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    """Returns the mean loss of ``x`` (batch, sequence, hidden), normalized, under ``head`` (rows, hidden).
+
+    ``labels`` are as in :meth:`GPT.forward`.
+    """
+    batch, sequence, _ = x.shape
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)  # moving labels, not x, spares a copy of x
+    return linear_cross_entropy(x.reshape(batch * sequence, -1), head, shifted.reshape(-1))
 
 
 class IntoResidual(nn.Linear):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -45,6 +46,10 @@ class Engine:
         self.micro_batch = settings.micro_batch
         self.waits = Waits(device)
         self.optimizer: weakref.ref[Updater] | None = None
+        self.sum_over_all: Callable[[float], float] | None = None
+        """Adds a number up over all processes that train parts of the same model."""
+        self.counted_elsewhere: frozenset[int] = frozenset()
+        """The parameters, by id, whose gradients another process counts in the global norm."""
         self._runs: list[weakref.ref[Run]] = []
         self._hooks: dict[int, RemovableHandle] = {}
         self._backward_open = False
@@ -247,6 +252,16 @@ class Engine:
         # all cores and the longer work gets what the other leaves.
         cores = native.usable_cores()
         return cores if self.device.torch_device.type == "cpu" else max(1, cores - 1)
+
+    def sum_squares(self, found: Mapping[Home, Mapping[int, Collected]], *, finite: bool) -> float:
+        squares = (
+            float(gradient.squares)
+            for home, gradients in found.items()
+            for place, gradient in gradients.items()
+            if id(home.parameters[place]) not in self.counted_elsewhere
+        )
+        own = sum(squares) if finite else math.nan
+        return own if self.sum_over_all is None else self.sum_over_all(own)
 
     def take_poison(self) -> bool:
         return self.gradients.take_poison()

@@ -152,10 +152,11 @@ def verify(model: nn.Module) -> None:
     Waits for the updates under way. A model in memory has nothing to compare. Raises CorruptionError or DiskError,
     which name the file and the layer, and OffloadedModelError for a model that is not offloaded.
     """
-    _known_engine(model).store.verify()
+    engine_of_offloaded(model).store.verify()
 
 
-def _known_engine(model: nn.Module) -> Engine:
+def engine_of_offloaded(model: nn.Module) -> Engine:
+    """Returns the engine of an offloaded model. Raises OffloadedModelError for one that is not offloaded."""
     engine = engine_of(model)
     if engine is None:
         raise OffloadedModelError(f"{type(model).__name__} is not offloaded; call stronghold.offload(model) first")
@@ -172,7 +173,7 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
 
     Raises OffloadedModelError for a model that is not offloaded.
     """
-    device = _known_engine(model).device
+    device = engine_of_offloaded(model).device
     timeline = device.timeline = Timeline(device)
     try:
         yield timeline
@@ -185,7 +186,7 @@ def report(model: nn.Module) -> Report:
 
     Raises OffloadedModelError for a model that is not offloaded.
     """
-    engine = _known_engine(model)
+    engine = engine_of_offloaded(model)
     optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
     home, device = engine.layers[0], engine.device
     parameters = [p for h in engine.homes for p in h.parameters]

@@ -22,8 +22,9 @@ class Layer:
 def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> list[Layer]:
     """Returns the layers of ``model`` in the order of the model's modules, all rows behind one another.
 
-    ``layers`` names the containers (``"model.layers"``, or several); without it the outermost containers with a
-    repeated block are taken. Children without parameters, such as activations, move nothing and are left out.
+    ``layers`` names the containers (``"model.layers"``, or several), where one layer is enough; without it the
+    outermost containers with a repeated block are taken. Children without parameters, such as activations, move nothing
+    and are left out.
 
     Raises ValueError where there is no repeated block, or ``layers`` names none.
     """
@@ -37,10 +38,11 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
             if id(child) not in seen and any(True for _ in child.parameters()):
                 result.append(Layer(f"{name}.{child_name}" if name else child_name, child))
             seen.add(id(child))
-    if len(result) < 2:
+    least = 2 if layers is None else 1
+    if len(result) < least:
         where = ", ".join(map(repr, rows)) or "no container"
         raise ValueError(
-            "a model must have a row of at least two layers with parameters of their own (got "
+            f"a model must have a row of at least {least} layer{'s' * (least > 1)} with parameters of their own (got "
             f"{len(result)} in {where} of {type(model).__name__}): there is nothing to pass through a window. One "
             "block that is used again and again (as in ALBERT) fits the device as it is"
         )

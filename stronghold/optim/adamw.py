@@ -139,7 +139,7 @@ class AdamW(torch.optim.Optimizer):
         if self.in_backward:
             self.wait()  # the updates of the backward pass tell whether its gradients were finite
         found = {home: gradients for home in self._owner.homes if (gradients := self._collect(home))}
-        scale = self._clip_scale(found.values())
+        scale = self._clip_scale(found)
         if scale is not None:
             updates = [self._update(home, gradients) for home, gradients in found.items()]
             # What the computation itself updates comes last, so that the host is at work meanwhile.
@@ -343,12 +343,12 @@ class AdamW(torch.optim.Optimizer):
         self._owner.take_writes(home)
         return self._owner.collect(home, gradients)
 
-    def _clip_scale(self, found: Iterable[dict[int, Collected]]) -> float | None:
+    def _clip_scale(self, found: Mapping[Home, Mapping[int, Collected]]) -> float | None:
         """Returns what to multiply the gradients with, or None where the step must be skipped."""
-        norm = math.sqrt(sum(float(gradient.squares) for gradients in found for gradient in gradients.values()))
         assert self._owner is not None
-        if self.in_backward and self._owner.take_poison():
-            norm = math.nan
+        poisoned = self.in_backward and self._owner.take_poison()
+        norm = math.sqrt(self._owner.sum_squares(found, finite=not poisoned))
+        if not math.isfinite(norm):
             for update in self._in_order:
                 if not update.finite:
                     update.take_back()

@@ -11,7 +11,7 @@ from torch import Tensor
 from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.home import BoundParameter, Home, OffloadedParameter
-from stronghold.schedule import Action, Move, Schedule
+from stronghold.schedule import Action, Computation, Move, Schedule
 from stronghold.store import Store
 from stronghold.window.traffic import Traffic
 
@@ -90,6 +90,12 @@ class Window:
             for number in numbers:
                 self.store.changed(self.homes[self._streamed[number]])
             self._carry_out(self.schedule.changed(numbers))
+
+    def follow(self, order: Iterable[Computation]) -> None:
+        """Foresees the computations of ``order``, again and again; of resident layers nothing needs to be foreseen."""
+        if self.schedule is not None:
+            number = self._number
+            self.schedule.follow([Computation(number[layer], back) for layer, back in order if layer in number])
 
     def _scheduled(self, layer: int) -> Schedule | None:
         return None if self.homes[layer].resident else self.schedule

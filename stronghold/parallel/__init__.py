@@ -1,0 +1,6 @@
+"""Stages and replicas: a model over several processes, on ``torch.distributed``."""
+
+from stronghold.parallel.pipeline import in_stages, pipeline
+from stronghold.parallel.staged import StagedModule
+
+__all__ = ["StagedModule", "in_stages", "pipeline"]

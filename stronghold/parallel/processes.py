@@ -1,0 +1,84 @@
+"""The processes that train one model together, and what they say to one another beside tensors of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stronghold.errors import ParallelError
+
+T = TypeVar("T")
+
+
+class Processes:
+    """All processes of ``torch.distributed``, joined as torchrun tells where they are not yet.
+
+    Raises ParallelError where this process was not started by torchrun.
+    """
+
+    def __init__(self, device: torch.device, *, wanted: int) -> None:
+        if not dist.is_initialized():
+            if not dist.is_torchelastic_launched():
+                raise ParallelError(
+                    f"stages are processes that are started together (got one that is alone, for {wanted} stages); "
+                    f"start it with torchrun --nproc-per-node {wanted}"
+                )
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+
+    def refuse(self, message: str) -> NoReturn:
+        """Raises a ParallelError that every process raises; the first one's is the one to be told."""
+        raise ParallelError(message, ours=self.rank == 0)
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Raises ParallelError unless ``facts`` are the same in all processes."""
+        everyone: list[Any] = [None] * self.count
+        dist.all_gather_object(everyone, dict(facts))
+        for rank, others in enumerate(everyone):
+            for name, ours in everyone[0].items():
+                if others.get(name) != ours:
+                    self.refuse(
+                        f"all processes must have the same {name} (got {ours!r} in process 0 and {others.get(name)!r} "
+                        f"in process {rank}); start all of them with the same arguments and versions"
+                    )
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Runs ``action`` in every process; where it raises in one, all raise, and the first of those has it to say."""
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as raised:  # told to the others first, then raised
+            error = raised
+        errors: list[Any] = [None] * self.count
+        dist.all_gather_object(errors, None if error is None else str(error) or type(error).__name__)
+        failed = [rank for rank, text in enumerate(errors) if text is not None]
+        if not failed:
+            return result  # type: ignore[return-value]
+        if self.rank != failed[0]:
+            raise ParallelError(f"process {failed[0]} failed: {errors[failed[0]]}", ours=False) from error
+        assert error is not None
+        raise error
+
+    def same(self, value: int) -> bool:
+        """Whether all processes have the same ``value``."""
+        extremes = torch.tensor([value, -value])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        return bool(extremes[0] == -extremes[1])
+
+    def sum(self, value: float) -> float:
+        """Returns the sum of all processes' ``value``, correctly rounded, and so the same bits in each."""
+        gathered = [torch.empty((), dtype=torch.float64) for _ in range(self.count)]
+        dist.all_gather(gathered, torch.tensor(value, dtype=torch.float64))
+        values = [one.item() for one in gathered]
+        return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
+
+    def from_rank(self, rank: int, value: Tensor | None) -> Tensor:
+        """Returns the scalar that process ``rank`` has, in fp32 on the host."""
+        shared = torch.zeros((), dtype=torch.float32) if value is None else value.detach().to("cpu", torch.float32)
+        dist.broadcast(shared, src=rank)
+        return shared

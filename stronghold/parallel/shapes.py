@@ -1,0 +1,53 @@
+"""What goes from stage to stage, found without computing anything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.errors import ParallelError
+
+
+class Shapes:
+    """The stages of a model on the meta device, in the type that they compute in.
+
+    To be made before the model is offloaded. It takes no memory for values.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
+        memo: dict[int, Any] = {}
+        for stage in stages:
+            for parameter in stage.parameters():
+                meta = torch.empty_like(parameter, dtype=dtype or parameter.dtype, device="meta")
+                memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+            for buffer in stage.buffers():
+                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        self._stages = [copy.deepcopy(stage, memo) for stage in stages]
+
+    def between(self, inputs: Tensor) -> list[Tensor]:
+        """Returns, on the meta device, what each stage takes from ``inputs`` on, and what the last one returns.
+
+        Raises ParallelError for a stage that does not make one tensor of one tensor.
+        """
+        found = [torch.empty_like(inputs, device="meta")]
+        for number, stage in enumerate(self._stages):
+            try:
+                with torch.enable_grad():
+                    output = stage(found[-1])
+            except Exception as error:
+                raise ParallelError(
+                    f"what stage {number} returns must follow from the shape of what it takes (got "
+                    f"{tuple(found[-1].shape)}, and: {error}); register its tensors as buffers or parameters, and let "
+                    "no shape depend on values"
+                ) from error
+            if not isinstance(output, Tensor):
+                raise ParallelError(
+                    f"a stage must return one tensor (got {type(output).__name__} from stage {number}); let each layer "
+                    "take and return one"
+                )
+            found.append(output.detach().requires_grad_(output.requires_grad))
+        return found

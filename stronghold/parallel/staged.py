@@ -1,0 +1,171 @@
+"""A model in stages, one process for each or for several: what is here, and how micro-batches pass through."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.errors import ParallelError
+from stronghold.offload import offload
+from stronghold.offload.stages import follow, share_norm
+from stronghold.parallel.drawing import in_order
+from stronghold.parallel.processes import Processes
+from stronghold.parallel.row import Row
+from stronghold.parallel.shapes import Shapes
+from stronghold.parallel.tied import Tied
+from stronghold.plan.pipeline import Pipeline
+from stronghold.weights import Weights
+
+
+class StagedModule(nn.Module):
+    """This process's stages of a model, offloaded; its parameters are theirs.
+
+    ``sizes`` are the layers of each stage of ``order``. All processes call the same methods in the same order, with the
+    same batches; what they compute together follows the schedules of torch.distributed.pipelining. Raises ParallelError
+    where the processes do not agree on the model or its settings, and what ``stronghold.offload`` raises.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        sizes: Sequence[int],
+        order: Pipeline,
+        processes: Processes,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        weights: Weights | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._row, self._order, self._processes, self._device = row, order, processes, device
+        processes.agree(_facts(row, sizes, order, dtype, settings))
+        stages = [row.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
+        self._shapes = Shapes(stages, dtype)
+        self._numbers = order.stages_of(processes.rank)
+        self._tied = Tied(stages, order, processes.rank)
+        self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
+        """The library's schedule for training and for evaluation, with the shapes that it was made for."""
+        self.chunks = nn.ModuleList(stages[number] for number in self._numbers)
+        if callable(weights):
+            weights = in_order(row.model, weights)
+        if isinstance(settings.get("window"), int):  # a process may have fewer layers than the others
+            settings["window"] = min(settings["window"], sum(sizes[number] for number in self._numbers))
+        containers = [f"chunks.{i}{row.container and '.'}{row.container}" for i in range(len(self.chunks))]
+        processes.together(
+            lambda: offload(self, device=device, dtype=dtype, layers=containers, weights=weights, **settings)
+        )
+        share_norm(self, processes.sum, self._tied.elsewhere)
+        parts = dict(zip(self._numbers, self.chunks, strict=True))
+        follow(self, [(parts[one.stage], one.backward) for one in order.order(processes.rank)])
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Computes the gradients of the mean loss of a batch, adds them to what is there, and returns the loss, fp32.
+
+        ``inputs`` and ``targets`` have the samples of the batch in their first dimension, which divides by the number
+        of micro-batches. Each process passes the whole batch, though only the first stage computes with the inputs and
+        the last with the targets. Raises ParallelError, before anything is computed, where processes pass batches of
+        different shapes.
+        """
+        with self._tied.summed():
+            return self._run(inputs, targets, self._order.micro_batches, training=True)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean loss of a batch, fp32; as one micro-batch where it does not divide."""
+        divides = len(inputs) % self._order.micro_batches == 0
+        return self._run(inputs, targets, self._order.micro_batches if divides else 1, training=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses: one process has not got the whole model."""
+        raise ParallelError(
+            "a model in stages is computed by all processes together; call forward_backward(inputs, targets) to train "
+            "and evaluate(inputs, targets) for a loss"
+        )
+
+    def _run(self, inputs: Tensor, targets: Tensor, micro_batches: int, *, training: bool) -> Tensor:
+        self._check(inputs, targets, micro_batches, training)
+        schedule = self._schedule(inputs, micro_batches, training)
+        first, last = 0 in self._numbers, self._order.stages - 1 in self._numbers
+        losses: list[Tensor] = []
+        (schedule.step if training else schedule.eval)(
+            *([inputs.to(self._device)] if first else []),
+            target=targets.to(self._device) if last else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        loss = torch.stack(losses).detach().sum() if last else None
+        return self._processes.from_rank(self._order.device_of(self._order.stages - 1), loss)
+
+    def _check(self, inputs: Tensor, targets: Tensor, micro_batches: int, training: bool) -> None:
+        if not self._processes.same(zlib.crc32(repr((_kind(inputs), _kind(targets), training)).encode())):
+            self._processes.agree({"batch": (_kind(inputs), _kind(targets)), "call": training})
+        if len(targets) != len(inputs):
+            self._processes.refuse(
+                f"inputs and targets must have as many samples (got {len(inputs)} and {len(targets)}); pass the "
+                "targets of the inputs"
+            )
+        if not len(inputs) or len(inputs) % micro_batches:
+            self._processes.refuse(
+                f"the micro-batches must divide the batch (got a batch of {len(inputs)} samples and {micro_batches} "
+                f"micro-batches); pass batches of a multiple of {micro_batches} samples, drop_last=True in a DataLoader"
+            )
+
+    def _schedule(self, inputs: Tensor, micro_batches: int, training: bool) -> Any:
+        """Returns the library's schedule. It takes one shape only, so that another one needs another."""
+        # Here, since its import takes a second that a model in one process does without.
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleGPipe, get_schedule_class
+
+        key = (_kind(inputs), micro_batches)
+        known = self._schedules.get(training)
+        if known is not None and known[0] == key:
+            return known[1]
+        one = inputs[: len(inputs) // micro_batches]
+        shapes = self._processes.together(lambda: self._shapes.between(one))
+        stages = [
+            PipelineStage(
+                chunk,
+                number,
+                self._order.stages,
+                self._device,
+                input_args=shapes[number],
+                output_args=shapes[number + 1],
+            )
+            for number, chunk in zip(self._numbers, self.chunks, strict=True)
+        ]
+
+        def loss(output: Tensor, targets: Tensor) -> Tensor:
+            return self._row.loss(self.chunks[-1], output, targets) / micro_batches
+
+        single = issubclass(cls := get_schedule_class(self._order.schedule), PipelineScheduleSingle)
+        if single and not training:
+            cls = ScheduleGPipe  # all forward passes; 1F1B would refuse fewer micro-batches than stages
+        schedule = cls(stages[0] if single else stages, micro_batches, loss_fn=loss, scale_grads=False)
+        self._schedules[training] = (key, schedule)
+        return schedule
+
+
+def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype)
+
+
+def _facts(
+    row: Row, sizes: Sequence[int], order: Pipeline, dtype: torch.dtype | None, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns what all processes must have in common; stores are each their own."""
+    parameters = [(name, *_kind(p), p.requires_grad) for name, p in row.model.named_parameters()]
+    fingerprint = zlib.crc32(repr(parameters).encode())
+    return {
+        "version of PyTorch": torch.__version__,
+        "model": f"{type(row.model).__name__} of {len(parameters)} parameters, fingerprint {fingerprint:x}",
+        "partition": list(sizes),
+        "schedule": str(order),
+        "compute type": str(dtype),
+        **{name: value for name, value in settings.items() if name != "store"},
+    }

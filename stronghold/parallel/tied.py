@@ -1,0 +1,64 @@
+"""Parameters that stages in several processes share: an embedding that is the head as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stronghold.plan.pipeline import Pipeline
+
+
+class Tied:
+    """The copies of shared parameters, each of which gets the sum of all copies' gradients.
+
+    Where all copies begin alike they stay alike to the bit, for the same sum is added to each. To be made by all
+    processes, before the model is offloaded.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], order: Pipeline, rank: int) -> None:
+        users: dict[nn.Parameter, set[int]] = {}
+        for number, stage in enumerate(stages):
+            for parameter in stage.parameters():
+                users.setdefault(parameter, set()).add(order.device_of(number))
+        self.elsewhere: list[nn.Parameter] = []
+        """Those whose gradient the first process with a copy counts in the global norm, and that is another one."""
+        self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        for parameter, ranks in users.items():
+            if len(ranks) == 1 or not parameter.requires_grad:
+                continue
+            group = dist.new_group(sorted(ranks))  # all processes make all groups
+            if rank in ranks:
+                self._groups.append((parameter, group))
+                if rank != min(ranks):
+                    self.elsewhere.append(parameter)
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Sums up the gradients that come in inside; those that were there before are summed up already."""
+        before = {parameter: parameter.grad for parameter, _ in self._groups}
+        for parameter in before:
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            for parameter, gradient in before.items():
+                parameter.grad = gradient
+            raise
+        for parameter, group in self._groups:
+            fresh = parameter.grad
+            if fresh is None:
+                fresh = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = _summed(fresh, before[parameter], group)
+
+
+@torch.no_grad()
+def _summed(fresh: Tensor, before: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    total = fresh.to(torch.float32, copy=True)
+    dist.all_reduce(total, group=group)
+    if before is None:
+        return fresh.copy_(total)
+    return before.add_(total)

@@ -1,0 +1,198 @@
+"""What runs in each process of a test of stages, and what it is compared with."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stronghold
+from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.models.gpt_row import GPTRow
+from stronghold.parallel import in_stages
+from tests.small import SIZE, Block
+
+BATCH = 8
+CONFIG = GPTConfig(layers=5, hidden=32, heads=2, sequence=16, vocabulary=100)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train the same model: the same gradients and losses are expected of all."""
+
+    stages: int
+    schedule: str | None = None
+    balance: Any = "layers"
+    micro_batches: int = 4
+    clip: float | None = None
+    frozen: bool = False
+    disk: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: int = 3
+
+
+CASES = {
+    1: [Case(1), Case(1, schedule="GPipe", settings={"window": 2})],
+    2: [
+        *(Case(2, schedule, settings={"window": w}) for schedule in ("GPipe", "1F1B") for w in (1, 2)),
+        *(Case(4, "Interleaved1F1B", settings={"window": w}) for w in (1, 3)),
+        Case(2, clip=0.05),
+        Case(2, balance=[4, 1]),
+        Case(2, disk=True, settings={"window": 1}),
+        Case(2, settings={"activations": "keep", "window": 1}),
+        Case(2, settings={"activations": "host", "window": 2}),
+        Case(2, settings={"resident": 1, "window": 1}),
+        Case(2, settings={"micro_batch": 1, "window": 1}),
+        Case(2, frozen=True, clip=0.05),
+        Case(2, clip=1.0, steps=50, settings={"window": 1}),
+    ],
+    4: [
+        Case(4, "GPipe", settings={"window": 1}),
+        Case(4, "1F1B", clip=0.05),
+        Case(4, "1F1B", balance=[1, 1, 1, 2], micro_batches=8),
+        Case(4, "Interleaved1F1B", micro_batches=8),
+    ],
+}
+
+
+def model(case: Case) -> GPT:
+    torch.manual_seed(0)
+    gpt = GPT(CONFIG)
+    if case.frozen:
+        for parameter in (*gpt.layers[0].parameters(), *gpt.layers[3].parameters(), gpt.norm.weight):
+            parameter.requires_grad_(False)
+    return gpt
+
+
+def batches(steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(BATCH, 12), (BATCH, 16), (2 * BATCH, 7)]  # one shape after another
+    return [torch.randint(CONFIG.vocabulary, sizes[step % 3], generator=generator) for step in range(steps)]
+
+
+@dataclass
+class Trained:
+    """What a run came to: each step's loss and gradients by name, losses without gradients, the parameters after it."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    evaluated: list[float]
+    parameters: dict[str, Tensor]
+
+
+def alone(case: Case) -> Trained:
+    """Trains in this process, by plain PyTorch and the whole batch at once."""
+    gpt = model(case)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3, weight_decay=0.1)
+    trained = Trained([], [], [], {})
+    for batch in batches(case.steps):
+        loss = gpt(batch, batch).loss
+        loss.backward()
+        trained.losses.append(loss.item())
+        trained.gradients.append({n: p.grad.clone() for n, p in gpt.named_parameters() if p.grad is not None})
+        if case.clip is not None:
+            nn.utils.clip_grad_norm_(gpt.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            trained.evaluated.append(gpt(batch[:5], batch[:5]).loss.item())
+    trained.parameters = {name: p.detach().clone() for name, p in gpt.named_parameters()}
+    return trained
+
+
+def staged(case: Case) -> Trained:
+    """Trains this process's stages."""
+    gpt = model(case)
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    with tempfile.TemporaryDirectory() as folder:
+        module = in_stages(
+            GPTRow(gpt),
+            stages=case.stages,
+            micro_batches=case.micro_batches,
+            balance=case.balance,
+            schedule=case.schedule,
+            inputs=None,
+            device=torch.device("cpu"),
+            **({"store": folder} if case.disk else {}),
+            **case.settings,
+        )
+        optimizer = stronghold.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=case.clip)
+        trained = Trained([], [], [], {})
+        for batch in batches(case.steps):
+            trained.losses.append(module.forward_backward(batch, batch).item())
+            gradients = {names[id(p)]: p.grad for p in module.parameters()}
+            trained.gradients.append({name: g.clone() for name, g in gradients.items() if g is not None})
+            optimizer.step()
+            optimizer.zero_grad()
+            trained.evaluated.append(module.evaluate(batch[:5], batch[:5]).item())
+        trained.parameters = {names[id(p)]: p.detach().clone() for p in module.parameters()}
+    return trained
+
+
+def all_cases(processes: str) -> list[Trained]:
+    return [staged(case) for case in CASES[int(processes)]]
+
+
+def residual() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(12, SIZE), *(Block(dropout=0.0) for _ in range(6)), nn.Tanh(), nn.Linear(SIZE, 5)
+    )
+
+
+def bits(folder: str) -> list[str]:
+    """Trains stages beside the same model in one process, micro-batch after micro-batch; returns what is not equal."""
+    unequal = []
+    for case in BITS:
+        whole, model = residual(), residual()
+        names = {id(p): name for name, p in model.named_parameters()}
+        dtype = torch.bfloat16 if case.get("bf16") else None
+        stronghold.offload(whole, device="cpu", dtype=dtype)
+        stages = stronghold.pipeline(
+            model,
+            loss=F.cross_entropy,
+            stages=case["stages"],
+            micro_batches=4,
+            balance="layers",
+            schedule=case["schedule"],
+            device="cpu",
+            dtype=dtype,
+            window=1,
+            **({"store": f"{folder}/{dist.get_rank()}-{len(unequal)}"} if case.get("disk") else {}),
+        )
+        optimizers = [
+            stronghold.AdamW(one.parameters(), lr=1e-2, states=case.get("states", "fp32")) for one in (whole, stages)
+        ]
+        for step in range(4):
+            x, y = torch.randn(8, 3, 4, dtype=dtype), torch.randint(5, (8,))
+            losses = []
+            for inputs, targets in zip(x.chunk(4), y.chunk(4), strict=True):
+                loss = F.cross_entropy(whole(inputs), targets) / 4
+                loss.backward()
+                losses.append(loss.detach())
+            same = torch.equal(stages.forward_backward(x, y), torch.stack(losses).sum().float())
+            expected = dict(whole.named_parameters())
+            for parameter in stages.parameters():
+                same &= torch.equal(parameter.grad, expected[names[id(parameter)]].grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for parameter in stages.parameters():
+                same &= torch.equal(parameter, expected[names[id(parameter)]])
+            if not same:
+                unequal.append(f"{case} in step {step}")
+    return unequal
+
+
+BITS = [
+    {"stages": 2, "schedule": "GPipe"},
+    {"stages": 2, "schedule": "1F1B", "states": "8bit"},
+    {"stages": 2, "schedule": "1F1B", "bf16": True},
+    {"stages": 4, "schedule": "Interleaved1F1B", "bf16": True, "states": "8bit"},
+    {"stages": 4, "schedule": "Interleaved1F1B", "disk": True},
+]

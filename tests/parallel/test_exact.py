@@ -1,0 +1,59 @@
+"""Stages train as one process does: every gradient, loss and parameter, for each schedule, window and store."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel import cases
+from tests.parallel.launched import launch
+
+CASES = [(processes, number) for processes, some in cases.CASES.items() for number in range(len(some))]
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    """Returns what each process made of each case; all cases of as many processes are run in one launch."""
+
+    runs = {}
+
+    def run(processes: int):
+        if processes not in runs:
+            runs[processes] = []  # one that fails is not begun again by each test
+            folder = tmp_path_factory.mktemp("stages")
+            runs[processes] = launch("tests.parallel.cases", "all_cases", processes, folder, str(processes))
+        return runs[processes]
+
+    return run
+
+
+@pytest.mark.parametrize(("processes", "number"), CASES)
+def test_stages_train_as_one_process_does(staged, processes, number):
+    case = cases.CASES[processes][number]
+    expected = cases.alone(case)
+    everyone = [ranks[number] for ranks in staged(processes)]
+    seen = {name for trained in everyone for name in trained.parameters}
+    assert seen == expected.parameters.keys()
+    for trained in everyone:
+        assert trained.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert trained.evaluated == pytest.approx(expected.evaluated, rel=1e-5)
+        for step, gradients in enumerate(trained.gradients):
+            held = expected.gradients[step].keys() & trained.parameters.keys()
+            assert gradients.keys() == held
+            for name, gradient in gradients.items():
+                reference = expected.gradients[step][name]
+                tolerance = 1e-6 if step == 0 else 1e-4  # later ones are of parameters that AdamW has moved
+                assert (gradient - reference).norm() <= tolerance * reference.norm(), (name, step)
+        for name, parameter in trained.parameters.items():
+            torch.testing.assert_close(parameter, expected.parameters[name], rtol=1e-4, atol=2e-5, msg=name)
+    copies = [
+        trained.parameters["embedding.weight"] for trained in everyone if "embedding.weight" in trained.parameters
+    ]
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+def test_stages_without_shared_parameters_train_to_the_bit_as_micro_batches_do_in_one_process(tmp_path):
+    store = tmp_path / "store"
+    store.mkdir()
+    assert launch("tests.parallel.cases", "bits", 2, tmp_path, str(store)) == [[], []]
