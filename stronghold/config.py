@@ -136,6 +136,30 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelSettings:
+    """The stages of a model over processes, as in ``stronghold.pipeline``.
+
+    Without ``micro_batches`` there are as many as divide the batch, up to four for each stage.
+    """
+
+    stages: int = 1
+    micro_batches: int | None = None
+    schedule: str | None = None
+    balance: str | tuple[int, ...] = "layers"
+
+    def __post_init__(self) -> None:
+        _check_whole("stages", self.stages, at_least=1)
+        if self.micro_batches is not None:
+            _check_whole("micro_batches", self.micro_batches, at_least=1)
+        if self.stages == 1 and (self.micro_batches, self.schedule) != (None, None):
+            raise ValueError(
+                f"micro_batches and schedule are of a model in stages (got micro_batches={self.micro_batches}, "
+                f"schedule={self.schedule!r} and one stage); pass stages, or micro_batch to have each layer take the "
+                "batch in parts"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """One training run: ``steps`` steps of ``batch`` samples of ``sequence`` tokens.
 
@@ -153,6 +177,7 @@ class TrainSettings:
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadSettings = field(default_factory=OffloadSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     device: str = "cpu"
     device_limit: int | str | None = None
     dtype: str = "fp32"
@@ -176,6 +201,8 @@ class TrainSettings:
             _check_whole("checkpoint_every", self.checkpoint_every, at_least=1)
         if self.keep_store and not self.offload.directories:
             raise ValueError(f"a store that is kept is a directory (got store={self.offload.store!r}); pass one")
+        if self.parallel.stages > 1:
+            self._check_stages()
         _check_whole("sequence", self.sequence, at_least=2)
         _check_whole("seed", self.seed, at_least=0)
         _check_one_of("dtype", self.dtype, ("fp32", "bf16"))
@@ -189,13 +216,27 @@ class TrainSettings:
                 )
             object.__setattr__(self, "device_limit", parse_bytes(self.device_limit))
 
+    def _check_stages(self) -> None:
+        refused = {
+            "method": self.method if self.method != "stronghold" else None,
+            "save": self.save,
+            "keep_store": self.keep_store or None,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                raise ValueError(
+                    f"a model in {self.parallel.stages} stages is trained by method 'stronghold' and kept in "
+                    f"checkpoints, which load in one process too (got {name}={value!r}); pass checkpoint_every, or one "
+                    "stage"
+                )
+
     def flat(self) -> dict[str, object]:
         """Returns every setting by its own name, as a record holds them; no two groups share a name."""
-        groups = (self.model, self.data, self.optimizer, self.offload)
+        groups = (self.model, self.data, self.optimizer, self.offload, self.parallel)
         return {
             "method": self.method,
             **{item.name: getattr(group, item.name) for group in groups for item in fields(group)},
-            **{item.name: getattr(self, item.name) for item in fields(self)[5:]},
+            **{item.name: getattr(self, item.name) for item in fields(self)[6:]},
         }
 
 

@@ -31,6 +31,7 @@ from stronghold.evaluation.runlog import RunLog, check_run_folder
 from stronghold.evaluation.runs import Summary, summarize
 from stronghold.evaluation.timeline import TIMELINE_NAME, write_spans
 from stronghold.methods import Prepared, find_method
+from stronghold.methods.staged import join, records_of
 from stronghold.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.pretrained import check_save_folder, save
@@ -64,13 +65,17 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
     """
     console = console or Console()
     method = find_method(settings.method)
+    settings, company = join(settings)
+    run = settings  # whose records these are: of process 0 for the model, of every other one for itself
+    if company.rank:
+        run, console = records_of(company.rank, settings), Console(quiet=True)
     if isinstance(settings.device_limit, int):
         limit_memory(settings.device, settings.device_limit)
-    save_folder = settings.save or os.path.join(settings.out, "model")
+    save_folder = run.save or os.path.join(run.out, "model")
     check_save_folder(save_folder)
     if not settings.resume:
-        check_run_folder(settings.out)
-    checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True, markup=False))
+        check_run_folder(run.out)
+    checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True, markup=False), company)
     torch.manual_seed(settings.seed)
     model, weights = _build_model(settings, console)
     batches = _load_batches(settings, model, console)
@@ -91,7 +96,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         start["placement"] = {name: getattr(report, name) for name in ("window", "resident", "device_bytes")}
     after = checkpoints.step if settings.resume else None
     timelines: list[Timeline] = []
-    with _stops() as stop, RunLog(settings.out, text=settings.log, after=after) as log:
+    with _stops() as stop, RunLog(run.out, text=run.log, after=after) as log:
         log.start(start)
         steps, done = log.steps, checkpoints.step
         with StepDisplay(console, settings.steps) as display:
@@ -99,7 +104,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
                 steps.append(record)
                 log.step(record)
                 display.step(record)
-                done, stopped = record["step"], stop.is_set()
+                done, stopped = record["step"], prepared.agreed(stop.is_set())
                 if checkpoints.due(done, last=stopped or done == settings.steps):
                     _save_checkpoint(checkpoints, done, log)
                 if stopped:
@@ -110,12 +115,15 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
                 f"checkpoint after step {done}); pass more steps"
             )
         for timeline in timelines:
-            write_spans(os.path.join(settings.out, TIMELINE_NAME), timeline.spans())
+            write_spans(os.path.join(run.out, TIMELINE_NAME), timeline.spans())
         interrupted = done < settings.steps
         if interrupted:
             console.print(f"interrupted after step {done} of {settings.steps}")
             if not prepared.saves:
-                console.print(f"the model is not saved: {method.name} is there to be compared with", soft_wrap=True)
+                why = "its parts are in several processes, which --checkpoint-every saves together"
+                if settings.parallel.stages == 1:
+                    why = f"{method.name} is there to be compared with"
+                console.print(f"the model is not saved: {why}", soft_wrap=True)
         if settings.keep_store:
             _keep_store(checkpoints, done, log)
             where = settings.offload.store
@@ -125,18 +133,16 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
                 soft_wrap=True,
                 markup=False,
             )
-        saved = save_folder if prepared.saves and (interrupted or settings.save) else None
+        saved = save_folder if prepared.saves and (interrupted or run.save) else None
         if saved is not None:
             save(model, saved)
             console.print(f"model saved in {saved}", soft_wrap=True)
         held_out_loss = None if interrupted else _held_out_loss(prepared, batches)
         summary = summarize(start, steps, held_out_loss=held_out_loss)
         log.end({"interrupted": interrupted, "saved": saved}, summary)
-    if settings.record:
+    if run.record:
         losses = [step["loss"] for step in steps]
-        append_record(
-            settings.record, {**start, "summary": summary.record(), "interrupted": interrupted, "losses": losses}
-        )
+        append_record(run.record, {**start, "summary": summary.record(), "interrupted": interrupted, "losses": losses})
     console.print(prepared.report())
     console.print(table("summary", summary.rows()))
     return Outcome(summary=summary, interrupted=interrupted, saved=saved)

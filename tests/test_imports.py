@@ -34,11 +34,11 @@ ROOMS = {
     "offload": 5,
     "checkpoint": 6,
     "pretrained": 6,
-    "methods": 6,
     "parallel": 6,
-    "comparison": 7,
-    "training": 7,
-    "cli": 8,
+    "methods": 7,
+    "comparison": 8,
+    "training": 8,
+    "cli": 9,
 }
 EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above every room
 MAY_IMPORT_MODELS = {"models", "methods", "pretrained", "training", "cli"}  # everything else works on any nn.Module

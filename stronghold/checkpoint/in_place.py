@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from stronghold.checkpoint.units import Names, names_of, step_of, tensors_of
+from stronghold.checkpoint.units import Names, all_groups, names_of, step_of, tensors_of
 from stronghold.checkpoint.writing import file_names, manifest_of, write_buffers, write_file
 from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, UnitFileEntry
 from stronghold.checkpoint_files.reader import UnitReader
@@ -26,6 +26,7 @@ def save_in_place(model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict
     directory = store.paths[0]
     engine.close_backward()
     names, states = names_of(model), optimizer.state  # which waits for the updates under way
+    groups = all_groups(engine.company, optimizer, names)
     files: dict[str, FileEntry | UnitFileEntry] = {}
     parameters: dict[str, ParameterEntry] = {}
     beside: list[Path] = []
@@ -55,7 +56,7 @@ def save_in_place(model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict
                     beside=own[1] if len(own) == 2 else None,
                 )
         files |= write_buffers(partial(BUFFERS), model)
-        manifest = manifest_of(directory, model, engine, optimizer, names, files, parameters, rest)
+        manifest = manifest_of(directory, model, engine, optimizer, groups, files, parameters, rest)
         store.seal(manifest, [path for path in beside if path.exists()])
     except BaseException:
         for path in beside:

@@ -17,8 +17,9 @@ from stronghold.checkpoint.random_states import put_random_states
 from stronghold.checkpoint.units import (
     MOMENTS,
     Names,
+    all_groups,
     engine_for,
-    group_names,
+    holds,
     name_of,
     names_of,
     persistent_buffers,
@@ -71,9 +72,9 @@ def load(
     """
     engine = engine_for(model, optimizer)
     directory = Path(os.path.abspath(directory))
-    own = engine.store.holds(directory)
-    with nullcontext() if own else locked_to_read(directory):
-        manifest = read_manifest(directory)
+    own = holds(engine, directory)
+    with nullcontext() if own else engine.company.together(lambda: locked_to_read(directory)):
+        manifest = engine.company.together(lambda: read_manifest(directory))
         _load(manifest, model, engine, optimizer, scheduler, verify=verify, own=own)
     return from_plain(manifest.extra)
 
@@ -89,16 +90,28 @@ def _load(
     own: bool,
 ) -> None:
     """Loads a checkpoint; ``own`` says whether it is one in the place of the model's own store."""
-    names = names_of(model)
-    _check_model(manifest, model, names)
-    _check_optimizer(manifest, optimizer, names)
+    names, company = names_of(model), engine.company
+    _check_model(manifest, *_joined(company.everyone(_forms(model, names))), engine.kind)
+    _check_optimizer(manifest, optimizer, [set(group) for group in all_groups(company, optimizer, names)])
     if scheduler is not None and manifest.scheduler is None:
         raise CheckpointError(
             f"the checkpoint has no scheduler's state (got scheduler={type(scheduler).__name__} for "
             f"{manifest.directory}); leave it out"
         )
     if verify:
-        verify_files(manifest, [f for f, e in manifest.files.items() if not (own and isinstance(e, UnitFileEntry))])
+        files = [f for f, e in manifest.files.items() if not (own and isinstance(e, UnitFileEntry))]
+        company.together(lambda: verify_files(manifest, files[company.rank :: company.count]))
+    company.together(lambda: _put(manifest, model, engine, optimizer, names, own))
+    _put_settings(optimizer, manifest)
+    if scheduler is not None:
+        scheduler.load_state_dict(from_plain(manifest.scheduler))
+    states = manifest.random.get("processes", [manifest.random])  # one that was not there has the first one's
+    own_states = states[company.rank] if company.rank < len(states) else states[0]
+    put_random_states(from_plain(own_states), engine.device.torch_device)
+
+
+def _put(manifest: Manifest, model: nn.Module, engine: Engine, optimizer: AdamW, names: Names, own: bool) -> None:
+    """Puts the units and buffers of this process where they belong."""
     engine.close_backward()
     optimizer.wait()
     for home in engine.homes:
@@ -130,21 +143,34 @@ def _load(
         ) from error
     finally:
         engine.changed(engine.homes)
-    _put_settings(optimizer, manifest)
-    if scheduler is not None:
-        scheduler.load_state_dict(from_plain(manifest.scheduler))
-    put_random_states(from_plain(manifest.random), engine.device.torch_device)
 
 
-def _check_model(manifest: Manifest, model: nn.Module, names: Names) -> None:
-    wanted = {
+Forms = tuple[dict[str, list[int]], dict[str, list[Any]]]
+"""The shape of each parameter; the dtype and shape of each buffer that ``state_dict()`` has."""
+
+
+def _forms(model: nn.Module, names: Names) -> Forms:
+    parameters = {
         name: list(parameter.shape)
         for home, named in names.items()
         for name, parameter in zip(named, home.parameters, strict=True)
     }
-    saved = {name: entry.shape for name, entry in manifest.parameters.items()}
     persistent, buffers = persistent_buffers(model), dict(model.named_buffers())
-    wanted_buffers = {n: [name_of(b.dtype), *b.shape] for n, b in buffers.items() if n in persistent}
+    return parameters, {n: [name_of(b.dtype), *b.shape] for n, b in buffers.items() if n in persistent}
+
+
+def _joined(forms: list[Forms]) -> Forms:
+    parameters, buffers = zip(*forms, strict=True)
+    return (
+        {name: form for some in parameters for name, form in some.items()},
+        {name: form for some in buffers for name, form in some.items()},
+    )
+
+
+def _check_model(
+    manifest: Manifest, wanted: dict[str, list[int]], wanted_buffers: dict[str, list[Any]], model: str
+) -> None:
+    saved = {name: entry.shape for name, entry in manifest.parameters.items()}
     saved_buffers = {n: [e.dtype, *e.shape] for n, e in manifest.buffers.items() if e.persistent}
     for what, here, there in (("parameter", wanted, saved), ("buffer", wanted_buffers, saved_buffers)):
         for name in [*there, *here]:
@@ -152,14 +178,13 @@ def _check_model(manifest: Manifest, model: nn.Module, names: Names) -> None:
                 got = [f"{side[name]}" if name in side else "none" for side in (there, here)]  # type: ignore[index]
                 raise CheckpointError(
                     f"a checkpoint must be of the same model (first difference: {what} {name}, {got[0]} in "
-                    f"{manifest.directory} and {got[1]} in this {type(model).__name__}); build the model that was "
+                    f"{manifest.directory} and {got[1]} in this {model}); build the model that was "
                     f"saved, a {manifest.model}, or pass another checkpoint"
                 )
 
 
-def _check_optimizer(manifest: Manifest, optimizer: AdamW, names: Names) -> None:
+def _check_optimizer(manifest: Manifest, optimizer: AdamW, here: list[set[str]]) -> None:
     saved = [set(group) for group in manifest.optimizer["group_names"]]
-    here = [set(group) for group in group_names(optimizer, names)]
     if len(saved) != len(here):
         raise CheckpointError(
             f"the optimizer must have the groups it was saved with (got {len(here)} groups, {len(saved)} in "
@@ -255,10 +280,11 @@ def _decode(codes: Tensor, exponents: Tensor, moment: Tensor, *, signed: bool) -
 def _load_buffers(manifest: Manifest, model: nn.Module) -> None:
     if not manifest.buffers:
         return
+    modules = dict(model.named_modules(remove_duplicate=False))
     with FileReader(manifest, BUFFERS) as file:
         for name, entry in manifest.buffers.items():
             path, _, own = name.rpartition(".")
-            module = model.get_submodule(path) if _has_module(model, path) else None
+            module = modules.get(path)
             if module is None or own not in module._buffers:
                 continue  # none that state_dict() has: those were compared
             saved = file.read_buffer(name, entry)
@@ -267,10 +293,6 @@ def _load_buffers(manifest: Manifest, model: nn.Module) -> None:
                 present.copy_(saved)  # in place: others may hold it too
             else:
                 module._buffers[own] = saved.to(present.device) if present is not None else saved
-
-
-def _has_module(model: nn.Module, path: str) -> bool:
-    return path in dict(model.named_modules(remove_duplicate=False))
 
 
 def _put_settings(optimizer: AdamW, manifest: Manifest) -> None:

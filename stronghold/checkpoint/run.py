@@ -22,6 +22,7 @@ from stronghold.data.batches import Batches
 from stronghold.errors import CheckpointError, StrongholdError
 from stronghold.evaluation.records import read_records
 from stronghold.evaluation.runs import LOG_NAME
+from stronghold.offload import Alone, Company, by_first
 from stronghold.store import forget
 from stronghold.weights import Weights
 
@@ -36,12 +37,14 @@ SAME = (
 class RunCheckpoints:
     """Saves a run's checkpoints and goes on from the newest intact one.
 
-    Whatever can be refused is refused when it is made. ``say`` shows a line to the user. Raises ValueError for a folder
+    Whatever can be refused is refused when it is made; of the processes of ``company``, which all make one, the first
+    looks. ``say`` shows a line to the user. Raises ValueError for a folder
     that cannot be used as ``settings`` say, and CheckpointError where it holds checkpoints and none is intact.
     """
 
-    def __init__(self, settings: TrainSettings, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: TrainSettings, say: Callable[[str], None], company: Company | None = None) -> None:
         self._settings = settings
+        self._company = company or Alone()
         self._folder = Path(settings.out) / FOLDER
         self._manifest: Manifest | None = None
         self._skipped: dict[Path, str] = {}
@@ -52,6 +55,11 @@ class RunCheckpoints:
         """Where the run stays when it ends."""
         self.step = 0
         """After which step the run goes on."""
+        found = by_first(self._company, lambda: self._look(say))
+        self.step, self._manifest, self._skipped, self._superseded = found
+
+    def _look(self, say: Callable[[str], None]) -> tuple[int, Manifest | None, dict[Path, str], Manifest | None]:
+        settings = self._settings
         if settings.resume:
             self._find(say)
         elif steps_in(self._folder):
@@ -64,6 +72,7 @@ class RunCheckpoints:
                 f"a store's folder must not hold another run (got {str(self._store)!r}, which keeps one); resume it "
                 "(--resume, with its --out), pass another folder, or remove that one"
             )
+        return self.step, self._manifest, self._skipped, self._superseded
 
     @property
     def _in_use(self) -> bool:
@@ -116,10 +125,11 @@ class RunCheckpoints:
         """Saves the checkpoint of ``step`` and then removes those that are too many. Raises what :func:`save` does."""
         path = step_path(self._folder, step)
         if path.exists():  # a damaged one, for the run would have gone on from it
-            remove(path)
+            by_first(self._company, lambda: remove(path))
         self._save(path, step)
         self._skipped.pop(path, None)
-        prune(self._folder, step, self._settings.keep_checkpoints, self._skipped)
+        keep = self._settings.keep_checkpoints
+        by_first(self._company, lambda: prune(self._folder, step, keep, self._skipped))
         return path
 
     def keep(self, step: int) -> Path | None:

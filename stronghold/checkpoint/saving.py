@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stronghold.checkpoint.in_place import save_in_place
 from stronghold.checkpoint.links import link_unchanged, remember
-from stronghold.checkpoint.units import engine_for, names_of, step_of, tensors_of
-from stronghold.checkpoint.writing import file_names, manifest_of, settings_of, write_buffers, write_file
+from stronghold.checkpoint.units import all_groups, engine_for, holds, names_of, step_of, tensors_of
+from stronghold.checkpoint.writing import buffers_of, file_names, joined, manifest_of, settings_of, write_file
 from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
 from stronghold.directories import sync_directory
 from stronghold.home import Home
-from stronghold.offload import Engine
+from stronghold.offload import Engine, by_first
 from stronghold.optim import AdamW
 
 
@@ -47,33 +48,57 @@ def save(
     what is there ends that, durably and beforehand. Of moments that somebody writes by hand it only learns by their
     checksums.
 
+    The processes of a model in stages all call it, and write one checkpoint together, each what it has; any number of
+    processes loads it, one too.
+
     Raises ValueError where ``directory`` is in use or something cannot be kept, OffloadedModelError for a model that is
     not offloaded or another one's optimizer, and OSError, with the file's name, where the disk refuses; then nothing
     is left behind. In place also StoreError where somebody holds weights that are on disk, and CorruptionError.
     """
     engine = engine_for(model, optimizer)
-    directory = Path(os.path.abspath(directory))
-    if engine.store.holds(directory):
+    company, directory = engine.company, Path(os.path.abspath(directory))
+    if holds(engine, directory):
         return save_in_place(model, engine, optimizer, settings_of(optimizer, scheduler, extra))
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise ValueError(f"a checkpoint's directory must be new (got {str(directory)!r}); pass another, or remove it")
-    rest = settings_of(optimizer, scheduler, extra)
-    engine.close_backward()
     partial = directory.with_name(f".{directory.name}.partial")
+    rest = company.together(lambda: settings_of(optimizer, scheduler, extra))
+    groups = all_groups(company, optimizer, names_of(model))
+    by_first(company, lambda: _check_new(directory))
+    engine.close_backward()
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed here
-        _make(directory.parent)
-        partial.mkdir()
-        manifest, written = _write(partial, model, engine, optimizer, rest)
-        write_manifest(manifest)
-        partial.rename(directory)
-        sync_directory(directory.parent)
+        by_first(company, lambda: _begin(partial))
+        manifest, written = company.together(lambda: _write(partial, model, engine, optimizer, groups, rest))
+        parts = company.everyone((manifest, buffers_of(model)))
+        by_first(company, lambda: _finish(parts, directory))
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if company.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     for home, (name, entry) in written.items():
         remember(home, optimizer, directory / name, entry)
     return directory
+
+
+def _check_new(directory: Path) -> None:
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise ValueError(f"a checkpoint's directory must be new (got {str(directory)!r}); pass another, or remove it")
+
+
+def _begin(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed here
+    _make(partial.parent)
+    partial.mkdir()
+
+
+def _finish(parts: list[tuple[Manifest, dict[str, Tensor]]], directory: Path) -> None:
+    """Joins what the processes have written, and gives it its name."""
+    manifest = joined([manifest for manifest, _ in parts])
+    buffers = {name: buffer for _, some in parts for name, buffer in some.items()}
+    if buffers:
+        entry = write_file(manifest.directory / BUFFERS, "the buffers", buffers)
+        manifest = replace(manifest, files={**manifest.files, BUFFERS: entry})
+    write_manifest(manifest)
+    manifest.directory.rename(directory)
+    sync_directory(directory.parent)
 
 
 def _make(directory: Path) -> None:
@@ -85,13 +110,20 @@ def _make(directory: Path) -> None:
 
 
 def _write(
-    directory: Path, model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict[str, Any]
+    directory: Path,
+    model: nn.Module,
+    engine: Engine,
+    optimizer: AdamW,
+    groups: list[list[str]],
+    rest: dict[str, Any],
 ) -> tuple[Manifest, dict[Home, tuple[str, FileEntry]]]:
     names, states = names_of(model), optimizer.state  # which waits for the updates under way
     files: dict[str, FileEntry] = {}
     parameters: dict[str, ParameterEntry] = {}
     written: dict[Home, tuple[str, FileEntry]] = {}
     for home, file in file_names(engine).items():
+        if all(id(parameter) in engine.copies for parameter in home.parameters):
+            continue
         engine.take_writes(home)
         tensors = tensors_of(home, names[home], states)
         entry = link_unchanged(home, optimizer, tensors, directory / file)
@@ -102,5 +134,4 @@ def _write(
         for name, parameter in zip(names[home], home.parameters, strict=True):
             step = step_of(parameter, states)
             parameters[name] = ParameterEntry(shape=list(parameter.shape), file=file, step=step)
-    files |= write_buffers(directory / BUFFERS, model)
-    return manifest_of(directory, model, engine, optimizer, names, files, parameters, rest), written
+    return manifest_of(directory, model, engine, optimizer, groups, files, parameters, rest), written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from stronghold.errors import OffloadedModelError
 from stronghold.home import Home, home_of
 from stronghold.native import Blocks
-from stronghold.offload import Engine, engine_of
+from stronghold.offload import Company, Engine, engine_of
 from stronghold.optim import AdamW
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,6 +54,32 @@ def group_names(optimizer: AdamW, names: Names) -> list[list[str]]:
         [names[home][p.__dict__["_place"]] for p in group["params"] if (home := home_of(p)) is not None]
         for group in optimizer.param_groups
     ]
+
+
+def all_groups(company: Company, optimizer: AdamW, names: Names) -> list[list[str]]:
+    """Returns the names of the parameters of every group, of all processes that train the model.
+
+    Raises ValueError where they have not got as many groups.
+    """
+    everyone = company.everyone(group_names(optimizer, names))
+    counts = [len(groups) for groups in everyone]
+    if len(set(counts)) > 1:
+        raise ValueError(f"the optimizers of all processes must have as many groups (got {counts}); give each the same")
+    return [list(dict.fromkeys(name for group in groups for name in group)) for groups in zip(*everyone, strict=True)]
+
+
+def holds(engine: Engine, directory: Path) -> bool:
+    """Whether a checkpoint in ``directory`` is one in the place of the model's own store.
+
+    Raises ValueError for a store of a model in several processes, each of which has its own part in its own.
+    """
+    everyone = engine.company.everyone(engine.store.holds(directory))
+    if len(everyone) > 1 and any(everyone):
+        raise ValueError(
+            f"a checkpoint of a model in {len(everyone)} processes has a directory of its own (got {str(directory)!r}, "
+            "one of their stores); pass another"
+        )
+    return everyone[0]
 
 
 def tensors_of(home: Home, names: list[str], states: Mapping[Tensor, dict[str, Any]]) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint.plain import to_plain
 from stronghold.checkpoint.random_states import take_random_states
-from stronghold.checkpoint.units import Names, group_names, name_of, persistent_buffers
+from stronghold.checkpoint.units import name_of, persistent_buffers
 from stronghold.checkpoint_files.manifest import (
     BUFFERS,
     BufferEntry,
@@ -31,17 +32,23 @@ from stronghold.tensor_files import DTYPES, TensorFileWriter
 def file_names(engine: Engine) -> dict[Home, str]:
     """Returns the name of each unit's file, in the safetensors format."""
     names, edges = {}, 0
+    whose = f"process-{engine.company.rank}-" if engine.company.count > 1 else ""
     for home in engine.homes:
         kind, number = ("edge", edges) if home.index is None else ("layer", home.index)
         edges += home.is_edge
-        names[home] = f"{kind}-{number:05}.safetensors"
+        names[home] = f"{whose}{kind}-{number:05}.safetensors"
     return names
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what stands for each buffer in a file, on the host."""
+    return {name: known(buffer).detach().cpu() for name, buffer in model.named_buffers()}
 
 
 def write_buffers(path: Path, model: nn.Module) -> dict[str, FileEntry]:
     """Writes the buffers, if there are any; returns the manifest's entry of their file."""
-    buffers = dict(model.named_buffers())
-    return {BUFFERS: write_file(path, "the buffers", {n: known(b) for n, b in buffers.items()})} if buffers else {}
+    buffers = buffers_of(model)
+    return {BUFFERS: write_file(path, "the buffers", buffers)} if buffers else {}
 
 
 def settings_of(optimizer: AdamW, scheduler: Any, extra: Any) -> dict[str, Any]:
@@ -64,17 +71,20 @@ def manifest_of(
     model: nn.Module,
     engine: Engine,
     optimizer: AdamW,
-    names: Names,
+    groups: list[list[str]],
     files: Mapping[str, FileEntry | UnitFileEntry],
     parameters: dict[str, ParameterEntry],
     rest: dict[str, Any],
 ) -> Manifest:
-    """Returns the manifest of a checkpoint with ``files``; ``rest`` is what :func:`settings_of` returned."""
+    """Returns the manifest of a checkpoint with ``files``, of a model in several processes this one's part.
+
+    ``groups`` are the names of the parameters in each of the optimizer's groups, in all processes; ``rest`` is what
+    :func:`settings_of` returned.
+    """
     persistent = persistent_buffers(model)
-    groups = group_names(optimizer, names)
     return Manifest(
         directory=directory,
-        model=type(model).__name__,
+        model=engine.kind,
         step=max((entry.step for entry in parameters.values() if entry.step is not None), default=0.0),
         states=optimizer.states,
         files=files,
@@ -87,6 +97,24 @@ def manifest_of(
         scheduler=rest["scheduler"],
         random=to_plain(take_random_states(engine.device.torch_device)),
         extra=rest["extra"],
+    )
+
+
+def joined(parts: Sequence[Manifest]) -> Manifest:
+    """Returns the manifest of a checkpoint that several processes have written, in the order of their ranks.
+
+    Each has its own random states; of everything else that is not a parameter's or a buffer's, the first one's hold.
+    """
+    first, *others = parts
+    if not others:
+        return first
+    return replace(
+        first,
+        step=max(part.step for part in parts),
+        files={name: entry for part in parts for name, entry in part.files.items()},
+        parameters={name: entry for part in reversed(parts) for name, entry in part.parameters.items()},
+        buffers={name: entry for part in parts for name, entry in part.buffers.items()},
+        random={"processes": [part.random for part in parts]},
     )
 
 

@@ -14,6 +14,7 @@ from stronghold.cli.report import add_report
 from stronghold.cli.trace import add_trace
 from stronghold.cli.train import _train_settings as _train_settings  # what arguments mean, without running it
 from stronghold.cli.train import add_train
+from stronghold.errors import ParallelError
 
 __all__ = ["FAILED", "INTERRUPTED", "WRONG_USAGE", "main"]
 
@@ -33,7 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.traceback:
             raise
-        return print_error(error)
+        return FAILED if _another_says_it(error) else print_error(error)
+
+
+def _another_says_it(error: Exception) -> bool:
+    """Whether another one of the processes that torchrun started has this error to tell.
+
+    Before they have joined, each finds the same in the same arguments.
+    """
+    if isinstance(error, ParallelError):
+        return not error.ours
+    distributed = sys.modules.get("torch.distributed")
+    joined = distributed is not None and distributed.is_initialized()
+    return not joined and os.environ.get("RANK", "0") != "0"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,14 @@ from typing import Any
 from stronghold.cli.console import INTERRUPTED
 from stronghold.cli.parser import Commands, Help
 from stronghold.cli.train_arguments import ALL, add_train_arguments
-from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
+from stronghold.config import (
+    DataSettings,
+    ModelSettings,
+    OffloadSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    TrainSettings,
+)
 
 _SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "vocabulary": 51200, "dropout": 0.0}
 
@@ -49,6 +56,12 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
         data=DataSettings(source=options.data, tokenizer=options.tokenizer, held_out=options.held_out),
         optimizer=_optimizer(options),
         offload=_offload(options, out),
+        parallel=ParallelSettings(
+            stages=options.stages,
+            micro_batches=options.micro_batches,
+            schedule=options.schedule,
+            balance=options.balance,
+        ),
         device=_default_device() if options.device is None else options.device,
         device_limit=options.device_limit,
         dtype=options.dtype,

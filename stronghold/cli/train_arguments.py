@@ -3,6 +3,7 @@
 import argparse
 
 from stronghold.methods import METHODS
+from stronghold.plan.pipeline import SCHEDULES
 
 ALL = "all"
 """What --method takes besides the methods' names: each of them, one after another."""
@@ -21,6 +22,7 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     _add_window(place)
     _add_step(place)
     _add_budgets(place)
+    _add_stages(train.add_argument_group("stages, under torchrun --nproc-per-node N"))
     _add_output(train.add_argument_group("output"))
 
 
@@ -153,6 +155,32 @@ def _add_budgets(place: Group) -> None:
     place.add_argument("--host-memory", metavar="SIZE", help="budget, such as 64GiB (default: none)")
 
 
+def _add_stages(stages: Group) -> None:
+    stages.add_argument(
+        "--stages", type=int, default=1, metavar="N", help="parts of the model, one or more a process (default: 1)"
+    )
+    stages.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="parts of the batch that go through the stages one behind the other (default: as many as divide it, up to "
+        "four for each stage)",
+    )
+    stages.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        metavar="NAME",
+        help=f"{', '.join(SCHEDULES)} (default: 1F1B with one stage on each process, else interleaved)",
+    )
+    stages.add_argument(
+        "--balance",
+        type=_balance,
+        default="layers",
+        metavar="layers|N,N,…",
+        help="layers of each stage: about as many in each, or those (default: layers)",
+    )
+
+
 def _add_output(output: Group) -> None:
     output.add_argument(
         "--out",
@@ -177,6 +205,15 @@ def _add_output(output: Group) -> None:
     output.add_argument("--save", metavar="DIR", help="save the model there; on Ctrl-C without it: OUT/model")
     output.add_argument("--log", metavar="FILE", help="also write a log to read")
     output.add_argument("--record", metavar="FILE", help="append the run's summary there, as a JSON line")
+
+
+def _balance(text: str) -> str | tuple[int, ...]:
+    if text == "layers":
+        return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be layers, or numbers of layers such as 26,23 (got {text!r})") from None
 
 
 def _layers(text: str) -> int | str:

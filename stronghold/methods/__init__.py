@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stronghold.config import TrainSettings
 from stronghold.device import Timeline
 from stronghold.evaluation.report import Measured, Report
+from stronghold.evaluation.stages_report import StagesReport
 from stronghold.models.files import inputs_of
 from stronghold.weights import Weights
 
@@ -42,7 +43,7 @@ class Prepared:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    report: Callable[[], Report | Measured]
+    report: Callable[[], Report | Measured | StagesReport]
     device: torch.device
     max_grad_norm: float | None = None
     saves: bool = False
@@ -57,6 +58,10 @@ class Prepared:
     def backward(self, loss: Tensor) -> None:
         """Computes the gradients of what ``loss`` returned."""
         loss.backward()
+
+    def agreed(self, stop: bool) -> bool:
+        """Whether this process, or another that trains the same model, is to ``stop``."""
+        return stop
 
     def step(self) -> None:
         """Clips, updates, and frees the gradients. Raises RuntimeError for a norm that is not finite."""

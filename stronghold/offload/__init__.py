@@ -1,6 +1,19 @@
 """Ties an ``nn.Module`` to a window."""
 
+from stronghold.offload.company import Alone, Company, by_first, follow, keep_company
 from stronghold.offload.engine import Engine
 from stronghold.offload.offload import engine_of, offload, report, trace, verify
 
-__all__ = ["Engine", "engine_of", "offload", "report", "trace", "verify"]
+__all__ = [
+    "Alone",
+    "Company",
+    "Engine",
+    "by_first",
+    "engine_of",
+    "follow",
+    "keep_company",
+    "offload",
+    "report",
+    "trace",
+    "verify",
+]

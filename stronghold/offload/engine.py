@@ -18,6 +18,7 @@ from stronghold.device import Device, Event, Wait, Waits, available_host_bytes, 
 from stronghold.errors import BudgetError, OffloadedModelError
 from stronghold.home import Collected, Home, OffloadedParameter, Updater, Work
 from stronghold.offload.block import Block, Members, Run
+from stronghold.offload.company import Alone, Company
 from stronghold.offload.placement import Placement
 from stronghold.offload.reopening import Reopened
 from stronghold.offload.timing import Stopwatch
@@ -46,10 +47,11 @@ class Engine:
         self.micro_batch = settings.micro_batch
         self.waits = Waits(device)
         self.optimizer: weakref.ref[Updater] | None = None
-        self.sum_over_all: Callable[[float], float] | None = None
-        """Adds a number up over all processes that train parts of the same model."""
-        self.counted_elsewhere: frozenset[int] = frozenset()
-        """The parameters, by id, whose gradients another process counts in the global norm."""
+        self.company: Company = Alone()
+        """The processes that train the same model."""
+        self.copies: frozenset[int] = frozenset()
+        """The parameters, by id, that another process has as well, and answers for."""
+        self.kind = type(model).__name__
         self._runs: list[weakref.ref[Run]] = []
         self._hooks: dict[int, RemovableHandle] = {}
         self._backward_open = False
@@ -250,7 +252,7 @@ class Engine:
     def update_threads(self) -> int:
         # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
         # all cores and the longer work gets what the other leaves.
-        cores = native.usable_cores()
+        cores = max(1, native.usable_cores() // self.company.neighbours)
         return cores if self.device.torch_device.type == "cpu" else max(1, cores - 1)
 
     def sum_squares(self, found: Mapping[Home, Mapping[int, Collected]], *, finite: bool) -> float:
@@ -258,10 +260,9 @@ class Engine:
             float(gradient.squares)
             for home, gradients in found.items()
             for place, gradient in gradients.items()
-            if id(home.parameters[place]) not in self.counted_elsewhere
+            if id(home.parameters[place]) not in self.copies
         )
-        own = sum(squares) if finite else math.nan
-        return own if self.sum_over_all is None else self.sum_over_all(own)
+        return self.company.sum(sum(squares) if finite else math.nan)
 
     def take_poison(self) -> bool:
         return self.gradients.take_poison()

@@ -152,11 +152,10 @@ def verify(model: nn.Module) -> None:
     Waits for the updates under way. A model in memory has nothing to compare. Raises CorruptionError or DiskError,
     which name the file and the layer, and OffloadedModelError for a model that is not offloaded.
     """
-    engine_of_offloaded(model).store.verify()
+    _known_engine(model).store.verify()
 
 
-def engine_of_offloaded(model: nn.Module) -> Engine:
-    """Returns the engine of an offloaded model. Raises OffloadedModelError for one that is not offloaded."""
+def _known_engine(model: nn.Module) -> Engine:
     engine = engine_of(model)
     if engine is None:
         raise OffloadedModelError(f"{type(model).__name__} is not offloaded; call stronghold.offload(model) first")
@@ -173,7 +172,7 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
 
     Raises OffloadedModelError for a model that is not offloaded.
     """
-    device = engine_of_offloaded(model).device
+    device = _known_engine(model).device
     timeline = device.timeline = Timeline(device)
     try:
         yield timeline
@@ -186,7 +185,7 @@ def report(model: nn.Module) -> Report:
 
     Raises OffloadedModelError for a model that is not offloaded.
     """
-    engine = engine_of_offloaded(model)
+    engine = _known_engine(model)
     optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
     home, device = engine.layers[0], engine.device
     parameters = [p for h in engine.homes for p in h.parameters]

@@ -1,6 +1,7 @@
 """Stages and replicas: a model over several processes, on ``torch.distributed``."""
 
 from stronghold.parallel.pipeline import in_stages, pipeline
+from stronghold.parallel.processes import Processes
 from stronghold.parallel.staged import StagedModule
 
-__all__ = ["StagedModule", "in_stages", "pipeline"]
+__all__ = ["Processes", "StagedModule", "in_stages", "pipeline"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -30,6 +31,7 @@ class Processes:
                 )
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.neighbours = self.everyone(socket.gethostname()).count(socket.gethostname())
 
     def refuse(self, message: str) -> NoReturn:
         """Raises a ParallelError that every process raises; the first one's is the one to be told."""
@@ -37,8 +39,7 @@ class Processes:
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raises ParallelError unless ``facts`` are the same in all processes."""
-        everyone: list[Any] = [None] * self.count
-        dist.all_gather_object(everyone, dict(facts))
+        everyone = self.everyone(dict(facts))
         for rank, others in enumerate(everyone):
             for name, ours in everyone[0].items():
                 if others.get(name) != ours:
@@ -54,8 +55,7 @@ class Processes:
             result = action()
         except Exception as raised:  # told to the others first, then raised
             error = raised
-        errors: list[Any] = [None] * self.count
-        dist.all_gather_object(errors, None if error is None else str(error) or type(error).__name__)
+        errors = self.everyone(None if error is None else str(error) or type(error).__name__)
         failed = [rank for rank, text in enumerate(errors) if text is not None]
         if not failed:
             return result  # type: ignore[return-value]
@@ -63,6 +63,12 @@ class Processes:
             raise ParallelError(f"process {failed[0]} failed: {errors[failed[0]]}", ours=False) from error
         assert error is not None
         raise error
+
+    def everyone(self, value: T) -> list[T]:
+        """Returns the ``value`` of every process, in the order of their ranks."""
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
 
     def same(self, value: int) -> bool:
         """Whether all processes have the same ``value``."""

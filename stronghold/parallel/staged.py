@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stronghold.config import OffloadSettings
 from stronghold.errors import ParallelError
-from stronghold.offload import offload
-from stronghold.offload.stages import follow, share_norm
+from stronghold.offload import engine_of, follow, keep_company, offload
 from stronghold.parallel.drawing import in_order
 from stronghold.parallel.processes import Processes
 from stronghold.parallel.row import Row
@@ -23,7 +24,7 @@ from stronghold.weights import Weights
 
 
 class StagedModule(nn.Module):
-    """This process's stages of a model, offloaded; its parameters are theirs.
+    """This process's stages of a model, offloaded; its parameters are theirs, by their names in the whole model.
 
     ``sizes`` are the layers of each stage of ``order``. All processes call the same methods in the same order, with the
     same batches; what they compute together follows the schedules of torch.distributed.pipelining. Raises ParallelError
@@ -43,6 +44,9 @@ class StagedModule(nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
+        self._names = {id(module): name for name, module in row.model.named_modules()}
+        self._register_state_dict_hook(_to_names)
+        self._register_load_state_dict_pre_hook(self._from_names)
         self._row, self._order, self._processes, self._device = row, order, processes, device
         processes.agree(_facts(row, sizes, order, dtype, settings))
         stages = [row.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
@@ -54,15 +58,19 @@ class StagedModule(nn.Module):
         self.chunks = nn.ModuleList(stages[number] for number in self._numbers)
         if callable(weights):
             weights = in_order(row.model, weights)
+        if directories := OffloadSettings(store=settings.get("store", "ram")).directories:
+            settings["store"] = [os.path.join(path, f"process-{processes.rank}") for path in directories]
         if isinstance(settings.get("window"), int):  # a process may have fewer layers than the others
             settings["window"] = min(settings["window"], sum(sizes[number] for number in self._numbers))
         containers = [f"chunks.{i}{row.container and '.'}{row.container}" for i in range(len(self.chunks))]
         processes.together(
             lambda: offload(self, device=device, dtype=dtype, layers=containers, weights=weights, **settings)
         )
-        share_norm(self, processes.sum, self._tied.elsewhere)
+        engine = engine_of(self)
+        assert engine is not None
+        keep_company(engine, processes, self._tied.copies, type(row.model).__name__)
         parts = dict(zip(self._numbers, self.chunks, strict=True))
-        follow(self, [(parts[one.stage], one.backward) for one in order.order(processes.rank)])
+        follow(engine, [(parts[one.stage], one.backward) for one in order.order(processes.rank)])
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of the mean loss of a batch, adds them to what is there, and returns the loss, fp32.
@@ -80,6 +88,28 @@ class StagedModule(nn.Module):
         """Returns the mean loss of a batch, fp32; as one micro-batch where it does not divide."""
         divides = len(inputs) % self._order.micro_batches == 0
         return self._run(inputs, targets, self._order.micro_batches if divides else 1, training=False)
+
+    def named_modules(  # type: ignore[override]
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields this process's modules by their names in the whole model, and what holds them by its own name here."""
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            known = self._names.get(id(module))
+            yield (name if known is None else f"{prefix}{prefix and '.'}{known}"), module
+
+    def renamed(self) -> dict[str, str]:
+        """Returns, by the name of a parameter or buffer in the tree of this module, that in the whole model."""
+        return {
+            f"{own}.{name}": f"{whole}{whole and '.'}{name}"
+            for (own, module), (whole, _) in zip(super().named_modules(), self.named_modules(), strict=True)
+            for name in (*module._parameters, *module._buffers)
+        }
+
+    def _from_names(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        found = {own: state_dict[prefix + name] for own, name in self.renamed().items() if prefix + name in state_dict}
+        for name in self.renamed().values():
+            state_dict.pop(prefix + name, None)
+        state_dict.update({prefix + own: value for own, value in found.items()})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses: one process has not got the whole model."""
@@ -149,6 +179,12 @@ class StagedModule(nn.Module):
         schedule = cls(stages[0] if single else stages, micro_batches, loss_fn=loss, scale_grads=False)
         self._schedules[training] = (key, schedule)
         return schedule
+
+
+def _to_names(module: StagedModule, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for own, name in module.renamed().items():
+        if prefix + own in state_dict:
+            state_dict[prefix + name] = state_dict.pop(prefix + own)
 
 
 def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:

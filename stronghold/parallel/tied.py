@@ -24,8 +24,8 @@ class Tied:
         for number, stage in enumerate(stages):
             for parameter in stage.parameters():
                 users.setdefault(parameter, set()).add(order.device_of(number))
-        self.elsewhere: list[nn.Parameter] = []
-        """Those whose gradient the first process with a copy counts in the global norm, and that is another one."""
+        self.copies: list[nn.Parameter] = []
+        """Those that a process before this one has too."""
         self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         for parameter, ranks in users.items():
             if len(ranks) == 1 or not parameter.requires_grad:
@@ -34,7 +34,7 @@ class Tied:
             if rank in ranks:
                 self._groups.append((parameter, group))
                 if rank != min(ranks):
-                    self.elsewhere.append(parameter)
+                    self.copies.append(parameter)
 
     @contextmanager
     def summed(self) -> Iterator[None]:

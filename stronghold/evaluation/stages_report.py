@@ -1,0 +1,97 @@
+"""What a model in stages takes, process by process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich.table import Table
+
+from stronghold.evaluation.report import Report, StepTimes
+from stronghold.units import format_bytes, format_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesReport:
+    """The reports of all processes; ``parameters`` are the model's, each counted once.
+
+    Bytes are sums over the processes, a step's times their means.
+    """
+
+    parameters: int
+    reports: tuple[Report, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        """What is held on all devices between steps."""
+        return sum(report.device_bytes for report in self.reports)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The sum of the devices' peaks, 0 where they do not count."""
+        return sum(report.peak_device_bytes for report in self.reports)
+
+    @property
+    def host_bytes(self) -> int:
+        """What is held in host memory."""
+        return sum(report.host_bytes for report in self.reports)
+
+    @property
+    def disk_bytes(self) -> int:
+        """What is on disk."""
+        return sum(report.disk_bytes for report in self.reports)
+
+    @property
+    def disk_paths(self) -> tuple[str, ...]:
+        """Where."""
+        return tuple(path for report in self.reports for path in report.disk_paths)
+
+    @property
+    def on_root_disk(self) -> bool:
+        """Whether some of it is on the system's disk."""
+        return any(report.on_root_disk for report in self.reports)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that all skipped, for gradients that were not finite."""
+        return self.reports[0].skipped_steps
+
+    @property
+    def step(self) -> StepTimes | None:
+        """The last step, None before the first."""
+        steps = [report.step for report in self.reports if report.step is not None]
+        if len(steps) < len(self.reports):
+            return None
+        return StepTimes(
+            total_s=max(step.total_s for step in steps),
+            compute_s=fmean(step.compute_s for step in steps),
+            fetch_wait_s=fmean(step.fetch_wait_s for step in steps),
+            update_wait_s=fmean(step.update_wait_s for step in steps),
+            disk_wait_s=fmean(step.disk_wait_s for step in steps),
+            disk_busy_s=fmean(step.disk_busy_s for step in steps),
+            fetches=sum(step.fetches for step in steps),
+            fetched_bytes=sum(step.fetched_bytes for step in steps),
+            gradient_bytes=sum(step.gradient_bytes for step in steps),
+            disk_read_bytes=sum(step.disk_read_bytes for step in steps),
+            disk_written_bytes=sum(step.disk_written_bytes for step in steps),
+        )
+
+    def __rich__(self) -> Table:
+        result = Table(title="stages", title_justify="left")
+        for name in ("process", "layers", "parameters", "window", "device", "host", "disk"):
+            result.add_column(name, justify="right", no_wrap=True)
+        for number, one in enumerate(self.reports):
+            result.add_row(
+                str(number),
+                str(one.layers),
+                format_count(one.parameters),
+                str(one.window or one.resident),
+                format_bytes(one.device_bytes),
+                format_bytes(one.host_bytes),
+                format_bytes(one.disk_bytes),
+            )
+        together = (self.device_bytes, self.host_bytes, self.disk_bytes)
+        layers = str(sum(one.layers for one in self.reports))
+        result.add_section()
+        result.add_row("all", layers, format_count(self.parameters), "", *map(format_bytes, together))
+        return result

@@ -1,0 +1,95 @@
+"""A model in stages as the training loop sees it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stronghold.config import TrainSettings
+from stronghold.errors import ParallelError
+from stronghold.evaluation.stages_report import StagesReport
+from stronghold.methods import Prepared
+from stronghold.models.gpt import GPT
+from stronghold.models.gpt_row import GPTRow
+from stronghold.offload import Alone, Company, report
+from stronghold.parallel import Processes, StagedModule, in_stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged(Prepared):
+    """Every process's own stages; all of them call ``loss``, ``backward`` and ``step`` together."""
+
+    processes: Processes
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Returns the mean loss of ``batch``; where gradients are on, this computes them too."""
+        assert isinstance(self.model, StagedModule)
+        compute = self.model.forward_backward if torch.is_grad_enabled() else self.model.evaluate
+        return compute(batch, batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Does nothing: micro-batches take their backward passes between the forward passes of others."""
+
+    def agreed(self, stop: bool) -> bool:
+        return bool(self.processes.sum(float(stop)))
+
+
+def join(settings: TrainSettings) -> tuple[TrainSettings, Company]:
+    """Returns the settings that all processes train with, and these processes.
+
+    Raises ParallelError where they do not agree. Where a run goes may follow from the clock: process 0's is taken.
+    """
+    if settings.parallel.stages == 1:
+        return settings, Alone()
+    processes = Processes(torch.device(settings.device), wanted=settings.parallel.stages)
+    processes.agree({name: value for name, value in settings.flat().items() if name not in ("out", "store", "log")})
+    return processes.everyone(settings)[0], processes
+
+
+def records_of(rank: int, settings: TrainSettings) -> TrainSettings:
+    """Returns the settings for the records of process ``rank``, which are its own and go beside the others."""
+    out = os.path.join(settings.out, f"process-{rank}")
+    return replace(settings, out=out, save=None, log=None, record=None, checkpoint_every=None, keep_store=False)
+
+
+def cut(model: torch.nn.Module, settings: TrainSettings, **offloading: Any) -> tuple[StagedModule, Processes]:
+    """Returns this process's stages of a reference GPT. Raises ParallelError for any other model."""
+    device, wanted = torch.device(settings.device), settings.parallel
+    processes = Processes(device, wanted=wanted.stages)
+    if not isinstance(model, GPT):
+        processes.refuse(
+            f"stages are cut out of the reference GPT here (got {type(model).__name__}); train it in one process, or "
+            "write it as an nn.Sequential for stronghold.pipeline"
+        )
+    staged = in_stages(
+        GPTRow(model),
+        stages=wanted.stages,
+        micro_batches=_micro_batches(settings),
+        balance=wanted.balance,
+        schedule=wanted.schedule,
+        inputs=None,
+        device=device,
+        **offloading,
+    )
+    return staged, processes
+
+
+def report_of(model: StagedModule, processes: Processes, parameters: int) -> StagesReport:
+    """Returns what all processes' stages take."""
+    return StagesReport(parameters=parameters, reports=tuple(processes.everyone(report(model))))
+
+
+def _micro_batches(settings: TrainSettings) -> int:
+    wanted, batch = settings.parallel, settings.batch
+    if wanted.micro_batches is None:
+        return max(n for n in range(1, 4 * wanted.stages + 1) if batch % n == 0)
+    if batch % wanted.micro_batches:
+        raise ParallelError(
+            f"the micro-batches must divide the batch (got micro_batches={wanted.micro_batches}, batch={batch}); pass "
+            f"a batch of a multiple of {wanted.micro_batches}, or other micro-batches"
+        )
+    return wanted.micro_batches
