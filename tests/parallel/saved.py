@@ -1,0 +1,92 @@
+"""What runs in each process of a test of checkpoints of stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import stronghold
+from stronghold.checkpoint.units import names_of, tensors_of
+from stronghold.models.gpt import GPT
+from stronghold.models.gpt_row import GPTRow
+from stronghold.parallel import in_stages
+from tests.parallel.cases import CONFIG, batches
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "two": {"stages": 2, "balance": [3, 2], "window": 1},
+    "uneven": {"stages": 2, "balance": [1, 4], "window": 2},
+    "interleaved": {"stages": 4, "balance": "layers", "window": 1},
+}
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONFIG)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def state_of(model: nn.Module, optimizer: stronghold.AdamW) -> dict[str, Tensor]:
+    """Returns everything that is kept of each parameter: its master, its moments and its step."""
+    found = {}
+    for home, names in names_of(model).items():
+        found.update({name: value.clone() for name, value in tensors_of(home, names, optimizer.state).items()})
+        for name, parameter in zip(names, home.parameters, strict=True):
+            found[f"{name}/step"] = optimizer.state[parameter]["step"].clone()
+    return found
+
+
+def in_layout(layout: str, states: str, dtype: torch.dtype | None = None) -> tuple[nn.Module, stronghold.AdamW]:
+    model = in_stages(
+        GPTRow(gpt()),
+        micro_batches=4,
+        schedule=None,
+        inputs=None,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        **LAYOUTS[layout],
+    )
+    return model, stronghold.AdamW(groups(model), lr=1e-3, states=states)
+
+
+def train(model: nn.Module, optimizer: stronghold.AdamW, steps: slice) -> list[float]:
+    losses = []
+    for batch in batches(6)[steps]:
+        if hasattr(model, "forward_backward"):
+            loss = model.forward_backward(batch, batch)
+        else:
+            loss = model(batch, batch).loss
+            loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def save_and_load(folder: str, states: str) -> dict[str, Any]:
+    """Saves in two stages, loads in all layouts and what one process has saved; returns what each then held."""
+    dtype = torch.bfloat16 if states == "8bit" else None
+    found: dict[str, Any] = {}
+    model, optimizer = in_layout("two", states, dtype)
+    train(model, optimizer, slice(0, 3))
+    extra = {"position": 3}
+    stronghold.checkpoint.save(Path(folder) / "staged", model, optimizer, extra=extra)
+    found["saved"] = state_of(model, optimizer)
+    found["losses"] = train(model, optimizer, slice(3, 6))
+    for layout in LAYOUTS:
+        model, optimizer = in_layout(layout, states, dtype)
+        assert stronghold.checkpoint.load(Path(folder) / "staged", model, optimizer) == extra
+        found[layout] = state_of(model, optimizer)
+        found[f"{layout} losses"] = train(model, optimizer, slice(3, 6))
+        assert stronghold.checkpoint.load(Path(folder) / "alone", model, optimizer) == extra
+        found[f"{layout} of alone"] = state_of(model, optimizer)
+    return found

@@ -1,0 +1,39 @@
+"""Checkpoints of stages load in any number of processes, and those of one process in stages, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import stronghold
+from tests.parallel import saved
+from tests.parallel.launched import launch
+
+
+def alone(states: str):
+    model = saved.gpt()
+    stronghold.offload(model, device="cpu", window=2, dtype=torch.bfloat16 if states == "8bit" else None)
+    return model, stronghold.AdamW(saved.groups(model), lr=1e-3, states=states)
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_a_checkpoint_loads_in_every_layout_to_the_bit(tmp_path, states):
+    model, optimizer = alone(states)
+    saved.train(model, optimizer, slice(0, 3))
+    stronghold.checkpoint.save(tmp_path / "alone", model, optimizer, extra={"position": 3})
+    there = saved.state_of(model, optimizer)
+
+    ranks = launch("tests.parallel.saved", "save_and_load", 2, tmp_path, str(tmp_path), states)
+    kept = {name: tensor for found in ranks for name, tensor in found["saved"].items()}
+    assert kept.keys() == there.keys()
+    for found in ranks:
+        for layout in saved.LAYOUTS:
+            for expected, held in ((kept, found[layout]), (there, found[f"{layout} of alone"])):
+                assert held and all(torch.equal(tensor, expected[name]) for name, tensor in held.items())
+        assert found["two losses"] == found["losses"]
+    assert {name for found in ranks for name in found["interleaved"]} == there.keys()
+
+    model, optimizer = alone(states)
+    assert stronghold.checkpoint.load(tmp_path / "staged", model, optimizer) == {"position": 3}
+    here = saved.state_of(model, optimizer)
+    assert here.keys() == kept.keys() and all(torch.equal(here[name], kept[name]) for name in kept)
