@@ -6,7 +6,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 usage() {
   cat <<'EOF'
-usage: examples/run.sh [-m METHOD] [-l LAYERS] [-h HIDDEN] [-b BATCH] [-w WINDOW] [options]
+usage: examples/run.sh [-m METHOD] [-l LAYERS] [-h HIDDEN] [-b BATCH] [-w WINDOW] [-p STAGES] [options]
 
 Trains the reference GPT (16 heads, a vocabulary of 51200, AdamW) on the source of the Python standard
 library, byte by byte, sets up what it needs first, and prints speed, memory and loss. The log goes to
@@ -26,6 +26,10 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
   -h HIDDEN       width of a layer, a multiple of 32 (default: 2048)
   -b BATCH        samples in a step (default: 4)
   -w WINDOW       layers on the device at a time, or auto (default: 4)
+  -p STAGES       parts of the model, each in a process of its own with a window, a store and an optimizer of its own
+                  (default: 1; stronghold alone, one GPU for each where there are GPUs)
+  --micro-batches N
+                  parts of the batch that go through the stages one behind the other (default: as many as divide it)
   --seq N         tokens in a sample (default: 256; the paper's runs have 1024)
   --steps N       steps (default: 50)
   --lr X          highest learning rate (default: 6e-4), after a tenth of the steps
@@ -41,6 +45,7 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
 examples:
   ./examples/run.sh -m stronghold -l 8 -h 256 -b 4 -w 2      two minutes on two cores
   ./examples/run.sh -m stronghold -l 32 -h 2048 -b 4 -w 4 --seq 1024 --device cuda
+  ./examples/run.sh -m stronghold -l 8 -h 256 -b 8 -w 2 -p 2
   ./examples/run.sh -m all -l 4 -h 256 -b 2 -w 2 --seq 64 --steps 20
   ./examples/run.sh -m stronghold -l 32 -h 2048 -b 1 -w 2 --seq 64 --steps 5 --lr 3e-5 --dtype bf16 --store disk
 EOF
@@ -51,12 +56,12 @@ fail() {
   exit 2
 }
 
-method=stronghold layers=16 hidden=2048 batch=4 window=4
+method=stronghold layers=16 hidden=2048 batch=4 window=4 stages=1 micro_batches=""
 seq=256 steps=50 lr=6e-4 dtype=fp32 store=ram states=fp32 clip="" device="" results=results
 while (($#)); do
   case "$1" in
     --help) usage; exit 0 ;;
-    -m | -l | -h | -b | -w | --seq | --steps | --lr | --dtype | --store | --clip | --states | --device | --results)
+    -m | -l | -h | -b | -w | -p | --micro-batches | --seq | --steps | --lr | --dtype | --store | --clip | --states | --device | --results)
       (($# > 1)) || fail "$1 needs a value; see --help"
       case "$1" in
         -m) method="$2" ;;
@@ -64,6 +69,8 @@ while (($#)); do
         -h) hidden="$2" ;;
         -b) batch="$2" ;;
         -w) window="$2" ;;
+        -p) stages="$2" ;;
+        --micro-batches) micro_batches="$2" ;;
         --results) results="$(realpath -m -- "$2")" ;;
         --store) [[ "$2" == ram || "$2" == disk ]] && store="$2" || store="$(realpath -m -- "$2")" ;;
         *) printf -v "${1#--}" '%s' "$2" ;;
@@ -81,12 +88,14 @@ whole() { [[ "$2" =~ ^[1-9][0-9]{0,8}$ ]] || fail "$1 must be a whole number of 
 whole -l "$layers"
 whole -h "$hidden"
 whole -b "$batch"
+whole -p "$stages"
 whole --seq "$seq"
 whole --steps "$steps"
 if [[ "$window" != auto ]]; then
   whole -w "$window"
   ((window <= layers)) || fail "-w must not be more than the layers (got -w $window, -l $layers)"
 fi
+((stages == 1)) || [[ "$method" == stronghold ]] || fail "-p is for stronghold (got -m $method -p $stages)"
 [[ "$dtype" == fp32 || "$dtype" == bf16 ]] || fail "--dtype must be fp32 or bf16 (got '$dtype')"
 
 # shellcheck source=../environment.sh
@@ -98,12 +107,21 @@ case "$method" in
   all) stronghold_baselines deepspeed ninja torchao || true ;; # without them its table says what is missing
 esac
 
+start=("$PYTHON" -m stronghold)
+if ((stages > 1)); then
+  # Each process gets its share of the cores; left to itself torchrun gives it one.
+  cores="$("$PYTHON" -c 'from stronghold.native import usable_cores; print(usable_cores())')"
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > stages ? cores / stages : 1))}"
+  start=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$stages" -m -- stronghold)
+fi
+
 name="${method}_l-${layers}_h-${hidden}_bs-${batch}_ws-${window}_$(date +%Y-%m-%d_%H-%M-%S)"
 log="$results/log_$name.txt"
 printf 'run        %s: %s steps of %s x %s tokens, window %s, %s, lr %s\nlog        %s\n' \
   "$method" "$steps" "$batch" "$seq" "$window" "$dtype" "$lr" "$log"
 cd "$root" # so that the paths in logs are those of the project, not of this machine
 # exec: a signal sent to this script reaches the program, which then saves what was learned
-exec "$PYTHON" -m stronghold train --method "$method" --layers "$layers" --hidden "$hidden" --batch "$batch" \
+exec "${start[@]}" train --method "$method" --layers "$layers" --hidden "$hidden" --batch "$batch" \
   --window "$window" --seq "$seq" --steps "$steps" --lr "$lr" --dtype "$dtype" --store "$store" --states "$states" \
+  --stages "$stages" ${micro_batches:+--micro-batches "$micro_batches"} \
   ${clip:+--clip "$clip"} ${device:+--device "$device"} --log "$log" --record "$results/runs.jsonl" --out "$results/runs/$name"

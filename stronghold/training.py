@@ -31,7 +31,7 @@ from stronghold.evaluation.runlog import RunLog, check_run_folder
 from stronghold.evaluation.runs import Summary, summarize
 from stronghold.evaluation.timeline import TIMELINE_NAME, write_spans
 from stronghold.methods import Prepared, find_method
-from stronghold.methods.staged import join, records_of
+from stronghold.methods.stages import join, records_of
 from stronghold.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.pretrained import check_save_folder, save

@@ -82,6 +82,12 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
 
 def _run(options: argparse.Namespace) -> int:
     settings = _train_settings(options)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun sets it
+    if settings.parallel.stages == 1 and processes > 1:
+        raise ValueError(
+            f"a model in one stage is trained by one process (got {processes} of them); pass --stages {processes}, or "
+            "start it without torchrun"
+        )
     if settings.method == ALL:
         from stronghold.comparison import compare
 

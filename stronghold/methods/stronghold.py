@@ -8,7 +8,7 @@ from torch import nn
 
 from stronghold.config import TrainSettings
 from stronghold.methods import Prepared, decay_groups
-from stronghold.methods.staged import Staged, cut, report_of
+from stronghold.methods.stages import Staged, cut, report_of
 from stronghold.offload import offload, report, trace
 from stronghold.optim import AdamW
 from stronghold.weights import Weights
@@ -33,7 +33,7 @@ class Stronghold:
                 model=staged,
                 optimizer=_optimizer(staged, settings),
                 report=lambda: report_of(staged, processes, count),
-                device=torch.device(settings.device),
+                device=processes.device,
                 trace=lambda: trace(staged),
                 processes=processes,
             )

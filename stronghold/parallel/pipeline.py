@@ -94,4 +94,4 @@ def in_stages(
         )
     )
     sizes = processes.together(lambda: choose_sizes(row, order, balance))
-    return StagedModule(row, sizes, order, processes, device=device, **settings)
+    return StagedModule(row, sizes, order, processes, **settings)

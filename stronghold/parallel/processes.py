@@ -19,7 +19,8 @@ T = TypeVar("T")
 class Processes:
     """All processes of ``torch.distributed``, joined as torchrun tells where they are not yet.
 
-    Raises ParallelError where this process was not started by torchrun.
+    ``device`` is where this one's stages compute: of "cuda" alone, the GPU of its rank on its machine. Raises
+    ParallelError where this process was not started by torchrun.
     """
 
     def __init__(self, device: torch.device, *, wanted: int) -> None:
@@ -31,6 +32,11 @@ class Processes:
                 )
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        if device.type == "cuda":
+            if device.index is None:  # each process of a machine has a GPU of its own
+                device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
+            torch.cuda.set_device(device)
+        self.device = device
         self.neighbours = self.everyone(socket.gethostname()).count(socket.gethostname())
 
     def refuse(self, message: str) -> NoReturn:

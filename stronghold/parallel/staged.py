@@ -38,7 +38,6 @@ class StagedModule(nn.Module):
         order: Pipeline,
         processes: Processes,
         *,
-        device: torch.device,
         dtype: torch.dtype | None = None,
         weights: Weights | None = None,
         **settings: Any,
@@ -47,7 +46,7 @@ class StagedModule(nn.Module):
         self._names = {id(module): name for name, module in row.model.named_modules()}
         self._register_state_dict_hook(_to_names)
         self._register_load_state_dict_pre_hook(self._from_names)
-        self._row, self._order, self._processes, self._device = row, order, processes, device
+        self._row, self._order, self._processes, self._device = row, order, processes, processes.device
         processes.agree(_facts(row, sizes, order, dtype, settings))
         stages = [row.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
         self._shapes = Shapes(stages, dtype)
@@ -64,7 +63,7 @@ class StagedModule(nn.Module):
             settings["window"] = min(settings["window"], sum(sizes[number] for number in self._numbers))
         containers = [f"chunks.{i}{row.container and '.'}{row.container}" for i in range(len(self.chunks))]
         processes.together(
-            lambda: offload(self, device=device, dtype=dtype, layers=containers, weights=weights, **settings)
+            lambda: offload(self, device=self._device, dtype=dtype, layers=containers, weights=weights, **settings)
         )
         engine = engine_of(self)
         assert engine is not None

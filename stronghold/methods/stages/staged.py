@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from stronghold.evaluation.stages_report import StagesReport
 from stronghold.methods import Prepared
 from stronghold.models.gpt import GPT
 from stronghold.models.gpt_row import GPTRow
-from stronghold.offload import Alone, Company, report
+from stronghold.offload import report
 from stronghold.parallel import Processes, StagedModule, in_stages
 
 
@@ -36,24 +35,6 @@ class Staged(Prepared):
 
     def agreed(self, stop: bool) -> bool:
         return bool(self.processes.sum(float(stop)))
-
-
-def join(settings: TrainSettings) -> tuple[TrainSettings, Company]:
-    """Returns the settings that all processes train with, and these processes.
-
-    Raises ParallelError where they do not agree. Where a run goes may follow from the clock: process 0's is taken.
-    """
-    if settings.parallel.stages == 1:
-        return settings, Alone()
-    processes = Processes(torch.device(settings.device), wanted=settings.parallel.stages)
-    processes.agree({name: value for name, value in settings.flat().items() if name not in ("out", "store", "log")})
-    return processes.everyone(settings)[0], processes
-
-
-def records_of(rank: int, settings: TrainSettings) -> TrainSettings:
-    """Returns the settings for the records of process ``rank``, which are its own and go beside the others."""
-    out = os.path.join(settings.out, f"process-{rank}")
-    return replace(settings, out=out, save=None, log=None, record=None, checkpoint_every=None, keep_store=False)
 
 
 def cut(model: torch.nn.Module, settings: TrainSettings, **offloading: Any) -> tuple[StagedModule, Processes]:

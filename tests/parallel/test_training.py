@@ -1,0 +1,81 @@
+"""`stronghold train --stages` under torchrun, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TINY = ["-l", "3", "--hidden", "32", "--heads", "2", "--vocabulary", "300", "--seq", "32", "--batch", "4"]
+TRAIN = ["stronghold", "train", *TINY, "--steps", "6", "--window", "1", "--device", "cpu", "--held-out", "5"]
+
+
+def run(*arguments: str, processes: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
+    start = ["-m"]
+    if processes > 1:
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "--"]
+    own = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *start, *TRAIN, *arguments]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def record(path: Path) -> dict:
+    (line,) = path.read_text().splitlines()
+    return json.loads(line)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone")
+    run("--out", str(out / "run"), "--record", str(out / "record"))
+    return record(out / "record")
+
+
+def test_stages_have_the_losses_of_one_process_and_say_what_each_takes(alone, tmp_path):
+    out = tmp_path / "run"
+    done = run("--stages", "2", "--out", str(out), "--record", str(tmp_path / "record"), processes=2)
+    staged = record(tmp_path / "record")
+    assert staged["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert staged["summary"]["held_out_loss"] == pytest.approx(alone["summary"]["held_out_loss"], rel=1e-5)
+    assert staged["parameters"] == alone["parameters"]
+    assert done.stdout.count("step     1/6") == 1  # of one process
+    assert "stages" in done.stdout
+    assert (out / "process-1" / "log.jsonl").exists()
+
+
+def test_a_run_in_stages_goes_on_in_one_process_and_the_other_way_round(alone, tmp_path):
+    out, kept = tmp_path / "run", ["--checkpoint-every", "3", "--resume"]
+    run("--stages", "2", "--out", str(out), *kept, processes=2)
+    (out / "checkpoints" / "step-000006").rename(tmp_path / "later")
+    run("--out", str(out), *kept, "--record", str(tmp_path / "one"))
+    assert record(tmp_path / "one")["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    (out / "checkpoints" / "step-000006").rename(tmp_path / "of one")
+    run("--stages", "2", "--out", str(out), *kept, "--record", str(tmp_path / "two"), processes=2)
+    assert record(tmp_path / "two")["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes", "rule"),
+    [
+        (["--stages", "4"], 2, "each stage needs at least one layer (got stages=4, layers=3); pass at most 3 stages"),
+        (["--stages", "3"], 2, "the processes must divide the stages, and be two or more (got 2 for 3 stages)"),
+        (["--stages", "2", "--balance", "1,1"], 2, "and 3 in all (got [1, 1]"),
+        (["--stages", "2", "--micro-batches", "3"], 2, "the micro-batches must divide the batch (got micro_batches=3"),
+        (["--stages", "2", "--micro-batches", "1"], 2, "1F1B needs at least as many micro-batches as stages"),
+        (["--stages", "2", "--save", "there"], 2, "kept in checkpoints, which load in one process too (got save="),
+        (["--stages", "2"], 1, "start it with torchrun --nproc-per-node 2"),
+        ([], 2, "a model in one stage is trained by one process (got 2 of them); pass --stages 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_one_process(tmp_path, arguments, processes, rule):
+    code = 1 if processes > 1 else 2  # torchrun's own
+    done = run(*arguments, "--out", str(tmp_path / "run"), processes=processes, code=code)
+    said = [line for line in done.stderr.splitlines() if line.startswith("stronghold: ")]
+    assert len(said) == 1 and rule in said[0], done.stderr
+    assert "step" not in done.stdout
