@@ -103,3 +103,10 @@ class ParallelError(StrongholdError):
     def __init__(self, message: str, *, ours: bool = True) -> None:
         super().__init__(message)
         self.ours = ours
+
+
+class LostProcessError(ParallelError):
+    """Another of the processes that train the model has ended, and the message names it.
+
+    Training can go on from the last checkpoint.
+    """

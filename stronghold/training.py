@@ -23,7 +23,7 @@ from stronghold.data.batches import Batches
 from stronghold.data.text import read_documents, standard_library
 from stronghold.data.tokens import BYTES, ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, tokenize
 from stronghold.device import Timeline, limit_memory
-from stronghold.errors import StrongholdError
+from stronghold.errors import ParallelError, StrongholdError
 from stronghold.evaluation.progress import StepDisplay
 from stronghold.evaluation.records import Record, append_record, describe_machine
 from stronghold.evaluation.report import Report, table
@@ -270,7 +270,7 @@ def _steps(
             timelines += [timeline] if timeline is not None else []
             scheduler.step()
             report = prepared.report()
-        except TrainingError:
+        except (TrainingError, ParallelError):
             raise
         except Exception as error:
             raise TrainingError(f"step {step} failed: {str(error) or type(error).__name__}") from error

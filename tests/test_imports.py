@@ -44,7 +44,7 @@ EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above
 MAY_IMPORT_MODELS = {"models", "methods", "pretrained", "training", "cli"}  # everything else works on any nn.Module
 EVALUATION_MAY_IMPORT = {"evaluation", "errors", "spans", "units", "config"}  # records only, never the engine
 PURE = {"schedule", "plan"}  # decisions over numbers, without torch
-MAY_READ_ENVIRONMENT = {"cli", "__main__"}
+MAY_READ_ENVIRONMENT = {"cli", "__main__", "parallel"}  # torchrun speaks to its processes by the environment alone
 
 
 def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:

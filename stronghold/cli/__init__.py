@@ -14,7 +14,7 @@ from stronghold.cli.report import add_report
 from stronghold.cli.trace import add_trace
 from stronghold.cli.train import _train_settings as _train_settings  # what arguments mean, without running it
 from stronghold.cli.train import add_train
-from stronghold.errors import ParallelError
+from stronghold.errors import ParallelError, StrongholdError
 
 __all__ = ["FAILED", "INTERRUPTED", "WRONG_USAGE", "main"]
 
@@ -34,7 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.traceback:
             raise
-        return FAILED if _another_says_it(error) else print_error(error)
+        if _another_says_it(error):
+            return FAILED
+        code = print_error(error)
+        if (watch := sys.modules.get("stronghold.parallel.watch")) is not None:
+            watch.tell()
+        return code
 
 
 def _another_says_it(error: Exception) -> bool:
@@ -46,7 +51,8 @@ def _another_says_it(error: Exception) -> bool:
         return not error.ours
     distributed = sys.modules.get("torch.distributed")
     joined = distributed is not None and distributed.is_initialized()
-    return not joined and os.environ.get("RANK", "0") != "0"
+    of_arguments = isinstance(error, ValueError | StrongholdError)
+    return of_arguments and not joined and os.environ.get("RANK", "0") != "0"
 
 
 def _parser() -> argparse.ArgumentParser:

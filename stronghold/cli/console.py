@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable
 
-from stronghold.errors import StrongholdError
+from stronghold.errors import LostProcessError, StrongholdError
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -27,7 +27,7 @@ def _is_failure(error: Exception) -> bool:
     """Tells errors of a training under way from those of its settings."""
     from stronghold.training import TrainingError
 
-    return isinstance(error, TrainingError)
+    return isinstance(error, TrainingError | LostProcessError)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stronghold.errors import ParallelError
+from stronghold.parallel.watch import watch_over
 
 T = TypeVar("T")
 
@@ -30,13 +32,18 @@ class Processes:
                     f"stages are processes that are started together (got one that is alone, for {wanted} stages); "
                     f"start it with torchrun --nproc-per-node {wanted}"
                 )
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            store, rank, count = next(dist.rendezvous("env://"))
+            # After a restart torchrun's store still has the addresses of the processes before, which gloo would take.
+            store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=count)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         if device.type == "cuda":
             if device.index is None:  # each process of a machine has a GPU of its own
                 device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
             torch.cuda.set_device(device)
         self.device = device
+        self.watch = watch_over(self.rank, self.count)
         self.neighbours = self.everyone(socket.gethostname()).count(socket.gethostname())
 
     def refuse(self, message: str) -> NoReturn:
@@ -73,24 +80,28 @@ class Processes:
     def everyone(self, value: T) -> list[T]:
         """Returns the ``value`` of every process, in the order of their ranks."""
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value)
+        with self.watch.waiting():
+            dist.all_gather_object(values, value)
         return values
 
     def same(self, value: int) -> bool:
         """Whether all processes have the same ``value``."""
         extremes = torch.tensor([value, -value])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        with self.watch.waiting():
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
         return bool(extremes[0] == -extremes[1])
 
     def sum(self, value: float) -> float:
         """Returns the sum of all processes' ``value``, correctly rounded, and so the same bits in each."""
         gathered = [torch.empty((), dtype=torch.float64) for _ in range(self.count)]
-        dist.all_gather(gathered, torch.tensor(value, dtype=torch.float64))
+        with self.watch.waiting():
+            dist.all_gather(gathered, torch.tensor(value, dtype=torch.float64))
         values = [one.item() for one in gathered]
         return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
     def from_rank(self, rank: int, value: Tensor | None) -> Tensor:
         """Returns the scalar that process ``rank`` has, in fp32 on the host."""
         shared = torch.zeros((), dtype=torch.float32) if value is None else value.detach().to("cpu", torch.float32)
-        dist.broadcast(shared, src=rank)
+        with self.watch.waiting():
+            dist.broadcast(shared, src=rank)
         return shared

@@ -51,7 +51,7 @@ class StagedModule(nn.Module):
         stages = [row.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
         self._shapes = Shapes(stages, dtype)
         self._numbers = order.stages_of(processes.rank)
-        self._tied = Tied(stages, order, processes.rank)
+        self._tied = Tied(stages, order, processes)
         self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
         """The library's schedule for training and for evaluation, with the shapes that it was made for."""
         self.chunks = nn.ModuleList(stages[number] for number in self._numbers)
@@ -122,12 +122,13 @@ class StagedModule(nn.Module):
         schedule = self._schedule(inputs, micro_batches, training)
         first, last = 0 in self._numbers, self._order.stages - 1 in self._numbers
         losses: list[Tensor] = []
-        (schedule.step if training else schedule.eval)(
-            *([inputs.to(self._device)] if first else []),
-            target=targets.to(self._device) if last else None,
-            losses=losses,
-            return_outputs=False,
-        )
+        with self._processes.watch.waiting():  # but for what each stage computes
+            (schedule.step if training else schedule.eval)(
+                *([inputs.to(self._device)] if first else []),
+                target=targets.to(self._device) if last else None,
+                losses=losses,
+                return_outputs=False,
+            )
         loss = torch.stack(losses).detach().sum() if last else None
         return self._processes.from_rank(self._order.device_of(self._order.stages - 1), loss)
 
@@ -148,17 +149,20 @@ class StagedModule(nn.Module):
     def _schedule(self, inputs: Tensor, micro_batches: int, training: bool) -> Any:
         """Returns the library's schedule. It takes one shape only, so that another one needs another."""
         # Here, since its import takes a second that a model in one process does without.
-        from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleGPipe, get_schedule_class
+
+        from stronghold.parallel.stage import Stage
 
         key = (_kind(inputs), micro_batches)
         known = self._schedules.get(training)
         if known is not None and known[0] == key:
             return known[1]
+        watch = self._processes.watch
         one = inputs[: len(inputs) // micro_batches]
         shapes = self._processes.together(lambda: self._shapes.between(one))
         stages = [
-            PipelineStage(
+            Stage(
+                watch,
                 chunk,
                 number,
                 self._order.stages,
@@ -170,7 +174,8 @@ class StagedModule(nn.Module):
         ]
 
         def loss(output: Tensor, targets: Tensor) -> Tensor:
-            return self._row.loss(self.chunks[-1], output, targets) / micro_batches
+            with watch.working():
+                return self._row.loss(self.chunks[-1], output, targets) / micro_batches
 
         single = issubclass(cls := get_schedule_class(self._order.schedule), PipelineScheduleSingle)
         if single and not training:

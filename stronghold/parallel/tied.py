@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stronghold.parallel.processes import Processes
 from stronghold.plan.pipeline import Pipeline
 
 
@@ -19,7 +20,8 @@ class Tied:
     processes, before the model is offloaded.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], order: Pipeline, rank: int) -> None:
+    def __init__(self, stages: Sequence[nn.Module], order: Pipeline, processes: Processes) -> None:
+        rank, self._watch = processes.rank, processes.watch
         users: dict[nn.Parameter, set[int]] = {}
         for number, stage in enumerate(stages):
             for parameter in stage.parameters():
@@ -30,7 +32,8 @@ class Tied:
         for parameter, ranks in users.items():
             if len(ranks) == 1 or not parameter.requires_grad:
                 continue
-            group = dist.new_group(sorted(ranks))  # all processes make all groups
+            with self._watch.waiting():
+                group = dist.new_group(sorted(ranks))  # all processes make all groups
             if rank in ranks:
                 self._groups.append((parameter, group))
                 if rank != min(ranks):
@@ -52,13 +55,11 @@ class Tied:
             fresh = parameter.grad
             if fresh is None:
                 fresh = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = _summed(fresh, before[parameter], group)
+            parameter.grad = self._summed(fresh, before[parameter], group)
 
-
-@torch.no_grad()
-def _summed(fresh: Tensor, before: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-    total = fresh.to(torch.float32, copy=True)
-    dist.all_reduce(total, group=group)
-    if before is None:
-        return fresh.copy_(total)
-    return before.add_(total)
+    @torch.no_grad()
+    def _summed(self, fresh: Tensor, before: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+        total = fresh.to(torch.float32, copy=True)
+        with self._watch.waiting():
+            dist.all_reduce(total, group=group)
+        return fresh.copy_(total) if before is None else before.add_(total)

@@ -8,16 +8,17 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
-def launch(
-    module: str, function: str, processes: int, folder: Path, *arguments: str, timeout_s: float = 240
-) -> list[Any]:
-    """Returns what ``function(*arguments)`` of ``module`` returns in each process, in the order of their ranks.
+def start(
+    command: list[str], processes: int, folder: Path, *, left: Sequence[int] = (), timeout_s: float = 240
+) -> tuple[list[int], list[str]]:
+    """Runs ``python COMMAND`` in ``processes`` processes; returns their exit codes and what each printed, by rank.
 
-    An exception in one is raised here, with the others' output.
+    Those that are ``left`` do not end by themselves, and are killed when the others have ended.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -34,18 +35,27 @@ def launch(
             "TORCHELASTIC_RUN_ID": "test",
             "OMP_NUM_THREADS": 1,
         }
-        command = [sys.executable, "-m", __name__, module, function, str(folder / str(rank)), *arguments]
         environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
         with open(folder / f"{rank}.log", "w") as log:
-            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            whole = [sys.executable, *command]
+            started.append(subprocess.Popen(whole, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [process.wait(timeout_s) for process in started]
+        for rank, process in enumerate(started):
+            if rank not in left:
+                process.wait(timeout_s)
     finally:
         for process in started:
             process.kill()
             process.wait()
-    said = "\n".join((folder / f"{rank}.log").read_text() for rank in range(processes))
-    assert codes == [0] * processes, said
+    return [process.returncode for process in started], [
+        (folder / f"{rank}.log").read_text() for rank in range(processes)
+    ]
+
+
+def launch(module: str, function: str, processes: int, folder: Path, *arguments: str) -> list[Any]:
+    """Returns what ``function(*arguments)`` of ``module`` returns in each process, in the order of their ranks."""
+    codes, said = start(["-m", __name__, module, function, str(folder), *arguments], processes, folder)
+    assert codes == [0] * processes, "\n".join(said)
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(processes)]
 
 
@@ -54,7 +64,7 @@ if __name__ == "__main__":
     try:
         module = __import__(name, fromlist=[function])
         result = getattr(module, function)(*arguments)
-        Path(target).write_bytes(pickle.dumps(result))
+        (Path(target) / os.environ["RANK"]).write_bytes(pickle.dumps(result))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -1,0 +1,49 @@
+"""A stage of torch.distributed.pipelining that tells when it computes, and counts what it sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from stronghold.parallel.watch import Watch
+
+
+class Stage(PipelineStage):
+    """``sent`` has the bytes that went from this stage to others, activations and gradients, by the other's number."""
+
+    def __init__(self, watch: Watch, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.sent: Counter[int] = Counter()
+        self._watch = watch
+
+    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        with self._working():
+            return super().forward_one_chunk(*arguments, **options)
+
+    def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        with self._working():
+            return super().backward_one_chunk(*arguments, **options)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        try:
+            with self._watch.working():
+                yield
+        except RuntimeError as error:
+            # The library's own error describes the stage's tensors at length; what happened is its cause.
+            raise error.__cause__ or error from None
+
+    def _counted(self, operations: list[dist.P2POp], other: int) -> list[dist.P2POp]:
+        self.sent[other] += sum(operation.tensor.nbytes for operation in operations)
+        return operations

@@ -1,0 +1,222 @@
+"""Notices when one of the processes has died or hangs, so that the others do not wait for it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch.distributed as dist
+
+from stronghold.errors import LostProcessError
+
+BEAT_S = 1.0
+LOST_S = 20.0
+"""Without a sign of life for so long a process is lost: killed, stopped, or its machine is gone."""
+STUCK_S = 40.0
+"""A process that others wait for, and that has not computed, read or written anything for so long, hangs."""
+_IDLE = 0.02
+"""The share of a core below which a process does nothing."""
+
+
+class Watch:
+    """One process's signs of life in the store that all of them share, and its look at the others'.
+
+    A thread of its own ends this process, with one error in the process that is to tell it, where another one is lost
+    or this one hangs. The main thread, where a connection breaks, asks :meth:`explained` for the reason.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, count: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._count = count
+        self._waiting_since: float | None = None
+        self._told = False
+        """Whether this process has an error of its own, which it tells."""
+        self._main = threading.main_thread()
+        self._process = psutil.Process()
+        self._beats: dict[int, tuple[list[str], float]] = {}
+        """The last sign of life of each process, and when it was seen: a count, whether it waits, whether it told."""
+        self._count_beats = 0
+        self._last_active = time.monotonic()
+        self._spent = 0.0, 0.0
+        self._store_gone_since: float | None = None
+        self._set("who", f"{socket.gethostname()}, process id {os.getpid()}")
+        atexit.register(self._leave)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Says that the main thread waits for the other processes inside; what breaks there is explained."""
+        before, self._waiting_since = self._waiting_since, time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explained(error) from error
+        finally:
+            self._waiting_since = before
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Says that it does not, inside, where it otherwise waits; what fails here is this process's own."""
+        before, self._waiting_since = self._waiting_since, None
+        try:
+            yield
+        except BaseException:
+            self.tell()
+            raise
+        finally:
+            self._waiting_since = time.monotonic() if before is not None else None
+
+    def tell(self) -> None:
+        """Says that this process ends with an error of its own, so that the others need not tell of it."""
+        if not self._told:
+            self._told = True
+            self._beat(time.monotonic())
+            time.sleep(2 * BEAT_S)  # until all have seen it: the store may be this process's, and end with it
+
+    def explained(self, error: Exception) -> Exception:
+        """Returns what to raise for ``error``: a LostProcessError where another process has ended."""
+        if self._told or isinstance(error, LostProcessError):
+            return error
+        deadline = time.monotonic() + LOST_S
+        while time.monotonic() < deadline:
+            if (lost := self._lost(6 * BEAT_S)) is not None:
+                self._told = True  # not by the thread too
+                return LostProcessError(self._message(lost), ours=self._is_to_tell(lost))
+            time.sleep(BEAT_S / 4)
+        self.tell()
+        return error
+
+    def _run(self) -> None:
+        while not self._over.wait(BEAT_S):
+            now = time.monotonic()
+            self._beat(now)
+            self._look(now)
+            if not self._told and (lost := self._lost(LOST_S)) is not None:
+                self._end(self._message(lost) if self._is_to_tell(lost) else None)
+            if self._is_stuck(now):
+                self.tell()
+                self._end(
+                    f"process {self._rank} hangs: it has not computed, read or written anything for {STUCK_S:.0f} s, "
+                    f"and others wait for it; it is in {self._where()}. Start again, with --resume from the last "
+                    "checkpoint"
+                )
+
+    def _beat(self, now: float) -> None:
+        self._count_beats += 1
+        waits = self._waiting_since is not None and now - self._waiting_since >= STUCK_S / 2
+        self._set("beat", f"{self._count_beats} {int(waits)} {int(self._told)}")
+
+    def _leave(self) -> None:
+        if getattr(sys, "last_value", None) is not None:  # the exception that ends the interpreter
+            self.tell()
+        self._set("done", "1")
+        self._over.set()  # a thread in the store while the interpreter ends would end it badly
+        self._thread.join()
+
+    def _look(self, now: float) -> None:
+        """Takes in the others' signs of life, and one's own activity."""
+        for rank in range(self._count):
+            beat = (self._get(rank, "beat") or "").split()
+            if rank not in self._beats or (beat and beat != self._beats[rank][0]):
+                self._beats[rank] = beat, now
+        times = self._process.cpu_times()
+        spent = times.user + times.system - time.thread_time()
+        moved = 0.0
+        if hasattr(self._process, "io_counters"):
+            counters = self._process.io_counters()
+            moved = float(counters.read_bytes + counters.write_bytes)
+        if spent - self._spent[0] > _IDLE * BEAT_S or moved != self._spent[1]:
+            self._last_active = now
+        self._spent = spent, moved
+
+    def _lost(self, limit_s: float) -> int | None:
+        """Returns the first process that has not been heard of for so long, and has not ended by itself."""
+        now = time.monotonic()
+        if self._store_gone_since is not None:
+            # The store is process 0's, or the launcher's: with nobody waiting it may be the orderly end.
+            overdue = self._waiting_since is not None and now - self._store_gone_since > limit_s
+            return 0 if overdue and self._rank else None
+        for rank, (_, seen) in sorted(self._beats.items()):
+            if rank != self._rank and now - seen > limit_s and self._get(rank, "done") is None:
+                return rank
+        for rank in range(self._count):
+            if rank != self._rank and self._waiting_since is not None and self._get(rank, "done") is not None:
+                return rank  # it has ended, and we wait for it
+        return None
+
+    def _is_stuck(self, now: float) -> bool:
+        others_wait = any(beat[1:2] == ["1"] for rank, (beat, _) in self._beats.items() if rank != self._rank)
+        return self._waiting_since is None and others_wait and now - self._last_active > STUCK_S
+
+    def _is_to_tell(self, lost: int) -> bool:
+        """Whether this is the process to tell of a ``lost`` one: the first that is left, unless that one has itself."""
+        first = min(rank for rank in range(self._count) if rank != lost)
+        told = self._beats[lost][0][2:] == ["1"] if lost in self._beats else False
+        return not told and self._rank == first
+
+    def _message(self, lost: int) -> str:
+        who = self._get(lost, "who")
+        named = f"process {lost} ({who})" if who else f"process {lost}"
+        return (
+            f"{named} is lost: it was killed or stopped, or its machine or network is gone; see what ended it "
+            "(out of memory?), and start again, with --resume from the last checkpoint"
+        )
+
+    def _where(self) -> str:
+        frame = sys._current_frames().get(self._main.ident or 0)
+        last = traceback.extract_stack(frame)[-1] if frame is not None else None
+        return "an unknown place" if last is None else f"{last.filename}:{last.lineno}, {last.name}"
+
+    def _end(self, message: str | None) -> None:
+        if message is not None:
+            os.write(2, f"stronghold: error: {message}\n".encode())
+        os._exit(1)  # the main thread waits where no exception reaches it
+
+    def _set(self, name: str, value: str) -> None:
+        self._with_store(lambda: self._store.set(f"{name}/{self._rank}", value))
+
+    def _get(self, rank: int, name: str) -> str | None:
+        key = f"{name}/{rank}"
+        return self._with_store(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+
+    def _with_store(self, action: Callable[[], str | None]) -> str | None:
+        if self._store_gone_since is not None:
+            return None
+        try:
+            return action()
+        except RuntimeError:  # dist.DistError: whoever had the store has ended
+            self._store_gone_since = time.monotonic()
+            return None
+
+
+_watch: Watch | None = None
+
+
+def watch_over(rank: int, count: int) -> Watch:
+    """Returns this process's watch; there is one for all that it trains."""
+    global _watch
+    if _watch is None:
+        name = [uuid.uuid4().hex]  # a launcher's store outlives a restart, and what it then holds is of dead processes
+        dist.broadcast_object_list(name)
+        # A connection of its own: the thread must not hold up the main one.
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        _watch = Watch(dist.PrefixStore(name[0], store), rank, count)
+    return _watch
+
+
+def tell() -> None:
+    """Says, where there are other processes, that this one ends with an error of its own."""
+    if _watch is not None:
+        _watch.tell()

@@ -1,0 +1,52 @@
+"""`stronghold train` with something that befalls one process: faulty.py FAULT RANK WHERE ARGUMENTS."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stronghold import AdamW
+from stronghold.checkpoint import saving
+from stronghold.cli import main
+from stronghold.models.gpt import GPT, Block
+from stronghold.parallel import watch
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(1000),
+    "raise": lambda: 1 / 0,
+}
+WHERE: dict[str, tuple[Any, str, int]] = {  # what is called, and after how many times
+    "beginning": (GPT, "initialize_module", 3),
+    "forward": (Block, "forward", 30),
+    "update": (AdamW, "step", 2),
+    "checkpoint": (saving, "_write", 1),
+}
+
+
+def befall(fault: str, where: str) -> None:
+    """Lets ``fault`` happen at a place of the program, once."""
+    owner, name, calls = WHERE[where]
+    original, left = getattr(owner, name), [calls]
+
+    def faulty(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            FAULTS[fault]()
+        return original(*arguments, **options)
+
+    setattr(owner, name, faulty)
+
+
+if __name__ == "__main__":
+    fault, rank, where, *arguments = sys.argv[1:]
+    torch.set_num_threads(1)
+    watch.LOST_S, watch.STUCK_S = 8.0, 6.0
+    if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        befall(fault, where)
+    sys.exit(main(arguments))

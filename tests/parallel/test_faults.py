@@ -1,0 +1,59 @@
+"""One process of several is killed, stopped, hangs or fails: the others end soon, with one error that names it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.parallel.launched import start
+from tests.parallel.test_training import TRAIN, run
+
+STAGES = [*TRAIN[1:], "--stages", "2", "--checkpoint-every", "2"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "where", "named"),
+    [
+        ("kill", 1, "forward", "process 1 "),
+        ("kill", 0, "forward", "process 0"),
+        ("kill", 1, "beginning", "process 1 "),
+        ("kill", 1, "checkpoint", "process 1 "),
+        ("stop", 1, "update", "process 1 "),
+        ("hang", 1, "forward", "process 1 hangs"),
+        ("hang", 0, "update", "process 0 hangs"),
+        ("raise", 1, "forward", "division by zero"),
+    ],
+)
+def test_the_others_end_with_one_error_that_names_it(tmp_path, fault, rank, where, named):
+    begin = time.monotonic()
+    command = ["-m", "tests.parallel.faulty", fault, str(rank), where, *STAGES, "--out", str(tmp_path / "run")]
+    codes, said = start(command, 2, tmp_path, left=[rank] if fault == "stop" else [])
+    assert time.monotonic() - begin < 60
+    assert 0 not in codes
+    errors = [line for text in said for line in text.splitlines() if line.startswith("stronghold: error: ")]
+    assert len(errors) == 1 and named in errors[0], "\n".join(said)
+
+
+def test_a_restart_by_torchrun_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path):
+    run("--out", str(tmp_path / "alone"), "--record", str(tmp_path / "alone.jsonl"))
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "-m",
+        "--",
+    ]
+    program = ["tests.parallel.faulty", "kill", "1", "checkpoint", *STAGES, "--out", str(tmp_path / "run")]
+    more = ["--resume", "--record", str(tmp_path / "staged.jsonl")]
+    done = subprocess.run([sys.executable, *launcher, *program, *more], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads((tmp_path / name).read_text())["losses"] for name in ("alone.jsonl", "staged.jsonl")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
