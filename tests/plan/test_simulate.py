@@ -61,6 +61,11 @@ def test_what_a_device_holds_at_the_most(schedule, stages_per_device, held):
     assert simulate(pipeline, 1, 2).held == held
 
 
+def test_passes_that_take_no_time_leave_no_bubble():
+    found = simulate(Pipeline(schedule="GPipe", devices=2, micro_batches=2), 0, 0)
+    assert (found.step_s, found.bubble) == (0, 0)
+
+
 def test_a_slow_stage_is_what_the_others_wait_for():
     found = simulate(Pipeline(schedule="1F1B", devices=2, micro_batches=4), [1, 3], [2, 6])
     # 0F0, then device 1 without a pause until 1B3, then 0B3
