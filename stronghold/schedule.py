@@ -209,7 +209,7 @@ class Schedule:
         """
         if self._last is None:
             return []
-        twin, found, stale = copy.deepcopy(self), list[int](), set[int]()
+        twin, found, stale = self._twin(), list[int](), set[int]()
         for _ in range(_FORESEEN * count):
             moves = twin._end_as_before()
             assert twin._last is not None
@@ -223,6 +223,14 @@ class Schedule:
                         return found
                     found.append(move.layer)
         return found
+
+    def _twin(self) -> Schedule:
+        """Returns one that goes on from here by itself; what never changes is not copied, for an order may be long."""
+        twin = copy.copy(self)
+        twin._held, twin._returning = set(self._held), list(self._returning)
+        twin._after, twin._first = {mode: dict(after) for mode, after in self._after.items()}, dict(self._first)
+        twin._changes = dict(self._changes)
+        return twin
 
     def _end_as_before(self) -> list[Move]:
         """Ends the computation under way, if there is one."""

@@ -1,5 +1,7 @@
 """The schedule that follows an order: micro-batches that go through a pipeline's stage in turn."""
 
+import copy
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +83,38 @@ def test_what_is_foreseen_is_what_is_then_done(stage, changes, count):
         assert [layer for _, layer in fetched[: len(ahead)]] == ahead
         for t, layer in fetched[: len(ahead)]:
             assert f"U{layer}" not in logs[position:t], "read before its update"
+
+
+def test_looking_ahead_does_not_copy_the_order():
+    class Uncopied(Computation):
+        def __deepcopy__(self, memo):
+            raise AssertionError("a copy for every look")
+
+    schedule = Schedule(4, 2)
+    order = layers_of([F, B], 4)
+    schedule.follow([Uncopied(*computation) for computation in order])
+    run(schedule, order)
+    schedule.begin_forward(0, training=True)
+    assert schedule.ahead(2) == [2, 3]
+
+
+@settings(deadline=None, max_examples=60)
+@given(stages(), st.booleans(), st.booleans())
+def test_looking_ahead_changes_nothing(stage, follows, changes):
+    layers, window, order = stage
+    order = [one for one in order if one.layer % 3 != 1]  # so that it jumps
+    schedule = Schedule(layers, window)
+    if follows:
+        schedule.follow(order)
+    for number in range(2 * len(order)):
+        layer, backward = order[number % len(order)]
+        schedule.begin_backward(layer, ()) if backward else schedule.begin_forward(layer, training=True)
+        before = copy.deepcopy(vars(schedule))
+        schedule.ahead(3)
+        assert vars(schedule) == before
+        schedule.end_backward() if backward else schedule.end_forward(returning=True)
+        if changes:
+            schedule.changed(range(layers))
 
 
 def test_a_computation_that_is_left_out_does_not_lose_the_place():
