@@ -51,7 +51,7 @@ def stages(draw):
     return layers, draw(st.integers(1, layers)), layers_of(passes, layers)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(stages())
 def test_every_layer_is_there_in_time_with_the_least_traffic(stage):
     layers, window, order = stage
@@ -66,7 +66,7 @@ def test_every_layer_is_there_in_time_with_the_least_traffic(stage):
     assert all(late == 0 for _, late, _ in rounds)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages(), st.booleans(), st.integers(1, 3))
 def test_what_is_foreseen_is_what_is_then_done(stage, changes, count):
     layers, window, order = stage
@@ -98,7 +98,7 @@ def test_looking_ahead_does_not_copy_the_order():
     assert schedule.ahead(2) == [2, 3]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages(), st.booleans(), st.booleans())
 def test_looking_ahead_changes_nothing(stage, follows, changes):
     layers, window, order = stage

@@ -1,7 +1,7 @@
 """The simulation against closed formulas, and against the longest path through the passes found another way."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stronghold.plan.pipeline import Pipeline
@@ -127,7 +127,6 @@ def _receiver(pipeline, this):
     return pipeline.device_of(stage)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_times_come_to_the_longest_path(data):
     schedule = data.draw(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]))
