@@ -5,9 +5,9 @@ import os
 from datetime import datetime
 from typing import Any
 
-from stronghold.cli.console import INTERRUPTED
 from stronghold.cli.parser import Commands, Help
 from stronghold.cli.train_arguments import ALL, add_train_arguments
+from stronghold.command import INTERRUPTED
 from stronghold.config import (
     DataSettings,
     ModelSettings,
