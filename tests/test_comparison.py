@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 
 import pytest
 from rich.console import Console
@@ -92,3 +93,19 @@ def test_a_signal_ends_the_method_under_way_with_the_comparison(arguments, monke
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_signal_that_comes_while_a_method_is_being_started_ends_it_too(arguments, monkeypatch):
+    started = []
+
+    class Slow(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(["sleep", "100"], **kwargs)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)  # when nobody but this function knows of the process
+
+    only(monkeypatch, "l2l")
+    monkeypatch.setattr(comparison.subprocess, "Popen", Slow)
+    with pytest.raises(KeyboardInterrupt):
+        run(arguments)
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
