@@ -127,14 +127,17 @@ def test_a_computation_that_is_left_out_does_not_lose_the_place():
     assert late == 0
 
 
-def test_after_an_evaluation_the_order_is_taken_up_again():
-    schedule = Schedule(3, 1)
-    order = layers_of([F, B], 3)
+def test_an_evaluation_is_foreseen_by_itself_and_the_order_is_taken_up_behind_it():
+    schedule = Schedule(4, 2)
+    order = layers_of([F, F, B, B], 4)
     schedule.follow(order)
     run(schedule, order)
-    for layer in range(3):
-        schedule.begin_forward(layer, training=False)
-        assert layer in schedule.held
-        schedule.end_forward(returning=False)
+    late = []
+    for _ in range(3):
+        for layer in range(4):
+            late.append(layer not in schedule.held)
+            schedule.begin_forward(layer, training=False)
+            schedule.end_forward(returning=False)
+    assert not any(late[4:])
     run(schedule, order)
     assert run(schedule, order)[1] == 0
