@@ -29,7 +29,9 @@ def run_command(
     options = parser.parse_args(arguments)
     options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()  # now, while a reader who has gone can still be noticed
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # there is nobody to tell

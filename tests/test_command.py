@@ -1,6 +1,7 @@
 """How a command ends: its exit code, what is told of an error, and that nobody hears of a reader who has gone."""
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 from stronghold.command import FAILED, INTERRUPTED, in_one_line, run_command
 from stronghold.errors import StrongholdError
+
+ROOT = Path(__file__).parents[1]
 
 
 def end_with(raised):
@@ -40,15 +43,26 @@ def test_a_command_ends_with_what_it_returns_or_its_error_is_told():
         end_with(SystemExit(4))
 
 
-def test_a_reader_who_has_gone_is_no_error():
-    program = (
-        "import argparse, sys; from stronghold.command import run_command; parser = argparse.ArgumentParser(); "
-        "parser.set_defaults(run=lambda options: print('x' * 2**20)); sys.exit(run_command(parser, [], None))"
-    )
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(
-        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+ENDS = """
+import argparse, sys
+from stronghold.command import run_command
+
+def run(options):
+    for number in range(int(sys.argv[1])):
+        print(number)
+    return 0
+
+parser = argparse.ArgumentParser()
+parser.set_defaults(run=run)
+sys.exit(run_command(parser, [], None))
+"""
+
+
+@pytest.mark.parametrize("lines", [1, 9999])  # of which Python hears at its end, or while it prints
+def test_a_reader_who_has_gone_is_no_error(lines):
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", ENDS, str(lines)]
+    with subprocess.Popen(command, cwd=ROOT, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert b"BrokenPipeError" not in process.stderr.read()
         assert process.wait() == FAILED
