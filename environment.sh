@@ -45,7 +45,6 @@ stronghold_baselines() {
   export PATH="$prefix/bin:$PATH" # DeepSpeed looks for ninja there
   if [[ -z "${TORCH_EXTENSIONS_DIR:-}" ]]; then
     export TORCH_EXTENSIONS_DIR="$root/build/torch_extensions"
-    mkdir -p "$root/build"
     # A build that was killed leaves a lock behind, for which the next would wait for ever. Who has the descriptor, this
     # process and the program that it becomes, is building; where nobody is, what locks there are mean nothing.
     if command -v flock >/dev/null; then

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from stronghold.command import WRONG_USAGE
 from stronghold.config import TrainSettings
 from stronghold.evaluation.agreement import comparison_notes, comparison_table
 from stronghold.evaluation.records import Record, append_record, describe_machine, read_records
@@ -20,8 +21,6 @@ from stronghold.evaluation.runlog import check_run_folder
 from stronghold.evaluation.runs import LOG_NAME, read_run
 from stronghold.methods import METHODS, ON_DISK
 
-REFUSED = 2
-"""The exit code of the command line for what is refused before training starts."""
 LOG_WIDTH = 120
 """Of a table that goes to a file: its longest line."""
 
@@ -98,7 +97,7 @@ def _run(arguments: Sequence[str], folder: Path, console: Console) -> str:
     if code < 0:
         return f"failed: ended by {signal.Signals(-code).name}{', out of memory?' if code == -signal.SIGKILL else ''}"
     reason = said.removeprefix("stronghold: error: ")
-    return f"refused: {reason}" if code == REFUSED else f"failed: {reason}"
+    return f"refused: {reason}" if code == WRONG_USAGE else f"failed: {reason}"
 
 
 @contextmanager

@@ -67,7 +67,6 @@ def possible_now(
     before it ends the list, so that the link carries the layers in the order they are computed.
     """
     held = set(held)
-    first_use = {layer: t for t, layer in reversed(list(enumerate(future)))}
     previous = computing
     for t, layer in enumerate(future):
         if layer not in held:
@@ -76,7 +75,7 @@ def possible_now(
                 # One computation ahead: with two slots or more, what computes just before stays.
                 candidates = held - {previous} if window > 1 else held
                 victim = max(candidates, key=lambda x: (_next_use(future, x, t), x))
-                if victim == computing or first_use.get(victim, t) < t:
+                if victim == computing or _next_use(future, victim, 0) < t:
                     return
                 held.remove(victim)
                 yield evict(victim)
@@ -133,6 +132,8 @@ class Schedule:
         self._changes: dict[tuple[bool, int] | int, frozenset[int]] = {}
         """The same between a computation and the next one, the last time: by layer and direction, or place in order."""
         self._order: tuple[Computation, ...] = ()
+        self._twice_round: tuple[int, ...] = ()
+        """The layers of the order, twice: from any place on it is there as a whole."""
         self._place: int | None = None
         """The last computation's place in the order, or None where it is not in it."""
 
@@ -143,6 +144,7 @@ class Schedule:
         in turn. Where a computation is left out the order is taken up behind it; an evaluation is not looked for in it.
         """
         self._order, self._place = tuple(order), None
+        self._twice_round = 2 * tuple(computation.layer for computation in self._order)
         self._changes.clear()
 
     @property
@@ -209,7 +211,7 @@ class Schedule:
         """
         if self._last is None:
             return []
-        twin, found, stale = copy.deepcopy(self), list[int](), set[int]()
+        twin, found, stale = self._twin(), list[int](), set[int]()
         for _ in range(_FORESEEN * count):
             moves = twin._end_as_before()
             assert twin._last is not None
@@ -223,6 +225,14 @@ class Schedule:
                         return found
                     found.append(move.layer)
         return found
+
+    def _twin(self) -> Schedule:
+        """Returns one that goes on from here by itself; what never changes is not copied, for an order may be long."""
+        twin = copy.copy(self)
+        twin._held, twin._returning = set(self._held), list(self._returning)
+        twin._after, twin._first = {mode: dict(after) for mode, after in self._after.items()}, dict(self._first)
+        twin._changes = dict(self._changes)
+        return twin
 
     def _end_as_before(self) -> list[Move]:
         """Ends the computation under way, if there is one."""
@@ -285,11 +295,11 @@ class Schedule:
         assert len(self._held) <= self.window, "more layers held than the window has slots"
         return done
 
-    def _future(self, layer: int) -> list[int]:
+    def _future(self, layer: int) -> Sequence[int]:
         """Foresees the computations after that of ``layer``, as far as decisions depend on them."""
         if self._place is not None:
-            after = self._order[self._place + 1 :] + self._order[: self._place + 1]
-            return [computation.layer for computation in after]
+            begin = self._place + 1
+            return self._twice_round[begin : begin + len(self._order)]
         if self._backward:
             return [*self._remaining, *self._pass(self._first[True], True)]
         rest = list(self._pass(layer, self._training))[1:]

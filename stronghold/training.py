@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from stronghold.checkpoint.run import RunCheckpoints
+from stronghold.command import INTERRUPTED
 from stronghold.config import DataSettings, OptimizerSettings, TrainSettings
 from stronghold.data.batches import Batches
 from stronghold.data.text import read_documents, standard_library
@@ -37,9 +38,6 @@ from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.pretrained import check_save_folder, save
 from stronghold.units import format_bytes, format_count
 from stronghold.weights import Weights
-
-INTERRUPTED = 130
-"""The exit code of a process that ended for SIGINT or SIGTERM, as shells have it for SIGINT."""
 
 
 class TrainingError(StrongholdError):

@@ -1,6 +1,11 @@
-"""Which tests run: those of DeepSpeed by ``--baselines`` alone, and then no others."""
+"""Which tests run: those of DeepSpeed by ``--baselines`` alone, and then no others. None fails for being slow."""
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# An example takes what other processes leave it of a core: its time says nothing of the code.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser):

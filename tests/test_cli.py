@@ -83,10 +83,10 @@ def test_defaults_are_those_that_help_tells():
 
 
 @pytest.mark.parametrize("clip", [(), ("--clip", "0"), ("--clip", "1")])
-@pytest.mark.parametrize("method", ["stronghold", "zero-infinity-nvme"])
-def test_on_disk_stronghold_alone_updates_layers_in_the_backward_pass(method, clip):
+@pytest.mark.parametrize("method", ["stronghold", "all", "zero-infinity-nvme"])
+def test_on_disk_stronghold_and_no_peer_updates_layers_in_the_backward_pass(method, clip):
     optimizer = settings_of("--method", method, "--store", "disk", *clip).optimizer
-    hides = method == "stronghold" and clip != ("--clip", "1")
+    hides = method != "zero-infinity-nvme" and clip != ("--clip", "1")
     assert optimizer.update == ("in_backward" if hides else "deferred")
     assert optimizer.max_grad_norm == (None if hides or clip == ("--clip", "0") else 1.0)
 

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 
 import pytest
 from rich.console import Console
@@ -40,8 +41,12 @@ def test_each_has_a_record_and_a_line_and_what_fails_stops_nobody(arguments, mon
     assert records["torchao-offload"]["losses"] == []
     assert records["torchao-offload"]["settings"]["layers"] == 2
     assert [len(records[name]["losses"]) for name in ("stronghold", "megatron-lm")] == [3, 3]
-    # Clipped the same, although a store on disk alone would not be, and the store is only for whom has one.
-    assert records["stronghold"]["settings"]["max_grad_norm"] == records["megatron-lm"]["settings"]["max_grad_norm"]
+    # As stronghold trains on disk by itself, and clipped the same; the store is only for whom has one.
+    assert [records[name]["settings"]["update"] for name in ("stronghold", "megatron-lm")] == [
+        "in_backward",
+        "deferred",
+    ]
+    assert [records[name]["settings"]["max_grad_norm"] for name in ("stronghold", "megatron-lm")] == [None, None]
     assert records["stronghold"]["settings"]["store"].endswith("stronghold/store")
     assert records["megatron-lm"]["settings"]["store"] == "ram"
     assert records["stronghold"]["summary"]["disk_bytes"] > 0
@@ -92,3 +97,19 @@ def test_a_signal_ends_the_method_under_way_with_the_comparison(arguments, monke
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_signal_that_comes_while_a_method_is_being_started_ends_it_too(arguments, monkeypatch):
+    started = []
+
+    class Slow(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(["sleep", "100"], **kwargs)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)  # when nobody but this function knows of the process
+
+    only(monkeypatch, "l2l")
+    monkeypatch.setattr(comparison.subprocess, "Popen", Slow)
+    with pytest.raises(KeyboardInterrupt):
+        run(arguments)
+    assert [process.returncode for process in started] == [-signal.SIGTERM]

@@ -15,6 +15,7 @@ ROOMS = {
     "layout": 0,
     "spans": 0,
     "units": 0,
+    "command": 1,
     "config": 1,
     "native": 1,
     "split": 1,
@@ -42,7 +43,7 @@ ROOMS = {
 }
 EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above every room
 MAY_IMPORT_MODELS = {"models", "methods", "pretrained", "training", "cli"}  # everything else works on any nn.Module
-EVALUATION_MAY_IMPORT = {"evaluation", "errors", "spans", "units", "config"}  # records only, never the engine
+EVALUATION_MAY_IMPORT = {"evaluation", "errors", "spans", "units", "command", "config"}  # never the engine
 PURE = {"schedule", "plan"}  # decisions over numbers, without torch
 MAY_READ_ENVIRONMENT = {"cli", "__main__", "parallel"}  # torchrun speaks to its processes by the environment alone
 

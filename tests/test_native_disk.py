@@ -60,7 +60,7 @@ def path(tmp_path):
     read_askew=st.sampled_from([0, 1, 8, 64, 512, 4095]),
     threads=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_alignment_of_memory_offset_and_length(
     tmp_path_factory, length, blocks, write_askew, read_askew, threads
 ):

@@ -188,7 +188,7 @@ def test_a_bf16_gradient_is_its_float32_value(isa, blocks):
     assert_same_bits(replace(narrow, grad=wide.grad), wide)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n=st.one_of(st.integers(0, 200), st.integers(CHUNK - 40, CHUNK + 40)),
     offsets=st.lists(st.integers(0, 19), min_size=8, max_size=8),

@@ -53,7 +53,7 @@ def test_a_norm_shows_what_is_not_finite_and_only_that(isa, dtype, place):
     assert math.isnan(native.squared_norms([tensor], threads=2, isa=isa)[0])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     floats=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=70),
     offset=st.integers(0, 17),
@@ -149,7 +149,7 @@ def test_an_accumulated_nan_shows(isa):
     assert native.accumulate([Addition(target=whole, source=source)], threads=1, isa=isa) == [math.inf]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n=st.one_of(st.integers(0, 300), st.integers(CHUNK - 2, CHUNK + 2)),
     offsets=st.lists(st.integers(0, 19), min_size=3, max_size=3),

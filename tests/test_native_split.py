@@ -82,7 +82,7 @@ def test_every_number_is_updated_as_in_float32(isa):
     assert torch.equal(halves.remainder[number], expected[1])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     values=st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=70),
     isa=st.sampled_from(ISAS),

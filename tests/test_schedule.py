@@ -200,7 +200,7 @@ def planned_fetches(future: tuple[int, ...], window: int) -> int:
     return count
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_plan_that_looks_one_computation_ahead_fetches_less(future, window):
     assert planned_fetches(tuple(future), window) == least_fetches(tuple(future), window)
@@ -247,7 +247,7 @@ def foreseen(layers: int, window: int, passes: list[str], count: int):
     return log, seen
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 9), st.data(), st.sampled_from(sorted(ROUNDS)), st.integers(1, 3))
 def test_what_is_foreseen_is_what_is_then_done(layers, data, kind, count):
     """In the third and fourth of eight rounds, when it has seen all that happens; and nothing is left out."""

@@ -1,5 +1,7 @@
 """The schedule that follows an order: micro-batches that go through a pipeline's stage in turn."""
 
+import copy
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +51,7 @@ def stages(draw):
     return layers, draw(st.integers(1, layers)), layers_of(passes, layers)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(stages())
 def test_every_layer_is_there_in_time_with_the_least_traffic(stage):
     layers, window, order = stage
@@ -64,14 +66,14 @@ def test_every_layer_is_there_in_time_with_the_least_traffic(stage):
     assert all(late == 0 for _, late, _ in rounds)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages(), st.booleans(), st.integers(1, 3))
 def test_what_is_foreseen_is_what_is_then_done(stage, changes, count):
     layers, window, order = stage
     schedule = Schedule(layers, window)
     schedule.follow(order)
     logs, foreseen = [], []
-    for number in range(5):
+    for number in range(9):  # enough of them to see what the fourth foresees
         log, _, seen = run(schedule, order, changes=changes, count=count)
         if number in (2, 3):
             foreseen += [(len(logs) + position, ahead) for position, ahead in seen]
@@ -81,6 +83,38 @@ def test_what_is_foreseen_is_what_is_then_done(stage, changes, count):
         assert [layer for _, layer in fetched[: len(ahead)]] == ahead
         for t, layer in fetched[: len(ahead)]:
             assert f"U{layer}" not in logs[position:t], "read before its update"
+
+
+def test_looking_ahead_does_not_copy_the_order():
+    class Uncopied(Computation):
+        def __deepcopy__(self, memo):
+            raise AssertionError("a copy for every look")
+
+    schedule = Schedule(4, 2)
+    order = layers_of([F, B], 4)
+    schedule.follow([Uncopied(*computation) for computation in order])
+    run(schedule, order)
+    schedule.begin_forward(0, training=True)
+    assert schedule.ahead(2) == [2, 3]
+
+
+@settings(max_examples=60)
+@given(stages(), st.booleans(), st.booleans())
+def test_looking_ahead_changes_nothing(stage, follows, changes):
+    layers, window, order = stage
+    order = [one for one in order if one.layer % 3 != 1]  # so that it jumps
+    schedule = Schedule(layers, window)
+    if follows:
+        schedule.follow(order)
+    for number in range(2 * len(order)):
+        layer, backward = order[number % len(order)]
+        schedule.begin_backward(layer, ()) if backward else schedule.begin_forward(layer, training=True)
+        before = copy.deepcopy(vars(schedule))
+        schedule.ahead(3)
+        assert vars(schedule) == before
+        schedule.end_backward() if backward else schedule.end_forward(returning=True)
+        if changes:
+            schedule.changed(range(layers))
 
 
 def test_a_computation_that_is_left_out_does_not_lose_the_place():
@@ -93,14 +127,17 @@ def test_a_computation_that_is_left_out_does_not_lose_the_place():
     assert late == 0
 
 
-def test_after_an_evaluation_the_order_is_taken_up_again():
-    schedule = Schedule(3, 1)
-    order = layers_of([F, B], 3)
+def test_an_evaluation_is_foreseen_by_itself_and_the_order_is_taken_up_behind_it():
+    schedule = Schedule(4, 2)
+    order = layers_of([F, F, B, B], 4)
     schedule.follow(order)
     run(schedule, order)
-    for layer in range(3):
-        schedule.begin_forward(layer, training=False)
-        assert layer in schedule.held
-        schedule.end_forward(returning=False)
+    late = []
+    for _ in range(3):
+        for layer in range(4):
+            late.append(layer not in schedule.held)
+            schedule.begin_forward(layer, training=False)
+            schedule.end_forward(returning=False)
+    assert not any(late[4:])
     run(schedule, order)
     assert run(schedule, order)[1] == 0

@@ -1,19 +1,18 @@
 """The command line: arguments to settings, nothing else. Each command has a file of its own."""
 
 import argparse
-import atexit
-import gc
 import os
 import sys
 from collections.abc import Sequence
 
-from stronghold.cli.console import FAILED, INTERRUPTED, WRONG_USAGE, print_error
+from stronghold.cli.console import print_error
 from stronghold.cli.parser import Help, Parser
 from stronghold.cli.plot import add_plot
 from stronghold.cli.report import add_report
 from stronghold.cli.trace import add_trace
 from stronghold.cli.train import _train_settings as _train_settings  # what arguments mean, without running it
 from stronghold.cli.train import add_train
+from stronghold.command import FAILED, INTERRUPTED, WRONG_USAGE, run_command
 from stronghold.errors import ParallelError, StrongholdError
 
 __all__ = ["FAILED", "INTERRUPTED", "WRONG_USAGE", "main"]
@@ -21,25 +20,18 @@ __all__ = ["FAILED", "INTERRUPTED", "WRONG_USAGE", "main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` name (default: the process's own) and returns its exit code."""
-    atexit.register(gc.freeze)  # what is left when the process ends is not searched for garbage, most of a second
-    options = _parser().parse_args(arguments)
-    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        return int(options.run(options))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has gone: there is nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return run_command(_parser(), arguments, _tell)
+
+
+def _tell(error: Exception, options: argparse.Namespace) -> int:
+    if options.traceback:
+        raise error
+    if _another_says_it(error):
         return FAILED
-    except Exception as error:
-        if options.traceback:
-            raise
-        if _another_says_it(error):
-            return FAILED
-        code = print_error(error)
-        if (watch := sys.modules.get("stronghold.parallel.watch")) is not None:
-            watch.tell()
-        return code
+    code = print_error(error)
+    if (watch := sys.modules.get("stronghold.parallel.watch")) is not None:
+        watch.tell()
+    return code
 
 
 def _another_says_it(error: Exception) -> bool:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any, NoReturn
 
-from stronghold.cli.console import WRONG_USAGE
+from stronghold.command import WRONG_USAGE
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,9 +5,9 @@ import os
 from datetime import datetime
 from typing import Any
 
-from stronghold.cli.console import INTERRUPTED
 from stronghold.cli.parser import Commands, Help
 from stronghold.cli.train_arguments import ALL, add_train_arguments
+from stronghold.command import INTERRUPTED
 from stronghold.config import (
     DataSettings,
     ModelSettings,
@@ -112,7 +112,7 @@ def _shape(options: argparse.Namespace) -> dict[str, Any]:
 def _optimizer(options: argparse.Namespace) -> OptimizerSettings:
     update, clip = options.update, options.clip
     if update is None:  # on disk, gradients of the whole model in memory are what one wants to do without
-        hides = options.method == "stronghold" and options.store != "ram" and not clip
+        hides = options.method in ("stronghold", ALL) and options.store != "ram" and not clip
         update = "in_backward" if hides else "deferred"
     if clip is None:
         clip = 0.0 if update == "in_backward" else 1.0

@@ -139,8 +139,8 @@ def _add_step(place: Group) -> None:
     place.add_argument(
         "--update",
         choices=("deferred", "in_backward"),
-        help="update layers behind the step, or as soon as each has its gradient (default: deferred; stronghold with "
-        "--store on disk and without --clip: in_backward)",
+        help="update layers behind the step, or as soon as each has its gradient (default: deferred; stronghold, also "
+        "among all, with --store on disk and without --clip: in_backward)",
     )
     place.add_argument(
         "--states",

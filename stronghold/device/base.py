@@ -32,7 +32,7 @@ class Device(ABC):
     name: str
     torch_device: torch.device
     is_host: bool = False
-    """Whether its buffers are host memory, into which a disk can be read."""
+    """Whether its memory is the host's: edges and layers can be computed with where they lie, slots read from disk."""
     fetches: Stream
     edges: Stream
     gradients: Stream

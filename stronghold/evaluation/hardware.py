@@ -31,7 +31,7 @@ def hardware_of(record: Mapping[str, Any]) -> str:
 
 
 def moves_of(run: Run) -> Iterator[str]:
-    """Yields for each time that a run went on elsewhere after which step, and where: its steps are of two machines."""
+    """Yields, in words, each time that a run went on on another machine: its steps are not of one."""
     before = hardware_of(run.start)
     for resume in run.resumes:
         now = hardware_of(resume)

@@ -27,8 +27,8 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The share of all devices' time in which they wait: 1 - busy / (devices · step)."""
-        return 1 - sum(self.busy_s) / (len(self.busy_s) * self.step_s)
+        """The share of all devices' time in which they wait: 1 - busy / (devices · step), 0 of a step without time."""
+        return 1 - sum(self.busy_s) / (len(self.busy_s) * self.step_s) if self.step_s else 0.0
 
 
 def simulate(

@@ -132,7 +132,7 @@ def check(case, found):
     assert found.ideal_s == sum(layer.forward_s + layer.backward_s for layer in layers) / pipeline.stages
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=3000)
 @given(cases())
 def test_balance_by_time_is_the_least_slowest_stage_of_all(case):
     possible, over = fitting(case)
@@ -146,7 +146,7 @@ def test_balance_by_time_is_the_least_slowest_stage_of_all(case):
     assert found.slowest_s == min(max(times) for times, _ in possible)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(cases())
 def test_balance_by_memory_is_the_least_fullest_stage_and_then_the_least_slowest(case):
     possible, _ = fitting(case)
@@ -162,7 +162,7 @@ def test_balance_by_memory_is_the_least_fullest_stage_and_then_the_least_slowest
     assert found.slowest_s == min(max(times) for times, peaks in possible if max(peaks) <= fullest)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cases(), st.data())
 def test_a_given_partition_recomputes_as_little_as_fits(case, data):
     layers, pipeline, limits, ratios, receive_buffers = case

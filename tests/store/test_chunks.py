@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stronghold.layout import PAGE_BYTES, lay_out, round_up
@@ -28,7 +28,6 @@ EIGHT_BIT = [(2, 1), (2, 1), (1, 1), (1, 1), (1, 64), (1, 64)]
 counts = st.lists(st.one_of(st.integers(1, 3000), st.integers(GRAIN - 2, 9 * GRAIN + 70)), min_size=1, max_size=7)
 
 
-@settings(deadline=None)
 @given(counts, st.sampled_from([FP32, EIGHT_BIT]))
 def test_every_element_is_in_one_chunk_and_no_chunk_is_over_its_limit(elements, kinds):
     arrays = file_of(elements, kinds)
@@ -51,7 +50,6 @@ def test_every_element_is_in_one_chunk_and_no_chunk_is_over_its_limit(elements, 
     assert reached == elements
 
 
-@settings(deadline=None)
 @given(counts, st.sampled_from([FP32, EIGHT_BIT]))
 def test_no_two_chunks_share_a_page(elements, kinds):
     arrays = file_of(elements, kinds)

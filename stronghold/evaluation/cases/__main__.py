@@ -1,9 +1,6 @@
 """``python -m stronghold.evaluation.cases``: what the scripts in examples/ call."""
 
 import argparse
-import atexit
-import gc
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from stronghold.command import FAILED, WRONG_USAGE, in_one_line, run_command
 from stronghold.evaluation.agreement import disagreements
 from stronghold.evaluation.cases.case import CASES
 from stronghold.evaluation.cases.drawing import save_figure
@@ -22,26 +20,17 @@ from stronghold.evaluation.cases.reading import read_results
 from stronghold.evaluation.cases.running import Place, run_case
 from stronghold.evaluation.cases.table import csv_text, tables
 
-FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs, extracts or draws the case that ``arguments`` name, and returns the exit code."""
-    atexit.register(gc.freeze)  # what is left when the process ends is not searched for garbage, most of a second
-    options = _parser().parse_args(arguments)
-    try:
-        return int(options.do(options))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has gone: there is nobody to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except ValueError as error:
-        print(f"case {options.case}: error: {error}", file=sys.stderr)
-        return WRONG_USAGE
-    except OSError as error:
-        print(f"case {options.case}: error: {error.strerror}: {error.filename}", file=sys.stderr)
-        return FAILED
+    return run_command(_parser(), arguments, _tell)
+
+
+def _tell(error: Exception, options: argparse.Namespace) -> int:
+    if not isinstance(error, ValueError | OSError):
+        raise error
+    print(f"case {options.case}: error: {in_one_line(error)}", file=sys.stderr)
+    return WRONG_USAGE if isinstance(error, ValueError) else FAILED
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -108,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     cases = "".join(f"\n  {case.number}  {case.title} ({case.figure})" for case in CASES.values())
     parser = argparse.ArgumentParser(prog="python -m stronghold.evaluation.cases", description="The paper's cases.")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    for name, do, about in (
+    for name, run, about in (
         ("run", _run, "Makes the runs of a case that its results do not have yet."),
         ("extract", _extract, "Prints a case's table, and writes it as CSV."),
         ("draw", _draw, "Draws a case's figure, as PNG and SVG."),
@@ -120,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
             epilog=f"cases:{cases}\n\nmachines:{presets}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        action.set_defaults(do=do)
+        action.set_defaults(run=run)
         add: Any = action.add_argument
         add("case", type=int, choices=tuple(CASES), metavar="CASE", help="the case's number, 1 to 5")
         add("--machine", choices=tuple(MACHINES), default="cpu", help="the settings to measure in (default: cpu)")

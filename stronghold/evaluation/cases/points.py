@@ -160,7 +160,8 @@ def _points(case: Case, preset: Machine, items: Sequence[Measurement]) -> tuple[
         if not same:
             missing.append(run)
             continue
-        newest = max(same, key=lambda item: (not item.note, item.time))  # of those that came to their end, if any did
+        # Of those that came to their end, on one machine, if any did.
+        newest = max(same, key=lambda item: (not item.note, item.time))
         if len(same) > 1:
             notes.append(f"{in_words(run)}: {len(same)} runs, the newest is shown ({newest.source})")
         points.append(_point(case, run, newest))

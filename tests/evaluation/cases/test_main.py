@@ -99,5 +99,8 @@ def test_help_names_cases_and_machines(action, capsys):
 def test_a_table_that_cannot_be_written_is_named(results, capsys, tmp_path):
     (tmp_path / "file").touch()
     folder = results(make_record())
-    assert main(["extract", "5", "--machine", "tiny", "--results", folder, "--csv", f"{tmp_path}/file/x.csv"]) == 1
-    assert "file" in capsys.readouterr().err
+    extract = ["extract", "5", "--machine", "tiny", "--results", folder, "--csv"]
+    assert main([*extract, f"{tmp_path}/file/x.csv"]) == 1
+    assert f"case 5: error: File exists: {tmp_path}/file\n" in capsys.readouterr().err
+    assert main([*extract, "/dev/full"]) == 1
+    assert "case 5: error: [Errno 28] No space left on device\n" in capsys.readouterr().err

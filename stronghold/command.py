@@ -1,0 +1,53 @@
+"""How a command ends, whichever it is: its exit code, and its errors in one line."""
+
+import argparse
+import atexit
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from stronghold.errors import StrongholdError
+
+FAILED = 1
+WRONG_USAGE = 2
+INTERRUPTED = 130
+"""As shells have it for SIGINT; for SIGTERM, too."""
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    tell: Callable[[Exception, argparse.Namespace], int],
+) -> int:
+    """Calls the ``run`` of the parsed ``arguments`` (default: the process's own) with them; returns the exit code.
+
+    ``tell`` hears of an error, with the same, and returns its code. An interrupt, and a reader of the output who has
+    gone, are none. What ``run`` gets has the ``arguments`` themselves, too.
+    """
+    atexit.register(gc.freeze)  # what is left when the process ends is not searched for garbage, most of a second
+    options = parser.parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = int(options.run(options))
+        sys.stdout.flush()  # now, while a reader who has gone can still be noticed
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        return tell(error, options)
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns what an error says, with its kind where it is not one that says all by itself."""
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.strerror}: {error.filename}"
+    else:
+        text = str(error)
+    text, kind = " ".join(text.split()), type(error).__name__
+    if not text:
+        return kind
+    return text if isinstance(error, ValueError | StrongholdError | OSError) else f"{kind}: {text}"
