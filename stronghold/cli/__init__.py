@@ -26,12 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tell(error: Exception, options: argparse.Namespace) -> int:
     if options.traceback:
         raise error
-    if _another_says_it(error):
-        return FAILED
-    code = print_error(error)
-    if (watch := sys.modules.get("stronghold.parallel.watch")) is not None:
-        watch.tell()
-    return code
+    return FAILED if _another_says_it(error) else print_error(error)
 
 
 def _another_says_it(error: Exception) -> bool:
@@ -42,9 +37,10 @@ def _another_says_it(error: Exception) -> bool:
     if isinstance(error, ParallelError):
         return not error.ours
     distributed = sys.modules.get("torch.distributed")
-    joined = distributed is not None and distributed.is_initialized()
-    of_arguments = isinstance(error, ValueError | StrongholdError)
-    return of_arguments and not joined and os.environ.get("RANK", "0") != "0"
+    if distributed is not None and distributed.is_initialized():
+        watch = sys.modules.get("stronghold.parallel.watch")
+        return watch is not None and not watch.is_ours()
+    return isinstance(error, ValueError | StrongholdError) and os.environ.get("RANK", "0") != "0"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -39,6 +39,7 @@ class Watch:
         self._rank = rank
         self._count = count
         self._waiting_since: float | None = None
+        self._ending = False
         self._told = False
         """Whether this process has an error of its own, which it tells."""
         self._main = threading.main_thread()
@@ -85,6 +86,11 @@ class Watch:
             self._beat(time.monotonic())
             time.sleep(2 * BEAT_S)  # until all have seen it: the store may be this process's, and end with it
 
+    def is_ours(self) -> bool:
+        """Whether this process, which ends with an error, is the first of those that do: all may have the same."""
+        self.tell()
+        return not any(self._has_told(rank) for rank in range(self._rank))
+
     def explained(self, error: Exception) -> Exception:
         """Returns what to raise for ``error``: a LostProcessError where another process has ended."""
         if self._told or isinstance(error, LostProcessError):
@@ -92,7 +98,7 @@ class Watch:
         deadline = time.monotonic() + LOST_S
         while time.monotonic() < deadline:
             if (lost := self._lost(6 * BEAT_S)) is not None:
-                self._told = True  # not by the thread too
+                self._ending = True  # not by the thread too
                 return LostProcessError(self._message(lost), ours=self._is_to_tell(lost))
             time.sleep(BEAT_S / 4)
         self.tell()
@@ -103,7 +109,7 @@ class Watch:
             now = time.monotonic()
             self._beat(now)
             self._look(now)
-            if not self._told and (lost := self._lost(LOST_S)) is not None:
+            if not self._told and not self._ending and (lost := self._lost(LOST_S)) is not None:
                 self._end(self._message(lost) if self._is_to_tell(lost) else None)
             if self._is_stuck(now):
                 self.tell()
@@ -163,8 +169,10 @@ class Watch:
     def _is_to_tell(self, lost: int) -> bool:
         """Whether this is the process to tell of a ``lost`` one: the first that is left, unless that one has itself."""
         first = min(rank for rank in range(self._count) if rank != lost)
-        told = self._beats[lost][0][2:] == ["1"] if lost in self._beats else False
-        return not told and self._rank == first
+        return not self._has_told(lost) and self._rank == first
+
+    def _has_told(self, rank: int) -> bool:
+        return rank in self._beats and self._beats[rank][0][2:] == ["1"]
 
     def _message(self, lost: int) -> str:
         who = self._get(lost, "who")
@@ -216,7 +224,6 @@ def watch_over(rank: int, count: int) -> Watch:
     return _watch
 
 
-def tell() -> None:
-    """Says, where there are other processes, that this one ends with an error of its own."""
-    if _watch is not None:
-        _watch.tell()
+def is_ours() -> bool:
+    """Whether this process is to tell the error that it ends with: not where one before it ends with its own."""
+    return _watch is None or _watch.is_ours()

@@ -20,10 +20,11 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": lambda: time.sleep(1000),
     "raise": lambda: 1 / 0,
+    "poison": lambda: float("nan"),
 }
 WHERE: dict[str, tuple[Any, str, int]] = {  # what is called, and after how many times
     "beginning": (GPT, "initialize_module", 3),
-    "forward": (Block, "forward", 30),
+    "forward": (Block, "forward", 25),
     "update": (AdamW, "step", 2),
     "checkpoint": (saving, "_write", 1),
 }
@@ -36,9 +37,9 @@ def befall(fault: str, where: str) -> None:
 
     def faulty(*arguments: Any, **options: Any) -> Any:
         left[0] -= 1
-        if left[0] == -1:
-            FAULTS[fault]()
-        return original(*arguments, **options)
+        factor = FAULTS[fault]() if left[0] == -1 else None
+        result = original(*arguments, **options)
+        return result if factor is None else result * factor
 
     setattr(owner, name, faulty)
 
@@ -46,7 +47,7 @@ def befall(fault: str, where: str) -> None:
 if __name__ == "__main__":
     fault, rank, where, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
-    watch.LOST_S, watch.STUCK_S = 8.0, 6.0
+    watch.BEAT_S, watch.LOST_S, watch.STUCK_S = 0.5, 6.0, 4.0
     if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         befall(fault, where)
     sys.exit(main(arguments))

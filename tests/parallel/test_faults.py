@@ -26,6 +26,7 @@ STAGES = [*TRAIN[1:], "--stages", "2", "--checkpoint-every", "2"]
         ("hang", 1, "forward", "process 1 hangs"),
         ("hang", 0, "update", "process 0 hangs"),
         ("raise", 1, "forward", "division by zero"),
+        ("poison", 1, "forward", "the loss must stay finite"),
     ],
 )
 def test_the_others_end_with_one_error_that_names_it(tmp_path, fault, rank, where, named):
