@@ -14,12 +14,12 @@ from stronghold.parallel.watch import Watch
 
 
 class Stage(PipelineStage):
-    """``sent`` has the bytes that went from this stage to others, activations and gradients, by the other's number."""
+    """In ``sent`` it counts the bytes that go to other stages, activations and gradients, by the other's number."""
 
-    def __init__(self, watch: Watch, *arguments: Any, **options: Any) -> None:
+    def __init__(self, watch: Watch, sent: Counter[int], *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.sent: Counter[int] = Counter()
         self._watch = watch
+        self._sent = sent
 
     def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
         with self._working():
@@ -45,5 +45,6 @@ class Stage(PipelineStage):
             raise error.__cause__ or error from None
 
     def _counted(self, operations: list[dist.P2POp], other: int) -> list[dist.P2POp]:
-        self.sent[other] += sum(operation.tensor.nbytes for operation in operations)
+        for operation in operations:
+            self._sent[other] += operation.tensor.nbytes
         return operations

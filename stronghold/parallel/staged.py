@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -54,6 +55,7 @@ class StagedModule(nn.Module):
         self._tied = Tied(stages, order, processes)
         self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
         """The library's schedule for training and for evaluation, with the shapes that it was made for."""
+        self._sent: Counter[int] = Counter()
         self.chunks = nn.ModuleList(stages[number] for number in self._numbers)
         if callable(weights):
             weights = in_order(row.model, weights)
@@ -110,6 +112,19 @@ class StagedModule(nn.Module):
             state_dict.pop(prefix + name, None)
         state_dict.update({prefix + own: value for own, value in found.items()})
 
+    def take_sent_bytes(self) -> dict[int, int]:
+        """Returns the bytes that this process has sent to each other one, by its rank, since it was last asked.
+
+        They are the activations and their gradients that cross from stage to stage, counted as they are handed over;
+        for a step :func:`stronghold.plan.traffic.boundary_bytes` has the formula.
+        """
+        sent = self._sent.copy()
+        self._sent.clear()
+        by_rank: Counter[int] = Counter()
+        for stage, count in sent.items():
+            by_rank[self._order.device_of(stage)] += count
+        return dict(by_rank)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses: one process has not got the whole model."""
         raise ParallelError(
@@ -163,6 +178,7 @@ class StagedModule(nn.Module):
         stages = [
             Stage(
                 watch,
+                self._sent,
                 chunk,
                 number,
                 self._order.stages,

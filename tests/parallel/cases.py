@@ -15,6 +15,7 @@ import stronghold
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.models.gpt_row import GPTRow
 from stronghold.parallel import in_stages
+from stronghold.plan.pipeline import Pipeline
 from tests.small import SIZE, Block
 
 BATCH = 8
@@ -34,6 +35,16 @@ class Case:
     disk: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     steps: int = 3
+
+    def order(self, processes: int) -> Pipeline:
+        """Returns the schedule over so many processes."""
+        each = self.stages // processes
+        return Pipeline(
+            schedule=self.schedule or ("1F1B" if each == 1 else "Interleaved1F1B"),
+            devices=processes,
+            micro_batches=self.micro_batches,
+            stages_per_device=each,
+        )
 
 
 CASES = {
@@ -77,12 +88,16 @@ def batches(steps: int) -> list[Tensor]:
 
 @dataclass
 class Trained:
-    """What a run came to: each step's loss and gradients by name, losses without gradients, the parameters after it."""
+    """What a run came to: each step's loss and gradients by name, losses without gradients, the parameters after it.
+
+    ``sent`` are the bytes that a process has sent to others in each step.
+    """
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
     evaluated: list[float]
     parameters: dict[str, Tensor]
+    sent: list[dict[int, int]] = field(default_factory=list)
 
 
 def alone(case: Case) -> Trained:
@@ -124,7 +139,9 @@ def staged(case: Case) -> Trained:
         optimizer = stronghold.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=case.clip)
         trained = Trained([], [], [], {})
         for batch in batches(case.steps):
+            module.take_sent_bytes()
             trained.losses.append(module.forward_backward(batch, batch).item())
+            trained.sent.append(module.take_sent_bytes())
             gradients = {names[id(p)]: p.grad for p in module.parameters()}
             trained.gradients.append({name: g.clone() for name, g in gradients.items() if g is not None})
             optimizer.step()

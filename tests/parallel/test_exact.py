@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stronghold.plan.traffic import boundary_bytes
 from tests.parallel import cases
 from tests.parallel.launched import launch
 
@@ -47,6 +48,11 @@ def test_stages_train_as_one_process_does(staged, processes, number):
                 assert (gradient - reference).norm() <= tolerance * reference.norm(), (name, step)
         for name, parameter in trained.parameters.items():
             torch.testing.assert_close(parameter, expected.parameters[name], rtol=1e-4, atol=2e-5, msg=name)
+    order = case.order(processes)
+    for step, batch in enumerate(cases.batches(case.steps)):
+        a_micro_batch = len(batch) // case.micro_batches * batch.shape[1] * cases.CONFIG.hidden * 4
+        sent = {(rank, to): count for rank, one in enumerate(everyone) for to, count in one.sent[step].items()}
+        assert sent == boundary_bytes(order, a_micro_batch)
     copies = [
         trained.parameters["embedding.weight"] for trained in everyone if "embedding.weight" in trained.parameters
     ]
