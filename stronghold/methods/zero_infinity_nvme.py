@@ -13,6 +13,9 @@ from stronghold.methods.ordinary import reference_model
 from stronghold.models.gpt import GPTConfig
 from stronghold.weights import Weights
 
+SUB_GROUP = int(1e8)
+"""How many elements AdamW goes over at a time. A buffer holds as many: the documentations' billion would be 16 GB."""
+
 
 class ZeroInfinityNvme:
     """ZeRO 3: masters, gradients and states in files, and of the weights what is beyond a billion elements.
@@ -56,13 +59,14 @@ def zero_settings(settings: TrainSettings, shape: GPTConfig, directory: str) -> 
                 "nvme_path": directory,
                 "pin_memory": pinned,
                 "buffer_count": 4,  # "Adam optimizer has 4 states"
-                # The next group is read, and the last one written, beside the AdamW of this one.
-                "pipeline_read": True,
-                "pipeline_write": True,
+                # Not pipelined, as in transformers' example. A pipeline reads the next group and writes the last one
+                # beside the AdamW of this one: in DeepSpeed 0.19.8 that fails from the second group on with fewer than
+                # 12 buffers, 4 for each of the three, and with 12 it was no faster (benchmarks/NOTES.md).
+                "pipeline_read": False,
+                "pipeline_write": False,
                 "fast_init": False,
             },
-            # Groups small enough for a pipeline: the documentations' value for NVMe.
-            "sub_group_size": int(1e8),
+            "sub_group_size": SUB_GROUP,
         },
         # The values of transformers' documentation. ds_nvme_tune, DeepSpeed's own, finds others for other disks.
         "aio": {

@@ -12,12 +12,13 @@ from stronghold.evaluation.records import read_records
 METHODS = ("zero-offload", "zero-infinity", "zero-infinity-nvme")
 # Wide enough for something to be swapped: DeepSpeed leaves parameters below a mebibyte in memory.
 SHAPE = ["-l", "3", "--hidden", "64", "--heads", "2", "--vocabulary", "6000", "--seq", "32", "--batch", "2"]
+MODULE = ("-m", "stronghold")
 
 pytestmark = [pytest.mark.baselines, pytest.mark.timeout(1800)]  # the first one compiles
 
 
-def train(method, folder, *arguments):
-    command = [sys.executable, "-m", "stronghold", "train", "--method", method, *SHAPE, "--device", "cpu"]
+def train(method, folder, *arguments, start=MODULE):
+    command = [sys.executable, *start, "train", "--method", method, *SHAPE, "--device", "cpu"]
     own = ["--steps", "12", "--lr", "3e-3", "--out", str(folder / method), "--record", str(folder / "runs.jsonl")]
     return subprocess.run([*command, *own, *arguments], capture_output=True, text=True, timeout=1500)
 
@@ -66,6 +67,30 @@ def test_on_disk_its_bytes_are_counted_and_gone_afterwards(tmp_path):
     assert record["summary"]["disk_bytes"] > 2 * 4 * 6000 * 64  # both moments of the embedding at least
     assert record["summary"]["disk_written_bytes"] > 2 * 4 * 6000 * 64
     assert list((tmp_path / "zero-infinity-nvme" / "store").iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_on_disk_it_learns_the_same_in_several_sub_groups(tmp_path, dtype):
+    # Seven sub-groups of a mebibyte or more, the least that DeepSpeed swaps: the embedding, and three in each layer.
+    program = (
+        "import sys; from stronghold import cli; from stronghold.methods import zero_infinity_nvme; "
+        "zero_infinity_nvme.SUB_GROUP = 262144; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    # Without clipping: the gradients' norm is the groups', and would be rounded in another order.
+    shape = ("-l", "2", "--hidden", "256", "--dtype", dtype, "--clip", "0")
+    runs = {
+        "ordinary": ("megatron-lm", MODULE),
+        "one": ("zero-infinity-nvme", MODULE),
+        "several": ("zero-infinity-nvme", ("-c", program)),
+    }
+    for name, (method, start) in runs.items():
+        done = train(method, tmp_path / name, *shape, "--record", str(tmp_path / "runs.jsonl"), start=start)
+        assert done.returncode == 0, done.stdout + done.stderr
+    records = read_records(tmp_path / "runs.jsonl").records
+    assert disagreements(records) == [None] * 3
+    _, one, several = (record["losses"] for record in records)
+    assert several == pytest.approx(one, rel=1e-6)
+    assert several[-1] < several[0] - 1
 
 
 @pytest.mark.parametrize("method", METHODS)
