@@ -37,6 +37,8 @@ class Owner(Protocol):
 
     device: Device
     homes: Sequence[Home]
+    sums_gradients: bool
+    """Whether a step has several backward passes, under in_backward too: the sums need memory."""
 
     def update_threads(self) -> int:
         """Returns how many cores an update may use: all that the process may, but one for the thread that computes."""

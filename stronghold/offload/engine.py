@@ -52,6 +52,7 @@ class Engine:
         self.copies: frozenset[int] = frozenset()
         """The parameters, by id, that another process has as well, and answers for."""
         self.kind = type(model).__name__
+        self.sums_gradients = False
         self._runs: list[weakref.ref[Run]] = []
         self._hooks: dict[int, RemovableHandle] = {}
         self._backward_open = False
@@ -181,6 +182,10 @@ class Engine:
             self._backward_open = False
             self.gradients.publish()
         self.device_gradients.close()
+
+    def begin_pass(self, number: int, passes: int) -> None:
+        """Hears that backward pass ``number`` (from 0) of the ``passes`` of a step begins, in a part of the model."""
+        self.gradients.summed, self.gradients.more = passes > 1, number < passes - 1
 
     # What the optimizer and the parameters say.
 

@@ -282,11 +282,9 @@ class AdamW(torch.optim.Optimizer):
                 self._moments.allocate(home, wanted)
 
     def _keeps_gradients(self, home: Home) -> bool:
-        return (
-            bool(self._trained(home))
-            and not home.resident
-            and (home.mirrored if home.is_edge else not self.in_backward)
-        )
+        assert self._owner is not None
+        sums = not self.in_backward or self._owner.sums_gradients
+        return bool(self._trained(home)) and not home.resident and (home.mirrored if home.is_edge else sums)
 
     def _allocate(self, home: Home) -> None:
         self._moments.allocate(home, self._trained(home))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,20 +14,34 @@ from stronghold.parallel.watch import Watch
 
 
 class Stage(PipelineStage):
-    """In ``sent`` it counts the bytes that go to other stages, activations and gradients, by the other's number."""
+    """In ``sent`` it counts the bytes that go to other stages, activations and gradients, by the other's number.
 
-    def __init__(self, watch: Watch, sent: Counter[int], *arguments: Any, **options: Any) -> None:
+    Before each backward pass it calls ``begin_pass`` with the number of its micro-batch, and ``micro_batches``.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        sent: Counter[int],
+        begin_pass: Callable[[int, int], None],
+        micro_batches: int,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
         self._watch = watch
         self._sent = sent
+        self._begin_pass = begin_pass
+        self._micro_batches = micro_batches
 
     def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
         with self._working():
             return super().forward_one_chunk(*arguments, **options)
 
-    def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        self._begin_pass(bwd_chunk_id, self._micro_batches)
         with self._working():
-            return super().backward_one_chunk(*arguments, **options)
+            return super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._counted(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1)

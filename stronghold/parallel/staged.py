@@ -69,7 +69,14 @@ class StagedModule(nn.Module):
         )
         engine = engine_of(self)
         assert engine is not None
-        keep_company(engine, processes, self._tied.copies, type(row.model).__name__)
+        keep_company(
+            engine,
+            processes,
+            shared=self._tied.shared,
+            copies=self._tied.copies,
+            model=type(row.model).__name__,
+            passes=order.micro_batches,
+        )
         parts = dict(zip(self._numbers, self.chunks, strict=True))
         follow(engine, [(parts[one.stage], one.backward) for one in order.order(processes.rank)])
 
@@ -172,13 +179,16 @@ class StagedModule(nn.Module):
         known = self._schedules.get(training)
         if known is not None and known[0] == key:
             return known[1]
-        watch = self._processes.watch
+        engine, watch = engine_of(self), self._processes.watch
+        assert engine is not None
         one = inputs[: len(inputs) // micro_batches]
         shapes = self._processes.together(lambda: self._shapes.between(one))
         stages = [
             Stage(
                 watch,
                 self._sent,
+                engine.begin_pass,
+                micro_batches,
                 chunk,
                 number,
                 self._order.stages,

@@ -26,6 +26,8 @@ class Tied:
         for number, stage in enumerate(stages):
             for parameter in stage.parameters():
                 users.setdefault(parameter, set()).add(order.device_of(number))
+        self.shared: list[nn.Parameter] = []
+        """Those of this process that another one has too."""
         self.copies: list[nn.Parameter] = []
         """Those that a process before this one has too."""
         self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
@@ -35,6 +37,7 @@ class Tied:
             with self._watch.waiting():
                 group = dist.new_group(sorted(ranks))  # all processes make all groups
             if rank in ranks:
+                self.shared.append(parameter)
                 self._groups.append((parameter, group))
                 if rank != min(ranks):
                     self.copies.append(parameter)

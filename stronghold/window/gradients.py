@@ -44,6 +44,10 @@ class Gradients:
         self.device = device
         self.waits = waits
         self.updater: weakref.ref[Updater] | None = None
+        self.summed = self.more = False
+        """Whether a step has several backward passes, whose sums in_backward updates with; whether more follow."""
+        self.shared: frozenset[int] = frozenset()
+        """Parameters, by id, whose gradients in_backward leaves to the step: they are not complete before."""
         self._threads = native.usable_cores()
         self.downlink = Downlink(homes, device, waits)
         self._layer: int | None = None
@@ -77,7 +81,7 @@ class Gradients:
             for place, parameter in enumerate(home.parameters):
                 if isinstance(parameter.grad, ConsumedGradient):
                     raise consumed_error()
-                if parameter.grad is not None and self._takes(home, place):
+                if parameter.grad is not None and self._takes(home, place) and not self.summed:
                     raise OffloadedModelError(
                         f"update='in_backward' adds to no gradient that is there already (got one on a parameter of "
                         f"{home.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
@@ -136,20 +140,27 @@ class Gradients:
         taken = [place for place in places if self._takes(home, place)]
         gradients = [gradient_view(slot.flat, home, place) for place in places]
         squares = [squares_view(slot.flat, home, place) for place in places]
-        poison = self._poison if taken else None
+        updater = self._updater
+        poison = self._poison if updater is not None and updater.in_backward else None
         self.device.compute_run(lambda: write_squares(gradients, squares, self._threads, poison))
         self.downlink.turn()
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
         self.waits.stream(self.device.gradients, self.device.compute_mark(), Wait.GRADIENT_WRITTEN)
+        kept = [place for place in places if place not in taken]
+        if not self._held[layer].keys().isdisjoint(taken):
+            self._keep(layer, slot, places)
+            return self._update_sums(home, slot, taken)
         updated = self._down_and_update(home, slot, taken) if taken else None
-        if len(taken) < len(places):
-            self._keep(layer, slot, [place for place in places if place not in taken])
+        if kept:
+            self._keep(layer, slot, kept)
         return updated
 
     def _takes(self, home: Home, place: int) -> bool:
         """Whether the gradient is used for an update at once, rather than kept for the user."""
         updater = self._updater
-        return updater is not None and updater.in_backward and updater.updates(home, place)
+        if updater is None or not updater.in_backward or self.more or id(home.parameters[place]) in self.shared:
+            return False
+        return updater.updates(home, place)
 
     @property
     def _updater(self) -> Updater | None:
@@ -169,11 +180,18 @@ class Gradients:
             updater = self._updater
             assert updater is not None
             self._consume(home, taken)
+            remainders = {}
+            for place in [place for place in taken if place in held]:
+                before, its = held.pop(place), known.pop(place)
+                its = add_on_device(self.device, home, place, before, its, taken[place], self._threads)
+                taken[place], remainders[place] = before, its.remainder if its is not None else None
             squares = torch.zeros(len(taken), dtype=torch.float64, device=self.device.torch_device)
             parts = list(squares.unbind())
             self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._poison))
             pairs = zip(taken.items(), parts, strict=True)
-            updater.update_now(home, {place: Collected(g, one) for (place, g), one in pairs}, None)
+            updater.update_now(
+                home, {place: Collected(g, one, remainders.get(place)) for (place, g), one in pairs}, None
+            )
 
     def _keep(self, layer: int, slot: DeviceSlot, places: Sequence[int]) -> None:
         home, held, known, down = self.homes[layer], self._held[layer], self._known[layer], self.device.gradients
@@ -261,8 +279,9 @@ class Gradients:
 
         def add_up() -> None:
             with torch._C.DisableTorchFunctionSubclass():
-                for target, squares in zip(targets, native.accumulate(additions, threads=self._threads), strict=True):
-                    target.fill_(squares)
+                found = native.accumulate(additions, threads=self._threads)
+                for place, target, squares in zip(sums, targets, found, strict=True):
+                    target.fill_(squares + 0 * arrived[place].squares.item())  # not a number once one before is none
                 for place in blank:
                     held[place].copy_(arrived[place].values)
                 for place in plain:
@@ -280,6 +299,24 @@ class Gradients:
         staging.free = updater.update_now(home, arrived, slot.drained)
         assert staging.free is not None
         return staging.free
+
+    def _update_sums(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> Event | None:
+        """Updates with gradients that are held on the host, to which those in ``slot`` are on their way."""
+        assert home.index is not None
+        updater, held, known = self._updater, self._held[home.index], self._known[home.index]
+        assert updater is not None
+        self._consume(home, places)
+        sums = {}
+        for place in places:
+            values, its = held.pop(place), known.pop(place)
+            if its is None:
+                raise OffloadedModelError(
+                    f"somebody wrote into a gradient of {home.name} between the backward passes of a step, of which "
+                    "update='in_backward' needs the sum as it is; use update='deferred'"
+                )
+            sums[place] = Collected(values, its.squares, its.remainder)
+        # The additions go before on the updates' own stream; what is there for the first time comes with the copy down.
+        return updater.update_now(home, sums, slot.drained)
 
     def _consume(self, home: Home, places: Iterable[int]) -> None:
         assert home.index is not None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -165,7 +164,7 @@ def residual() -> nn.Sequential:
 def bits(folder: str) -> list[str]:
     """Trains stages beside the same model in one process, micro-batch after micro-batch; returns what is not equal."""
     unequal = []
-    for case in BITS:
+    for number, case in enumerate(BITS):
         whole, model = residual(), residual()
         names = {id(p): name for name, p in model.named_parameters()}
         dtype = torch.bfloat16 if case.get("bf16") else None
@@ -180,10 +179,13 @@ def bits(folder: str) -> list[str]:
             device="cpu",
             dtype=dtype,
             window=1,
-            **({"store": f"{folder}/{dist.get_rank()}-{len(unequal)}"} if case.get("disk") else {}),
+            resident=case.get("resident", 0),
+            **({"store": f"{folder}/{number}"} if case.get("disk") else {}),
         )
+        states, update = case.get("states", "fp32"), case.get("update", "deferred")
         optimizers = [
-            stronghold.AdamW(one.parameters(), lr=1e-2, states=case.get("states", "fp32")) for one in (whole, stages)
+            stronghold.AdamW(whole.parameters(), lr=1e-2, states=states),
+            stronghold.AdamW(stages.parameters(), lr=1e-2, states=states, update=update),
         ]
         for step in range(4):
             x, y = torch.randn(8, 3, 4, dtype=dtype), torch.randint(5, (8,))
@@ -194,7 +196,7 @@ def bits(folder: str) -> list[str]:
                 losses.append(loss.detach())
             same = torch.equal(stages.forward_backward(x, y), torch.stack(losses).sum().float())
             expected = dict(whole.named_parameters())
-            for parameter in stages.parameters():
+            for parameter in stages.parameters() if update == "deferred" else ():
                 same &= torch.equal(parameter.grad, expected[names[id(parameter)]].grad)
             for optimizer in optimizers:
                 optimizer.step()
@@ -212,4 +214,8 @@ BITS = [
     {"stages": 2, "schedule": "1F1B", "bf16": True},
     {"stages": 4, "schedule": "Interleaved1F1B", "bf16": True, "states": "8bit"},
     {"stages": 4, "schedule": "Interleaved1F1B", "disk": True},
+    {"stages": 2, "schedule": "1F1B", "update": "in_backward"},
+    {"stages": 2, "schedule": "GPipe", "update": "in_backward", "bf16": True, "disk": True},
+    {"stages": 2, "schedule": "1F1B", "update": "in_backward", "bf16": True, "resident": 2},
+    {"stages": 4, "schedule": "Interleaved1F1B", "update": "in_backward", "states": "8bit"},
 ]
