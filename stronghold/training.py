@@ -35,6 +35,7 @@ from stronghold.methods import Prepared, find_method
 from stronghold.methods.stages import join, records_of
 from stronghold.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.offload import Company
 from stronghold.pretrained import check_save_folder, save
 from stronghold.units import format_bytes, format_count
 from stronghold.weights import Weights
@@ -94,7 +95,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         start["placement"] = {name: getattr(report, name) for name in ("window", "resident", "device_bytes")}
     after = checkpoints.step if settings.resume else None
     timelines: list[Timeline] = []
-    with _stops() as stop, RunLog(run.out, text=run.log, after=after) as log:
+    with _stops(company) as stop, RunLog(run.out, text=run.log, after=after) as log:
         log.start(start)
         steps, done = log.steps, checkpoints.step
         with StepDisplay(console, settings.steps) as display:
@@ -117,7 +118,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         interrupted = done < settings.steps
         if interrupted:
             console.print(f"interrupted after step {done} of {settings.steps}")
-            if not prepared.saves:
+            if not prepared.saves and settings.checkpoint_every is None:
                 why = "its parts are in several processes, which --checkpoint-every saves together"
                 if settings.parallel.stages == 1:
                     why = f"{method.name} is there to be compared with"
@@ -321,18 +322,26 @@ def _held_out_loss(prepared: Prepared, batches: Batches) -> float | None:
 
 
 @contextmanager
-def _stops() -> Iterator[threading.Event]:
-    """Gives an event that the first SIGINT or SIGTERM sets; the second ends the process at once."""
+def _stops(company: Company) -> Iterator[threading.Event]:
+    """Gives an event that the first SIGINT or SIGTERM sets; the second ends the process at once.
+
+    A launcher passes on to its processes what the terminal has sent them already: within a second that is the first.
+    """
     stop = threading.Event()
+    first_s = 0.0
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may take signals
         return
 
     def take(number: int, _: Any) -> None:
-        if stop.is_set():
+        nonlocal first_s
+        if not stop.is_set():
+            stop.set()
+            first_s = time.monotonic()
+            if company.rank == 0:  # print is not safe in a handler
+                os.write(2, b"\nending after this step; once more to quit at once\n")
+        elif company.count == 1 or time.monotonic() - first_s > 1:
             os._exit(INTERRUPTED)
-        stop.set()
-        os.write(2, b"\nending after this step; once more to quit at once\n")  # print is not safe in a handler
 
     before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

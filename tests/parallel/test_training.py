@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,24 @@ def test_what_cannot_be_is_refused_by_one_process(tmp_path, arguments, processes
     said = [line for line in done.stderr.splitlines() if line.startswith("stronghold: ")]
     assert len(said) == 1 and rule in said[0], done.stderr
     assert "step" not in done.stdout
+
+
+def test_stopping_ends_all_after_the_same_step_with_a_checkpoint(tmp_path):
+    out = tmp_path / "run"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    more = ["--stages", "2", "--steps", "100000", "--checkpoint-every", "50000", "--out", str(out)]
+    with subprocess.Popen([sys.executable, *launcher, *TRAIN, *more], stdout=subprocess.PIPE, text=True) as running:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not steps_of(out):
+            time.sleep(0.2)
+        running.send_signal(signal.SIGTERM)
+        said, _ = running.communicate(timeout=60)
+    last = [steps_of(folder)[-1] for folder in (out, out / "process-1")]
+    assert last[0] == last[1] and f"interrupted after step {last[0]} of 100000" in said
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{last[0]:06}"]
+
+
+def steps_of(folder: Path) -> list[int]:
+    log = folder / "log.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [record["step"] for record in records if record["event"] == "step"]
