@@ -6,7 +6,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,10 @@ class Processes:
         with self.watch.waiting():
             dist.all_gather_object(values, value)
         return values
+
+    def from_first(self, action: Callable[[], T]) -> T:
+        """Runs ``action`` in the first process, and returns in each what it returns there; all raise where it does."""
+        return cast(T, self.everyone(self.together(lambda: action() if self.rank == 0 else None))[0])
 
     def same(self, value: int) -> bool:
         """Whether all processes have the same ``value``."""
