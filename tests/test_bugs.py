@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import stronghold
+from stronghold.parallel.row import SequentialRow
 from stronghold.window.activations import SLOTS
 from tests.reference import CASES, differences, offloaded, snapshot, train
 
@@ -91,3 +92,15 @@ def test_a_parameter_prints_like_any_other() -> None:
     expected = [repr(parameter) for parameter in plain.parameters()]
     model = stronghold.offload(plain, window=1, device="cpu")
     assert [repr(parameter) for parameter in model.parameters()] == expected
+
+
+def test_a_module_that_is_in_a_row_twice_is_computed_twice() -> None:
+    """Stages were cut out of a Sequential's ``children()``, which yields a module once however often it is there.
+
+    A row that uses one activation between all its layers lost it but for the first time, without a word.
+    """
+    tanh = nn.Tanh()
+    model = nn.Sequential(nn.Linear(4, 4), tanh, nn.Linear(4, 4), tanh, nn.Linear(4, 4), tanh)
+    row = SequentialRow(model, nn.functional.mse_loss)
+    x = torch.randn(2, 4)
+    assert torch.equal(row.stage(2, 3)(row.stage(1, 2)(row.stage(0, 1)(x))), model(x))

@@ -182,7 +182,7 @@ def test_a_process_that_ends_searches_for_no_garbage(module, arguments):
     assert (done.stdout, done.returncode) == ("True\n", 2), done.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["plot"], ["report"], ["trace"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["plot"], ["report"], ["trace"], ["partition"]])
 def test_help_fits_and_has_no_gaps(capsys, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stop:

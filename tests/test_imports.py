@@ -38,11 +38,13 @@ ROOMS = {
     "parallel": 6,
     "methods": 7,
     "comparison": 8,
+    "planning": 8,
     "training": 8,
     "cli": 9,
 }
 EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above every room
-MAY_IMPORT_MODELS = {"models", "methods", "pretrained", "training", "cli"}  # everything else works on any nn.Module
+# Everything else works on any nn.Module.
+MAY_IMPORT_MODELS = {"models", "methods", "pretrained", "planning", "training", "cli"}
 EVALUATION_MAY_IMPORT = {"evaluation", "errors", "spans", "units", "command", "config"}  # never the engine
 PURE = {"schedule", "plan"}  # decisions over numbers, without torch
 MAY_READ_ENVIRONMENT = {"cli", "__main__", "parallel"}  # torchrun speaks to its processes by the environment alone

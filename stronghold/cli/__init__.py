@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from stronghold.cli.console import print_error
 from stronghold.cli.parser import Help, Parser
+from stronghold.cli.partition import add_partition
 from stronghold.cli.plot import add_plot
 from stronghold.cli.report import add_report
 from stronghold.cli.trace import add_trace
@@ -51,6 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_train, add_plot, add_report, add_trace):
+    for add in (add_train, add_plot, add_report, add_trace, add_partition):
         add(commands)
     return parser

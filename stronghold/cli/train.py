@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from stronghold.cli.parser import Commands, Help
-from stronghold.cli.train_arguments import ALL, add_train_arguments
+from stronghold.cli.train_arguments import ALL, SHAPE, add_train_arguments, given_shape
 from stronghold.command import INTERRUPTED
 from stronghold.config import (
     DataSettings,
@@ -16,8 +16,6 @@ from stronghold.config import (
     ParallelSettings,
     TrainSettings,
 )
-
-_SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "vocabulary": 51200, "dropout": 0.0}
 
 _EXAMPLES = """\
 examples:
@@ -100,13 +98,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _shape(options: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(options, name) for name in _SHAPE if getattr(options, name) is not None}
+    given = given_shape(options)
     if options.model is not None and given:
         raise ValueError(
             f"a model from files has its own shape (got --model with {', '.join('--' + name for name in given)}); "
             "leave out one or the other"
         )
-    return _SHAPE | given
+    return SHAPE | given
 
 
 def _optimizer(options: argparse.Namespace) -> OptimizerSettings:

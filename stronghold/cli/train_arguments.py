@@ -1,13 +1,17 @@
 """The arguments of `stronghold train`, a function for each group of them in the order of --help."""
 
 import argparse
+from typing import Any
 
 from stronghold.methods import METHODS
+from stronghold.parallel.partitioning import BALANCES
 from stronghold.plan.pipeline import SCHEDULES
 
 ALL = "all"
 """What --method takes besides the methods' names: each of them, one after another."""
 
+SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "vocabulary": 51200, "dropout": 0.0}
+"""The reference GPT's, unless told."""
 
 Group = argparse._ArgumentGroup  # what add_argument_group returns has no public name
 
@@ -48,6 +52,11 @@ def _add_model(model: Group) -> None:
         help="a model's folder, or a config.json to begin anew from; of transformers, or as --save writes it "
         "(default: the reference GPT, of this shape:)",
     )
+    add_shape(model)
+
+
+def add_shape(model: Group) -> None:
+    """Adds the shape of the reference GPT."""
     model.add_argument("-l", "--layers", type=int, metavar="N", help="layers (default: 16)")
     model.add_argument("--hidden", type=int, metavar="N", help="width of a layer (default: 2048)")
     model.add_argument("--heads", type=int, metavar="N", help="attention heads (default: 16)")
@@ -176,8 +185,9 @@ def _add_stages(stages: Group) -> None:
         "--balance",
         type=_balance,
         default="layers",
-        metavar="layers|N,N,…",
-        help="layers of each stage: about as many in each, or those (default: layers)",
+        metavar="NAME|N,N,…",
+        help=f"what stages have in equal parts, {', '.join(BALANCES)}, the first two measured; or the layers of each; or "
+        "the file of a partition (default: layers)",
     )
 
 
@@ -208,12 +218,15 @@ def _add_output(output: Group) -> None:
 
 
 def _balance(text: str) -> str | tuple[int, ...]:
-    if text == "layers":
-        return text
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be layers, or numbers of layers such as 26,23 (got {text!r})") from None
+        return text
+
+
+def given_shape(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the arguments say of the reference GPT's shape."""
+    return {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
 
 
 def _layers(text: str) -> int | str:

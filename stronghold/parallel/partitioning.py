@@ -2,23 +2,113 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from stronghold.errors import ParallelError
+from stronghold.parallel.measuring import measure
 from stronghold.parallel.row import Row
+from stronghold.plan.partition import partition
+from stronghold.plan.partition_file import read_partition
 from stronghold.plan.pipeline import Pipeline
 
+BALANCES = ("time", "memory", "layers")
+"""What stages can have in equal parts, as nearly as layers allow."""
 
-def choose_sizes(row: Row, order: Pipeline, balance: str | Sequence[int]) -> list[int]:
-    """Returns the number of layers of each stage. Raises ParallelError where they do not make up the row."""
+Balance = str | os.PathLike[str] | Sequence[int]
+
+
+def choose_stages(
+    row: Row,
+    order: Pipeline,
+    balance: Balance,
+    *,
+    inputs: Tensor | None = None,
+    targets: Tensor | None = None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    activations: str | None = None,
+) -> tuple[list[int], str | None]:
+    """Returns the number of layers of each stage, and how they keep activations: as asked, or as a file says.
+
+    ``"time"`` and ``"memory"`` measure every layer with the first micro-batch of ``inputs`` and ``targets``, and are
+    the least of the slowest stage and of the fullest (stronghold.plan.partition), with all layers recomputed unless
+    ``activations`` are kept. ``"layers"`` gives each stage as many, the first ones one more where they do not divide.
+    Where there is but one partition nothing is measured. Raises ParallelError where the numbers do not make up the row,
+    or there is nothing to measure with, and what read_stages raises.
+    """
+    if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance not in BALANCES):
+        balance, activations = read_stages(balance, activations)
     layers, stages = len(row.layers), order.stages
     if stages > layers:
         raise ParallelError(
             f"each stage needs at least one layer (got stages={stages}, layers={layers}); pass at most {layers} stages"
         )
-    if isinstance(balance, str):
-        return [layers // stages + (stage < layers % stages) for stage in range(stages)]
-    sizes = list(balance)
+    if not isinstance(balance, str):
+        return _checked(list(balance), stages, layers), activations
+    if balance == "layers" or stages in (1, layers):
+        return [layers // stages + (stage < layers % stages) for stage in range(stages)], activations
+    if inputs is None:
+        raise ParallelError(
+            f"balance={balance!r} measures each layer with a batch like those that will come (got none); pass it as "
+            "inputs=, or balance='layers' for as many layers in each stage, or a list of how many"
+        )
+    costs = measure(
+        row,
+        first_micro_batch(inputs, order.micro_batches),
+        None if targets is None else first_micro_batch(targets, order.micro_batches),
+        device=device,
+        dtype=dtype,
+    )
+    ratio = 0 if activations == "keep" else 1
+    found = partition(costs, order, balance=balance, recompute_ratio=ratio, receive_buffers=True)
+    return [stage.layers for stage in found.stages], activations
+
+
+def first_micro_batch(batch: Tensor, micro_batches: int) -> Tensor:
+    """Returns the first of so many parts of a batch. Raises ParallelError where it does not divide into them."""
+    if not len(batch) or len(batch) % micro_batches:
+        raise ParallelError(
+            f"the micro-batches must divide the batch (got a batch of {len(batch)} samples and {micro_batches} "
+            f"micro-batches); pass a batch of a multiple of {micro_batches} samples"
+        )
+    return batch[: len(batch) // micro_batches]
+
+
+def read_stages(path: str | os.PathLike[str], activations: str | None) -> tuple[list[int], str]:
+    """Returns the layers of each stage in vPipe's file at ``path``, and how the stages keep activations.
+
+    ``activations`` is what the user asks for, None for what the file does: a recompute ratio of 1 is "recompute" and 0
+    is "keep". Raises ParallelError for other ratios and for several, since all layers are recomputed or none, and where
+    the file asks for another than the user does; ValueError where there is no partition in it.
+    """
+    if isinstance(path, str) and not Path(path).exists():
+        raise ParallelError(
+            f"balance must be {', '.join(map(repr, BALANCES))}, the layers of each stage, or a partition's file (got "
+            f"{path!r}, and there is no such file); pass one of them"
+        )
+    file = read_partition(os.fspath(path))
+    ratios = list(file.recompute_ratio)
+    if ratios not in ([0] * len(ratios), [1] * len(ratios)):
+        raise ParallelError(
+            f"stages recompute all of their layers or none, and all stages alike (got recompute_ratio={ratios} in "
+            f"{str(path)!r}); write 0 for each, which keeps activations, or 1 for each"
+        )
+    asked = "recompute" if ratios[0] else "keep"
+    if activations is not None and (activations == "keep") != (asked == "keep"):
+        raise ParallelError(
+            f"activations must be what the partition asks for (got activations={activations!r} and "
+            f"recompute_ratio={ratios} in {str(path)!r}, which is {asked!r}); leave one of them out: pass no "
+            f"activations=, or balance={list(file.partition)}"
+        )
+    return list(file.partition), activations or asked
+
+
+def _checked(sizes: list[int], stages: int, layers: int) -> list[int]:
     if len(sizes) != stages or sum(sizes) != layers or min(sizes) < 1:
         raise ParallelError(
             f"a partition must give each of {stages} stages a layer or more, and {layers} in all (got {sizes}, which "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stronghold.parallel.partitioning import choose_sizes
+from stronghold.offload import by_first
+from stronghold.parallel.partitioning import Balance, choose_stages
 from stronghold.parallel.processes import Processes
 from stronghold.parallel.row import Loss, Row, SequentialRow
 from stronghold.parallel.staged import StagedModule
@@ -22,9 +22,10 @@ def pipeline(
     loss: Loss,
     stages: int,
     micro_batches: int,
-    balance: str | Sequence[int] = "time",
+    balance: Balance = "time",
     schedule: str | None = None,
     inputs: Tensor | None = None,
+    targets: Tensor | None = None,
     device: str | torch.device = "cuda",
     dtype: torch.dtype | None = None,
     weights: Weights | None = None,
@@ -42,12 +43,19 @@ def pipeline(
             optimizer.step()
             optimizer.zero_grad()
 
-    ``loss(output, targets)`` is the mean over a micro-batch. ``balance`` says where the row is cut: ``"time"`` for the
-    least time of the slowest stage and ``"memory"`` for the least bytes of the fullest, both by measuring each layer
-    with ``inputs``, a batch like those that will come; or the number of layers of each stage, where a layer is a child
-    with parameters and those without any behind it. ``schedule`` is "GPipe", "1F1B" or "Interleaved1F1B"; by default
-    1F1B with one stage on each process, else interleaved. ``device``, ``dtype``, ``weights`` and ``settings`` are those
-    of :func:`stronghold.offload`, for each process's part.
+    ``loss(output, targets)`` is the mean over a micro-batch. ``balance`` says where the row is cut, where a layer is a
+    child with parameters and those without any behind it:
+
+    - ``"time"`` for the least time of the slowest stage, and ``"memory"`` for the least bytes (weights and activations)
+      of the fullest. The first process measures each layer with ``inputs``, a batch like those that will come; the loss
+      counts where there are ``targets`` too.
+    - ``"layers"`` for as many layers in each stage, measuring nothing; or ``[26, 23]``, the layers of each.
+    - The path of a file of vPipe's, ``{"partition": [26, 23], "recompute_ratio": [1, 1]}``, that the first process can
+      read. Ratios of 1 mean ``activations="recompute"`` and ratios of 0 ``"keep"``; others are refused.
+
+    ``schedule`` is "GPipe", "1F1B" or "Interleaved1F1B"; by default 1F1B with one stage on each process, else
+    interleaved. ``device``, ``dtype``, ``weights`` and ``settings`` are those of :func:`stronghold.offload`, for each
+    process's part.
 
     Random numbers that layers draw, for dropout say, are each process's own. Raises ParallelError, ValueError and
     BudgetError before anything has changed, in all processes; and whatever ``stronghold.offload`` raises.
@@ -59,6 +67,7 @@ def pipeline(
         balance=balance,
         schedule=schedule,
         inputs=inputs,
+        targets=targets,
         device=torch.device(device),
         dtype=dtype,
         weights=weights,
@@ -71,10 +80,12 @@ def in_stages(
     *,
     stages: int,
     micro_batches: int,
-    balance: str | Sequence[int],
+    balance: Balance,
     schedule: str | None,
     inputs: Tensor | None,
     device: torch.device,
+    targets: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> StagedModule:
     """Does the same with a row of layers of any kind."""
@@ -93,5 +104,20 @@ def in_stages(
             stages_per_device=a_device,
         )
     )
-    sizes = processes.together(lambda: choose_sizes(row, order, balance))
-    return StagedModule(row, sizes, order, processes, **settings)
+    processes.agree({"balance": str(balance)})
+    sizes, activations = by_first(
+        processes,
+        lambda: choose_stages(
+            row,
+            order,
+            balance,
+            inputs=inputs,
+            targets=targets,
+            device=processes.device,
+            dtype=dtype,
+            activations=settings.get("activations"),
+        ),
+    )
+    if activations is not None:
+        settings.setdefault("activations", activations)
+    return StagedModule(row, sizes, order, processes, dtype=dtype, **settings)

@@ -58,7 +58,7 @@ class SequentialRow:
         self._loss = loss
         self._groups: list[list[nn.Module]] = []
         leading: list[nn.Module] = []
-        for child in model.children():
+        for child in model:  # children() leaves out what is there a second time
             if any(True for _ in child.parameters()):
                 self._groups.append([*leading, child])
                 leading = []

@@ -46,13 +46,16 @@ def cut(model: torch.nn.Module, settings: TrainSettings, **offloading: Any) -> t
             f"stages are cut out of the reference GPT here (got {type(model).__name__}); train it in one process, or "
             "write it as an nn.Sequential for stronghold.pipeline"
         )
+    shape = settings.batch, settings.sequence
+    ids = torch.randint(model.config.vocabulary, shape, generator=torch.Generator().manual_seed(0))  # to measure with
     staged = in_stages(
         GPTRow(model),
         stages=wanted.stages,
         micro_batches=_micro_batches(settings),
         balance=wanted.balance,
         schedule=wanted.schedule,
-        inputs=None,
+        inputs=ids,
+        targets=ids,
         device=device,
         **offloading,
     )

@@ -1,0 +1,70 @@
+"""A partition to read: its stages as a table, and what they come to in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.table import Table
+
+from stronghold.plan.partition import Partition
+from stronghold.plan.pipeline import Pipeline
+from stronghold.plan.simulate import simulate
+from stronghold.units import format_bytes, format_seconds
+
+
+def partition_table(found: Partition, pipeline: Pipeline) -> Table:
+    """Returns a line for each stage: layers, milliseconds of a micro-batch, peak bytes, and how far it is idle.
+
+    ``idle`` is the share of its time for which it waits for the slowest while the pipeline is full. ``process`` is
+    there where one has several stages.
+    """
+    table = Table(title="stages, and a micro-batch in each", box=box.SQUARE)
+    several = pipeline.stages > pipeline.devices
+    for name in (
+        "stage",
+        *(["process"] if several else []),
+        "layers",
+        "range",
+        "recomputed",
+        "ms",
+        "bytes",
+        "idle",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, (stage, idle) in enumerate(zip(found.stages, found.idle_shares, strict=True)):
+        table.add_row(
+            str(number),
+            *([str(pipeline.device_of(number))] if several else []),
+            str(stage.layers),
+            f"{stage.first} - {stage.first + stage.layers - 1}",
+            str(stage.recomputed),
+            f"{ms:,.1f}" if (ms := stage.time_s * 1000) >= 9.995 else f"{ms:.2f}",
+            format_bytes(stage.memory_bytes),
+            _percent(idle),
+        )
+    return table
+
+
+def partition_lines(found: Partition, pipeline: Pipeline) -> Iterator[str]:
+    """Yields what the slowest stage and a whole step take, and how far that is from the ideal."""
+    slowest = max(range(len(found.stages)), key=lambda number: found.stages[number].time_s)
+    yield f"slowest    stage {slowest}: {format_seconds(found.slowest_s)} for a micro-batch"
+    yield (
+        f"ideal      {format_seconds(found.ideal_s)}, all layers' time divided evenly; the slowest stage takes "
+        f"{_percent(found.over_ideal)} longer"
+    )
+    step = simulate(pipeline, [stage.forward_s for stage in found.stages], [stage.backward_s for stage in found.stages])
+    yield (
+        f"step       {format_seconds(step.step_s)} for {pipeline.micro_batches} micro-batches under "
+        f"{pipeline.schedule}; bubble {_percent(step.bubble)} (simulated, with links that take no time)"
+    )
+
+
+def sizes_of(found: Partition) -> str:
+    """Returns the layers of each stage as the command line takes them: ``26,23``."""
+    return ",".join(str(stage.layers) for stage in found.stages)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * max(0.0, share):.1f} %"  # rounding may leave less than nothing
