@@ -35,12 +35,13 @@ def _another_says_it(error: Exception) -> bool:
 
     Before they have joined, each finds the same in the same arguments.
     """
+    joined = getattr(sys.modules.get("stronghold.parallel.watch"), "joined", lambda: None)()
     if isinstance(error, ParallelError):
+        if joined is not None and not error.ours:
+            joined.linger()
         return not error.ours
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        watch = sys.modules.get("stronghold.parallel.watch")
-        return watch is not None and not watch.is_ours()
+    if joined is not None:
+        return not joined.is_ours()
     return isinstance(error, ValueError | StrongholdError) and os.environ.get("RANK", "0") != "0"
 
 

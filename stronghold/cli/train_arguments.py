@@ -186,8 +186,8 @@ def _add_stages(stages: Group) -> None:
         type=_balance,
         default="layers",
         metavar="NAME|N,N,…",
-        help=f"what stages have in equal parts, {', '.join(BALANCES)}, the first two measured; or the layers of each; or "
-        "the file of a partition (default: layers)",
+        help=f"what stages have in equal parts, {', '.join(BALANCES)}, the first two measured; or the layers of each; "
+        "or the file of a partition (default: layers)",
     )
 
 

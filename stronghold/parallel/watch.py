@@ -84,12 +84,17 @@ class Watch:
         if not self._told:
             self._told = True
             self._beat(time.monotonic())
-            time.sleep(2 * BEAT_S)  # until all have seen it: the store may be this process's, and end with it
 
     def is_ours(self) -> bool:
         """Whether this process, which ends with an error, is the first of those that do: all may have the same."""
         self.tell()
+        if self._rank:
+            self.linger()
         return not any(self._has_told(rank) for rank in range(self._rank))
+
+    def linger(self) -> None:
+        """Waits until all have seen how this process stands: a launcher kills the others when the first one ends."""
+        time.sleep(3 * BEAT_S)
 
     def explained(self, error: Exception) -> Exception:
         """Returns what to raise for ``error``: a LostProcessError where another process has ended."""
@@ -127,6 +132,8 @@ class Watch:
     def _leave(self) -> None:
         if getattr(sys, "last_value", None) is not None:  # the exception that ends the interpreter
             self.tell()
+        if self._told:
+            self.linger()  # the store may be this process's, and end with it
         self._set("done", "1")
         self._over.set()  # a thread in the store while the interpreter ends would end it badly
         self._thread.join()
@@ -190,6 +197,7 @@ class Watch:
     def _end(self, message: str | None) -> None:
         if message is not None:
             os.write(2, f"stronghold: error: {message}\n".encode())
+        self.linger()
         os._exit(1)  # the main thread waits where no exception reaches it
 
     def _set(self, name: str, value: str) -> None:
@@ -224,6 +232,6 @@ def watch_over(rank: int, count: int) -> Watch:
     return _watch
 
 
-def is_ours() -> bool:
-    """Whether this process is to tell the error that it ends with: not where one before it ends with its own."""
-    return _watch is None or _watch.is_ours()
+def joined() -> Watch | None:
+    """Returns this process's watch, None where it has not joined others."""
+    return _watch

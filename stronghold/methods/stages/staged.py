@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from stronghold.config import TrainSettings
-from stronghold.errors import ParallelError
 from stronghold.evaluation.stages_report import StagesReport
 from stronghold.methods import Prepared
 from stronghold.models.gpt import GPT
@@ -51,7 +50,7 @@ def cut(model: torch.nn.Module, settings: TrainSettings, **offloading: Any) -> t
     staged = in_stages(
         GPTRow(model),
         stages=wanted.stages,
-        micro_batches=_micro_batches(settings),
+        micro_batches=_micro_batches(settings, processes),
         balance=wanted.balance,
         schedule=wanted.schedule,
         inputs=ids,
@@ -67,12 +66,12 @@ def report_of(model: StagedModule, processes: Processes, parameters: int) -> Sta
     return StagesReport(parameters=parameters, reports=tuple(processes.everyone(report(model))))
 
 
-def _micro_batches(settings: TrainSettings) -> int:
+def _micro_batches(settings: TrainSettings, processes: Processes) -> int:
     wanted, batch = settings.parallel, settings.batch
     if wanted.micro_batches is None:
         return max(n for n in range(1, 4 * wanted.stages + 1) if batch % n == 0)
     if batch % wanted.micro_batches:
-        raise ParallelError(
+        processes.refuse(
             f"the micro-batches must divide the batch (got micro_batches={wanted.micro_batches}, batch={batch}); pass "
             f"a batch of a multiple of {wanted.micro_batches}, or other micro-batches"
         )
