@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import stronghold
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.models.gpt_row import GPTRow
+from stronghold.offload import engine_of
 from stronghold.parallel import in_stages
 from stronghold.plan.pipeline import Pipeline
 from tests.small import SIZE, Block
@@ -99,27 +100,31 @@ class Trained:
     sent: list[dict[int, int]] = field(default_factory=list)
 
 
-def alone(case: Case) -> Trained:
+def alone(case: Case, device: str = "cpu") -> Trained:
     """Trains in this process, by plain PyTorch and the whole batch at once."""
-    gpt = model(case)
+    gpt = model(case).to(device)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3, weight_decay=0.1)
     trained = Trained([], [], [], {})
-    for batch in batches(case.steps):
+    for batch in (batch.to(device) for batch in batches(case.steps)):
         loss = gpt(batch, batch).loss
         loss.backward()
         trained.losses.append(loss.item())
-        trained.gradients.append({n: p.grad.clone() for n, p in gpt.named_parameters() if p.grad is not None})
+        trained.gradients.append({n: to_host(p.grad) for n, p in gpt.named_parameters() if p.grad is not None})
         if case.clip is not None:
             nn.utils.clip_grad_norm_(gpt.parameters(), case.clip)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             trained.evaluated.append(gpt(batch[:5], batch[:5]).loss.item())
-    trained.parameters = {name: p.detach().clone() for name, p in gpt.named_parameters()}
+    trained.parameters = {name: to_host(p) for name, p in gpt.named_parameters()}
     return trained
 
 
-def staged(case: Case) -> Trained:
+def to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def staged(case: Case, device: str) -> Trained:
     """Trains this process's stages."""
     gpt = model(case)
     names = {id(p): name for name, p in gpt.named_parameters()}
@@ -131,7 +136,7 @@ def staged(case: Case) -> Trained:
             balance=case.balance,
             schedule=case.schedule,
             inputs=None,
-            device=torch.device("cpu"),
+            device=torch.device(device),
             **({"store": folder} if case.disk else {}),
             **case.settings,
         )
@@ -142,16 +147,16 @@ def staged(case: Case) -> Trained:
             trained.losses.append(module.forward_backward(batch, batch).item())
             trained.sent.append(module.take_sent_bytes())
             gradients = {names[id(p)]: p.grad for p in module.parameters()}
-            trained.gradients.append({name: g.clone() for name, g in gradients.items() if g is not None})
+            trained.gradients.append({name: to_host(g) for name, g in gradients.items() if g is not None})
             optimizer.step()
             optimizer.zero_grad()
             trained.evaluated.append(module.evaluate(batch[:5], batch[:5]).item())
-        trained.parameters = {names[id(p)]: p.detach().clone() for p in module.parameters()}
+        trained.parameters = {names[id(p)]: to_host(p) for p in module.parameters()}
     return trained
 
 
-def all_cases(processes: str) -> list[Trained]:
-    return [staged(case) for case in CASES[int(processes)]]
+def all_cases(processes: str, device: str) -> list[Trained]:
+    return [staged(case, device) for case in CASES[int(processes)]]
 
 
 def residual() -> nn.Sequential:
@@ -219,3 +224,30 @@ BITS = [
     {"stages": 2, "schedule": "1F1B", "update": "in_backward", "bf16": True, "resident": 2},
     {"stages": 4, "schedule": "Interleaved1F1B", "update": "in_backward", "states": "8bit"},
 ]
+
+
+def fetches(*, foreseen: bool) -> int:
+    """Returns the fetches of a step whose order the window has been told, or sees by itself."""
+    stages = stronghold.pipeline(
+        residual(),
+        loss=F.cross_entropy,
+        stages=4,
+        micro_batches=4,
+        balance="layers",
+        schedule="Interleaved1F1B",
+        device="cpu",
+        window=1,
+    )
+    engine = engine_of(stages)
+    if not foreseen:
+        engine.window.follow([])
+    optimizer = stronghold.AdamW(stages.parameters())
+    for _ in range(3):
+        stages.forward_backward(torch.randn(8, 3, 4), torch.randint(5, (8,)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return stronghold.report(stages).step.fetches
+
+
+def bits_and_fetches(folder: str) -> tuple[list[str], int, int]:
+    return bits(folder), fetches(foreseen=True), fetches(foreseen=False)

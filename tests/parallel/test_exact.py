@@ -15,24 +15,36 @@ CASES = [(processes, number) for processes, some in cases.CASES.items() for numb
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory):
     """Returns what each process made of each case; all cases of as many processes are run in one launch."""
-
     runs = {}
 
-    def run(processes: int):
-        if processes not in runs:
-            runs[processes] = []  # one that fails is not begun again by each test
+    def run(processes: int, device: str = "cpu"):
+        if (processes, device) not in runs:
+            runs[processes, device] = []  # one that fails is not begun again by each test
             folder = tmp_path_factory.mktemp("stages")
-            runs[processes] = launch("tests.parallel.cases", "all_cases", processes, folder, str(processes))
-        return runs[processes]
+            arguments = [str(processes), device]
+            runs[processes, device] = launch("tests.parallel.cases", "all_cases", processes, folder, *arguments)
+        return runs[processes, device]
 
     return run
 
 
 @pytest.mark.parametrize(("processes", "number"), CASES)
 def test_stages_train_as_one_process_does(staged, processes, number):
+    compare(processes, number, staged(processes), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("processes", "number"), CASES)
+def test_stages_on_gpus_train_as_one_process_on_a_gpu_does(staged, processes, number):
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} CUDA devices")
+    compare(processes, number, staged(processes, "cuda"), "cuda")
+
+
+def compare(processes: int, number: int, ranks: list[list[cases.Trained]], device: str) -> None:
     case = cases.CASES[processes][number]
-    expected = cases.alone(case)
-    everyone = [ranks[number] for ranks in staged(processes)]
+    expected = cases.alone(case, device)
+    everyone = [one[number] for one in ranks]
     seen = {name for trained in everyone for name in trained.parameters}
     assert seen == expected.parameters.keys()
     for trained in everyone:
@@ -59,7 +71,19 @@ def test_stages_train_as_one_process_does(staged, processes, number):
     assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-def test_stages_without_shared_parameters_train_to_the_bit_as_micro_batches_do_in_one_process(tmp_path):
-    store = tmp_path / "store"
-    store.mkdir()
-    assert launch("tests.parallel.cases", "bits", 2, tmp_path, str(store)) == [[], []]
+@pytest.fixture(scope="module")
+def without_shared_parameters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bits")
+    (folder / "store").mkdir()
+    return launch("tests.parallel.cases", "bits_and_fetches", 2, folder, str(folder / "store"))
+
+
+def test_stages_without_shared_parameters_train_to_the_bit_as_micro_batches_do_in_one_process(
+    without_shared_parameters,
+):
+    assert [unequal for unequal, _, _ in without_shared_parameters] == [[], []]
+
+
+def test_the_window_foresees_the_order_of_the_pipeline(without_shared_parameters):
+    for _, foreseen, by_itself in without_shared_parameters:
+        assert foreseen < 0.9 * by_itself
