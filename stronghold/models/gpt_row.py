@@ -18,7 +18,8 @@ class GPTRow:
         """Returns what computes the blocks ``first`` to ``end``, made of the model's own modules."""
         return GPTStage(self.model, first, end)
 
-    def loss(self, stage: nn.Module, output: Tensor, targets: Tensor) -> Tensor:
+    @staticmethod
+    def loss(stage: nn.Module, output: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean loss of the last stage's ``output``; ``targets`` are the input's ids, not shifted."""
         assert isinstance(stage, GPTStage) and stage.embedding is not None
         return next_token_loss(output, stage.embedding.weight, targets)

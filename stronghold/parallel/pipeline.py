@@ -57,8 +57,10 @@ def pipeline(
     interleaved. ``device``, ``dtype``, ``weights`` and ``settings`` are those of :func:`stronghold.offload`, for each
     process's part.
 
-    Random numbers that layers draw, for dropout say, are each process's own. Raises ParallelError, ValueError and
-    BudgetError before anything has changed, in all processes; and whatever ``stronghold.offload`` raises.
+    The other processes' layers stay in ``module`` as they are: let go of it, or build it on the meta device and pass
+    ``weights``. Random numbers that layers draw, for dropout say, are each process's own. Raises ParallelError,
+    ValueError and BudgetError before anything has changed, in all processes; and whatever ``stronghold.offload``
+    raises.
     """
     return in_stages(
         SequentialRow(module, loss),

@@ -35,8 +35,9 @@ class Row(Protocol):
         what follows the last layer in that one's.
         """
 
-    def loss(self, stage: nn.Module, output: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss of a micro-batch, a scalar, from the ``output`` of the last ``stage``."""
+    @property
+    def loss(self) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+        """Returns the mean loss of a micro-batch, a scalar, from the last stage, its output and the targets."""
 
 
 class SequentialRow:
@@ -55,7 +56,7 @@ class SequentialRow:
                 "write the model as nn.Sequential(...) of its parts"
             )
         self.model = model
-        self._loss = loss
+        self.loss = lambda stage, output, targets: loss(output, targets)  # which does not keep the model
         self._groups: list[list[nn.Module]] = []
         leading: list[nn.Module] = []
         for child in model:  # children() leaves out what is there a second time
@@ -75,6 +76,3 @@ class SequentialRow:
 
     def stage(self, first: int, end: int) -> nn.Module:
         return nn.Sequential(*chain.from_iterable(self._groups[first:end]))
-
-    def loss(self, stage: nn.Module, output: Tensor, targets: Tensor) -> Tensor:
-        return self._loss(output, targets)

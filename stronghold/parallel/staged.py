@@ -47,7 +47,8 @@ class StagedModule(nn.Module):
         self._names = {id(module): name for name, module in row.model.named_modules()}
         self._register_state_dict_hook(_to_names)
         self._register_load_state_dict_pre_hook(self._from_names)
-        self._row, self._order, self._processes, self._device = row, order, processes, processes.device
+        self._order, self._processes, self._device = order, processes, processes.device
+        self._loss = row.loss
         processes.agree(_facts(row, sizes, order, dtype, settings))
         stages = [row.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
         self._shapes = Shapes(stages, dtype)
@@ -201,7 +202,7 @@ class StagedModule(nn.Module):
 
         def loss(output: Tensor, targets: Tensor) -> Tensor:
             with watch.working():
-                return self._row.loss(self.chunks[-1], output, targets) / micro_batches
+                return self._loss(self.chunks[-1], output, targets) / micro_batches
 
         single = issubclass(cls := get_schedule_class(self._order.schedule), PipelineScheduleSingle)
         if single and not training:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,5 +251,21 @@ def fetches(*, foreseen: bool) -> int:
     return stronghold.report(stages).step.fetches
 
 
-def bits_and_fetches(folder: str) -> tuple[list[str], int, int]:
-    return bits(folder), fetches(foreseen=True), fetches(foreseen=False)
+def without_shared_parameters(folder: str) -> dict[str, Any]:
+    return {
+        "unequal": bits(folder),
+        "foreseen": fetches(foreseen=True),
+        "by itself": fetches(foreseen=False),
+        "let go": is_let_go(),
+    }
+
+
+def is_let_go() -> bool:
+    """Whether a model that was cut is gone once nobody else has it."""
+    model = residual()
+    gone = weakref.ref(model)
+    stages = stronghold.pipeline(model, loss=F.cross_entropy, stages=2, micro_batches=2, balance="layers", device="cpu")
+    stages.forward_backward(torch.randn(4, 3, 4), torch.randint(5, (4,)))
+    del model
+    gc.collect()
+    return gone() is None

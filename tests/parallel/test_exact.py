@@ -75,15 +75,19 @@ def compare(processes: int, number: int, ranks: list[list[cases.Trained]], devic
 def without_shared_parameters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bits")
     (folder / "store").mkdir()
-    return launch("tests.parallel.cases", "bits_and_fetches", 2, folder, str(folder / "store"))
+    return launch("tests.parallel.cases", "without_shared_parameters", 2, folder, str(folder / "store"))
 
 
 def test_stages_without_shared_parameters_train_to_the_bit_as_micro_batches_do_in_one_process(
     without_shared_parameters,
 ):
-    assert [unequal for unequal, _, _ in without_shared_parameters] == [[], []]
+    assert [found["unequal"] for found in without_shared_parameters] == [[], []]
 
 
 def test_the_window_foresees_the_order_of_the_pipeline(without_shared_parameters):
-    for _, foreseen, by_itself in without_shared_parameters:
-        assert foreseen < 0.9 * by_itself
+    for found in without_shared_parameters:
+        assert found["foreseen"] < 0.9 * found["by itself"]
+
+
+def test_what_other_processes_have_of_a_model_is_let_go(without_shared_parameters):
+    assert all(found["let go"] for found in without_shared_parameters)
