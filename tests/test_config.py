@@ -55,7 +55,7 @@ def test_every_setting_is_recorded_by_its_own_name():
     flat = settings.flat()
     expected = {"method": "stronghold", "layers": 3, "source": "text", "lr": 0.5, "window": 2, "sequence": 64}
     assert flat | expected == flat
-    groups = (settings.model, settings.data, settings.optimizer, settings.offload)
+    groups = (settings.model, settings.data, settings.optimizer, settings.offload, settings.parallel)
     names = [name for group in groups for name in vars(group)]
     assert len(set(names)) == len(names)
-    assert set(flat) == {*names, *vars(settings)} - {"model", "data", "optimizer", "offload"}
+    assert set(flat) == {*names, *vars(settings)} - {"model", "data", "optimizer", "offload", "parallel"}

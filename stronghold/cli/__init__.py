@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from stronghold.cli.console import print_error
@@ -42,7 +43,10 @@ def _another_says_it(error: Exception) -> bool:
         return not error.ours
     if joined is not None:
         return not joined.is_ours()
-    return isinstance(error, ValueError | StrongholdError) and os.environ.get("RANK", "0") != "0"
+    anothers = isinstance(error, ValueError | StrongholdError) and os.environ.get("RANK", "0") != "0"
+    if anothers:
+        time.sleep(20)  # torchrun ends all when the first one does: that one may still be on its way to the same error
+    return anothers
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -38,13 +38,15 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
             if id(child) not in seen and any(True for _ in child.parameters()):
                 result.append(Layer(f"{name}.{child_name}" if name else child_name, child))
             seen.add(id(child))
-    least = 2 if layers is None else 1
+    containers = [model.get_submodule(name) for name in rows]
+    again = any(len(row._modules) > sum(1 for _ in row.children()) for row in containers)  # one block in several places
+    least = 2 if layers is None or again else 1
     if len(result) < least:
         where = ", ".join(map(repr, rows)) or "no container"
         raise ValueError(
-            f"a model must have a row of at least {least} layer{'s' * (least > 1)} with parameters of their own (got "
-            f"{len(result)} in {where} of {type(model).__name__}): there is nothing to pass through a window. One "
-            "block that is used again and again (as in ALBERT) fits the device as it is"
+            f"a model must have a row of at least {'one layer' if least == 1 else 'two layers'} with parameters of "
+            f"their own (got {len(result)} in {where} of {type(model).__name__}): there is nothing to pass through a "
+            "window. One block that is used again and again (as in ALBERT) fits the device as it is"
         )
     return result
 

@@ -65,8 +65,7 @@ CASES = {
         Case(2, clip=1.0, steps=50, settings={"window": 1}),
     ],
     4: [
-        Case(4, "GPipe", settings={"window": 1}),
-        Case(4, "1F1B", clip=0.05),
+        Case(4, "GPipe", settings={"window": 1}, clip=0.05),
         Case(4, "1F1B", balance=[1, 1, 1, 2], micro_batches=8),
         Case(4, "Interleaved1F1B", micro_batches=8),
     ],

@@ -74,7 +74,6 @@ def test_by_time_the_slowest_stage_is_the_fastest_of_all_partitions(measured, ac
     assert slowest_s([*itertools.pairwise([0, *itertools.accumulate(sizes)])]) == pytest.approx(
         min(map(slowest_s, every_cut(7, 3))), rel=1e-9
     )
-    assert sizes == [4, 1, 2]  # 3 + 1 + 1 + 2, 6 and 2 + 1 in units of a millisecond and more
     assert same == activations
 
 
