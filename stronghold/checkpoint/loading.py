@@ -73,7 +73,7 @@ def load(
     engine = engine_for(model, optimizer)
     directory = Path(os.path.abspath(directory))
     own = holds(engine, directory)
-    with nullcontext() if own else engine.company.together(lambda: locked_to_read(directory)):
+    with nullcontext() if own else locked_to_read(directory):
         manifest = engine.company.together(lambda: read_manifest(directory))
         _load(manifest, model, engine, optimizer, scheduler, verify=verify, own=own)
     return from_plain(manifest.extra)

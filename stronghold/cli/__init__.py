@@ -28,13 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tell(error: Exception, options: argparse.Namespace) -> int:
     if options.traceback:
         raise error
-    return FAILED if _another_says_it(error) else print_error(error)
+    return FAILED if _left_to_another(error) else print_error(error)
 
 
-def _another_says_it(error: Exception) -> bool:
-    """Whether another one of the processes that torchrun started has this error to tell.
+def _left_to_another(error: Exception) -> bool:
+    """Whether another one of the processes that torchrun started has this error to tell; waits until it has had time.
 
-    Before they have joined, each finds the same in the same arguments.
+    Before they have joined, each finds the same in the same arguments, and the first one tells it.
     """
     joined = getattr(sys.modules.get("stronghold.parallel.watch"), "joined", lambda: None)()
     if isinstance(error, ParallelError):

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable
 
 import torch
-from torch import nn
-
-from stronghold.errors import ParallelError
+from torch import Tensor, nn
 
 Initialise = Callable[[nn.Module], object]
 
 
-def in_order(model: nn.Module, initialise: Initialise) -> Initialise:
-    """Returns ``initialise`` for those modules of ``model`` that this process has.
+def as_within(model: nn.Module, initialise: Initialise) -> Initialise:
+    """Returns ``initialise`` for those modules of ``model`` that this process has, in any order.
 
-    It draws, and throws away, what the other modules draw, in the order of ``nn.Module.apply``: so each parameter gets
-    the values that it has in one process from the same seed. One module's parameters are in memory at a time.
+    Each parameter gets the values that it has in one process from the same seed of torch's generator on the CPU. What
+    the modules before one draw, in the order of ``nn.Module.apply``, is drawn once and thrown away, with one module's
+    parameters in memory at a time; the generator's state before each module, 5 kB, is kept for those that come later.
     """
     visited: list[nn.Module] = []
     model.apply(visited.append)
-    known = {id(module): module for module in visited}
-    pending = deque(known.values())
+    modules = list({id(module): module for module in visited}.values())
+    place_of = {id(module): place for place, module in enumerate(modules)}
+    states: list[Tensor] = [torch.get_rng_state()]
+    """The generator's states before each module, as far as they are known."""
 
     def draw(module: nn.Module) -> None:
-        if id(module) not in known:
+        place = place_of.get(id(module))
+        if place is None:
             return  # a container of our own
-        while pending and pending[0] is not module:
-            initialise(_thrown_away(pending.popleft()))
-        if not pending:
-            raise ParallelError(
-                f"the modules of a model are initialised in their order in it (got {type(module).__name__} after a "
-                "later one); build the model's modules in the order in which they are computed"
-            )
-        initialise(pending.popleft())
+        torch.set_rng_state(states[-1])
+        for earlier in modules[len(states) - 1 : place]:
+            initialise(_thrown_away(earlier))
+            states.append(torch.get_rng_state())
+        torch.set_rng_state(states[place])
+        initialise(module)
+        if place + 1 == len(states):
+            states.append(torch.get_rng_state())
 
     return draw
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stronghold.config import OffloadSettings
 from stronghold.errors import ParallelError
 from stronghold.offload import engine_of, follow, keep_company, offload
-from stronghold.parallel.drawing import in_order
+from stronghold.parallel.drawing import as_within
 from stronghold.parallel.processes import Processes
 from stronghold.parallel.row import Row
 from stronghold.parallel.shapes import Shapes
@@ -59,7 +59,7 @@ class StagedModule(nn.Module):
         self._sent: Counter[int] = Counter()
         self.chunks = nn.ModuleList(stages[number] for number in self._numbers)
         if callable(weights):
-            weights = in_order(row.model, weights)
+            weights = as_within(row.model, weights)
         if directories := OffloadSettings(store=settings.get("store", "ram")).directories:
             settings["store"] = [os.path.join(path, f"process-{processes.rank}") for path in directories]
         if isinstance(settings.get("window"), int):  # a process may have fewer layers than the others
@@ -106,7 +106,7 @@ class StagedModule(nn.Module):
             known = self._names.get(id(module))
             yield (name if known is None else f"{prefix}{prefix and '.'}{known}"), module
 
-    def renamed(self) -> dict[str, str]:
+    def _renamed(self) -> dict[str, str]:
         """Returns, by the name of a parameter or buffer in the tree of this module, that in the whole model."""
         return {
             f"{own}.{name}": f"{whole}{whole and '.'}{name}"
@@ -115,8 +115,8 @@ class StagedModule(nn.Module):
         }
 
     def _from_names(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        found = {own: state_dict[prefix + name] for own, name in self.renamed().items() if prefix + name in state_dict}
-        for name in self.renamed().values():
+        found = {own: state_dict[prefix + name] for own, name in self._renamed().items() if prefix + name in state_dict}
+        for name in self._renamed().values():
             state_dict.pop(prefix + name, None)
         state_dict.update({prefix + own: value for own, value in found.items()})
 
@@ -213,7 +213,7 @@ class StagedModule(nn.Module):
 
 
 def _to_names(module: StagedModule, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    for own, name in module.renamed().items():
+    for own, name in module._renamed().items():
         if prefix + own in state_dict:
             state_dict[prefix + name] = state_dict.pop(prefix + own)
 

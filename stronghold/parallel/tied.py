@@ -32,7 +32,7 @@ class Tied:
         """Those that a process before this one has too."""
         self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         for parameter, ranks in users.items():
-            if len(ranks) == 1 or not parameter.requires_grad:
+            if len(ranks) == 1:
                 continue
             with self._watch.waiting():
                 group = dist.new_group(sorted(ranks))  # all processes make all groups
@@ -45,7 +45,8 @@ class Tied:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Sums up the gradients that come in inside; those that were there before are summed up already."""
-        before = {parameter: parameter.grad for parameter, _ in self._groups}
+        groups = [(parameter, group) for parameter, group in self._groups if parameter.requires_grad]
+        before = {parameter: parameter.grad for parameter, _ in groups}
         for parameter in before:
             parameter.grad = None
         try:
@@ -54,7 +55,7 @@ class Tied:
             for parameter, gradient in before.items():
                 parameter.grad = gradient
             raise
-        for parameter, group in self._groups:
+        for parameter, group in groups:
             fresh = parameter.grad
             if fresh is None:
                 fresh = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)

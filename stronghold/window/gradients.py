@@ -146,13 +146,12 @@ class Gradients:
         self.downlink.turn()
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
         self.waits.stream(self.device.gradients, self.device.compute_mark(), Wait.GRADIENT_WRITTEN)
-        kept = [place for place in places if place not in taken]
         if not self._held[layer].keys().isdisjoint(taken):
             self._keep(layer, slot, places)
             return self._update_sums(home, slot, taken)
         updated = self._down_and_update(home, slot, taken) if taken else None
-        if kept:
-            self._keep(layer, slot, kept)
+        if len(taken) < len(places):
+            self._keep(layer, slot, [place for place in places if place not in taken])
         return updated
 
     def _takes(self, home: Home, place: int) -> bool:
