@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,9 @@ class StagedModule(nn.Module):
         """The library's schedule for training and for evaluation, with the shapes that it was made for."""
         self._sent: Counter[int] = Counter()
         self.chunks = nn.ModuleList(stages[number] for number in self._numbers)
+        # By this name transformers' models say what of a checkpoint is not theirs; here it is what others have.
+        others = row.model.state_dict().keys() - set(self._renamed().values())
+        self._keys_to_ignore_on_load_unexpected = [f"^{re.escape(name)}$" for name in sorted(others)]
         if callable(weights):
             weights = as_within(row.model, weights)
         if directories := OffloadSettings(store=settings.get("store", "ram")).directories:

@@ -6,10 +6,13 @@ import gc
 import tempfile
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import stronghold
@@ -256,7 +259,25 @@ def without_shared_parameters(folder: str) -> dict[str, Any]:
         "foreseen": fetches(foreseen=True),
         "by itself": fetches(foreseen=False),
         "let go": is_let_go(),
+        "kept": keeps_names(folder),
     }
+
+
+def keeps_names(folder: str) -> bool:
+    """Whether a stage has its values out of a whole model's files, and its state by the names there."""
+    whole = residual().state_dict()
+    files = Path(folder) / f"files-{dist.get_rank()}"
+    files.mkdir()
+    save_file(whole, files / "model.safetensors")
+    with torch.device("meta"):
+        model = residual()
+    stages = stronghold.pipeline(
+        model, loss=F.cross_entropy, stages=2, micro_batches=2, balance="layers", device="cpu", weights=str(files)
+    )
+    state = stages.state_dict()
+    same = 0 < len(state) < len(whole) and all(torch.equal(value, whole[name]) for name, value in state.items())
+    stages.load_state_dict({name: value + 1 for name, value in state.items()})
+    return same and all(torch.equal(p, whole[name] + 1) for name, p in stages.named_parameters())
 
 
 def is_let_go() -> bool:

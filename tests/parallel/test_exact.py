@@ -91,3 +91,7 @@ def test_the_window_foresees_the_order_of_the_pipeline(without_shared_parameters
 
 def test_what_other_processes_have_of_a_model_is_let_go(without_shared_parameters):
     assert all(found["let go"] for found in without_shared_parameters)
+
+
+def test_a_stage_has_its_state_by_the_names_of_the_whole_model(without_shared_parameters):
+    assert all(found["kept"] for found in without_shared_parameters)
