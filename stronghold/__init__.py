@@ -3,9 +3,21 @@
 from stronghold import checkpoint
 from stronghold.offload import offload, report, trace, verify
 from stronghold.optim import AdamW
-from stronghold.parallel import pipeline
+from stronghold.parallel import pipeline, replicate
 from stronghold.pretrained import load, save
 
 __version__ = "0.1.0"
 
-__all__ = ["AdamW", "__version__", "checkpoint", "load", "offload", "pipeline", "report", "save", "trace", "verify"]
+__all__ = [
+    "AdamW",
+    "__version__",
+    "checkpoint",
+    "load",
+    "offload",
+    "pipeline",
+    "replicate",
+    "report",
+    "save",
+    "trace",
+    "verify",
+]

@@ -137,18 +137,20 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:
-    """The stages of a model over processes, as in ``stronghold.pipeline``.
+    """The stages of a model over processes, as in ``stronghold.pipeline``, and replicas, each of which has all stages.
 
-    Without ``micro_batches`` there are as many as divide the batch, up to four for each stage.
+    Without ``micro_batches`` there are as many as divide a replica's part of the batch, up to four for each stage.
     """
 
     stages: int = 1
+    replicas: int = 1
     micro_batches: int | None = None
     schedule: str | None = None
     balance: str | tuple[int, ...] = "layers"
 
     def __post_init__(self) -> None:
         _check_whole("stages", self.stages, at_least=1)
+        _check_whole("replicas", self.replicas, at_least=1)
         if self.micro_batches is not None:
             _check_whole("micro_batches", self.micro_batches, at_least=1)
         if self.stages == 1 and (self.micro_batches, self.schedule) != (None, None):
@@ -157,6 +159,11 @@ class ParallelSettings:
                 f"schedule={self.schedule!r} and one stage); pass stages, or micro_batch to have each layer take the "
                 "batch in parts"
             )
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process trains by itself."""
+        return self.stages == self.replicas == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +208,8 @@ class TrainSettings:
             _check_whole("checkpoint_every", self.checkpoint_every, at_least=1)
         if self.keep_store and not self.offload.directories:
             raise ValueError(f"a store that is kept is a directory (got store={self.offload.store!r}); pass one")
-        if self.parallel.stages > 1:
-            self._check_stages()
+        if not self.parallel.alone:
+            self._check_parallel()
         _check_whole("sequence", self.sequence, at_least=2)
         _check_whole("seed", self.seed, at_least=0)
         _check_one_of("dtype", self.dtype, ("fp32", "bf16"))
@@ -216,19 +223,25 @@ class TrainSettings:
                 )
             object.__setattr__(self, "device_limit", parse_bytes(self.device_limit))
 
-    def _check_stages(self) -> None:
+    def _check_parallel(self) -> None:
+        stages, replicas = self.parallel.stages, self.parallel.replicas
         refused = {
             "method": self.method if self.method != "stronghold" else None,
-            "save": self.save,
+            "save": self.save if stages > 1 else None,
             "keep_store": self.keep_store or None,
         }
         for name, value in refused.items():
             if value is not None:
                 raise ValueError(
-                    f"a model in {self.parallel.stages} stages is trained by method 'stronghold' and kept in "
+                    f"a model in {stages} stages and {replicas} replicas is trained by method 'stronghold' and kept in "
                     f"checkpoints, which load in one process too (got {name}={value!r}); pass checkpoint_every, or one "
-                    "stage"
+                    "stage and one replica"
                 )
+        if self.batch % replicas:
+            raise ValueError(
+                f"the replicas must divide the batch (got batch={self.batch}, replicas={replicas}); pass a batch of a "
+                f"multiple of {replicas}"
+            )
 
     def flat(self) -> dict[str, object]:
         """Returns every setting by its own name, as a record holds them; no two groups share a name."""

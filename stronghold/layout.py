@@ -11,6 +11,11 @@ ALIGNMENT_BYTES = 64
 PAGE_BYTES = 4096
 """What tensors on disk begin at a multiple of: memory is mapped in pages, and disks are read past the cache in blocks
 of no more."""
+BLOCK = 64
+"""Elements of an 8-bit moment that share an exponent; csrc/formats.h has the same number."""
+GRAIN = BLOCK * PAGE_BYTES
+"""Elements. At multiples of this every array of a parameter on disk is at a page's beginning, the one with the fewest
+bytes, an 8-bit moment's exponents with one for each block, too."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,31 @@ def lay_out(sizes: Sequence[int], alignment: int = ALIGNMENT_BYTES) -> Layout:
         offsets.append(begin)
         end = begin + size
     return Layout(tuple(offsets), tuple(sizes), end)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements from ``begin`` to ``end`` of the parameter with this number."""
+
+    number: int
+    begin: int
+    end: int
+
+
+def shares(elements: int, count: int, grain: int, first: int = 0) -> list[tuple[int, int]]:
+    """Cuts a parameter into ``count`` shares, (begin, end) in elements, one behind the other.
+
+    They are cut at multiples of ``grain`` and differ by one grain at most; those that are longer begin with share
+    ``first``, modulo ``count``, so that parameters of less than a grain do not all fall to the same.
+    ``shares(10, 2, 4)`` is ``[(0, 8), (8, 10)]``.
+    """
+    each, more = divmod(-(-elements // grain), count)
+    result, end = [], 0
+    for number in range(count):
+        begin = end
+        end = min(elements, begin + grain * (each + ((number - first) % count < more)))
+        result.append((begin, end))
+    return result
 
 
 def round_up(size: int, unit: int) -> int:

@@ -32,7 +32,7 @@ from stronghold.evaluation.runlog import RunLog, check_run_folder
 from stronghold.evaluation.runs import Summary, summarize
 from stronghold.evaluation.timeline import TIMELINE_NAME, write_spans
 from stronghold.methods import Prepared, find_method
-from stronghold.methods.stages import join, records_of
+from stronghold.methods.parallel import join, records_of
 from stronghold.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.offload import Company
@@ -120,7 +120,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
             console.print(f"interrupted after step {done} of {settings.steps}")
             if not prepared.saves and settings.checkpoint_every is None:
                 why = "its parts are in several processes, which --checkpoint-every saves together"
-                if settings.parallel.stages == 1:
+                if settings.parallel.alone:
                     why = f"{method.name} is there to be compared with"
                 console.print(f"the model is not saved: {why}", soft_wrap=True)
         if settings.keep_store:

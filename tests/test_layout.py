@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stronghold.layout import ALIGNMENT_BYTES, lay_out
+from stronghold.layout import ALIGNMENT_BYTES, lay_out, shares
 
 sizes = st.lists(st.integers(0, 1000), max_size=12)
 
@@ -61,3 +61,19 @@ def test_a_layout_scales_with_the_item_size_up_to_the_padding(sizes, item):
     small, large = lay_out(sizes), lay_out([size * item for size in sizes])
     assert large.total_bytes >= small.total_bytes
     assert large.total_bytes <= small.total_bytes * item + ALIGNMENT_BYTES * len(sizes)
+
+
+def test_the_example_of_shares():
+    assert shares(10, 2, 4) == [(0, 8), (8, 10)]
+    assert shares(10, 2, 4, first=1) == [(0, 4), (4, 10)]
+
+
+@given(st.integers(0, 5000), st.integers(1, 7), st.sampled_from([1, 64]), st.integers(0, 20))
+def test_shares_hold_every_element_once_and_differ_by_a_grain(elements, count, grain, first):
+    found = shares(elements, count, grain, first)
+    assert [begin for begin, _ in found] + [elements] == [0] + [end for _, end in found]
+    assert all(begin % grain == 0 or begin == elements for begin, _ in found)
+    grains = [-(-(end - begin) // grain) for begin, end in found]
+    assert max(grains) - min(grains) <= 1
+    if grains.count(max(grains)) < count:
+        assert grains[first % count] == max(grains)

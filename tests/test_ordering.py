@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -18,10 +19,14 @@ from torch import nn
 
 import stronghold
 from stronghold.device import Wait, Waits
+from stronghold.offload import engine_of, keep_company, offload_shared
 from stronghold.store import disk as disk_module
 from tests.delayed import DelayedDevice, DelayedDisk, RaceError
+from tests.replicas import ThreadLane, ThreadReplicas, in_threads
 
 LAYERS = 5
+_SEEDED = threading.Lock()
+"""One thread at a time draws what a seed gives."""
 
 
 class Layer(nn.Module):
@@ -49,14 +54,26 @@ class Model(nn.Module):
         return self.out(x)
 
 
-def train(device: DelayedDevice | str, *, disk=False, **settings):
+def train(device: DelayedDevice | str, *, disk=False, replicas=1, **settings):
     """Returns what is seen in a few steps. ``disk``: the layers are there, and the device has memory of its own."""
-    if not disk or not isinstance(device, DelayedDevice):
-        return _train(device, **settings)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(disk_module, "Disk", lambda threads: DelayedDisk(device)))
-        store = stack.enter_context(tempfile.TemporaryDirectory())
-        return _train(device, store=store, **settings)
+        if disk and isinstance(device, DelayedDevice):
+            stack.enter_context(mock.patch.object(disk_module, "Disk", lambda threads: DelayedDisk(_own.device)))
+            settings["store"] = stack.enter_context(tempfile.TemporaryDirectory())
+        if replicas == 1:
+            _own.device = device
+            return _train(device, **settings)
+        return in_threads(replicas, lambda one: _train_replica(device, one, settings))
+
+
+_own = threading.local()
+"""The device of this thread."""
+
+
+def _train_replica(device: DelayedDevice | str, one: ThreadReplicas, settings):
+    """Trains with a device of its own: the first replica's is as late as ``device``, the others are not."""
+    _own.device = device if one.number == 0 or isinstance(device, str) else DelayedDevice(one.number, gradients=1e-3)
+    return _train(_own.device, replicas=one, **settings)
 
 
 def _train(
@@ -71,22 +88,34 @@ def _train(
     states="fp32",
     evaluate=False,
     again=False,
+    look=False,
+    replicas=None,
     **kwargs,
 ):
     """Returns all that was seen in a few steps: losses, norms, weights right after the step, parameters at the end."""
     torch.set_num_threads(1)
-    model, seen = Model(), []
-    stronghold.offload(model, window=window, device=device, **kwargs)
+    with _SEEDED:
+        model, seen = Model(), []
+    if replicas is None:
+        stronghold.offload(model, window=window, device=device, **kwargs)
+    else:
+        offload_shared(model, replicas, window=window, device=device, **kwargs)
+        copies = model.parameters() if replicas.number else ()
+        keep_company(engine_of(model), replicas, shared=(), copies=copies, model="Model", passes=1)
     optimizer = stronghold.AdamW(model.parameters(), lr=0.05, update=update, threads=1, states=states)
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
         for _ in range(accumulate):
             x = torch.randn(6, 8, generator=generator).to(kwargs.get("dtype"))
+            if replicas is not None:
+                x = x.chunk(replicas.count)[replicas.number]
             loss = (model(x) ** 2).mean() + model(-x).abs().mean() * 0.1
             loss.backward()
             seen.append(loss.item())
         if clip:
             seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        if look:
+            seen += [model.layers[i].up.weight.grad.sum().item() for i in range(LAYERS)]
         optimizer.step()
         if again:
             optimizer.step()  # with the same gradients, and nothing computed in between
@@ -135,6 +164,13 @@ SETTINGS = {
     "disk, in_backward in bf16": {"disk": True, "update": "in_backward", "dtype": torch.bfloat16},
     "disk, accumulation and evaluation": {"disk": True, "accumulate": 2, "evaluate": True},
     "disk, writing": {"disk": True, "write": True, "window": 1},
+    "replicas": {"replicas": 2, "read": True, "evaluate": True},
+    "replicas, accumulation in bf16": {"replicas": 2, "accumulate": 2, "dtype": torch.bfloat16, "window": 1},
+    "replicas in_backward": {"replicas": 2, "update": "in_backward", "read": True, "states": "8bit"},
+    "replicas, disk": {"replicas": 2, "disk": True, "window": 1, "evaluate": True},
+    "replicas, disk, in_backward": {"replicas": 2, "disk": True, "update": "in_backward", "read": True},
+    "replicas, gradients looked at": {"replicas": 2, "look": True},
+    "replicas, resident": {"replicas": 2, "resident": 2, "window": 1},
 }
 # Who is late, in seconds at most; each profile brings out other races.
 PROFILES = {
@@ -166,6 +202,7 @@ LIKELY = {
     "FILE_READ": "disk, each step twice",
     "GRADIENT_ADDED": "clipped accumulation",
     "GRADIENT_UPDATE": "in_backward",
+    "SHARE_UPDATED": "replicas",
 }
 
 
@@ -228,3 +265,17 @@ def test_every_wait_has_one_place_and_its_own_reason():
     assert source.count("self.waits.") == len(Wait)
     assert ".compute_wait(" not in source, "a wait that has no reason"
     assert "synchronize()" not in source
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "setting"),
+    [(ThreadLane, "meet", "replicas"), (ThreadReplicas, "agree", "replicas, gradients looked at")],
+)
+def test_replicas_wait_for_one_another(kind, method, setting, monkeypatch):
+    """Takes their meetings away, behind an update or a backward pass: what a late replica brings is then missing."""
+    expected = undelayed(setting)
+    took = []
+    monkeypatch.setattr(kind, method, lambda self, *_: took.append(self))
+    late = [DelayedDevice(seed, updates=2e-2, gradients=2e-2) for seed in range(3)]
+    assert any(train(device, **SETTINGS[setting]) != expected for device in late)
+    assert took

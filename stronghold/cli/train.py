@@ -56,6 +56,7 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
         offload=_offload(options, out),
         parallel=ParallelSettings(
             stages=options.stages,
+            replicas=options.replicas,
             micro_batches=options.micro_batches,
             schedule=options.schedule,
             balance=options.balance,

@@ -26,7 +26,7 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     _add_window(place)
     _add_step(place)
     _add_budgets(place)
-    _add_stages(train.add_argument_group("stages, under torchrun --nproc-per-node N"))
+    _add_stages(train.add_argument_group("stages and replicas, under torchrun --nproc-per-node N"))
     _add_output(train.add_argument_group("output"))
 
 
@@ -167,6 +167,13 @@ def _add_budgets(place: Group) -> None:
 def _add_stages(stages: Group) -> None:
     stages.add_argument(
         "--stages", type=int, default=1, metavar="N", help="parts of the model, one or more a process (default: 1)"
+    )
+    stages.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="that train the whole model, each with a part of the batch, on one machine (default: 1)",
     )
     stages.add_argument(
         "--micro-batches",

@@ -6,13 +6,14 @@ from stronghold.device.base import Device
 from stronghold.device.cpu import CpuDevice
 from stronghold.device.events import Event
 from stronghold.device.heap import keep_freed_memory
-from stronghold.device.memory import Buffer, DeviceBuffer, HostBuffer, available_host_bytes, return_free_memory
+from stronghold.device.memory import Buffer, Common, DeviceBuffer, HostBuffer, available_host_bytes, return_free_memory
 from stronghold.device.streams import Stream
 from stronghold.device.timeline import Timeline
 from stronghold.device.waits import Wait, Waits
 
 __all__ = [
     "Buffer",
+    "Common",
     "CpuDevice",
     "Device",
     "DeviceBuffer",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stronghold.device.events import Event
-from stronghold.device.memory import DeviceBuffer, HostBuffer
+from stronghold.device.memory import Common, DeviceBuffer, HostBuffer
 from stronghold.device.streams import Stream, Task
 from stronghold.device.timeline import Timeline
 
@@ -56,20 +56,22 @@ class Device(ABC):
         return self._counted(DeviceBuffer(self.buffer(length_bytes)))
 
     @abstractmethod
-    def host_buffer(self, length_bytes: int, *, pinned: bool = True, private: bool = False) -> HostBuffer:
+    def host_buffer(
+        self, length_bytes: int, *, pinned: bool = True, private: bool = False, memory: Common | None = None
+    ) -> HostBuffer:
         """Allocates host memory to the byte, pinned where copies need it and the system allows it, and counts it.
 
-        ``private`` where nobody but the engine looks at it, as in :class:`HostBuffer`.
+        ``private`` where nobody but the engine looks at it, and in ``memory`` that is there, as in :class:`HostBuffer`.
         """
 
     def _counted(self, buffer: _Kind) -> _Kind:
         """Counts what a new buffer takes, until it is given back."""
         if isinstance(buffer, HostBuffer):
-            name = "pinned_bytes" if buffer.pinned else "pageable_bytes"
+            name, taken = "pinned_bytes" if buffer.pinned else "pageable_bytes", buffer.owned_bytes
         else:
-            name = "resident_bytes"
-        self._count(name, buffer.length_bytes)
-        weakref.finalize(buffer, self._count, name, -buffer.length_bytes).atexit = False
+            name, taken = "resident_bytes", buffer.length_bytes
+        self._count(name, taken)
+        weakref.finalize(buffer, self._count, name, -taken).atexit = False
         return buffer
 
     def _count(self, name: str, length_bytes: int) -> None:

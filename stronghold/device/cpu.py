@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stronghold.device.base import Device
 from stronghold.device.events import Event
-from stronghold.device.memory import DeviceBuffer, HostBuffer
+from stronghold.device.memory import Common, DeviceBuffer, HostBuffer
 from stronghold.device.streams import Stream
 
 
@@ -44,8 +44,10 @@ class CpuDevice(Device):
         # Parameters live in it, which a child of fork may look at.
         return self._counted(DeviceBuffer(torch.from_dlpack(HostBuffer(length_bytes).flat)))
 
-    def host_buffer(self, length_bytes: int, *, pinned: bool = True, private: bool = False) -> HostBuffer:
-        return self._counted(HostBuffer(length_bytes, private=private))
+    def host_buffer(
+        self, length_bytes: int, *, pinned: bool = True, private: bool = False, memory: Common | None = None
+    ) -> HostBuffer:
+        return self._counted(HostBuffer(length_bytes, private=private, memory=memory))
 
     def compute_wait(self, event: Event) -> None:
         event.wait()

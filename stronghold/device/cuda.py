@@ -14,8 +14,8 @@ from torch import Tensor
 
 from stronghold.device.base import Device
 from stronghold.device.events import Event
-from stronghold.device.memory import HostBuffer
-from stronghold.device.streams import Stream
+from stronghold.device.memory import Common, HostBuffer
+from stronghold.device.streams import Stream, Task
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context
 
@@ -75,6 +75,13 @@ class CudaStream(Stream):
         with torch.cuda.stream(self.cuda):
             target.copy_(source, non_blocking=True)
 
+    def compute(self, task: Task) -> None:
+        def within() -> None:
+            with torch.cuda.stream(self.cuda):
+                task()
+
+        self.submit(within)
+
 
 class CudaDevice(Device):
     """One CUDA device. Nothing here synchronises the whole device."""
@@ -95,8 +102,10 @@ class CudaDevice(Device):
     def buffer(self, length_bytes: int) -> Tensor:
         return torch.empty(length_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def host_buffer(self, length_bytes: int, *, pinned: bool = True, private: bool = False) -> HostBuffer:
-        buffer = HostBuffer(length_bytes, private=private)
+    def host_buffer(
+        self, length_bytes: int, *, pinned: bool = True, private: bool = False, memory: Common | None = None
+    ) -> HostBuffer:
+        buffer = HostBuffer(length_bytes, private=private, memory=memory)
         buffer.pinned = pinned and _pin(buffer, self.torch_device)
         return self._counted(buffer)
 

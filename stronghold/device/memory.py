@@ -7,6 +7,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import psutil
@@ -48,6 +49,14 @@ class MappedBuffer:
         return flat.view(shape).data  # not a view of ``flat``, which would live on as a second user of the storage
 
 
+@dataclass(frozen=True)
+class Common:
+    """Memory that so many processes have mapped, all zero at first."""
+
+    mapped: mmap.mmap
+    users: int
+
+
 _HUGE_PAGE_BYTES = 2 * 2**20
 
 
@@ -62,22 +71,29 @@ class HostBuffer(MappedBuffer):
     are faster in. Without, a child shares it: a data loader's processes neither copy what is updated nor end for
     having looked at a parameter.
 
+    With ``memory`` it is in memory that several processes have in common, of which each counts its part as its own.
+
     Raises MemoryError where the system refuses it.
     """
 
-    def __init__(self, length_bytes: int, *, private: bool = False) -> None:
+    def __init__(self, length_bytes: int, *, private: bool = False, memory: Common | None = None) -> None:
+        self.owned_bytes = length_bytes
+        self.pinned = False
+        if memory is not None:
+            super().__init__(memory.mapped, length_bytes)
+            self.owned_bytes = -(-length_bytes // memory.users)
+            return
         try:
             if private:
-                memory = mmap.mmap(-1, length_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                mapped = mmap.mmap(-1, length_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             else:
-                memory = mmap.mmap(-1, max(length_bytes, 1))
+                mapped = mmap.mmap(-1, max(length_bytes, 1))
         except (OSError, OverflowError, MemoryError) as error:
             raise MemoryError(
                 f"the system refused {format_bytes(length_bytes)} of host memory ({error}); raise the process's limit "
                 "(ulimit -v) or the container's, or train a smaller model"
             ) from error
-        super().__init__(memory, length_bytes, _prepare(memory, length_bytes) if private else 0)
-        self.pinned = False
+        super().__init__(mapped, length_bytes, _prepare(mapped, length_bytes) if private else 0)
 
 
 def _prepare(memory: mmap.mmap, length_bytes: int) -> int:

@@ -51,6 +51,10 @@ class Stream:
         """Runs ``task``, which moves about ``moved_bytes`` through the host's memory."""
         self.submit(task)
 
+    def compute(self, task: Task) -> None:
+        """Runs ``task``, which works on device memory, in the order of the copies."""
+        self.submit(task)
+
     def record(self) -> Event:
         """Returns an event that happens when all work given before it is done."""
         event = self._new_event()

@@ -28,6 +28,7 @@ class Wait(Enum):
     READ_AHEAD = "a fetch copies from staging: the layer must have been read"
     FILE_READ = "an update writes a layer's file: reads of it must be complete"
     UPDATE_DONE = "somebody waits until an update has arrived in its file: it must have written all"
+    SHARE_UPDATED = "a replica tells the others that its share is updated: that update must be complete"
     EDGE_GRADIENT = "the host reads an edge's gradient: the computation and its copy must be complete"
     EDGE_WRITTEN = "the host reads an edge that the user wrote on the device: its copy down must be complete"
     EDGE_UPDATED = "an upload reads an edge's host weights: their update must be complete"

@@ -1,4 +1,4 @@
-"""What a model in stages takes, process by process."""
+"""What a model in stages and replicas takes, process by process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from stronghold.units import format_bytes, format_count
 
 @dataclass(frozen=True, kw_only=True)
 class StagesReport:
-    """The reports of all processes; ``parameters`` are the model's, each counted once.
+    """The reports of all processes; ``parameters`` are the model's, each counted once, of which there are ``replicas``.
 
     Bytes are sums over the processes, a step's times their means.
     """
 
     parameters: int
+    replicas: int = 1
     reports: tuple[Report, ...]
 
     @property
@@ -77,7 +78,7 @@ class StagesReport:
         )
 
     def __rich__(self) -> Table:
-        result = Table(title="stages", title_justify="left")
+        result = Table(title="processes", title_justify="left")
         for name in ("process", "layers", "parameters", "window", "device", "host", "disk"):
             result.add_column(name, justify="right", no_wrap=True)
         for number, one in enumerate(self.reports):
@@ -91,7 +92,7 @@ class StagesReport:
                 format_bytes(one.disk_bytes),
             )
         together = (self.device_bytes, self.host_bytes, self.disk_bytes)
-        layers = str(sum(one.layers for one in self.reports))
+        layers = str(sum(one.layers for one in self.reports) // self.replicas)
         result.add_section()
         result.add_row("all", layers, format_count(self.parameters), "", *map(format_bytes, together))
         return result

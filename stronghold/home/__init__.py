@@ -14,18 +14,22 @@ from stronghold.home.gradient import (
 from stronghold.home.home import Home, is_shared
 from stronghold.home.parameter import BoundParameter, OffloadedParameter, home_of
 from stronghold.home.protocols import Kind, Memory, Owner, Updater, Work
+from stronghold.home.replicas import ONE_REPLICA, Lane, Replicas
 
 __all__ = [
+    "ONE_REPLICA",
     "BoundParameter",
     "Collected",
     "ConsumedGradient",
     "Home",
     "Kind",
     "Known",
+    "Lane",
     "Memory",
     "OffloadedGradient",
     "OffloadedParameter",
     "Owner",
+    "Replicas",
     "Updater",
     "Work",
     "consumed_error",

@@ -61,6 +61,9 @@ class OffloadedGradient(Tensor):
             seen = [v for v in walk((args, tuple(kwargs.values()))) if isinstance(v, OffloadedGradient)]
             targets = {id(target) for target in written(key, args, kwargs)}
             for value in seen:
+                if id(value) in targets and (home := value._home()) is not None:
+                    home.check_own()
+            for value in seen:
                 _settle(value, forget=id(value) in targets)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)

@@ -12,7 +12,8 @@ from stronghold.device import Buffer, Device, Event, HostBuffer
 from stronghold.errors import OffloadedModelError
 from stronghold.home.masters import Masters
 from stronghold.home.protocols import Kind, Memory, Owner
-from stronghold.layout import ALIGNMENT_BYTES, Layout, lay_out, round_up
+from stronghold.home.replicas import ONE_REPLICA, Replicas
+from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, Layout, lay_out, round_up, shares
 
 if TYPE_CHECKING:
     from stronghold.home.gradient import Known
@@ -70,6 +71,8 @@ class Home:
         self.touched = False
         """Somebody may have written the weights by a way that leaves no trace in the version."""
         self.versions = [0] * len(self.parameters)
+        self.replicas: Replicas = ONE_REPLICA
+        """The processes that have the unit in common, unless it is resident."""
         self.on_disk: frozenset[Kind] = frozenset()
         """What of the unit is on disk; the rest is in host memory, or on the device."""
         self.generation = 0
@@ -105,6 +108,8 @@ class Home:
         """
         values = [p.detach() for p in self.parameters] if values is None else values
         places = self.make_room(device, memory)
+        if self.replicas.number and not self.resident:
+            return  # the first one's are everybody's
         for place, (weight, value) in enumerate(zip(self.weight, values, strict=True)):
             if place in places:
                 self.masters.fill(place, weight, value.to(weight.device, torch.float32).contiguous())
@@ -156,6 +161,22 @@ class Home:
         sizes = [2 * self.parameters[place].numel() for place in self.master_places()]
         return lay_out(sizes, self.alignment).total_bytes
 
+    def shares(self, place: int) -> list[tuple[int, int]]:
+        """Returns which elements of a parameter each replica updates, (begin, end): of a resident unit each has all."""
+        count = self.parameters[place].numel()
+        if self.resident:
+            return [(0, count)] * self.replicas.count
+        return shares(count, self.replicas.count, GRAIN if self.on_disk else BLOCK, first=place)
+
+    def share(self, place: int) -> tuple[int, int]:
+        """Returns which elements of a parameter this process updates."""
+        return self.shares(place)[self.replicas.number]
+
+    def own(self, place: int, tensor: Tensor) -> Tensor:
+        """Returns, flat, what this process updates of a tensor that is like the parameter."""
+        begin, end = self.share(place)
+        return tensor.view(-1)[begin:end]
+
     def fit_gradients(self) -> bool:
         """Makes room in the gradients' layout for the parameters that are trained now; returns whether it changed.
 
@@ -176,7 +197,8 @@ class Home:
             if self.owner is not None:
                 size = self.gradient_layout.total_bytes
                 self.owner.check_memory(host_bytes=size, device_bytes=0, what=f"gradients of {self.name}")
-            self.gradient_buffer = device.host_buffer(self.gradient_layout.total_bytes)
+            length = self.gradient_layout.total_bytes
+            self.gradient_buffer = device.host_buffer(length, memory=self.replicas.memory(length))
         return self.gradient_buffer
 
     def gradient_in(self, buffer: Buffer, place: int) -> Tensor:
@@ -216,7 +238,11 @@ class Home:
             device_bytes=size if on_device else 0,
             what=f"adding up several gradients of {self.name} in fp32, 2 bytes a parameter,",
         )
-        return self._device.device_buffer(size) if on_device else self._device.host_buffer(size, pinned=False)
+        if on_device:
+            return self._device.device_buffer(size)
+        # Of an edge each replica has its own gradient, as it has of everything that is on its device.
+        memory = None if self.is_edge else self.replicas.memory(size)
+        return self._device.host_buffer(size, pinned=False, memory=memory)
 
     def _sum_in(self, buffer: Buffer, place: int) -> Tensor:
         offset = self.gradient_layout.offsets[self.gradient_places.index(place)]
@@ -287,13 +313,23 @@ class Home:
             self.drop()
 
     def write(self, place: int, task: Callable[[], Any]) -> Any:
-        """Runs ``task``, which writes into a parameter."""
+        """Runs ``task``, which writes into a parameter. Raises OffloadedModelError where replicas have it in common."""
+        self.check_own()
         changes = not self.is_edge or (not self.mirrored and place in self.masters.remainders)
         if changes:
             self.open()
         if self.mirrored or place not in self.masters.remainders:
             return task()
         return self.masters.write(place, self.weight[place], task, lambda: raw_version(self.parameters[place]))
+
+    def check_own(self) -> None:
+        """Raises OffloadedModelError where other processes would write the same memory."""
+        if self.replicas.count > 1 and not self.resident and not self.mirrored:
+            raise OffloadedModelError(
+                f"{self.replicas.count} replicas have the weights and gradients of {self.name} in common, so that each "
+                "would write what the others write too; change weights before the model is offloaded, clip by "
+                "AdamW(max_grad_norm=...), and load states by stronghold.checkpoint.load"
+            )
 
     def versions_now(self) -> list[int]:
         return [raw_version(p) for p in self.parameters]

@@ -45,6 +45,8 @@ class OffloadedParameter(nn.Parameter):
         if len(into) == 1:
             (value, home), *_ = into
             return home.write(value.__dict__["_place"], call)
+        for _, home in into:
+            home.check_own()
         for value, home in into:  # one of many (torch._foreach_*): told apart by blocks, not by copies of all
             home.lend(value.__dict__["_place"], unseen=False)
         result = call()

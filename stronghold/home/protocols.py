@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
 from stronghold.device import Buffer, Device, Event
+from stronghold.layout import Part
 from stronghold.native import Segment
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class Owner(Protocol):
     homes: Sequence[Home]
     sums_gradients: bool
     """Whether a step has several backward passes, under in_backward too: the sums need memory."""
+
+    def agree(self, found: Mapping[Home, Collection[int]]) -> None:
+        """Raises ParallelError where replicas have not ``found`` gradients at the same places of the same units."""
 
     def update_threads(self) -> int:
         """Returns how many cores an update may use: all that the process may, but one for the thread that computes."""
@@ -94,11 +98,13 @@ class Work(Protocol):
 
     operands: Sequence[Sequence[Tensor]]
     """What it reads and writes of every parameter in turn, beside the gradient."""
+    parts: Sequence[Part]
+    """What of every parameter in turn is updated here."""
 
     def segments(self) -> list[Segment] | None:
         """Counts the step and returns what is to be updated; None where nothing is, for gradients that are not finite.
 
-        Called in the update's turn.
+        Called in the update's turn. They are whole parameters, of which ``parts`` are to be updated.
         """
 
     def kernel(self, segments: list[Segment]) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from stronghold.config import TrainSettings
 from stronghold.methods import Prepared, decay_groups
-from stronghold.methods.stages import Staged, cut, report_of
+from stronghold.methods.parallel import Replicated, Staged, processes_of, replicas_of, report_of, stages_of
 from stronghold.offload import offload, report, trace
 from stronghold.optim import AdamW
 from stronghold.weights import Weights
@@ -20,23 +20,14 @@ class Stronghold:
     name = "stronghold"
 
     def prepare(self, model: nn.Module, settings: TrainSettings, weights: Weights | None = None) -> Prepared:
-        """Returns ``model`` offloaded, in place, or this process's stages of it, and its AdamW."""
+        """Returns ``model`` offloaded, in place, or what this process has of it, and its AdamW."""
         offloading: dict[str, Any] = {
             "dtype": torch.bfloat16 if settings.dtype == "bf16" else None,
             "weights": weights,
             **asdict(settings.offload),
         }
-        if settings.parallel.stages > 1:
-            staged, processes = cut(model, settings, **offloading)
-            count = sum(p.numel() for p in model.parameters())
-            return Staged(
-                model=staged,
-                optimizer=_optimizer(staged, settings),
-                report=lambda: report_of(staged, processes, count),
-                device=processes.device,
-                trace=lambda: trace(staged),
-                processes=processes,
-            )
+        if not settings.parallel.alone:
+            return _with_others(model, settings, offloading)
         offload(model, device=settings.device, **offloading)
         return Prepared(
             model=model,
@@ -46,6 +37,22 @@ class Stronghold:
             saves=True,
             trace=lambda: trace(model),
         )
+
+
+def _with_others(model: nn.Module, settings: TrainSettings, offloading: dict[str, Any]) -> Prepared:
+    """Returns what this process trains of ``model``, in stages or whole."""
+    processes, count = processes_of(settings), sum(p.numel() for p in model.parameters())
+    in_stages = settings.parallel.stages > 1
+    part = (stages_of if in_stages else replicas_of)(model, settings, processes, **offloading)
+    return (Staged if in_stages else Replicated)(
+        model=part,
+        optimizer=_optimizer(part, settings),
+        report=lambda: report_of(part, processes, count),
+        device=processes.device,
+        saves=not in_stages and processes.rank == 0,  # there the model is whole
+        trace=lambda: trace(part),
+        processes=processes,
+    )
 
 
 def _optimizer(model: nn.Module, settings: TrainSettings) -> AdamW:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from stronghold.layout import BLOCK
 from stronghold.native.extension import _C
-
-BLOCK = 64  # elements that share an exponent; csrc/formats.h has the same number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

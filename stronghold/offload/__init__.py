@@ -2,7 +2,7 @@
 
 from stronghold.offload.company import Alone, Company, by_first, follow, keep_company
 from stronghold.offload.engine import Engine
-from stronghold.offload.offload import engine_of, offload, report, trace, verify
+from stronghold.offload.offload import engine_of, offload, offload_shared, report, trace, verify
 
 __all__ = [
     "Alone",
@@ -13,6 +13,7 @@ __all__ = [
     "follow",
     "keep_company",
     "offload",
+    "offload_shared",
     "report",
     "trace",
     "verify",

@@ -35,7 +35,7 @@ def keep_resident(homes: Sequence[Home], edge_bytes: int, settings: OffloadSetti
     """Marks the layers that stay on the device; raises ValueError and BudgetError."""
     wanted = settings.resident
     limit = settings.device_memory
-    if _need_no_slots(settings, device):
+    if _need_no_slots(settings, device, homes):
         wanted = len(homes)
     if isinstance(wanted, int):
         if not 0 <= wanted <= len(homes):
@@ -65,11 +65,15 @@ def keep_resident(homes: Sequence[Home], edge_bytes: int, settings: OffloadSetti
             return
 
 
-def _need_no_slots(settings: OffloadSettings, device: Device) -> bool:
-    """Whether layers are best computed with where they are: slots would be a second copy in the same memory."""
+def _need_no_slots(settings: OffloadSettings, device: Device, homes: Sequence[Home]) -> bool:
+    """Whether layers are best computed with where they are: slots would be a second copy in the same memory.
+
+    Replicas have layers in common, but resident ones each for itself.
+    """
     bounded = settings.device_memory is not None or settings.host_memory is not None or settings.directories
     asked = (settings.window, settings.resident)
-    return device.is_host and not bounded and (asked == ("auto", 0) or settings.resident == "auto")
+    alone = homes[0].replicas.count == 1
+    return device.is_host and alone and not bounded and (asked == ("auto", 0) or settings.resident == "auto")
 
 
 def choose_window(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> int:
@@ -127,11 +131,12 @@ def choose_disk(homes: Sequence[Home], settings: OffloadSettings, device: Device
     if not isinstance(budget, int):
         return
     layers = [home for home in on_host if not home.is_edge]
-    room = budget - RING_BYTES - sum(home.gradient_layout.total_bytes for home in on_host)
-    room -= RING * max((home.gradient_layout.total_bytes for home in layers), default=0)
+    count = homes[0].replicas.count  # what they have in common each counts a part of
+    room = count * (budget - RING_BYTES - RING * max((h.gradient_layout.total_bytes for h in layers), default=0))
+    room -= sum(home.gradient_layout.total_bytes for home in on_host)
     room -= sum(home.layout.total_bytes for home in on_host if home.is_edge)
     if sum(home.layout.total_bytes for home in layers) > room:  # some weights will be on disk
-        room -= staging_bytes(layers, device)
+        room -= count * staging_bytes(layers, device)
     for part in (frozenset({"weights"}), _STATES):
         for home in layers if "weights" in part else on_host:
             size = home.layout.total_bytes if "weights" in part else home.remainder_bytes() + _most_moment_bytes(home)
@@ -161,11 +166,12 @@ def check_host(homes: Sequence[Home], settings: OffloadSettings, device: Device)
     on_host = [home for home in homes if not home.resident]
     weights = sum(home.layout.total_bytes for home in on_host if home.lives("weights") == "host")
     weights += sum(home.remainder_bytes() for home in on_host if home.lives("remainders") == "host")
-    weights += staging_bytes(on_host, device)
-    gradients = sum(home.gradient_layout.total_bytes for home in on_host if home.mirrored)
+    count = homes[0].replicas.count  # what they have in common each counts a part of
+    weights = weights // count + staging_bytes(on_host, device)
+    gradients = sum(home.gradient_layout.total_bytes for home in on_host if home.mirrored) // count
     gradients += RING * max((home.gradient_layout.total_bytes for home in on_host if not home.is_edge), default=0)
     in_memory = [home for home in on_host if home.lives("moments") == "host"]
-    states = sum(lay_out_moments(home, home.gradient_places, "8bit").total_bytes for home in in_memory)
+    states = sum(lay_out_moments(home, home.gradient_places, "8bit").total_bytes for home in in_memory) // count
     ring = RING_BYTES if len(in_memory) < len(on_host) else 0
     total = weights + gradients + states + ring
     if total > budget:

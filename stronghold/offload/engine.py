@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from stronghold import native
 from stronghold.config import OffloadSettings
-from stronghold.device import Device, Event, Wait, Waits, available_host_bytes, keep_freed_memory
+from stronghold.device import Device, Event, Stream, Wait, Waits, available_host_bytes, keep_freed_memory
 from stronghold.errors import BudgetError, OffloadedModelError
-from stronghold.home import Collected, Home, OffloadedParameter, Updater, Work
+from stronghold.home import ONE_REPLICA, Collected, Home, OffloadedParameter, Replicas, Updater, Work
 from stronghold.offload.block import Block, Members, Run
 from stronghold.offload.company import Alone, Company
 from stronghold.offload.placement import Placement
@@ -38,9 +38,13 @@ class Engine:
         device: Device,
         settings: OffloadSettings,
         weights: Source | Reopened,
+        replicas: Replicas = ONE_REPLICA,
     ) -> None:
         self.model = weakref.ref(model)
         self.device = device
+        self.replicas = replicas
+        self._landing = Stream("landing") if replicas.count > 1 else None
+        """Where this process waits for the other replicas' updates."""
         self.homes: Sequence[Home] = placement.homes
         self.layers = placement.layers
         self.keep = settings.activations == "keep"
@@ -81,9 +85,10 @@ class Engine:
         except BaseException:
             self.store.close()
             raise
+        self.replicas.main.meet()  # the first one's values are there
         self.edge_bytes = placement.edge_bytes
         self.window = Window(self.layers, placement.window, device, self.store, self.waits)
-        self.gradients = Gradients(self.layers, device, self.waits)
+        self.gradients = Gradients(self.layers, device, self.waits, replicas)
         self.device_gradients = DeviceGradients(device, self.waits)
         self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
         for home in self.homes:  # from here on nothing large is allocated but the edges, and the model changes
@@ -200,6 +205,10 @@ class Engine:
         if self.device.is_host and not self.store.paths and not optimizer.in_backward:
             keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 
+    def agree(self, found: Mapping[Home, Collection[int]]) -> None:
+        if self.replicas.count > 1:
+            self.replicas.agree([(home.name, tuple(places)) for home, places in found.items()])
+
     def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
         if home.is_edge or home.resident:
             return self.device_gradients.collect(home, gradients)
@@ -222,7 +231,8 @@ class Engine:
         return True
 
     def update(self, home: Home, work: Work, moved_bytes: int, after: Event | None) -> Event | None:
-        passage = self.store.passage(home, work.operands)
+        passage = self.store.passage(home, work.operands, work.parts)
+        shared = self.replicas.count > 1 and not home.resident
 
         def task() -> None:
             segments = work.segments()
@@ -230,7 +240,8 @@ class Engine:
                 passage.cancel()
                 return
             passage.run(segments, work.kernel)
-            work.done()
+            if not shared:
+                work.done()
 
         if home.resident:
             self.device.compute_now(task, moved_bytes)
@@ -240,9 +251,13 @@ class Engine:
         self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
         # A layer may have been fetched, or read ahead, for a computation that did not come.
         self.waits.stream(updates, self.store.reading(home), Wait.FILE_READ)
+        if shared and self.store.paths:
+            updates.submit(self.replicas.updates.meet)  # the others' reads of the file are complete, too
         with self.device.noted(updates, f"update {home.name}"):
             updates.run(task, moved_bytes=moved_bytes)
         done = self.store.landed(home, updates.record())
+        if shared:
+            done = self._landed_everywhere(done, work)
         if not home.mirrored:
             return done
         edges = self.device.edges
@@ -253,6 +268,15 @@ class Engine:
             for target, weight in zip(home.on_device, home.weight, strict=True):
                 edges.copy(target, weight)
         return edges.record()
+
+    def _landed_everywhere(self, done: Event, work: Work) -> Event:
+        """Returns the event after which the updates of all replicas' shares of a unit are complete."""
+        assert self._landing is not None
+        # Of this process's share that was said when it is complete.
+        self.waits.thread(self._landing, done, Wait.SHARE_UPDATED)
+        self._landing.submit(self.replicas.landing.meet)
+        self._landing.submit(work.done)
+        return self._landing.record()
 
     def update_threads(self) -> int:
         # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
@@ -275,6 +299,7 @@ class Engine:
     def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
         self.store.check_space(disk_bytes, what)
         device_memory, host_memory = self._budgets
+        host_bytes //= self.replicas.count  # they have it in common
         for name, budget, held, more in (
             ("device_memory", device_memory, self.device_bytes(), device_bytes),
             ("host_memory", host_memory, self.device.pinned_bytes + self.device.pageable_bytes, host_bytes),

@@ -15,7 +15,7 @@ from stronghold.config import OffloadSettings
 from stronghold.device import Device, Timeline, open_device, return_free_memory
 from stronghold.errors import OffloadedModelError
 from stronghold.evaluation.report import Report
-from stronghold.home import home_of
+from stronghold.home import ONE_REPLICA, Replicas, home_of
 from stronghold.offload.engine import Engine
 from stronghold.offload.placement import plan
 from stronghold.offload.reopening import Reopened
@@ -84,6 +84,32 @@ def offload(
         device_memory=device_memory,
         host_memory=host_memory,
     )
+    return _offload(model, settings, device, dtype, layers, weights, ONE_REPLICA)
+
+
+def offload_shared(
+    model: nn.Module,
+    replicas: Replicas,
+    *,
+    device: str | torch.device | Device,
+    dtype: torch.dtype | None = None,
+    layers: str | Sequence[str] | None = None,
+    weights: Weights | None = None,
+    **settings: Any,
+) -> nn.Module:
+    """Does the same in each of ``replicas``, which have the host's memory of the model in common."""
+    return _offload(model, OffloadSettings(**settings), device, dtype, layers, weights, replicas)
+
+
+def _offload(
+    model: nn.Module,
+    settings: OffloadSettings,
+    device: str | torch.device | Device,
+    dtype: torch.dtype | None,
+    layers: str | Sequence[str] | None,
+    weights: Weights | None,
+    replicas: Replicas,
+) -> nn.Module:
     if engine_of(model) is not None:
         raise OffloadedModelError(
             f"{type(model).__name__} is offloaded already, and a module can be offloaded once; build it anew to change "
@@ -95,9 +121,9 @@ def offload(
             "can be offloaded once; offload the whole model"
         )
     opened = open_device(device)
-    placement = plan(model, layers, dtype, settings, opened)
+    placement = plan(model, layers, dtype, settings, opened, replicas)
     values = Reopened(model) if _same_directory(weights, settings) else open_weights(model, weights)
-    engine = Engine(model, placement, opened, settings, values)
+    engine = Engine(model, placement, opened, settings, values, replicas)
     model.__dict__["_stronghold"] = engine
     for module in model.modules():
         module._apply = _Apply(module, engine)  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from torch import nn
 
 from stronghold.config import OffloadSettings
 from stronghold.device import Device
-from stronghold.home import Home
+from stronghold.home import ONE_REPLICA, Home, Replicas
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.offload.budget import check_host, choose_disk, choose_window, keep_resident
 from stronghold.offload.rows import Layer, find_layers
@@ -62,11 +62,13 @@ def plan(
     dtype: torch.dtype | None,
     settings: OffloadSettings,
     device: Device,
+    replicas: Replicas = ONE_REPLICA,
 ) -> Placement:
     """Places the parameters of ``model`` and chooses the window; changes nothing.
 
     A parameter that one layer alone uses goes with that layer; what layers share, with one another or with the rest of
-    the model, is an edge, and so is everything outside the layers. Raises ValueError and BudgetError.
+    the model, is an edge, and so is everything outside the layers. ``replicas`` are the processes that have all of it
+    in common. Raises ValueError and BudgetError.
     """
     found = find_layers(model, layers)
     alignment = ALIGNMENT_BYTES if not settings.directories else PAGE_BYTES
@@ -107,6 +109,8 @@ def plan(
     edge_bytes = buffer_bytes + sum(
         (home.mirrored + home.trainable) * home.layout.total_bytes for home, _ in edge_homes
     )
+    for home in homes:
+        home.replicas = replicas
     keep_resident(layer_homes, edge_bytes, settings, device)
     window = choose_window(layer_homes, edge_bytes, settings, device)
     if settings.directories:

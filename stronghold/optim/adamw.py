@@ -138,7 +138,9 @@ class AdamW(torch.optim.Optimizer):
         self._owner.close_backward()
         if self.in_backward:
             self.wait()  # the updates of the backward pass tell whether its gradients were finite
-        found = {home: gradients for home in self._owner.homes if (gradients := self._collect(home))}
+        given = {home: gradients for home in self._owner.homes if (gradients := self._gradients(home))}
+        self._owner.agree(given)
+        found = {home: self._collect(home, gradients) for home, gradients in given.items()}
         scale = self._clip_scale(found)
         if scale is not None:
             updates = [self._update(home, gradients) for home, gradients in found.items()]
@@ -321,8 +323,8 @@ class AdamW(torch.optim.Optimizer):
         changes = [self._change(home, place, gradient) for place, gradient in gradients.items()]
         return Update(home, changes, threads=self.threads, checked=checked)
 
-    def _collect(self, home: Home) -> dict[int, Collected]:
-        """Returns the gradients that the step uses of one unit, by place, where it is updated."""
+    def _gradients(self, home: Home) -> dict[int, Tensor]:
+        """Returns the gradients that the step uses of one unit, by place."""
         gradients: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for place, parameter in enumerate(home.parameters):
@@ -335,8 +337,10 @@ class AdamW(torch.optim.Optimizer):
                         "updated; pass sparse=False to its embedding"
                     )
                 gradients[place] = gradient
-        if not gradients:
-            return {}
+        return gradients
+
+    def _collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+        """Returns the gradients where the unit is updated."""
         assert self._owner is not None
         self._owner.take_writes(home)
         return self._owner.collect(home, gradients)

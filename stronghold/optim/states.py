@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stronghold.device import Buffer
 from stronghold.home import Home
-from stronghold.layout import Layout, lay_out
+from stronghold.layout import BLOCK, Layout, lay_out
 from stronghold.native import Blocks
 from stronghold.optim.blocks import exponents_of
 
@@ -75,9 +75,13 @@ class Moments:
         moments = self.of(home, place)
         if used:
             home.open()
+            begin, end = home.share(place)
             for moment in moments:
-                for tensor in (moment,) if isinstance(moment, Tensor) else (moment.codes, moment.exponents):
-                    tensor.zero_()
+                if isinstance(moment, Tensor):
+                    moment.view(-1)[begin:end].zero_()
+                    continue
+                moment.codes[begin:end].zero_()
+                moment.exponents[begin // BLOCK : exponents_of(end)].zero_()
         return moments
 
     def distrust(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from stronghold import native
 from stronghold.device import Event
 from stronghold.home import Collected, Home, known_of, note_gradient
+from stronghold.layout import Part
 from stronghold.native import Blocks
 from stronghold.optim.on_device import adamw_on_device
 
@@ -48,7 +49,7 @@ class Change:
 
 
 class Update:
-    """The update of one unit's parameters, in one call of the kernel.
+    """The update of one unit's parameters, or of this process's share of them, in one call of the kernel.
 
     With ``checked``, nothing is updated where a gradient is not finite.
     """
@@ -60,6 +61,7 @@ class Update:
         self.checked = checked
         self.scale = 1.0
         self.operands: Sequence[Sequence[Tensor]] = ()
+        self.parts: Sequence[Part] = [Part(number, *home.share(change.place)) for number, change in enumerate(changes)]
 
     def submit(self, scale: float, after: Event | None = None) -> Event | None:
         """Gives the update to its place in line, behind ``after``; returns its event, if it has one.

@@ -2,6 +2,7 @@
 
 from stronghold.parallel.pipeline import in_stages, pipeline
 from stronghold.parallel.processes import Processes
+from stronghold.parallel.replicate import replicate, replicated
 from stronghold.parallel.staged import StagedModule
 
-__all__ = ["Processes", "StagedModule", "in_stages", "pipeline"]
+__all__ = ["Processes", "StagedModule", "in_stages", "pipeline", "replicate", "replicated"]

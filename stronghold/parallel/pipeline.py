@@ -22,6 +22,7 @@ def pipeline(
     loss: Loss,
     stages: int,
     micro_batches: int,
+    replicas: int = 1,
     balance: Balance = "time",
     schedule: str | None = None,
     inputs: Tensor | None = None,
@@ -33,8 +34,8 @@ def pipeline(
 ) -> StagedModule:
     """Cuts an ``nn.Sequential`` into stages, one or several for each process, and offloads this process's.
 
-    All processes build the same ``module`` and call this, under ``torchrun --nproc-per-node N``, where N divides
-    ``stages``::
+    All processes build the same ``module`` and call this, under ``torchrun --nproc-per-node N``, where N is
+    ``replicas`` times a number that divides ``stages``::
 
         model = stronghold.pipeline(model, loss=F.cross_entropy, stages=4, micro_batches=8, inputs=x, device="cpu")
         optimizer = stronghold.AdamW(model.parameters(), lr=1e-3)
@@ -42,6 +43,10 @@ def pipeline(
             loss = model.forward_backward(x, y)
             optimizer.step()
             optimizer.zero_grad()
+
+    Of ``replicas`` each trains the whole model with its part of every batch. Those of a stage are on one machine and
+    have its memory of the host in common: weights, gradients and AdamW's states are there once, and each replica
+    updates its share. ``micro_batches`` are those of one replica.
 
     ``loss(output, targets)`` is the mean over a micro-batch. ``balance`` says where the row is cut, where a layer is a
     child with parameters and those without any behind it:
@@ -62,15 +67,16 @@ def pipeline(
     ValueError and BudgetError before anything has changed, in all processes; and whatever ``stronghold.offload``
     raises.
     """
+    processes = Processes(torch.device(device), wanted=stages * replicas, replicas=replicas)
     return in_stages(
         SequentialRow(module, loss),
+        processes,
         stages=stages,
         micro_batches=micro_batches,
         balance=balance,
         schedule=schedule,
         inputs=inputs,
         targets=targets,
-        device=torch.device(device),
         dtype=dtype,
         weights=weights,
         **settings,
@@ -79,29 +85,30 @@ def pipeline(
 
 def in_stages(
     row: Row,
+    processes: Processes,
     *,
     stages: int,
     micro_batches: int,
     balance: Balance,
-    schedule: str | None,
-    inputs: Tensor | None,
-    device: torch.device,
+    schedule: str | None = None,
+    inputs: Tensor | None = None,
     targets: Tensor | None = None,
     dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> StagedModule:
     """Does the same with a row of layers of any kind."""
-    processes = Processes(device, wanted=stages)
-    if stages % processes.count or processes.count == 1 < stages:
+    each = processes.each
+    if stages % each or each == 1 < stages:
+        of_one = " of a replica" if each < processes.count else ""
         processes.refuse(
-            f"the processes must divide the stages, and be two or more (got {processes.count} for {stages} stages); "
-            f"start torchrun with --nproc-per-node {stages}"
+            f"the processes{of_one} must divide the stages, and be two or more (got {each} for {stages} stages); start "
+            f"torchrun with --nproc-per-node {stages * processes.count // each}"
         )
-    a_device = stages // processes.count
+    a_device = stages // each
     order = processes.together(
         lambda: Pipeline(
             schedule=schedule or ("1F1B" if a_device == 1 else "Interleaved1F1B"),
-            devices=processes.count,
+            devices=each,
             micro_batches=micro_batches,
             stages_per_device=a_device,
         )
@@ -113,8 +120,8 @@ def in_stages(
             row,
             order,
             balance,
-            inputs=inputs,
-            targets=targets,
+            inputs=None if inputs is None else inputs[: len(inputs) * each // processes.count],
+            targets=None if targets is None else targets[: len(targets) * each // processes.count],
             device=processes.device,
             dtype=dtype,
             activations=settings.get("activations"),

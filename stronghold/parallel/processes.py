@@ -6,6 +6,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stronghold.errors import ParallelError
+from stronghold.home import ONE_REPLICA, Replicas
+from stronghold.parallel.replicas import ReplicaProcesses, groups_of
 from stronghold.parallel.watch import watch_over
 
 T = TypeVar("T")
@@ -21,16 +24,18 @@ T = TypeVar("T")
 class Processes:
     """All processes of ``torch.distributed``, joined as torchrun tells where they are not yet.
 
-    ``device`` is where this one's stages compute: of "cuda" alone, the GPU of its rank on its machine. Raises
-    ParallelError where this process was not started by torchrun.
+    Of ``replicas`` each holds the whole model: process r * n + p is number p of the n of replica r; None makes each
+    process one. ``device`` is where this one's layers compute: of "cuda" alone, the GPU of its rank on its machine.
+    ``wanted`` are the processes that the user asked for, as far as that is known. Raises ParallelError where this
+    process was not started by torchrun, or they cannot be so many replicas.
     """
 
-    def __init__(self, device: torch.device, *, wanted: int) -> None:
+    def __init__(self, device: torch.device, *, wanted: int, replicas: int | None = 1) -> None:
         if not dist.is_initialized():
             if not dist.is_torchelastic_launched():
                 raise ParallelError(
-                    f"stages are processes that are started together (got one that is alone, for {wanted} stages); "
-                    f"start it with torchrun --nproc-per-node {wanted}"
+                    f"stages and replicas are processes that are started together (got one that is alone, and {wanted} "
+                    f"are wanted); start it with torchrun --nproc-per-node {wanted}"
                 )
             store, rank, count = next(dist.rendezvous("env://"))
             # After a restart torchrun's store still has the addresses of the processes before, which gloo would take.
@@ -44,7 +49,45 @@ class Processes:
             torch.cuda.set_device(device)
         self.device = device
         self.watch = watch_over(self.rank, self.count)
-        self.neighbours = self.everyone(socket.gethostname()).count(socket.gethostname())
+        machines = self.everyone(socket.gethostname())
+        self.neighbours = machines.count(socket.gethostname())
+        replicas = self.count if replicas is None else replicas
+        if self.count % replicas:
+            self.refuse(
+                f"the replicas must divide the processes (got {replicas} replicas and {self.count} processes); start "
+                f"torchrun with --nproc-per-node {wanted}"
+            )
+        self.each = self.count // replicas
+        """The processes of a replica."""
+        self.replica, self.place = divmod(self.rank, self.each)
+        for place in range(self.each):
+            if len(apart := set(machines[place :: self.each])) > 1:
+                self.refuse(
+                    f"replicas have the host's memory in common, and so must be on one machine (got those of process "
+                    f"{place} on {', '.join(sorted(apart))}); start as many replicas on each machine as the model has "
+                    "of them, or use stages across machines"
+                )
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """This process and those that have the same layers. To be asked for by all processes at once."""
+        if self.count == self.each:
+            return ONE_REPLICA
+        return ReplicaProcesses(
+            [list(range(p, self.count, self.each)) for p in range(self.each)], self.rank, self.watch
+        )
+
+    @cached_property
+    def row(self) -> dist.ProcessGroup:
+        """The processes of this replica, through which micro-batches pass. To be asked for by all at once."""
+        return groups_of([list(range(r, r + self.each)) for r in range(0, self.count, self.each)], self.watch)[
+            self.replica
+        ]
+
+    def draw_apart(self) -> None:
+        """Has each replica but the first draw random numbers of its own, on the host and on the device."""
+        if self.replica:
+            torch.manual_seed(torch.initial_seed() + self.replica)
 
     def refuse(self, message: str) -> NoReturn:
         """Raises a ParallelError that every process raises; the first one's is the one to be told."""
@@ -99,9 +142,7 @@ class Processes:
         values = [one.item() for one in gathered]
         return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
-    def from_rank(self, rank: int, value: Tensor | None) -> Tensor:
-        """Returns the scalar that process ``rank`` has, in fp32 on the host."""
-        shared = torch.zeros((), dtype=torch.float32) if value is None else value.detach().to("cpu", torch.float32)
-        with self.watch.waiting():
-            dist.broadcast(shared, src=rank)
-        return shared
+    def mean(self, value: Tensor | None) -> Tensor:
+        """Returns the mean of the scalars of those processes that have one, one in each replica: fp32, on the host."""
+        total = self.sum(0.0 if value is None else value.item())
+        return torch.tensor(total * self.each / self.count, dtype=torch.float32)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from stronghold.config import OffloadSettings
 from stronghold.errors import ParallelError
-from stronghold.offload import engine_of, follow, keep_company, offload
+from stronghold.offload import engine_of, follow, keep_company, offload_shared
 from stronghold.parallel.drawing import as_within
+from stronghold.parallel.facts import facts_of
 from stronghold.parallel.processes import Processes
 from stronghold.parallel.row import Row
 from stronghold.parallel.shapes import Shapes
@@ -29,8 +30,9 @@ class StagedModule(nn.Module):
     """This process's stages of a model, offloaded; its parameters are theirs, by their names in the whole model.
 
     ``sizes`` are the layers of each stage of ``order``. All processes call the same methods in the same order, with the
-    same batches; what they compute together follows the schedules of torch.distributed.pipelining. Raises ParallelError
-    where the processes do not agree on the model or its settings, and what ``stronghold.offload`` raises.
+    same batches, of which each replica computes its part; what the processes of one compute together follows the
+    schedules of torch.distributed.pipelining. Raises ParallelError where the processes do not agree on the model or its
+    settings, and what ``stronghold.offload`` raises.
     """
 
     def __init__(
@@ -50,10 +52,11 @@ class StagedModule(nn.Module):
         self._register_load_state_dict_pre_hook(self._from_names)
         self._order, self._processes, self._device = order, processes, processes.device
         self._loss = row.loss
-        processes.agree(_facts(row, sizes, order, dtype, settings))
+        own = {"partition": list(sizes), "schedule": str(order), "replicas": processes.count // processes.each}
+        processes.agree({**facts_of(row.model, dtype, settings), **own})
         stages = [row.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
         self._shapes = Shapes(stages, dtype)
-        self._numbers = order.stages_of(processes.rank)
+        self._numbers = order.stages_of(processes.place)
         self._tied = Tied(stages, order, processes)
         self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
         """The library's schedule for training and for evaluation, with the shapes that it was made for."""
@@ -65,12 +68,20 @@ class StagedModule(nn.Module):
         if callable(weights):
             weights = as_within(row.model, weights)
         if directories := OffloadSettings(store=settings.get("store", "ram")).directories:
-            settings["store"] = [os.path.join(path, f"process-{processes.rank}") for path in directories]
+            settings["store"] = [os.path.join(path, f"process-{processes.place}") for path in directories]
         if isinstance(settings.get("window"), int):  # a process may have fewer layers than the others
             settings["window"] = min(settings["window"], sum(sizes[number] for number in self._numbers))
         containers = [f"chunks.{i}{row.container and '.'}{row.container}" for i in range(len(self.chunks))]
         processes.together(
-            lambda: offload(self, device=self._device, dtype=dtype, layers=containers, weights=weights, **settings)
+            lambda: offload_shared(
+                self,
+                processes.replicas,
+                device=self._device,
+                dtype=dtype,
+                layers=containers,
+                weights=weights,
+                **settings,
+            )
         )
         engine = engine_of(self)
         assert engine is not None
@@ -78,29 +89,41 @@ class StagedModule(nn.Module):
             engine,
             processes,
             shared=self._tied.shared,
-            copies=self._tied.copies,
+            copies=self._tied.copies if processes.replica == 0 else self.parameters(),
             model=type(row.model).__name__,
             passes=order.micro_batches,
         )
+        processes.draw_apart()
         parts = dict(zip(self._numbers, self.chunks, strict=True))
-        follow(engine, [(parts[one.stage], one.backward) for one in order.order(processes.rank)])
+        follow(engine, [(parts[one.stage], one.backward) for one in order.order(processes.place)])
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of the mean loss of a batch, adds them to what is there, and returns the loss, fp32.
 
         ``inputs`` and ``targets`` have the samples of the batch in their first dimension, which divides by the number
-        of micro-batches. Each process passes the whole batch, though only the first stage computes with the inputs and
-        the last with the targets. Raises ParallelError, before anything is computed, where processes pass batches of
-        different shapes.
+        of micro-batches in all replicas together. Each process passes the whole batch, though only the first stage
+        computes with the inputs and the last with the targets, and each replica with its part. Raises ParallelError,
+        before anything is computed, where processes pass batches of different shapes.
         """
+        self._check(inputs, targets, training=True)
         with self._tied.summed():
-            return self._run(inputs, targets, self._order.micro_batches, training=True)
+            return self._run(self._own(inputs), self._own(targets), self._order.micro_batches, training=True)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss of a batch, fp32; as one micro-batch where it does not divide."""
-        divides = len(inputs) % self._order.micro_batches == 0
-        return self._run(inputs, targets, self._order.micro_batches if divides else 1, training=False)
+        """Returns the mean loss of a batch, fp32; as one micro-batch in each replica where it does not divide."""
+        self._check(inputs, targets, training=False)
+        if len(inputs) % (self._order.micro_batches * self._replicas) == 0:
+            return self._run(self._own(inputs), self._own(targets), self._order.micro_batches, training=False)
+        return self._run(inputs, targets, 1, training=False)
+
+    @property
+    def _replicas(self) -> int:
+        return self._processes.count // self._processes.each
+
+    def _own(self, batch: Tensor) -> Tensor:
+        """Returns the samples of this process's replica."""
+        return batch.chunk(self._replicas)[self._processes.replica]
 
     def named_modules(  # type: ignore[override]
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -134,7 +157,7 @@ class StagedModule(nn.Module):
         self._sent.clear()
         by_rank: Counter[int] = Counter()
         for stage, count in sent.items():
-            by_rank[self._order.device_of(stage)] += count
+            by_rank[self._processes.replica * self._processes.each + self._order.device_of(stage)] += count
         return dict(by_rank)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +168,6 @@ class StagedModule(nn.Module):
         )
 
     def _run(self, inputs: Tensor, targets: Tensor, micro_batches: int, *, training: bool) -> Tensor:
-        self._check(inputs, targets, micro_batches, training)
         schedule = self._schedule(inputs, micro_batches, training)
         first, last = 0 in self._numbers, self._order.stages - 1 in self._numbers
         losses: list[Tensor] = []
@@ -157,9 +179,9 @@ class StagedModule(nn.Module):
                 return_outputs=False,
             )
         loss = torch.stack(losses).detach().sum() if last else None
-        return self._processes.from_rank(self._order.device_of(self._order.stages - 1), loss)
+        return self._processes.mean(loss)
 
-    def _check(self, inputs: Tensor, targets: Tensor, micro_batches: int, training: bool) -> None:
+    def _check(self, inputs: Tensor, targets: Tensor, *, training: bool) -> None:
         if not self._processes.same(zlib.crc32(repr((_kind(inputs), _kind(targets), training)).encode())):
             self._processes.agree({"batch": (_kind(inputs), _kind(targets)), "call": training})
         if len(targets) != len(inputs):
@@ -167,10 +189,13 @@ class StagedModule(nn.Module):
                 f"inputs and targets must have as many samples (got {len(inputs)} and {len(targets)}); pass the "
                 "targets of the inputs"
             )
-        if not len(inputs) or len(inputs) % micro_batches:
+        parts = self._order.micro_batches * self._replicas if training else 1
+        if not len(inputs) or len(inputs) % parts:
+            each = f" in each of {self._replicas} replicas" if self._replicas > 1 else ""
             self._processes.refuse(
-                f"the micro-batches must divide the batch (got a batch of {len(inputs)} samples and {micro_batches} "
-                f"micro-batches); pass batches of a multiple of {micro_batches} samples, drop_last=True in a DataLoader"
+                f"the micro-batches must divide the batch (got a batch of {len(inputs)} samples and "
+                f"{self._order.micro_batches} micro-batches{each}); pass batches of a multiple of {parts} samples, "
+                "drop_last=True in a DataLoader"
             )
 
     def _schedule(self, inputs: Tensor, micro_batches: int, training: bool) -> Any:
@@ -200,6 +225,7 @@ class StagedModule(nn.Module):
                 self._device,
                 input_args=shapes[number],
                 output_args=shapes[number + 1],
+                group=self._processes.row,
             )
             for number, chunk in zip(self._numbers, self.chunks, strict=True)
         ]
@@ -224,19 +250,3 @@ def _to_names(module: StagedModule, state_dict: dict[str, Any], prefix: str, _: 
 
 def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype)
-
-
-def _facts(
-    row: Row, sizes: Sequence[int], order: Pipeline, dtype: torch.dtype | None, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns what all processes must have in common; stores are each their own."""
-    parameters = [(name, *_kind(p), p.requires_grad) for name, p in row.model.named_parameters()]
-    fingerprint = zlib.crc32(repr(parameters).encode())
-    return {
-        "version of PyTorch": torch.__version__,
-        "model": f"{type(row.model).__name__} of {len(parameters)} parameters, fingerprint {fingerprint:x}",
-        "partition": list(sizes),
-        "schedule": str(order),
-        "compute type": str(dtype),
-        **{name: value for name, value in settings.items() if name != "store"},
-    }

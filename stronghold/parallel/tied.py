@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stronghold.parallel.processes import Processes
+from stronghold.parallel.replicas import groups_of
 from stronghold.plan.pipeline import Pipeline
 
 
@@ -21,7 +22,7 @@ class Tied:
     """
 
     def __init__(self, stages: Sequence[nn.Module], order: Pipeline, processes: Processes) -> None:
-        rank, self._watch = processes.rank, processes.watch
+        self._watch = processes.watch
         users: dict[nn.Parameter, set[int]] = {}
         for number, stage in enumerate(stages):
             for parameter in stage.parameters():
@@ -31,15 +32,15 @@ class Tied:
         self.copies: list[nn.Parameter] = []
         """Those that a process before this one has too."""
         self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        for parameter, ranks in users.items():
-            if len(ranks) == 1:
+        for parameter, places in users.items():
+            if len(places) == 1:
                 continue
-            with self._watch.waiting():
-                group = dist.new_group(sorted(ranks))  # all processes make all groups
-            if rank in ranks:
+            sets = [[first + place for place in sorted(places)] for first in range(0, processes.count, processes.each)]
+            group = groups_of(sets, self._watch)[processes.replica]
+            if processes.place in places:
                 self.shared.append(parameter)
                 self._groups.append((parameter, group))
-                if rank != min(ranks):
+                if processes.place != min(places):
                     self.copies.append(parameter)
 
     @contextmanager

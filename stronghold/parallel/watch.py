@@ -39,6 +39,8 @@ class Watch:
         self._rank = rank
         self._count = count
         self._waiting_since: float | None = None
+        self._beside: dict[int, float] = {}
+        """Since when other threads of this process have waited for other processes, by the thread."""
         self._ending = False
         self._told = False
         """Whether this process has an error of its own, which it tells."""
@@ -66,6 +68,18 @@ class Watch:
             raise self.explained(error) from error
         finally:
             self._waiting_since = before
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Says that a thread beside the main one waits for the other processes inside; what breaks is explained."""
+        thread = threading.get_ident()
+        self._beside[thread] = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explained(error) from error
+        finally:
+            del self._beside[thread]
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -116,6 +130,14 @@ class Watch:
             self._look(now)
             if not self._told and not self._ending and (lost := self._lost(LOST_S)) is not None:
                 self._end(self._message(lost) if self._is_to_tell(lost) else None)
+            if self._is_deadlock(now):
+                self._end(
+                    f"all processes wait for one another, and none has computed, read or written anything for "
+                    f"{STUCK_S:.0f} s; this one is in {self._where()}. They must call the same in the same order, with "
+                    "batches that take the same way through the model"
+                    if self._rank == 0
+                    else None
+                )
             if self._is_stuck(now):
                 self.tell()
                 self._end(
@@ -126,8 +148,13 @@ class Watch:
 
     def _beat(self, now: float) -> None:
         self._count_beats += 1
-        waits = self._waiting_since is not None and now - self._waiting_since >= STUCK_S / 2
+        waits = any(now - since >= STUCK_S / 2 for since in self._waits())
         self._set("beat", f"{self._count_beats} {int(waits)} {int(self._told)}")
+
+    def _waits(self) -> list[float]:
+        """Returns since when threads of this process have waited for others."""
+        main = self._waiting_since
+        return [*([] if main is None else [main]), *list(self._beside.values())]
 
     def _leave(self) -> None:
         if getattr(sys, "last_value", None) is not None:  # the exception that ends the interpreter
@@ -159,19 +186,24 @@ class Watch:
         now = time.monotonic()
         if self._store_gone_since is not None:
             # The store is process 0's, or the launcher's: with nobody waiting it may be the orderly end.
-            overdue = self._waiting_since is not None and now - self._store_gone_since > limit_s
+            overdue = bool(self._waits()) and now - self._store_gone_since > limit_s
             return 0 if overdue and self._rank else None
         for rank, (_, seen) in sorted(self._beats.items()):
             if rank != self._rank and now - seen > limit_s and self._get(rank, "done") is None:
                 return rank
         for rank in range(self._count):
-            if rank != self._rank and self._waiting_since is not None and self._get(rank, "done") is not None:
+            if rank != self._rank and self._waits() and self._get(rank, "done") is not None:
                 return rank  # it has ended, and we wait for it
         return None
 
     def _is_stuck(self, now: float) -> bool:
         others_wait = any(beat[1:2] == ["1"] for rank, (beat, _) in self._beats.items() if rank != self._rank)
-        return self._waiting_since is None and others_wait and now - self._last_active > STUCK_S
+        return not self._waits() and others_wait and now - self._last_active > STUCK_S
+
+    def _is_deadlock(self, now: float) -> bool:
+        others = [beat for rank, (beat, _) in self._beats.items() if rank != self._rank]
+        all_wait = bool(others) and all(beat[1:2] == ["1"] for beat in others)
+        return bool(self._waits()) and all_wait and now - self._last_active > STUCK_S
 
     def _is_to_tell(self, lost: int) -> bool:
         """Whether this is the process to tell of a ``lost`` one: the first that is left, unless that one has itself."""

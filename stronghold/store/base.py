@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stronghold.device import Buffer, Device, Event
 from stronghold.home import Home, Kind
+from stronghold.layout import Part
 from stronghold.native import DiskCounters, Segment
 
 Kernel = Callable[[list[Segment]], None]
@@ -21,7 +22,7 @@ class Passage(Protocol):
     """One unit's way through an update."""
 
     def run(self, segments: list[Segment], kernel: Kernel) -> None:
-        """Calls ``kernel`` on all of ``segments``, in one piece or several, where it can read and write them."""
+        """Calls ``kernel`` on its parts of ``segments``, in one piece or several, where it can read and write them."""
 
     def cancel(self) -> None:
         """Gives the update up; nothing has changed."""
@@ -96,10 +97,11 @@ class Store(ABC):
         """Submits the copy of the unit's weights to the flat device buffer ``target``, on the fetch stream."""
 
     @abstractmethod
-    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]]) -> Passage:
+    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
         """Prepares an update of ``home`` that is about to be submitted.
 
-        ``operands`` are what the update reads and writes of every parameter in turn, beside its gradient.
+        ``operands`` are what the update reads and writes of every parameter in turn, beside its gradient, and ``parts``
+        what of them is updated here.
         """
 
     @abstractmethod

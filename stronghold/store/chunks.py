@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stronghold.layout import PAGE_BYTES, round_up
-
-GRAIN = 64 * PAGE_BYTES
-"""Elements. A parameter is cut at multiples of this: there every one of its arrays is at a page's beginning, the one
-with the fewest bytes, an 8-bit moment's exponents with one for 64 elements, too."""
+from stronghold.layout import GRAIN, PAGE_BYTES, Part, round_up
 
 
 @dataclass(frozen=True)
@@ -25,28 +21,20 @@ class Array:
         return self.begin + first // self.per * self.width, self.begin + -(-end // self.per) * self.width
 
 
-@dataclass(frozen=True)
-class Part:
-    """The elements from ``begin`` to ``end`` of the parameter with this number."""
+def chunks(parts: Iterable[Part], arrays: Sequence[Sequence[Array]], limit_bytes: int) -> list[list[Part]]:
+    """Cuts ``parts`` of parameters with their ``arrays`` into chunks of at most ``limit_bytes`` in whole pages.
 
-    number: int
-    begin: int
-    end: int
-
-
-def chunks(elements: Sequence[int], arrays: Sequence[Sequence[Array]], limit_bytes: int) -> list[list[Part]]:
-    """Cuts parameters of ``elements`` with their ``arrays`` into chunks of at most ``limit_bytes`` in whole pages.
-
-    The chunks hold all elements in order. A parameter begins a chunk only where it does not fit the one before, and is
-    cut at multiples of GRAIN alone. Raises ValueError for a limit that does not hold one grain of each.
+    The chunks hold all their elements in order. A part begins a chunk only where it does not fit the one before, and is
+    cut at multiples of GRAIN alone, where it begins too. Raises ValueError for a limit that does not hold one grain of
+    each.
     """
     result: list[list[Part]] = [[]]
     room = limit_bytes
-    for number, (count, own) in enumerate(zip(elements, arrays, strict=True)):
+    for part in parts:
+        number, begin, count, own = part.number, part.begin, part.end, arrays[part.number]
         grain_bytes = _pages_of(own, 0, GRAIN)
-        if min(grain_bytes, _pages_of(own, 0, count)) > limit_bytes:
+        if min(grain_bytes, _pages_of(own, begin, count)) > limit_bytes:
             raise ValueError(f"a chunk must hold {grain_bytes} bytes (got limit_bytes={limit_bytes}); raise it")
-        begin = 0
         while begin < count:
             rest = _pages_of(own, begin, count)
             end = count if rest <= room else min(count, begin + (room // grain_bytes * GRAIN if grain_bytes else count))

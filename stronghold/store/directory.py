@@ -53,16 +53,18 @@ class Directory:
     """One or several directories that one run at a time uses; the manifests are in the first.
 
     With a checkpoint's manifest there they are sealed, a checkpoint: that is written last, and removed before the first
-    byte changes. Raises StoreError where another process uses one of them.
+    byte changes. Where they are not ``ours`` another process of this run has taken them. Raises StoreError where
+    another run uses one of them.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], *, ours: bool = True) -> None:
         self.paths = list(paths)
+        self.is_ours = ours
         self._made: list[Path] = []
         self._locks: list[int] = []
         self.sealed = False
         try:
-            for path in self.paths:
+            for path in self.paths if ours else ():
                 self._make(path)
                 self._locks.append(lock_to_change(path))
         except BaseException:

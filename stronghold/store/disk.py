@@ -16,7 +16,7 @@ from stronghold.checkpoint_files.manifest import UnitFileEntry
 from stronghold.device import Buffer, Device, Event, Stream, Wait, Waits
 from stronghold.errors import StoreError
 from stronghold.home import Home, Kind
-from stronghold.layout import PAGE_BYTES, lay_out
+from stronghold.layout import PAGE_BYTES, Part, lay_out
 from stronghold.native import DISK_THREADS, Disk, DiskCounters, Priority
 from stronghold.store.base import Passage, Store
 from stronghold.store.directory import Directory, Manifest, UnitRecord, check_same
@@ -36,8 +36,9 @@ class DiskStore(Store):
     through the ring. Whoever else looks at a tensor sees it through the page cache: parameters and moments are ordinary
     tensors.
 
-    The directories are this run's alone, and its files go when it ends: a store is memory. What a run that was killed
-    has left there is overwritten by one of the same model; a directory of another model is refused.
+    The directories are this run's alone, the same for all its replicas, and its files go when it ends: a store is
+    memory. What a run that was killed has left there is overwritten by one of the same model; a directory of another
+    model is refused.
 
     :meth:`seal` makes them a checkpoint, which stays; the first change after it makes them memory again. With
     ``reopen`` they must be one, which is verified whole and taken over as it is.
@@ -48,21 +49,24 @@ class DiskStore(Store):
     ) -> None:
         super().__init__(device)
         self.waits = waits
+        self._replicas = homes[0].replicas
+        if reopen and self._replicas.count > 1:
+            raise StoreError(
+                f"a store that was kept is reopened by one process (got {self._replicas.count} replicas for "
+                f"{paths[0]}); load a checkpoint in a directory of its own"
+            )
         self.disk = Disk(threads=DISK_THREADS * len(paths))  # before the directory is taken: it may be refused
-        self._directory = Directory(paths)
         self._records = {home: _record(number, home) for number, home in enumerate(homes)}
         self._numbers = {home: number for number, home in enumerate(homes)}
         self._units: dict[int, UnitFile] = {}
         """By the unit's number."""
         self.reopened: Checkpoint | None = None
         """What was reopened, until its optimizer's states are in use as well."""
-        try:
-            self._begin(reopen)
-        except BaseException:
-            self._directory.release()  # what is there is somebody else's
-            raise
+        self._directory = Directory(paths, ours=False)
+        self._replicas.by_first(lambda: self._begin(reopen))
         # Not a method: it would keep the store alive.
-        self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, self._units, os.getpid())
+        owned = self._units if self._replicas.number == 0 else {}
+        self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, owned, os.getpid())
         if self.reopened is not None:
             try:
                 files = [(home.name, self._paths(home), capacity_bytes(home)) for home in homes]
@@ -83,7 +87,7 @@ class DiskStore(Store):
 
     @property
     def disk_bytes(self) -> int:
-        return sum(unit.used_bytes for unit in self._units.values())
+        return sum(unit.used_bytes for unit in self._units.values()) // self._replicas.count
 
     def counters(self) -> DiskCounters:
         return self.disk.counters()
@@ -103,7 +107,8 @@ class DiskStore(Store):
     def place(self, home: Home, values: Iterable[Tensor] | None = None) -> None:
         super().place(home, values)
         if (unit := self._unit_of(home)) is not None:
-            unit.sum_up()
+            if self._replicas.number == 0:
+                unit.sum_up()
             unit.drop()
 
     def place_kept(self, home: Home) -> None:
@@ -153,7 +158,8 @@ class DiskStore(Store):
             return self.device.device_buffer(length_bytes)
         if kind in home.on_disk:
             return self._unit(home).take(length_bytes)
-        return self.device.host_buffer(length_bytes, pinned=kind == "weights")
+        memory = home.replicas.memory(length_bytes)
+        return self.device.host_buffer(length_bytes, pinned=kind == "weights", memory=memory)
 
     def fetch(self, home: Home, target: Tensor) -> None:
         assert home.buffer is not None
@@ -180,14 +186,14 @@ class DiskStore(Store):
     def reading(self, home: Home) -> Event | None:
         return self._reading.get(home)
 
-    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]]) -> Passage:
+    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
         self._check_loaded()
         if (unit := self._unit_of(home)) is None:
-            return InPlace()
+            return InPlace(parts)
         self._directory.unseal()
         if self._ring is None:  # of a model that was frozen when it was placed
             self._ring = Ring(self.device)
-        return DiskPassage(self._ring, unit, operands, lambda: home.is_lent)
+        return DiskPassage(self._ring, unit, operands, parts, lambda: home.is_lent)
 
     def landed(self, home: Home, done: Event) -> Event:
         if (unit := self._unit_of(home)) is None:
@@ -223,7 +229,15 @@ class DiskStore(Store):
         self._finalizer()
 
     def _begin(self, reopen: bool) -> None:
-        """Takes the directory over, or refuses to."""
+        """Takes the directory over, or refuses to: what is there is then somebody else's."""
+        self._directory = Directory(self.paths)
+        try:
+            self._take_over(reopen)
+        except BaseException:
+            self._directory.release()
+            raise
+
+    def _take_over(self, reopen: bool) -> None:
         held, records = self._directory.read(), list(self._records.values())
         kept = self._directory.checkpoint()
         if held is not None:
@@ -281,7 +295,8 @@ class DiskStore(Store):
         number = self._numbers[home]
         if number not in self._units:
             paths = self._paths(home)
-            self._units[number] = UnitFile(self.disk, self.device, paths, home.name, capacity_bytes(home))
+            capacity, replicas = capacity_bytes(home), self._replicas
+            self._units[number] = UnitFile(self.disk, self.device, paths, home.name, capacity, replicas=replicas)
         return self._units[number]
 
     def _unit_of(self, home: Home) -> UnitFile | None:
@@ -312,6 +327,8 @@ def _record(number: int, home: Home) -> UnitRecord:
 def _close(directory: Directory, disk: Disk, units: dict[int, UnitFile], process: int) -> None:
     if os.getpid() == process:  # a child of fork has neither the disk's threads nor the directory
         disk.close()
+        if not directory.is_ours:
+            return
         if not directory.sealed:
             directory.remove([path for unit in units.values() for path in unit.paths])
             return

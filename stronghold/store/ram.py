@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stronghold.device import Buffer
 from stronghold.home import Home, Kind
+from stronghold.layout import Part
 from stronghold.native import Segment
 from stronghold.store.base import Kernel, Passage, Store
 
@@ -18,7 +19,8 @@ class RamStore(Store):
     def allocate(self, home: Home, length_bytes: int, kind: Kind) -> Buffer:
         if home.resident:
             return self.device.device_buffer(length_bytes)
-        return self.device.host_buffer(length_bytes, pinned=kind == "weights")
+        memory = home.replicas.memory(length_bytes)
+        return self.device.host_buffer(length_bytes, pinned=kind == "weights", memory=memory)
 
     def fetch(self, home: Home, target: Tensor) -> None:
         assert home.buffer is not None
@@ -42,15 +44,19 @@ class RamStore(Store):
     def close(self) -> None:
         pass
 
-    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]]) -> Passage:
-        return InPlace()
+    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
+        return InPlace(parts)
 
 
 class InPlace:
     """The passage of what lies in memory: there is none."""
 
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = [part for part in parts if part.begin < part.end or not part.begin]  # not what is others' alone
+
     def run(self, segments: list[Segment], kernel: Kernel) -> None:
-        kernel(segments)
+        if self.parts:
+            kernel([segments[part.number].part(part.begin, part.end) for part in self.parts])
 
     def cancel(self) -> None:
         pass

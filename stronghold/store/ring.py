@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from stronghold.device import Buffer, Device
+from stronghold.layout import Part
 from stronghold.native import BLOCK, Priority, Segment, Transfer
 from stronghold.store.base import Kernel
-from stronghold.store.chunks import Array, Part, chunks, spans
+from stronghold.store.chunks import Array, chunks, spans
 from stronghold.store.unit_file import UnitFile
 
 SLOTS = 4
@@ -156,7 +157,12 @@ class DiskPassage:
     """One unit's way from disk through the ring and back."""
 
     def __init__(
-        self, ring: Ring, unit: UnitFile, operands: Sequence[Sequence[Tensor]], is_lent: Callable[[], bool]
+        self,
+        ring: Ring,
+        unit: UnitFile,
+        operands: Sequence[Sequence[Tensor]],
+        parts: Sequence[Part],
+        is_lent: Callable[[], bool],
     ) -> None:
         self.ring = ring
         self.unit = unit
@@ -172,9 +178,7 @@ class DiskPassage:
             ]
             for tensors, count in zip(operands, elements, strict=True)
         ]
-        self.chunks = [
-            Chunk(self, parts, _packed(spans(parts, arrays))) for parts in chunks(elements, arrays, SLOT_BYTES)
-        ]
+        self.chunks = [Chunk(self, one, _packed(spans(one, arrays))) for one in chunks(parts, arrays, SLOT_BYTES)]
         ring.add(self.chunks)
 
     def run(self, segments: list[Segment], kernel: Kernel) -> None:

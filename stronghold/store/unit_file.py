@@ -14,6 +14,7 @@ from stronghold.checkpoint_files.manifest import PlacedEntry, UnitFileEntry
 from stronghold.device import Device
 from stronghold.device.memory import HostBuffer, MappedBuffer
 from stronghold.errors import CorruptionError, DiskError, StoreError
+from stronghold.home import ONE_REPLICA, Replicas
 from stronghold.layout import PAGE_BYTES, round_up
 from stronghold.native import PIECE_BYTES, Disk, DiskFile, Priority, Transfer, checksums, crc32c, warn_of_no_reserve
 from stronghold.store.mapping import map_striped
@@ -36,7 +37,7 @@ class UnitFile:
     write sets it, a direct read compares, and whoever may write through the mapping makes it unknown.
 
     One that was ``kept`` is opened with what it holds: its parts are taken again in the same order, and found as they
-    were left.
+    were left. ``replicas`` have the file in common, with its checksums, and each writes pages of its own.
 
     Raises DiskError where the system refuses, StoreError for a device with blocks larger than a page.
     """
@@ -49,6 +50,7 @@ class UnitFile:
         name: str,
         capacity_bytes: int,
         kept: UnitFileEntry | None = None,
+        replicas: Replicas = ONE_REPLICA,
     ) -> None:
         self.paths = list(paths)
         self.name = name
@@ -56,20 +58,23 @@ class UnitFile:
         """Part of a checkpoint in place; 0 for a file that is none."""
         self._disk = disk
         self._device = device
+        self._replicas = replicas
         self.capacity_bytes = file_bytes(capacity_bytes)
         self.stripes = (
             Stripes.over(len(self.paths), self.capacity_bytes, PIECE_BYTES)
             if kept is None
             else Stripes(len(self.paths), kept.stripe_bytes)
         )
-        self._files = [self._open(path) for path in self.paths]
+        self._files: list[DiskFile] = []
         if kept is None:
-            for number, path in enumerate(self.paths):
-                os.truncate(path, self.stripes.share(number, self.capacity_bytes))
+            replicas.by_first(self._create)
+        if not self._files:
+            self._files = [self._open(path) for path in self.paths]
         self._memory = map_striped(self.paths, self.stripes, self.capacity_bytes)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
         self.taken_bytes = 0
-        self.sums = torch.zeros(self.capacity_bytes // PAGE_BYTES, dtype=torch.int32)
+        pages = self.capacity_bytes // PAGE_BYTES
+        self.sums = HostBuffer(4 * pages, memory=replicas.memory(4 * pages)).view(0, (pages,), torch.int32)
         self.writes: list[Transfer] = []
         """Under way, of the newest update."""
         self._versions: dict[int, int] = {}
@@ -78,11 +83,14 @@ class UnitFile:
         """Reserves the next part of the file and returns it as memory: all zero, or as it was kept."""
         begin, length = self.taken_bytes, round_up(length_bytes, PAGE_BYTES)
         assert begin + length <= self.capacity_bytes, "a unit takes more than its file was made for"
-        for number, file in enumerate(self._files):
-            if not file.reserve(self.stripes.share(number, begin + length)):
-                warn_of_no_reserve(file.path)
+        self._replicas.by_first(lambda: self._reserve(begin + length))
         self.taken_bytes = begin + length
         return MappedBuffer(self._memory, length_bytes, begin)
+
+    def _reserve(self, length_bytes: int) -> None:
+        for number, file in enumerate(self._files):
+            if not file.reserve(self.stripes.share(number, length_bytes)):
+                warn_of_no_reserve(file.path)
 
     @property
     def used_bytes(self) -> int:
@@ -259,10 +267,15 @@ class UnitFile:
             for transfer in transfers:
                 timeline.add_later(f"disk {what}s", f"{what} {self.name}", transfer.times)
 
-    def _open(self, path: Path) -> DiskFile:
-        if not self.kept_bytes:
+    def _create(self) -> None:
+        for path in self.paths:
             path.unlink(missing_ok=True)
-        file = self._disk.open(path, create=not self.kept_bytes)
+        self._files = [self._open(path, create=True) for path in self.paths]
+        for number, path in enumerate(self.paths):
+            os.truncate(path, self.stripes.share(number, self.capacity_bytes))
+
+    def _open(self, path: Path, *, create: bool = False) -> DiskFile:
+        file = self._disk.open(path, create=create)
         if file.alignment > PAGE_BYTES:
             raise StoreError(
                 f"a disk must take direct transfers in blocks of {PAGE_BYTES} bytes or fewer (that of {path} wants "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stronghold.device import Device, Event, HostBuffer, Wait, Waits
 from stronghold.home import Collected, Home
+from stronghold.window.sums import write_squares
 from stronghold.window.traffic import Traffic
 
 RING = 2
@@ -54,17 +55,36 @@ class Downlink:
         """The slot that is filled now."""
         return self.slots[0]
 
-    def turn(self) -> None:
-        """Goes on to the next slot."""
-        self.slots.append(self.slots.pop(0))
-
     def fit(self) -> None:
         """Allocates slots and staging; again only after an unfreezing."""
-        longest = max((home.gradient_layout.total_bytes for home in self.homes), default=0)
+        longest = max((self.slot_bytes(home) for home in self.homes), default=0)
         if longest > (self.slot.flat.numel() if self.slots else 0):
             self._outgrown += [*self.slots, *self._staging]  # copies may still be under way in them
             self.slots = [DeviceSlot(self.device.buffer(longest)) for _ in range(RING)]
-            self._staging = [Staging(self.device.host_buffer(longest, private=True)) for _ in range(RING)]
+            staged = max(home.gradient_layout.total_bytes for home in self.homes)
+            self._staging = [Staging(self.device.host_buffer(staged, private=True)) for _ in range(RING)]
+
+    def slot_bytes(self, home: Home) -> int:
+        """Returns what the gradients of a layer take in a slot."""
+        return home.gradient_layout.total_bytes
+
+    def put(self, home: Home, place: int, gradient: Tensor, *, add: bool) -> None:
+        """Copies a gradient into the slot that is filled now, in the order of the computation, or adds it there."""
+        self.device.compute_copy(gradient_view(self.slot.flat, home, place), gradient, add=add)
+
+    def send(self, home: Home, places: Sequence[int], threads: int, poison: Tensor | None) -> DeviceSlot:
+        """Ends the filling of a slot and returns it: copies down may follow. The next one is filled from now on."""
+        slot = self.slot
+        gradients = [gradient_view(slot.flat, home, place) for place in places]
+        squares = [squares_view(slot.flat, home, place) for place in places]
+        self.device.compute_run(lambda: write_squares(gradients, squares, threads, poison))
+        self._turn()
+        return slot
+
+    def _turn(self) -> None:
+        self.slots.append(self.slots.pop(0))
+        # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
+        self.waits.stream(self.device.gradients, self.device.compute_mark(), Wait.GRADIENT_WRITTEN)
 
     def copy(self, home: Home, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
         """Submits the copy of the gradients at ``places``, and of their squares, to a buffer of the same layout."""
@@ -72,8 +92,11 @@ class Downlink:
         numbers += [len(home.gradient_places) + number for number in numbers]  # the squares, behind all gradients
         with self.device.noted(self.device.gradients, f"gradients {home.name}"):
             for begin, length in home.gradient_layout.runs(numbers):
-                self.device.gradients.copy(buffer.flat[begin : begin + length], slot.flat[begin : begin + length])
-                self.traffic.gradient_bytes += length
+                self._copy(buffer.flat[begin : begin + length], slot.flat[begin : begin + length])
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        self.device.gradients.copy(target, source)
+        self.traffic.gradient_bytes += source.nbytes
 
     def stage(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> tuple[Staging, dict[int, Collected]]:
         """Sends gradients down into a staging buffer; returns it and what arrives there."""

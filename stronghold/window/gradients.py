@@ -14,10 +14,12 @@ from stronghold import native
 from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.home import (
+    ONE_REPLICA,
     Collected,
     ConsumedGradient,
     Home,
     Known,
+    Replicas,
     Updater,
     consumed_error,
     consumed_like,
@@ -25,8 +27,9 @@ from stronghold.home import (
     latest,
     note_gradient,
 )
-from stronghold.window.downlink import DeviceSlot, Downlink, gradient_view, squares_view
+from stronghold.window.downlink import DeviceSlot, Downlink
 from stronghold.window.on_device import add_on_device, remainder_of
+from stronghold.window.shared_downlink import SharedDownlink
 from stronghold.window.sums import write_squares
 
 
@@ -39,8 +42,9 @@ class Gradients:
     beside it. The squares of every gradient are summed on the device, as it leaves, and travel with it.
     """
 
-    def __init__(self, homes: Sequence[Home], device: Device, waits: Waits) -> None:
+    def __init__(self, homes: Sequence[Home], device: Device, waits: Waits, replicas: Replicas = ONE_REPLICA) -> None:
         self.homes = homes
+        self.replicas = replicas
         self.device = device
         self.waits = waits
         self.updater: weakref.ref[Updater] | None = None
@@ -49,7 +53,7 @@ class Gradients:
         self.shared: frozenset[int] = frozenset()
         """Parameters, by id, whose gradients in_backward leaves to the step: they are not complete before."""
         self._threads = native.usable_cores()
-        self.downlink = Downlink(homes, device, waits)
+        self.downlink = (SharedDownlink if replicas.count > 1 else Downlink)(homes, device, waits)
         self._layer: int | None = None
         self._written: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
@@ -61,6 +65,8 @@ class Gradients:
         self._consumed: set[tuple[int, int]] = set()
         self._lent: dict[tuple[int, int], StorageWeakRef] = {}
         """The tensors over the homes' gradient buffers that the user got."""
+        self._done: list[tuple[int, tuple[int, ...]]] = []
+        """The layers of the backward pass so far, with what had gradients: what replicas must have in common."""
         self._poison = torch.zeros((), dtype=torch.float64, device=device.torch_device)
 
     def take_poison(self) -> bool:
@@ -115,15 +121,13 @@ class Gradients:
             else:
                 self._fresh[place] = gradient.contiguous()
             return
-        slot = self.downlink.slot
-        view = gradient_view(slot.flat, home, place)
         if not self._written:
             begin = self.device.stamp()
             # The copy down of the layer that used this slot before must have read it.
-            self.waits.compute(slot.drained, Wait.GRADIENT_SLOT_FREE)
+            self.waits.compute(self.downlink.slot.drained, Wait.GRADIENT_SLOT_FREE)
             # It may have had to wait for staging, which is free when the update from it is done.
             self.downlink.traffic.update_waits.append((begin, self.device.stamp()))
-        self.device.compute_copy(view, gradient, add=place in self._written)
+        self.downlink.put(home, place, gradient, add=place in self._written)
         self._written.add(place)
 
     def close(self) -> Event | None:
@@ -136,16 +140,12 @@ class Gradients:
             self._close_resident(layer)
         if layer is None or not self._written:
             return None
-        home, slot, places = self.homes[layer], self.downlink.slot, sorted(self._written)
+        home, places = self.homes[layer], sorted(self._written)
         taken = [place for place in places if self._takes(home, place)]
-        gradients = [gradient_view(slot.flat, home, place) for place in places]
-        squares = [squares_view(slot.flat, home, place) for place in places]
         updater = self._updater
         poison = self._poison if updater is not None and updater.in_backward else None
-        self.device.compute_run(lambda: write_squares(gradients, squares, self._threads, poison))
-        self.downlink.turn()
-        # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
-        self.waits.stream(self.device.gradients, self.device.compute_mark(), Wait.GRADIENT_WRITTEN)
+        slot = self.downlink.send(home, places, self._threads, poison)
+        self._done.append((layer, tuple(places)))
         if not self._held[layer].keys().isdisjoint(taken):
             self._keep(layer, slot, places)
             return self._update_sums(home, slot, taken)
@@ -159,6 +159,8 @@ class Gradients:
         updater = self._updater
         if updater is None or not updater.in_backward or self.more or id(home.parameters[place]) in self.shared:
             return False
+        if home.resident and self.replicas.count > 1:
+            return False  # the step takes the mean
         return updater.updates(home, place)
 
     @property
@@ -198,6 +200,7 @@ class Gradients:
         blank = []
         for place in places:
             if place not in held and (lent := self._lent.get((layer, place))) is not None and not lent.expired():
+                home.check_own()  # replicas have no memory in common but the one
                 held[place] = torch.empty(home.shapes[place], dtype=home.dtype)  # the user has kept the one before
                 blank.append(place)
         fresh = [place for place in places if place not in held]
@@ -218,6 +221,8 @@ class Gradients:
         self.waits.host(self._down, Wait.GRADIENT_READ)
         self.waits.host(self._added, Wait.GRADIENT_ADDED)
         self._down = self._added = None
+        self.replicas.agree(self._done)  # and what they see is there once all have brought their shares
+        self._done = []
         with torch._C.DisableTorchFunctionSubclass():
             for layer, held in self._held.items():
                 home = self.homes[layer]
@@ -264,6 +269,8 @@ class Gradients:
         held, known = self._held[home.index], self._known[home.index]
         staging, arrived = self.downlink.stage(home, slot, places)
         plain = [p for p in places if p not in blank and not _fits(held[p], home)]
+        if plain:
+            home.check_own()
         sums = [p for p in places if p not in blank and p not in plain]
         known.update({p: self._sum_of(home, p, known.get(p)) for p in sums})
         known.update(dict.fromkeys([*blank, *plain]))
@@ -271,15 +278,20 @@ class Gradients:
         # The copy into the staging buffer must be complete before the host adds from it.
         self.waits.stream(updates, slot.drained, Wait.GRADIENT_ADD)
         additions = [
-            native.Addition(target=held[p], remainder=known[p].remainder, source=arrived[p].values)  # type: ignore[union-attr]
+            native.Addition(
+                target=home.own(p, _raw(held[p])),
+                remainder=None if (low := known[p].remainder) is None else home.own(p, low),  # type: ignore[union-attr]
+                source=home.own(p, arrived[p].values),
+            )
             for p in sums
         ]
         targets = [home.squares_in(home.place_gradients(self.device), p) for p in sums]
 
         def add_up() -> None:
             with torch._C.DisableTorchFunctionSubclass():
-                found = native.accumulate(additions, threads=self._threads)
-                for place, target, squares in zip(sums, targets, found, strict=True):
+                found = torch.tensor(native.accumulate(additions, threads=self._threads), dtype=torch.float64)
+                self.replicas.updates.sum(found)
+                for place, target, squares in zip(sums, targets, found.tolist(), strict=True):
                     target.fill_(squares + 0 * arrived[place].squares.item())  # not a number once one before is none
                 for place in blank:
                     held[place].copy_(arrived[place].values)
@@ -325,6 +337,11 @@ class Gradients:
                 "used the first; use update='deferred'"
             )
         self._consumed.update((home.index, place) for place in places)
+
+
+def _raw(gradient: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient.detach()
 
 
 def _fits(gradient: Tensor, home: Home) -> bool:

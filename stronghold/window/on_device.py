@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from stronghold import native
 from stronghold.device import Device, Wait, Waits
 from stronghold.home import Collected, Home, Known, known_of, latest, note_gradient
+from stronghold.split import join, split
 from stronghold.window.sums import add, write_squares
 
 
 class DeviceGradients:
     """Adds up the gradients of edges in fp32, where autograd would in bf16, and hands gradients to the optimizer.
 
-    A mirrored edge's gradient goes down when it is collected; the others' are used where they are.
+    A mirrored edge's gradient goes down when it is collected; the others' are used where they are. Where there are
+    replicas each has its own until then, and all have the mean from then on.
     """
 
     def __init__(self, device: Device, waits: Waits) -> None:
@@ -61,6 +63,12 @@ class DeviceGradients:
         found = {place: known_of(gradient) for place, gradient in gradients.items()}
         with torch._C.DisableTorchFunctionSubclass():
             values = {place: gradient.detach().contiguous() for place, gradient in gradients.items()}
+            if home.replicas.count > 1:
+                found = {place: self._mean(home, place, values[place], one) for place, one in found.items()}
+                for place, gradient in gradients.items():
+                    if gradient.data_ptr() != values[place].data_ptr():
+                        gradient.copy_(values[place])
+                    note_gradient(gradient, home, known=found[place])
             squares = torch.stack(self._squares(values, found))
             arrived = torch.zeros(len(found), dtype=torch.float64)
             self.device.compute_copy(arrived, squares)  # all at once: on a GPU each copy is a wait
@@ -71,6 +79,24 @@ class DeviceGradients:
         # The copies run behind the backward pass on the same stream; the host reads what they bring.
         self.waits.host(self.device.compute_mark(), Wait.EDGE_GRADIENT)
         return collected
+
+    def _mean(self, home: Home, place: int, values: Tensor, known: Known | None) -> Known | None:
+        """Makes a gradient the mean of all replicas', in place; returns what is known of that."""
+        lane = home.replicas.main
+        if known is None or known.remainder is None:
+            self.device.compute_now(lambda: lane.mean(values))
+            return None
+        remainder = known.remainder
+
+        def mean() -> None:
+            total = join(values, remainder)
+            lane.mean(total)
+            split(total, values, remainder)
+
+        self.device.compute_now(mean)
+        squares = torch.zeros((), dtype=torch.float64, device=values.device)
+        self.device.compute_now(lambda: write_squares([join(values, remainder)], [squares], self._threads))
+        return latest(home, Known(place, squares, remainder))
 
     def _squares(self, values: dict[int, Tensor], known: dict[int, Known | None]) -> list[Tensor]:
         """Returns the sum of squares of each gradient; those that nobody knows are read, all at once."""
@@ -119,4 +145,6 @@ def remainder_of(home: Home, place: int, known: Known | None) -> Tensor | None:
         return known.remainder
     home.fit_gradients()
     remainder = home.sum_remainder(place)
-    return remainder.zero_() if remainder is not None else None
+    if remainder is not None:
+        (remainder if home.is_edge else home.own(place, remainder)).zero_()
+    return remainder

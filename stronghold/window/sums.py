@@ -14,16 +14,26 @@ from stronghold.split import join, split
 def write_squares(
     gradients: Sequence[Tensor], targets: Sequence[Tensor], threads: int, poison: Tensor | None = None
 ) -> None:
-    """Writes the sum of squares of each gradient to its float64 target, all on one device.
+    """Writes the sum of squares of each gradient to its float64 target, all on one device, as :func:`spread` does."""
+    spread(squares_of(gradients, threads), targets, poison)
 
-    ``poison`` (float64) becomes NaN with the first that is not finite, and makes all from there on NaN. On the CPU the
-    sums are exact in float64 and the same however they are cut; on a GPU they are taken in fp32.
+
+def squares_of(gradients: Sequence[Tensor], threads: int) -> Tensor:
+    """Returns the sum of squares of each gradient, float64, on the device they are on.
+
+    On the CPU the sums are exact in float64 and the same however they are cut; on a GPU they are taken in fp32.
     """
     if gradients[0].is_cpu:
-        squares = torch.tensor(native.squared_norms(gradients, threads=threads), dtype=torch.float64)
-    else:
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        squares = torch.stack(norms).double().square()
+        return torch.tensor(native.squared_norms(gradients, threads=threads), dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.stack(norms).double().square()
+
+
+def spread(squares: Tensor, targets: Sequence[Tensor], poison: Tensor | None) -> None:
+    """Writes each of ``squares`` to its target.
+
+    ``poison`` (float64) becomes NaN with the first that is not finite, and makes all from there on NaN.
+    """
     if poison is not None:
         poison.add_(squares.sum() * 0)  # zero, or NaN for what is not finite
         squares = squares + poison

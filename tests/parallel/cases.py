@@ -19,7 +19,7 @@ import stronghold
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.models.gpt_row import GPTRow
 from stronghold.offload import engine_of
-from stronghold.parallel import in_stages
+from stronghold.parallel import Processes, in_stages
 from stronghold.plan.pipeline import Pipeline
 from tests.small import SIZE, Block
 
@@ -32,6 +32,7 @@ class Case:
     """One way to train the same model: the same gradients and losses are expected of all."""
 
     stages: int
+    replicas: int = 1
     schedule: str | None = None
     balance: Any = "layers"
     micro_batches: int = 4
@@ -43,10 +44,10 @@ class Case:
 
     def order(self, processes: int) -> Pipeline:
         """Returns the schedule over so many processes."""
-        each = self.stages // processes
+        each = self.stages * self.replicas // processes
         return Pipeline(
             schedule=self.schedule or ("1F1B" if each == 1 else "Interleaved1F1B"),
-            devices=processes,
+            devices=processes // self.replicas,
             micro_batches=self.micro_batches,
             stages_per_device=each,
         )
@@ -55,8 +56,8 @@ class Case:
 CASES = {
     1: [Case(1), Case(1, schedule="GPipe", settings={"window": 2})],
     2: [
-        *(Case(2, schedule, settings={"window": w}) for schedule in ("GPipe", "1F1B") for w in (1, 2)),
-        *(Case(4, "Interleaved1F1B", settings={"window": w}) for w in (1, 3)),
+        *(Case(2, schedule=schedule, settings={"window": w}) for schedule in ("GPipe", "1F1B") for w in (1, 2)),
+        *(Case(4, schedule="Interleaved1F1B", settings={"window": w}) for w in (1, 3)),
         Case(2, clip=0.05),
         Case(2, balance=[4, 1]),
         Case(2, disk=True, settings={"window": 1}),
@@ -66,11 +67,19 @@ CASES = {
         Case(2, settings={"micro_batch": 1, "window": 1}),
         Case(2, frozen=True, clip=0.05),
         Case(2, clip=1.0, steps=50, settings={"window": 1}),
+        Case(1, replicas=2, settings={"window": 1}, clip=0.05),
+        Case(1, replicas=2, disk=True, settings={"window": 2, "activations": "keep"}, micro_batches=2),
+        Case(1, replicas=2, frozen=True, settings={"micro_batch": 1, "activations": "host"}, micro_batches=1),
+        Case(1, replicas=2, settings={"resident": 2, "window": 1}, clip=0.05),
+        Case(1, replicas=2, clip=1.0, steps=50, settings={"window": 2}, micro_batches=2),
     ],
     4: [
-        Case(4, "GPipe", settings={"window": 1}, clip=0.05),
-        Case(4, "1F1B", balance=[1, 1, 1, 2], micro_batches=8),
-        Case(4, "Interleaved1F1B", micro_batches=8),
+        Case(4, schedule="GPipe", settings={"window": 1}, clip=0.05),
+        Case(4, schedule="1F1B", balance=[1, 1, 1, 2], micro_batches=8),
+        Case(4, schedule="Interleaved1F1B", micro_batches=8),
+        Case(2, replicas=2, settings={"window": 1}, clip=0.05),
+        Case(2, replicas=2, schedule="GPipe", balance=[4, 1], frozen=True, micro_batches=2),
+        Case(4, replicas=2, schedule="Interleaved1F1B", disk=True, settings={"window": 1}, clip=0.05),
     ],
 }
 
@@ -133,14 +142,15 @@ def staged(case: Case, device: str) -> Trained:
     gpt = model(case)
     names = {id(p): name for name, p in gpt.named_parameters()}
     with tempfile.TemporaryDirectory() as folder:
+        processes = Processes(torch.device(device), wanted=case.stages * case.replicas, replicas=case.replicas)
+        folder = processes.everyone(folder)[processes.place]  # replicas have one store in common
         module = in_stages(
             GPTRow(gpt),
+            processes,
             stages=case.stages,
             micro_batches=case.micro_batches,
             balance=case.balance,
             schedule=case.schedule,
-            inputs=None,
-            device=torch.device(device),
             **({"store": folder} if case.disk else {}),
             **case.settings,
         )
@@ -150,13 +160,19 @@ def staged(case: Case, device: str) -> Trained:
             module.take_sent_bytes()
             trained.losses.append(module.forward_backward(batch, batch).item())
             trained.sent.append(module.take_sent_bytes())
-            gradients = {names[id(p)]: p.grad for p in module.parameters()}
-            trained.gradients.append({name: to_host(g) for name, g in gradients.items() if g is not None})
+            if case.replicas == 1:
+                trained.gradients.append(gradients(module, names))
             optimizer.step()
+            if case.replicas > 1:  # of an edge each has its own until the step
+                trained.gradients.append(gradients(module, names))
             optimizer.zero_grad()
             trained.evaluated.append(module.evaluate(batch[:5], batch[:5]).item())
         trained.parameters = {names[id(p)]: to_host(p) for p in module.parameters()}
     return trained
+
+
+def gradients(module: nn.Module, names: dict[int, str]) -> dict[str, Tensor]:
+    return {names[id(p)]: to_host(p.grad) for p in module.parameters() if p.grad is not None}
 
 
 def all_cases(processes: str, device: str) -> list[Trained]:

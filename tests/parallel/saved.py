@@ -12,14 +12,17 @@ import stronghold
 from stronghold.checkpoint.units import names_of, tensors_of
 from stronghold.models.gpt import GPT
 from stronghold.models.gpt_row import GPTRow
-from stronghold.parallel import in_stages
+from stronghold.parallel import Processes, in_stages
 from tests.parallel.cases import CONFIG, batches
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "two": {"stages": 2, "balance": [3, 2], "window": 1},
     "uneven": {"stages": 2, "balance": [1, 4], "window": 2},
     "interleaved": {"stages": 4, "balance": "layers", "window": 1},
+    "replicas": {"stages": 1, "replicas": 2, "balance": "layers", "window": 1},
 }
+SAVED = ("two", "replicas")
+"""The layouts that are saved; all of them load what each of these has saved."""
 
 
 def gpt() -> GPT:
@@ -46,15 +49,9 @@ def state_of(model: nn.Module, optimizer: stronghold.AdamW) -> dict[str, Tensor]
 
 
 def in_layout(layout: str, states: str, dtype: torch.dtype | None = None) -> tuple[nn.Module, stronghold.AdamW]:
-    model = in_stages(
-        GPTRow(gpt()),
-        micro_batches=4,
-        schedule=None,
-        inputs=None,
-        device=torch.device("cpu"),
-        dtype=dtype,
-        **LAYOUTS[layout],
-    )
+    settings = dict(LAYOUTS[layout])
+    processes = Processes(torch.device("cpu"), wanted=2, replicas=settings.pop("replicas", 1))
+    model = in_stages(GPTRow(gpt()), processes, micro_batches=4, dtype=dtype, **settings)
     return model, stronghold.AdamW(groups(model), lr=1e-3, states=states)
 
 
@@ -73,20 +70,20 @@ def train(model: nn.Module, optimizer: stronghold.AdamW, steps: slice) -> list[f
 
 
 def save_and_load(folder: str, states: str) -> dict[str, Any]:
-    """Saves in two stages, loads in all layouts and what one process has saved; returns what each then held."""
+    """Saves in several layouts, loads in all what they and one process have saved; returns what each then held."""
     dtype = torch.bfloat16 if states == "8bit" else None
     found: dict[str, Any] = {}
-    model, optimizer = in_layout("two", states, dtype)
-    train(model, optimizer, slice(0, 3))
     extra = {"position": 3}
-    stronghold.checkpoint.save(Path(folder) / "staged", model, optimizer, extra=extra)
-    found["saved"] = state_of(model, optimizer)
-    found["losses"] = train(model, optimizer, slice(3, 6))
+    for layout in SAVED:
+        model, optimizer = in_layout(layout, states, dtype)
+        train(model, optimizer, slice(0, 3))
+        stronghold.checkpoint.save(Path(folder) / layout, model, optimizer, extra=extra)
+        found[f"{layout} saved"] = state_of(model, optimizer)
+        found[f"{layout} losses"] = train(model, optimizer, slice(3, 6))
     for layout in LAYOUTS:
         model, optimizer = in_layout(layout, states, dtype)
-        assert stronghold.checkpoint.load(Path(folder) / "staged", model, optimizer) == extra
-        found[layout] = state_of(model, optimizer)
-        found[f"{layout} losses"] = train(model, optimizer, slice(3, 6))
-        assert stronghold.checkpoint.load(Path(folder) / "alone", model, optimizer) == extra
-        found[f"{layout} of alone"] = state_of(model, optimizer)
+        for source in (*SAVED, "alone"):
+            assert stronghold.checkpoint.load(Path(folder) / source, model, optimizer) == extra
+            found[f"{layout} of {source}"] = state_of(model, optimizer)
+            found[f"{layout} of {source}, losses"] = train(model, optimizer, slice(3, 6))
     return found

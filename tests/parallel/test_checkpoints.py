@@ -21,19 +21,25 @@ def test_a_checkpoint_loads_in_every_layout_to_the_bit(tmp_path, states):
     model, optimizer = alone(states)
     saved.train(model, optimizer, slice(0, 3))
     stronghold.checkpoint.save(tmp_path / "alone", model, optimizer, extra={"position": 3})
-    there = saved.state_of(model, optimizer)
+    kept = {"alone": saved.state_of(model, optimizer)}
 
     ranks = launch("tests.parallel.saved", "save_and_load", 2, tmp_path, str(tmp_path), states)
-    kept = {name: tensor for found in ranks for name, tensor in found["saved"].items()}
-    assert kept.keys() == there.keys()
-    for found in ranks:
-        for layout in saved.LAYOUTS:
-            for expected, held in ((kept, found[layout]), (there, found[f"{layout} of alone"])):
-                assert held and all(torch.equal(tensor, expected[name]) for name, tensor in held.items())
-        assert found["two losses"] == found["losses"]
-    assert {name for found in ranks for name in found["interleaved"]} == there.keys()
+    for source in saved.SAVED:
+        kept[source] = {name: tensor for found in ranks for name, tensor in found[f"{source} saved"].items()}
+        assert kept[source].keys() == kept["alone"].keys()
+    for layout in saved.LAYOUTS:
+        for source, expected in kept.items():
+            seen = set()
+            for found in ranks:
+                held = found[f"{layout} of {source}"]
+                assert all(torch.equal(tensor, expected[name]) for name, tensor in held.items()), (layout, source)
+                seen |= held.keys()
+            assert seen == expected.keys()
+    for source in saved.SAVED:
+        assert all(found[f"{source} of {source}, losses"] == found[f"{source} losses"] for found in ranks)
 
-    model, optimizer = alone(states)
-    assert stronghold.checkpoint.load(tmp_path / "staged", model, optimizer) == {"position": 3}
-    here = saved.state_of(model, optimizer)
-    assert here.keys() == kept.keys() and all(torch.equal(here[name], kept[name]) for name in kept)
+        model, optimizer = alone(states)
+        assert stronghold.checkpoint.load(tmp_path / source, model, optimizer) == {"position": 3}
+        here = saved.state_of(model, optimizer)
+        assert here.keys() == kept[source].keys()
+        assert all(torch.equal(here[name], kept[source][name]) for name in here), source

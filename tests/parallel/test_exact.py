@@ -62,9 +62,14 @@ def compare(processes: int, number: int, ranks: list[list[cases.Trained]], devic
             torch.testing.assert_close(parameter, expected.parameters[name], rtol=1e-4, atol=2e-5, msg=name)
     order = case.order(processes)
     for step, batch in enumerate(cases.batches(case.steps)):
-        a_micro_batch = len(batch) // case.micro_batches * batch.shape[1] * cases.CONFIG.hidden * 4
+        a_micro_batch = len(batch) // case.replicas // case.micro_batches * batch.shape[1] * cases.CONFIG.hidden * 4
         sent = {(rank, to): count for rank, one in enumerate(everyone) for to, count in one.sent[step].items()}
-        assert sent == boundary_bytes(order, a_micro_batch)
+        each = processes // case.replicas
+        assert sent == {
+            (first + begin, first + end): count
+            for first in range(0, processes, each)
+            for (begin, end), count in boundary_bytes(order, a_micro_batch).items()
+        }
     copies = [
         trained.parameters["embedding.weight"] for trained in everyone if "embedding.weight" in trained.parameters
     ]

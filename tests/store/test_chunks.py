@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stronghold.layout import PAGE_BYTES, lay_out, round_up
-from stronghold.store.chunks import GRAIN, Array, Part, chunks, spans
+from stronghold.layout import GRAIN, PAGE_BYTES, Part, lay_out, round_up, shares
+from stronghold.store.chunks import Array, chunks, spans
 
 LIMIT = 4 * 14 * GRAIN
 
@@ -23,6 +23,10 @@ def file_of(elements, kinds):
     return arrays
 
 
+def whole(elements):
+    return [Part(number, 0, count) for number, count in enumerate(elements)]
+
+
 FP32 = [(2, 1), (2, 1), (4, 1), (4, 1)]
 EIGHT_BIT = [(2, 1), (2, 1), (1, 1), (1, 1), (1, 64), (1, 64)]
 counts = st.lists(st.one_of(st.integers(1, 3000), st.integers(GRAIN - 2, 9 * GRAIN + 70)), min_size=1, max_size=7)
@@ -31,7 +35,7 @@ counts = st.lists(st.one_of(st.integers(1, 3000), st.integers(GRAIN - 2, 9 * GRA
 @given(counts, st.sampled_from([FP32, EIGHT_BIT]))
 def test_every_element_is_in_one_chunk_and_no_chunk_is_over_its_limit(elements, kinds):
     arrays = file_of(elements, kinds)
-    cut = chunks(elements, arrays, LIMIT)
+    cut = chunks(whole(elements), arrays, LIMIT)
     reached = [0] * len(elements)
     last = 0
     for chunk in cut:
@@ -53,14 +57,28 @@ def test_every_element_is_in_one_chunk_and_no_chunk_is_over_its_limit(elements, 
 @given(counts, st.sampled_from([FP32, EIGHT_BIT]))
 def test_no_two_chunks_share_a_page(elements, kinds):
     arrays = file_of(elements, kinds)
-    runs = sorted(run for chunk in chunks(elements, arrays, LIMIT) for run in spans(chunk, arrays))
+    runs = sorted(run for chunk in chunks(whole(elements), arrays, LIMIT) for run in spans(chunk, arrays))
+    assert all(begin % PAGE_BYTES == 0 and end % PAGE_BYTES == 0 for begin, end in runs)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(runs))
+
+
+@given(counts, st.integers(2, 5))
+def test_no_two_replicas_share_a_page(elements, replicas):
+    arrays = file_of(elements, EIGHT_BIT)
+    own = [shares(count, replicas, GRAIN, first=number) for number, count in enumerate(elements)]
+    runs = sorted(
+        run
+        for replica in range(replicas)
+        for chunk in chunks([Part(number, *share[replica]) for number, share in enumerate(own)], arrays, LIMIT)
+        for run in spans(chunk, arrays)
+    )
     assert all(begin % PAGE_BYTES == 0 and end % PAGE_BYTES == 0 for begin, end in runs)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(runs))
 
 
 def test_small_parameters_travel_together_in_one_run_a_kind():
     arrays = file_of([5, 7, 9], FP32)
-    (chunk,) = chunks([5, 7, 9], arrays, LIMIT)
+    (chunk,) = chunks(whole([5, 7, 9]), arrays, LIMIT)
     assert chunk == [Part(0, 0, 5), Part(1, 0, 7), Part(2, 0, 9)]
     assert spans(chunk, arrays) == [(0, 12 * PAGE_BYTES)], "and kinds that lie behind one another in one"
 
@@ -68,18 +86,21 @@ def test_small_parameters_travel_together_in_one_run_a_kind():
 def test_a_parameter_is_cut_where_its_smallest_array_ends_a_page():
     arrays = file_of([3 * GRAIN + 1], EIGHT_BIT)
     limit = 2 * (6 * GRAIN + GRAIN // 32)
-    assert chunks([3 * GRAIN + 1], arrays, limit) == [[Part(0, 0, 2 * GRAIN)], [Part(0, 2 * GRAIN, 3 * GRAIN + 1)]]
+    assert chunks(whole([3 * GRAIN + 1]), arrays, limit) == [
+        [Part(0, 0, 2 * GRAIN)],
+        [Part(0, 2 * GRAIN, 3 * GRAIN + 1)],
+    ]
 
 
 def test_what_is_not_on_disk_takes_no_room():
-    assert chunks([10 * GRAIN, 3], [[], []], PAGE_BYTES) == [[Part(0, 0, 10 * GRAIN), Part(1, 0, 3)]]
+    assert chunks(whole([10 * GRAIN, 3]), [[], []], PAGE_BYTES) == [[Part(0, 0, 10 * GRAIN), Part(1, 0, 3)]]
 
 
 def test_nothing_to_update_is_no_chunk():
     assert chunks([], [], LIMIT) == []
-    assert chunks([0], [[Array(0, 4)]], LIMIT) == []
+    assert chunks(whole([0]), [[Array(0, 4)]], LIMIT) == []
 
 
 def test_a_limit_below_one_grain_is_refused():
     with pytest.raises(ValueError, match="a chunk must hold"):
-        chunks([2 * GRAIN], [[Array(0, 4)]], GRAIN)
+        chunks(whole([2 * GRAIN]), [[Array(0, 4)]], GRAIN)

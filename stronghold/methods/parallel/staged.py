@@ -36,10 +36,9 @@ class Staged(Prepared):
         return bool(self.processes.sum(float(stop)))
 
 
-def cut(model: torch.nn.Module, settings: TrainSettings, **offloading: Any) -> tuple[StagedModule, Processes]:
+def stages_of(model: torch.nn.Module, settings: TrainSettings, processes: Processes, **offloading: Any) -> StagedModule:
     """Returns this process's stages of a reference GPT. Raises ParallelError for any other model."""
-    device, wanted = torch.device(settings.device), settings.parallel
-    processes = Processes(device, wanted=wanted.stages)
+    wanted = settings.parallel
     if not isinstance(model, GPT):
         processes.refuse(
             f"stages are cut out of the reference GPT here (got {type(model).__name__}); train it in one process, or "
@@ -47,32 +46,33 @@ def cut(model: torch.nn.Module, settings: TrainSettings, **offloading: Any) -> t
         )
     shape = settings.batch, settings.sequence
     ids = torch.randint(model.config.vocabulary, shape, generator=torch.Generator().manual_seed(0))  # to measure with
-    staged = in_stages(
+    return in_stages(
         GPTRow(model),
+        processes,
         stages=wanted.stages,
         micro_batches=_micro_batches(settings, processes),
         balance=wanted.balance,
         schedule=wanted.schedule,
         inputs=ids,
         targets=ids,
-        device=device,
         **offloading,
     )
-    return staged, processes
 
 
-def report_of(model: StagedModule, processes: Processes, parameters: int) -> StagesReport:
-    """Returns what all processes' stages take."""
-    return StagesReport(parameters=parameters, reports=tuple(processes.everyone(report(model))))
+def report_of(model: torch.nn.Module, processes: Processes, parameters: int) -> StagesReport:
+    """Returns what all processes take."""
+    replicas, reports = processes.count // processes.each, tuple(processes.everyone(report(model)))
+    return StagesReport(parameters=parameters, replicas=replicas, reports=reports)
 
 
 def _micro_batches(settings: TrainSettings, processes: Processes) -> int:
-    wanted, batch = settings.parallel, settings.batch
+    wanted, batch = settings.parallel, settings.batch // settings.parallel.replicas
     if wanted.micro_batches is None:
         return max(n for n in range(1, 4 * wanted.stages + 1) if batch % n == 0)
     if batch % wanted.micro_batches:
         processes.refuse(
-            f"the micro-batches must divide the batch (got micro_batches={wanted.micro_batches}, batch={batch}); pass "
-            f"a batch of a multiple of {wanted.micro_batches}, or other micro-batches"
+            f"the micro-batches must divide the batch of a replica (got micro_batches={wanted.micro_batches}, "
+            f"batch={settings.batch}, replicas={wanted.replicas}); pass a batch of a multiple of "
+            f"{wanted.micro_batches * wanted.replicas}, or other micro-batches"
         )
     return wanted.micro_batches

@@ -1,4 +1,4 @@
-"""The processes of a run in stages: what they agree on, and where each keeps its records."""
+"""The processes of a run in stages and replicas: what they agree on, and where each keeps its records."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ def join(settings: TrainSettings) -> tuple[TrainSettings, Company]:
 
     Raises ParallelError where they do not agree. Where a run goes may follow from the clock: process 0's is taken.
     """
-    if settings.parallel.stages == 1:
+    if settings.parallel.alone:
         return settings, Alone()
-    processes = Processes(torch.device(settings.device), wanted=settings.parallel.stages)
+    processes = processes_of(settings)
     processes.agree({name: value for name, value in settings.flat().items() if name not in ("out", "store", "log")})
     return processes.everyone(settings)[0], processes
+
+
+def processes_of(settings: TrainSettings) -> Processes:
+    """Returns the processes that train together. Raises ParallelError where they cannot be what is wanted."""
+    wanted = settings.parallel
+    count = wanted.stages * wanted.replicas
+    return Processes(torch.device(settings.device), wanted=count, replicas=wanted.replicas)
 
 
 def records_of(rank: int, settings: TrainSettings) -> TrainSettings:

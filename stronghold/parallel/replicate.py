@@ -1,0 +1,72 @@
+"""The public face: a whole model in every process that torchrun has started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from stronghold.offload import engine_of, keep_company, offload_shared
+from stronghold.parallel.facts import facts_of
+from stronghold.parallel.processes import Processes
+from stronghold.weights import Weights
+
+
+def replicate(
+    model: nn.Module,
+    *,
+    device: str | torch.device = "cuda",
+    dtype: torch.dtype | None = None,
+    weights: Weights | None = None,
+    **settings: Any,
+) -> nn.Module:
+    """Offloads ``model`` in each of the processes of one machine, which train it together: data parallelism.
+
+    All processes build the same model and call this, under ``torchrun --nproc-per-node N``; what follows is the
+    ordinary loop, in each with batches of its own, of the same size::
+
+        model = stronghold.replicate(model, window=4)
+        optimizer = stronghold.AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
+        for batch in loader:  # with a DistributedSampler
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A step's gradients are the mean of all replicas'. Those of a layer are reduce-scattered as they leave the device;
+    each replica brings its share down and updates that share of the layer, in host memory that all of them have in
+    common: weights, gradients and AdamW's states are there once, however many replicas there are, and a fetch reads
+    what all of them have written. So a parameter is the same tensor in each, which may be read; to write it is an
+    error, as it is to clip gradients in place: pass ``max_grad_norm``. What is on the device, edges and resident
+    layers, each has for itself. With bf16 compute the mean is taken in bf16. Values are those of the first replica.
+    Random numbers are each replica's own: its generators are seeded anew.
+
+    ``device`` "cuda" is the GPU of the process's rank; the other arguments are those of :func:`stronghold.offload`,
+    with ``host_memory`` for each process and a store's directory for all together. Raises ParallelError where the
+    processes are not on one machine or do not agree, before anything has changed; and what ``offload`` raises.
+    """
+    processes = Processes(torch.device(device), wanted=2, replicas=None)
+    return replicated(model, processes, dtype=dtype, weights=weights, **settings)
+
+
+def replicated(
+    model: nn.Module,
+    processes: Processes,
+    *,
+    dtype: torch.dtype | None = None,
+    weights: Weights | None = None,
+    **settings: Any,
+) -> nn.Module:
+    """Does the same with ``processes`` that have joined."""
+    processes.agree(facts_of(model, dtype, settings))
+    processes.together(
+        lambda: offload_shared(
+            model, processes.replicas, device=processes.device, dtype=dtype, weights=weights, **settings
+        )
+    )
+    engine = engine_of(model)
+    assert engine is not None
+    copies = model.parameters() if processes.replica else ()
+    keep_company(engine, processes, shared=(), copies=copies, model=type(model).__name__, passes=1)
+    processes.draw_apart()
+    return model

@@ -1,0 +1,103 @@
+"""The way down for gradients of which each replica has a share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stronghold.device import Device, HostBuffer, Waits
+from stronghold.home import Home
+from stronghold.layout import ALIGNMENT_BYTES, lay_out, round_up
+from stronghold.window.downlink import DeviceSlot, Downlink
+from stronghold.window.sums import spread, squares_of
+
+
+@dataclass(frozen=True)
+class Regions:
+    """How a layer's gradients lie in a slot: a region of ``each_bytes`` for the share of each replica.
+
+    ``spans`` are the (begin, length) in bytes of each replica's share of each of the gradients at ``places``.
+    """
+
+    places: tuple[int, ...]
+    each_bytes: int
+    spans: list[list[tuple[int, int]]]
+
+
+class SharedDownlink(Downlink):
+    """A slot holds the replicas' shares of a layer's gradients one behind the other, then a square for each gradient.
+
+    Once they are there the stream of the copies reduce-scatters them: what is copied down is this replica's share of
+    the mean. The squares are those of the whole mean, the same in all replicas.
+    """
+
+    def __init__(self, homes: Sequence[Home], device: Device, waits: Waits) -> None:
+        self._known: dict[Home, Regions] = {}
+        super().__init__(homes, device, waits)
+
+    def slot_bytes(self, home: Home) -> int:
+        return self._squares_begin(home) + 8 * len(home.gradient_places)
+
+    def put(self, home: Home, place: int, gradient: Tensor, *, add: bool) -> None:
+        values = gradient.detach().reshape(-1)
+        for number, (begin, end) in enumerate(home.shares(place)):
+            self.device.compute_copy(self._share(self.slot, home, place, number), values[begin:end], add=add)
+
+    def send(self, home: Home, places: Sequence[int], threads: int, poison: Tensor | None) -> DeviceSlot:
+        slot, lane = self.slot, home.replicas.gradients
+        gradients = [self._share(slot, home, place, home.replicas.number) for place in places]
+        squares = [self._square(slot, home, place) for place in places]
+        flat = slot.flat[: self._squares_begin(home)].view(home.dtype)
+
+        def reduce() -> None:
+            lane.mean_share(flat)
+            total = squares_of(gradients, threads)
+            lane.sum(total)
+            spread(total, squares, poison)
+
+        self._turn()
+        with self.device.noted(self.device.gradients, f"reduce-scatter {home.name}"):
+            self.device.gradients.compute(reduce)
+        return slot
+
+    def copy(self, home: Home, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
+        with self.device.noted(self.device.gradients, f"gradients {home.name}"):
+            for place in places:
+                source = self._share(slot, home, place, home.replicas.number)
+                self._copy(home.own(place, home.gradient_in(buffer, place)), source)
+                self._copy(home.squares_in(buffer, place), self._square(slot, home, place))
+
+    def _share(self, slot: DeviceSlot, home: Home, place: int, number: int) -> Tensor:
+        """Returns, flat, a replica's share of the gradient of one parameter."""
+        regions = self._regions_of(home)
+        begin, length = regions.spans[number][home.gradient_places.index(place)]
+        return slot.flat[begin : begin + length].view(home.dtype)
+
+    def _square(self, slot: DeviceSlot, home: Home, place: int) -> Tensor:
+        begin = self._squares_begin(home) + 8 * home.gradient_places.index(place)
+        return slot.flat[begin : begin + 8].view(torch.float64).view(())
+
+    def _squares_begin(self, home: Home) -> int:
+        return self._regions_of(home).each_bytes * home.replicas.count
+
+    def _regions_of(self, home: Home) -> Regions:
+        known = self._known.get(home)
+        if known is None or known.places != home.gradient_places:
+            known = self._known[home] = _regions(home)
+        return known
+
+
+def _regions(home: Home) -> Regions:
+    count, places = home.replicas.count, home.gradient_places
+    shares = zip(*(home.shares(place) for place in places), strict=True)
+    sizes = [[(end - begin) * home.dtype.itemsize for begin, end in own] for own in shares] or [[]] * count
+    layouts = [lay_out(own) for own in sizes]
+    each = round_up(max(layout.total_bytes for layout in layouts), ALIGNMENT_BYTES)
+    spans = [
+        [(number * each + offset, size) for offset, size in zip(layout.offsets, layout.sizes, strict=True)]
+        for number, layout in enumerate(layouts)
+    ]
+    return Regions(places=places, each_bytes=each, spans=spans)

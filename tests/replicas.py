@@ -1,0 +1,122 @@
+"""Replicas that are threads of one process: what they say to one another goes through barriers."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stronghold.device import Common
+from stronghold.errors import ParallelError
+
+_LONG_S = 30
+
+
+class Exchange:
+    """Where ``count`` threads hand in something each, and take what all have handed in."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.barrier = threading.Barrier(count)
+        self._given: list[Any] = [None] * count
+
+    def everyone(self, number: int, value: Any) -> list[Any]:
+        self._given[number] = value
+        self.barrier.wait(_LONG_S)
+        given = list(self._given)
+        self.barrier.wait(_LONG_S)
+        return given
+
+
+class ThreadLane:
+    def __init__(self, exchange: Exchange, number: int, name: str) -> None:
+        self.exchange = exchange
+        self.number = number
+        self.name = name
+
+    def mean_share(self, flat: Tensor) -> None:
+        parts = [given.view(self.exchange.count, -1)[self.number] for given in self._everyone(flat.clone())]
+        flat.fill_(torch.nan)  # what is not its own is anything
+        flat.view(self.exchange.count, -1)[self.number].copy_(sum(parts) / self.exchange.count)
+
+    def mean(self, values: Tensor) -> None:
+        values.copy_(sum(self._everyone(values.clone())) / self.exchange.count)
+
+    def sum(self, values: Tensor) -> None:
+        values.copy_(sum(self._everyone(values.clone())))
+
+    def meet(self) -> None:
+        self._everyone(None)
+
+    def _everyone(self, value: Any) -> list[Any]:
+        return self.exchange.everyone(self.number, value)
+
+
+class ThreadReplicas:
+    """One of several replicas, and the company of all of them."""
+
+    def __init__(self, number: int, exchanges: dict[str, Exchange], memories: list[mmap.mmap]) -> None:
+        self.number = self.rank = number
+        self.count = exchanges["main"].count
+        self.neighbours = self.count
+        self._exchange = exchanges["main"]
+        self.main, self.gradients, self.updates, self.landing = (
+            ThreadLane(exchanges[name], number, name) for name in ("main", "gradients", "updates", "landing")
+        )
+        self._memories = memories
+        self._taken = 0
+
+    def memory(self, length_bytes: int) -> Common:
+        assert len(set(self.everyone(length_bytes))) == 1
+        if self.number == 0:
+            self._memories.append(mmap.mmap(-1, max(1, length_bytes)))
+        self.everyone(None)
+        self._taken += 1
+        return Common(self._memories[self._taken - 1], self.count)
+
+    def by_first(self, action: Callable[[], None]) -> None:
+        if self.number == 0:
+            action()
+        self.everyone(None)
+
+    def agree(self, done: object) -> None:
+        if len(set(map(repr, self.everyone(done)))) > 1:
+            raise ParallelError("replicas must compute the same")
+
+    def sum(self, value: float) -> float:
+        return sum(self.everyone(value))
+
+    def everyone(self, value: Any) -> list[Any]:
+        return self._exchange.everyone(self.number, value)
+
+    def together(self, action: Callable[[], Any]) -> Any:
+        return action()
+
+
+def in_threads(count: int, action: Callable[[ThreadReplicas], Any]) -> list[Any]:
+    """Returns what ``action`` returns in each of so many replicas; raises what the first raises that fails."""
+    exchanges = {name: Exchange(count) for name in ("main", "gradients", "updates", "landing")}
+    memories: list[mmap.mmap] = []
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = action(ThreadReplicas(number, exchanges, memories))
+        except BaseException as error:
+            errors.append(error)
+            for exchange in exchanges.values():
+                exchange.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
