@@ -6,7 +6,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 usage() {
   cat <<'EOF'
-usage: examples/run.sh [-m METHOD] [-l LAYERS] [-h HIDDEN] [-b BATCH] [-w WINDOW] [-p STAGES] [options]
+usage: examples/run.sh [-m METHOD] [-l LAYERS] [-h HIDDEN] [-b BATCH] [-w WINDOW] [-p STAGES] [-r REPLICAS] [options]
 
 Trains the reference GPT (16 heads, a vocabulary of 51200, AdamW) on the source of the Python standard
 library, byte by byte, sets up what it needs first, and prints speed, memory and loss. The log goes to
@@ -28,6 +28,8 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
   -w WINDOW       layers on the device at a time, or auto (default: 4)
   -p STAGES       parts of the model, each in a process of its own with a window, a store and an optimizer of its own
                   (default: 1; stronghold alone, one GPU for each where there are GPUs)
+  -r REPLICAS     of the whole model, each with a part of the batch, in processes of their own that have the weights and
+                  states on the host in common (default: 1; stronghold alone)
   --micro-batches N
                   parts of the batch that go through the stages one behind the other (default: as many as divide it)
   --seq N         tokens in a sample (default: 256; the paper's runs have 1024)
@@ -46,6 +48,7 @@ examples:
   ./examples/run.sh -m stronghold -l 8 -h 256 -b 4 -w 2      two minutes on two cores
   ./examples/run.sh -m stronghold -l 32 -h 2048 -b 4 -w 4 --seq 1024 --device cuda
   ./examples/run.sh -m stronghold -l 8 -h 256 -b 8 -w 2 -p 2
+  ./examples/run.sh -m stronghold -l 8 -h 256 -b 8 -w 2 -r 2
   ./examples/run.sh -m all -l 4 -h 256 -b 2 -w 2 --seq 64 --steps 20
   ./examples/run.sh -m stronghold -l 32 -h 2048 -b 1 -w 2 --seq 64 --steps 5 --lr 3e-5 --dtype bf16 --store disk
 EOF
@@ -56,12 +59,12 @@ fail() {
   exit 2
 }
 
-method=stronghold layers=16 hidden=2048 batch=4 window=4 stages=1 micro_batches=""
+method=stronghold layers=16 hidden=2048 batch=4 window=4 stages=1 replicas=1 micro_batches=""
 seq=256 steps=50 lr=6e-4 dtype=fp32 store=ram states=fp32 clip="" device="" results=results
 while (($#)); do
   case "$1" in
     --help) usage; exit 0 ;;
-    -m | -l | -h | -b | -w | -p | --micro-batches | --seq | --steps | --lr | --dtype | --store | --clip | --states | --device | --results)
+    -m | -l | -h | -b | -w | -p | -r | --micro-batches | --seq | --steps | --lr | --dtype | --store | --clip | --states | --device | --results)
       (($# > 1)) || fail "$1 needs a value; see --help"
       case "$1" in
         -m) method="$2" ;;
@@ -70,6 +73,7 @@ while (($#)); do
         -b) batch="$2" ;;
         -w) window="$2" ;;
         -p) stages="$2" ;;
+        -r) replicas="$2" ;;
         --micro-batches) micro_batches="$2" ;;
         --results) results="$(realpath -m -- "$2")" ;;
         --store) [[ "$2" == ram || "$2" == disk ]] && store="$2" || store="$(realpath -m -- "$2")" ;;
@@ -89,13 +93,16 @@ whole -l "$layers"
 whole -h "$hidden"
 whole -b "$batch"
 whole -p "$stages"
+whole -r "$replicas"
 whole --seq "$seq"
 whole --steps "$steps"
 if [[ "$window" != auto ]]; then
   whole -w "$window"
   ((window <= layers)) || fail "-w must not be more than the layers (got -w $window, -l $layers)"
 fi
-((stages == 1)) || [[ "$method" == stronghold ]] || fail "-p is for stronghold (got -m $method -p $stages)"
+processes=$((stages * replicas))
+((processes == 1)) || [[ "$method" == stronghold ]] ||
+  fail "-p and -r are for stronghold (got -m $method -p $stages -r $replicas)"
 [[ "$dtype" == fp32 || "$dtype" == bf16 ]] || fail "--dtype must be fp32 or bf16 (got '$dtype')"
 
 # shellcheck source=../environment.sh
@@ -108,11 +115,11 @@ case "$method" in
 esac
 
 start=("$PYTHON" -m stronghold)
-if ((stages > 1)); then
+if ((processes > 1)); then
   # Each process gets its share of the cores; left to itself torchrun gives it one.
   cores="$("$PYTHON" -c 'from stronghold.native import usable_cores; print(usable_cores())')"
-  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > stages ? cores / stages : 1))}"
-  start=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$stages" -m -- stronghold)
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
+  start=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" -m -- stronghold)
 fi
 
 name="${method}_l-${layers}_h-${hidden}_bs-${batch}_ws-${window}_$(date +%Y-%m-%d_%H-%M-%S)"
@@ -123,5 +130,5 @@ cd "$root" # so that the paths in logs are those of the project, not of this mac
 # exec: a signal sent to this script reaches the program, which then saves what was learned
 exec "${start[@]}" train --method "$method" --layers "$layers" --hidden "$hidden" --batch "$batch" \
   --window "$window" --seq "$seq" --steps "$steps" --lr "$lr" --dtype "$dtype" --store "$store" --states "$states" \
-  --stages "$stages" ${micro_batches:+--micro-batches "$micro_batches"} \
+  --stages "$stages" --replicas "$replicas" ${micro_batches:+--micro-batches "$micro_batches"} \
   ${clip:+--clip "$clip"} ${device:+--device "$device"} --log "$log" --record "$results/runs.jsonl" --out "$results/runs/$name"

@@ -75,17 +75,18 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
         checkpoint_every=options.checkpoint_every,
         keep_checkpoints=options.keep_checkpoints,
         resume=options.resume,
-        keep_store=options.store not in ("ram", "disk"),
+        # Of several processes no store is a checkpoint: each has only its own part in it.
+        keep_store=options.store not in ("ram", "disk") and options.stages == options.replicas == 1,
     )
 
 
 def _run(options: argparse.Namespace) -> int:
     settings = _train_settings(options)
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun sets it
-    if settings.parallel.stages == 1 and processes > 1:
+    if settings.parallel.alone and processes > 1:
         raise ValueError(
-            f"a model in one stage is trained by one process (got {processes} of them); pass --stages {processes}, or "
-            "start it without torchrun"
+            f"a model in one stage and one replica is trained by one process (got {processes} of them); pass --stages "
+            f"{processes} or --replicas {processes}, or start it without torchrun"
         )
     if settings.method == ALL:
         from stronghold.comparison import compare

@@ -130,7 +130,7 @@ def _add_window(place: Group) -> None:
         default="ram",
         metavar="ram|disk|DIR",
         help="where the other layers, and all states, are: in memory, in OUT/store, or in that folder, which "
-        "keeps the run when it ends, for --resume (default: ram)",
+        "keeps the run of one process when it ends, for --resume (default: ram)",
     )
 
 

@@ -45,7 +45,7 @@ class StagesReport:
     @property
     def disk_paths(self) -> tuple[str, ...]:
         """Where."""
-        return tuple(path for report in self.reports for path in report.disk_paths)
+        return tuple(dict.fromkeys(path for report in self.reports for path in report.disk_paths))
 
     @property
     def on_root_disk(self) -> bool:

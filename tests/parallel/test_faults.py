@@ -12,24 +12,29 @@ import pytest
 from tests.parallel.launched import start
 from tests.parallel.test_training import TRAIN, run
 
-STAGES = [*TRAIN[1:], "--stages", "2", "--checkpoint-every", "2"]
+PROGRAM = [*TRAIN[1:], "--checkpoint-every", "2"]
+STAGES, REPLICAS = ("--stages", "2"), ("--replicas", "2")
 
 
 @pytest.mark.parametrize(
-    ("fault", "rank", "where", "named"),
+    ("parts", "fault", "rank", "where", "named"),
     [
-        ("kill", 1, "forward", "process 1 "),
-        ("kill", 0, "forward", "process 0"),
-        ("kill", 1, "beginning", "process 1 "),
-        ("stop", 1, "update", "process 1 "),
-        ("hang", 0, "update", "process 0 hangs"),
-        ("raise", 1, "forward", "division by zero"),
-        ("poison", 1, "forward", "the loss must stay finite"),
+        (STAGES, "kill", 1, "forward", "process 1 "),
+        (STAGES, "kill", 0, "forward", "process 0"),
+        (STAGES, "kill", 1, "beginning", "process 1 "),
+        (STAGES, "stop", 1, "update", "process 1 "),
+        (STAGES, "hang", 0, "update", "process 0 hangs"),
+        (STAGES, "raise", 1, "forward", "division by zero"),
+        (STAGES, "poison", 1, "forward", "the loss must stay finite"),
+        (REPLICAS, "kill", 1, "forward", "process 1 "),
+        (REPLICAS, "hang", 1, "forward", "process 1 hangs"),
+        (REPLICAS, "raise", 1, "update", "division by zero"),
     ],
 )
-def test_the_others_end_with_one_error_that_names_it(tmp_path, fault, rank, where, named):
+def test_the_others_end_with_one_error_that_names_it(tmp_path, parts, fault, rank, where, named):
     begin = time.monotonic()
-    command = ["-m", "tests.parallel.faulty", fault, str(rank), where, *STAGES, "--out", str(tmp_path / "run")]
+    program = [*PROGRAM, *parts, "--out", str(tmp_path / "run")]
+    command = ["-m", "tests.parallel.faulty", fault, str(rank), where, *program]
     codes, said = start(command, 2, tmp_path, left=[rank] if fault == "stop" else [])
     assert time.monotonic() - begin < 60
     assert 0 not in codes
@@ -37,7 +42,8 @@ def test_the_others_end_with_one_error_that_names_it(tmp_path, fault, rank, wher
     assert len(errors) == 1 and named in errors[0], "\n".join(said)
 
 
-def test_a_restart_by_torchrun_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path):
+@pytest.mark.parametrize("parts", [STAGES, REPLICAS])
+def test_a_restart_by_torchrun_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path, parts):
     run("--out", str(tmp_path / "alone"), "--record", str(tmp_path / "alone.jsonl"))
     launcher = [
         "-m",
@@ -50,7 +56,8 @@ def test_a_restart_by_torchrun_goes_on_from_the_last_checkpoint_with_the_same_lo
         "-m",
         "--",
     ]
-    program = ["tests.parallel.faulty", "kill", "1", "checkpoint", *STAGES, "--out", str(tmp_path / "run")]
+    out = ["--out", str(tmp_path / "run")]
+    program = ["tests.parallel.faulty", "kill", "1", "checkpoint", *PROGRAM, *parts, *out]
     more = ["--resume", "--record", str(tmp_path / "staged.jsonl")]
     done = subprocess.run([sys.executable, *launcher, *program, *more], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

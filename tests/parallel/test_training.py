@@ -1,4 +1,4 @@
-"""`stronghold train --stages` under torchrun, as a user starts it."""
+"""`stronghold train --stages` and `--replicas` under torchrun, as a user starts it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,27 @@ def test_stages_have_the_losses_of_one_process_and_say_what_each_takes(alone, tm
     assert staged["summary"]["held_out_loss"] == pytest.approx(alone["summary"]["held_out_loss"], rel=1e-5)
     assert staged["parameters"] == alone["parameters"]
     assert done.stdout.count("step     1/6") == 1  # of one process
-    assert "stages" in done.stdout
+    assert "processes" in done.stdout
     assert (out / "process-1" / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes"),
+    [
+        (["--replicas", "2", "--save", "model"], 2),
+        (["--replicas", "2", "--stages", "2", "--store", "store", "--micro-batches", "2"], 4),
+    ],
+)
+def test_replicas_have_the_losses_of_one_process(alone, tmp_path, arguments, processes):
+    arguments = [str(tmp_path / one) if one in ("model", "store") else one for one in arguments]
+    more = ["--clip", "1", "--update", "deferred", "--record", str(tmp_path / "record")]
+    run(*arguments, *more, "--out", str(tmp_path / "run"), processes=processes)
+    replicas = record(tmp_path / "record")
+    assert replicas["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert replicas["summary"]["held_out_loss"] == pytest.approx(alone["summary"]["held_out_loss"], rel=1e-5)
+    assert replicas["parameters"] == alone["parameters"]
+    assert (tmp_path / "model" / "model.safetensors").exists() == (processes == 2)
+    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
 
 
 def test_a_run_in_stages_goes_on_in_one_process_and_the_other_way_round(alone, tmp_path):
@@ -71,7 +90,10 @@ def test_a_run_in_stages_goes_on_in_one_process_and_the_other_way_round(alone, t
         (["--stages", "2", "--micro-batches", "3"], 2, "the micro-batches must divide the batch (got micro_batches=3"),
         (["--stages", "2", "--save", "there"], 1, "kept in checkpoints, which load in one process too (got save="),
         (["--stages", "2"], 1, "start it with torchrun --nproc-per-node 2"),
-        ([], 2, "a model in one stage is trained by one process (got 2 of them); pass --stages 2"),
+        ([], 2, "a model in one stage and one replica is trained by one process (got 2 of them); pass --stages 2"),
+        (["--replicas", "3"], 2, "the replicas must divide the batch (got batch=4, replicas=3)"),
+        (["--replicas", "4"], 2, "the replicas must divide the processes (got 4 replicas and 2 processes)"),
+        (["--stages", "2", "--replicas", "2", "--micro-batches", "4"], 4, "batch of a replica (got micro_batches=4"),
     ],
 )
 def test_what_cannot_be_is_refused_by_one_process(tmp_path, arguments, processes, rule):
