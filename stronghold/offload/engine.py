@@ -299,10 +299,10 @@ class Engine:
     def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
         self.store.check_space(disk_bytes, what)
         device_memory, host_memory = self._budgets
-        host_bytes //= self.replicas.count  # they have it in common
+        held_on_host, share = self.device.pinned_bytes + self.device.pageable_bytes, host_bytes // self.replicas.count
         for name, budget, held, more in (
             ("device_memory", device_memory, self.device_bytes(), device_bytes),
-            ("host_memory", host_memory, self.device.pinned_bytes + self.device.pageable_bytes, host_bytes),
+            ("host_memory", host_memory, held_on_host, share),
         ):
             if isinstance(budget, int) and held + more > budget:
                 raise BudgetError(

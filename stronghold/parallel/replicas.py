@@ -84,7 +84,8 @@ class ReplicaProcesses:
             os.close(descriptor)
         if mapped is None or errors:
             raise MemoryError(
-                f"{format_bytes(length_bytes)} of memory for {self.count} replicas were refused: {errors[0]}"
+                f"the system refused {format_bytes(length_bytes)} of memory to {self.count} replicas in common "
+                f"({errors[0]}); start them as one user in one container, or use stages"
             )
         return Common(mapped, self.count)
 

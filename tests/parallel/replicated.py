@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import stronghold
@@ -161,5 +163,20 @@ def error_of(action: Callable[[], object]) -> str:
     return "nothing"
 
 
+def from_files(folder: str) -> bool:
+    """Whether a model on the meta device has its values in both replicas, out of files that one of them has written."""
+    whole = residual().state_dict()
+    file = Path(folder) / "model.safetensors"
+    if dist.get_rank() == 0:
+        save_file(whole, file)
+    dist.barrier()
+    with torch.device("meta"):
+        model = residual()
+    stronghold.replicate(model, device="cpu", window=1, weights=folder)
+    return all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+
+
 def all_of(folder: str) -> dict[str, Any]:
-    return {**bits(folder), "refused": refused(folder)}
+    found = {**bits(folder), "refused": refused(folder)}
+    (Path(folder) / "files").mkdir(exist_ok=True)
+    return {**found, "from files": from_files(f"{folder}/files")}

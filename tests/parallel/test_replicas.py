@@ -39,3 +39,7 @@ def test_replicas_that_go_another_way_through_the_model_are_told(replicas):
 def test_a_gradient_that_is_not_finite_in_one_replica_keeps_all_from_updating(replicas):
     for found in replicas:
         assert found["refused"]["not finite"].startswith("NonFiniteGradientError")
+
+
+def test_replicas_have_their_values_out_of_files(replicas):
+    assert [found["from files"] for found in replicas] == [True, True]
