@@ -108,7 +108,7 @@ def note_gradient(gradient: Tensor, home: Home, *, known: Known | None = None, p
 
 def latest(home: Home, known: Known) -> Known:
     """Notes that what was known of the gradient before at this place no longer holds; returns ``known``."""
-    home.known[known.place] = known
+    home.gradients.known[known.place] = known
     return known
 
 
@@ -118,7 +118,8 @@ def known_of(gradient: Tensor | None) -> Known | None:
         return None
     # A gradient that the user set aside may come back when another one's sums have taken its place.
     home = gradient._home()
-    return gradient.known if home is not None and home.known.get(gradient.known.place) is gradient.known else None
+    newest = home.gradients.known.get(gradient.known.place) if home is not None else None
+    return gradient.known if newest is gradient.known else None
 
 
 class ConsumedGradient(Tensor):

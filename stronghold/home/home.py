@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stronghold.device import Buffer, Device, Event, HostBuffer
+from stronghold.device import Buffer, Event
 from stronghold.errors import OffloadedModelError
+from stronghold.home.gradient_memory import GradientMemory, raw_requires_grad
 from stronghold.home.masters import Masters
 from stronghold.home.protocols import Kind, Memory, Owner
 from stronghold.home.replicas import ONE_REPLICA, Replicas
 from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, Layout, lay_out, round_up, shares
-
-if TYPE_CHECKING:
-    from stronghold.home.gradient import Known
 
 
 class Home:
@@ -25,8 +23,7 @@ class Home:
     ``index`` is the layer's number, or None for an edge. ``weight`` are views in the compute dtype: what is copied to
     the device and what the parameter is outside the window. A ``resident`` layer has all of that on the device. A
     ``mirrored`` unit is an edge on a device with memory of its own: there the parameter is a copy. ``alignment`` is
-    that of its tensors in memory, in bytes. Gradients have a layout of their own, without those of frozen parameters.
-    "Place" is a parameter's number in its unit.
+    that of its tensors in memory, in bytes. "Place" is a parameter's number in its unit.
     """
 
     def __init__(
@@ -56,16 +53,8 @@ class Home:
         """A mirrored edge's memory on the device; a layer has none but its slot."""
         self.masters = Masters()
         self._buffers: list[Buffer] = []
-        self._device: Device | None = None
         self._memory: Memory | None = None
-        self.gradient_places: tuple[int, ...] = ()
-        self.gradient_layout: Layout = lay_out([])
-        self.gradient_buffer: HostBuffer | None = None
-        self.known: dict[int, Known] = {}
-        """What is known of the newest gradient at each place."""
-        self._sums: Buffer | None = None
-        self._sums_host: Buffer | None = None
-        self.fit_gradients()
+        self.gradients = GradientMemory(self)
         self.updated: Event | None = None
         """Happens when the update under way is complete; None where none is."""
         self.touched = False
@@ -101,13 +90,13 @@ class Home:
         """Returns where a part of the unit is: on the "device", on "disk", or on the "host"."""
         return "device" if self.resident else "disk" if kind in self.on_disk else "host"
 
-    def place(self, device: Device, memory: Memory, values: Iterable[Tensor] | None = None) -> None:
+    def place(self, memory: Memory, values: Iterable[Tensor] | None = None) -> None:
         """Allocates the weights, and the remainders that training or exactness need, and fills them.
 
         ``values`` are taken one after another; without them they are the parameters' own.
         """
         values = [p.detach() for p in self.parameters] if values is None else values
-        places = self.make_room(device, memory)
+        places = self.make_room(memory)
         if self.replicas.number and not self.resident:
             return  # the first one's are everybody's
         for place, (weight, value) in enumerate(zip(self.weight, values, strict=True)):
@@ -116,9 +105,9 @@ class Home:
             else:
                 weight.copy_(value)
 
-    def make_room(self, device: Device, memory: Memory) -> list[int]:
+    def make_room(self, memory: Memory) -> list[int]:
         """Allocates the weights and the remainders, as they are there; returns which parameters have a remainder."""
-        self._device, self._memory = device, memory
+        self._memory = memory
         self.buffer = self.allocate(self.layout.total_bytes, "weights")
         self.weight = [
             self.buffer.view(offset, shape, self.dtype)
@@ -176,83 +165,6 @@ class Home:
         """Returns, flat, what this process updates of a tensor that is like the parameter."""
         begin, end = self.share(place)
         return tensor.view(-1)[begin:end]
-
-    def fit_gradients(self) -> bool:
-        """Makes room in the gradients' layout for the parameters that are trained now; returns whether it changed.
-
-        Behind the gradients lies a float64 number for each: the sum of its squares, which travels with it.
-        """
-        trained = {place for place, p in enumerate(self.parameters) if raw_requires_grad(p)}
-        if trained <= set(self.gradient_places):
-            return False
-        self.gradient_places = tuple(sorted(trained.union(self.gradient_places)))
-        sizes = [self.layout.sizes[place] for place in self.gradient_places]
-        self.gradient_layout = lay_out([*sizes, *[8] * len(sizes)])
-        self.gradient_buffer = self._sums = self._sums_host = None
-        return True
-
-    def place_gradients(self, device: Device) -> HostBuffer:
-        """Returns the host's gradients, in the compute dtype, allocated if there are none yet."""
-        if self.gradient_buffer is None:
-            if self.owner is not None:
-                size = self.gradient_layout.total_bytes
-                self.owner.check_memory(host_bytes=size, device_bytes=0, what=f"gradients of {self.name}")
-            length = self.gradient_layout.total_bytes
-            self.gradient_buffer = device.host_buffer(length, memory=self.replicas.memory(length))
-        return self.gradient_buffer
-
-    def gradient_in(self, buffer: Buffer, place: int) -> Tensor:
-        """Returns the gradient of one parameter in a buffer of the gradients' layout."""
-        offset = self.gradient_layout.offsets[self.gradient_places.index(place)]
-        return buffer.view(offset, self.shapes[place], self.dtype)
-
-    def squares_in(self, buffer: Buffer, place: int) -> Tensor:
-        """Returns the sum of squares of one parameter's gradient in a buffer of the gradients' layout."""
-        return buffer.view(self.squares_offset(place), (), torch.float64)
-
-    def squares_offset(self, place: int) -> int:
-        return self.gradient_layout.offsets[len(self.gradient_places) + self.gradient_places.index(place)]
-
-    def sum_remainder(self, place: int) -> Tensor | None:
-        """Returns where the low halves of a sum of bf16 gradients lie: beside the gradient, 2 bytes a parameter.
-
-        They are allocated when a second gradient is added to a first. None with fp32 compute, whose sums need none.
-        """
-        if self.dtype == torch.float32:
-            return None
-        if self._sums is None:
-            self._sums = self._sum_buffer(on_device=self.resident or self.mirrored)
-        return self._sum_in(self._sums, place)
-
-    def host_sum_remainder(self, place: int) -> Tensor:
-        """Returns where the low halves of an edge's sum arrive on the host."""
-        if self._sums_host is None:
-            self._sums_host = self._sum_buffer(on_device=False)
-        return self._sum_in(self._sums_host, place)
-
-    def _sum_buffer(self, *, on_device: bool) -> Buffer:
-        assert self._device is not None and self.owner is not None
-        size = self.sum_bytes()
-        self.owner.check_memory(
-            host_bytes=0 if on_device else size,
-            device_bytes=size if on_device else 0,
-            what=f"adding up several gradients of {self.name} in fp32, 2 bytes a parameter,",
-        )
-        if on_device:
-            return self._device.device_buffer(size)
-        # Of an edge each replica has its own gradient, as it has of everything that is on its device.
-        memory = None if self.is_edge else self.replicas.memory(size)
-        return self._device.host_buffer(size, pinned=False, memory=memory)
-
-    def _sum_in(self, buffer: Buffer, place: int) -> Tensor:
-        offset = self.gradient_layout.offsets[self.gradient_places.index(place)]
-        return buffer.view(offset, self.shapes[place], torch.int16)
-
-    def sum_bytes(self) -> int:
-        """Returns what :meth:`sum_remainder` takes."""
-        if self.dtype == torch.float32 or not self.gradient_places:
-            return 0
-        return self.gradient_layout.offsets[len(self.gradient_places)]
 
     def _place_remainders(self, places: Sequence[int]) -> None:
         layout = lay_out([2 * self.parameters[place].numel() for place in places], self.alignment)
@@ -388,8 +300,3 @@ _ALONE = torch.empty(1)
 def raw_version(parameter: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
-
-
-def raw_requires_grad(parameter: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.requires_grad

@@ -28,7 +28,7 @@ def spread(layers: int, resident: int) -> list[int]:
 def resident_bytes(home: Home) -> int:
     """Returns what a resident layer takes on the device: weights, remainders, gradients and fp32 moments."""
     states = _moment_bytes(home)
-    return home.layout.total_bytes + home.remainder_bytes() + home.gradient_layout.total_bytes + states
+    return home.layout.total_bytes + home.remainder_bytes() + home.gradients.layout.total_bytes + states
 
 
 def keep_resident(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> None:
@@ -132,8 +132,8 @@ def choose_disk(homes: Sequence[Home], settings: OffloadSettings, device: Device
         return
     layers = [home for home in on_host if not home.is_edge]
     count = homes[0].replicas.count  # what they have in common each counts a part of
-    room = count * (budget - RING_BYTES - RING * max((h.gradient_layout.total_bytes for h in layers), default=0))
-    room -= sum(home.gradient_layout.total_bytes for home in on_host)
+    room = count * (budget - RING_BYTES - RING * max((h.gradients.layout.total_bytes for h in layers), default=0))
+    room -= sum(home.gradients.layout.total_bytes for home in on_host)
     room -= sum(home.layout.total_bytes for home in on_host if home.is_edge)
     if sum(home.layout.total_bytes for home in layers) > room:  # some weights will be on disk
         room -= count * staging_bytes(layers, device)
@@ -147,11 +147,11 @@ def choose_disk(homes: Sequence[Home], settings: OffloadSettings, device: Device
 
 def _most_moment_bytes(home: Home) -> int:
     """Returns what moments may take, whichever their format: of small tensors each array takes whole pages."""
-    return max(lay_out_moments(home, home.gradient_places, states).total_bytes for states in FORMATS)
+    return max(lay_out_moments(home, home.gradients.places, states).total_bytes for states in FORMATS)
 
 
 def _moment_bytes(home: Home) -> int:
-    return lay_out_moments(home, home.gradient_places, "fp32").total_bytes
+    return lay_out_moments(home, home.gradients.places, "fp32").total_bytes
 
 
 def check_host(homes: Sequence[Home], settings: OffloadSettings, device: Device) -> None:
@@ -168,10 +168,10 @@ def check_host(homes: Sequence[Home], settings: OffloadSettings, device: Device)
     weights += sum(home.remainder_bytes() for home in on_host if home.lives("remainders") == "host")
     count = homes[0].replicas.count  # what they have in common each counts a part of
     weights = weights // count + staging_bytes(on_host, device)
-    gradients = sum(home.gradient_layout.total_bytes for home in on_host if home.mirrored) // count
-    gradients += RING * max((home.gradient_layout.total_bytes for home in on_host if not home.is_edge), default=0)
+    gradients = sum(home.gradients.layout.total_bytes for home in on_host if home.mirrored) // count
+    gradients += RING * max((home.gradients.layout.total_bytes for home in on_host if not home.is_edge), default=0)
     in_memory = [home for home in on_host if home.lives("moments") == "host"]
-    states = sum(lay_out_moments(home, home.gradient_places, "8bit").total_bytes for home in in_memory) // count
+    states = sum(lay_out_moments(home, home.gradients.places, "8bit").total_bytes for home in in_memory) // count
     ring = RING_BYTES if len(in_memory) < len(on_host) else 0
     total = weights + gradients + states + ring
     if total > budget:
@@ -192,7 +192,7 @@ def _mark(homes: Sequence[Home], resident: int) -> None:
 def _fixed_bytes(homes: Sequence[Home], edge_bytes: int) -> int:
     """Returns what edges, gradient slots and resident layers take on the device."""
     streamed = [home for home in homes if not home.resident]
-    slots = RING * max((home.gradient_layout.total_bytes for home in streamed), default=0)
+    slots = RING * max((home.gradients.layout.total_bytes for home in streamed), default=0)
     return edge_bytes + slots + sum(resident_bytes(home) for home in homes if home.resident)
 
 

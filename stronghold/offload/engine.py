@@ -323,7 +323,7 @@ class Engine:
 
     def resident_bytes(self) -> int:
         """Returns what resident layers hold on the device, their gradients and states included."""
-        gradients = sum(home.gradient_layout.total_bytes for home in self.layers if home.resident)
+        gradients = sum(home.gradients.layout.total_bytes for home in self.layers if home.resident)
         return gradients + self.device.resident_bytes
 
     def changed(self, homes: Sequence[Home]) -> None:

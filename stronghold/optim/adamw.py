@@ -89,13 +89,13 @@ class AdamW(torch.optim.Optimizer):
         assert self._owner is not None
         self.threads: int = self._owner.update_threads() if threads is None else threads
         self._check_memory(self._owner)
-        before = [home for home in self._owner.homes if home.gradient_buffer is None]
+        before = [home for home in self._owner.homes if home.gradients.buffer is None]
         try:
             for home in self._owner.homes:
                 self._allocate(home)
         except MemoryError as error:
             for home in before:
-                home.gradient_buffer = None
+                home.gradients.buffer = None
             self._moments = Moments(states)  # gives back what was had
             raise MemoryError(
                 f"AdamW's states and gradients could not be had: {error}; use states='8bit' or "
@@ -260,8 +260,8 @@ class AdamW(torch.optim.Optimizer):
             device_bytes += states if home.lives("moments") == "device" else 0
             host_bytes += states if home.lives("moments") == "host" else 0
             disk_bytes += states if home.lives("moments") == "disk" else 0
-            if self._keeps_gradients(home) and home.gradient_buffer is None:
-                host_bytes += home.gradient_layout.total_bytes
+            if self._keeps_gradients(home) and home.gradients.buffer is None:
+                host_bytes += home.gradients.layout.total_bytes
         owner.check_memory(
             host_bytes=host_bytes,
             device_bytes=device_bytes,
@@ -292,7 +292,7 @@ class AdamW(torch.optim.Optimizer):
         self._moments.allocate(home, self._trained(home))
         if self._keeps_gradients(home):
             assert self._owner is not None
-            home.place_gradients(self._owner.device)
+            home.gradients.allocate(self._owner.device)
 
     def updates(self, home: Home, place: int) -> bool:
         """Whether a parameter is in one of the groups."""

@@ -110,7 +110,7 @@ class Update:
 
     def kernel(self, segments: list[native.Segment]) -> None:
         """Updates the segments, where they are."""
-        if segments[0].weight.is_cpu:
+        if self.home.weight[0].is_cpu:
             native.adamw(segments, threads=self.threads)
             return
         for segment, change in zip(segments, self.changes, strict=True):

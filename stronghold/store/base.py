@@ -36,7 +36,7 @@ class Store(ABC):
 
     def place(self, home: Home, values: Iterable[Tensor] | None = None) -> None:
         """Moves the parameters of ``home`` into the store, with ``values`` if they have none of their own."""
-        home.place(self.device, self, values)
+        home.place(self, values)
 
     @abstractmethod
     def drop(self, home: Home) -> None:

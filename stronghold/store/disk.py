@@ -113,7 +113,7 @@ class DiskStore(Store):
 
     def place_kept(self, home: Home) -> None:
         """Gives a unit the memory that it had when it was kept: what is on disk is there, what is not is to be read."""
-        home.make_room(self.device, self)
+        home.make_room(self)
 
     def holds(self, directory: str | os.PathLike[str]) -> bool:
         return os.path.realpath(directory) == os.path.realpath(self.paths[0])

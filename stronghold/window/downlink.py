@@ -61,12 +61,12 @@ class Downlink:
         if longest > (self.slot.flat.numel() if self.slots else 0):
             self._outgrown += [*self.slots, *self._staging]  # copies may still be under way in them
             self.slots = [DeviceSlot(self.device.buffer(longest)) for _ in range(RING)]
-            staged = max(home.gradient_layout.total_bytes for home in self.homes)
+            staged = max(home.gradients.layout.total_bytes for home in self.homes)
             self._staging = [Staging(self.device.host_buffer(staged, private=True)) for _ in range(RING)]
 
     def slot_bytes(self, home: Home) -> int:
         """Returns what the gradients of a layer take in a slot."""
-        return home.gradient_layout.total_bytes
+        return home.gradients.layout.total_bytes
 
     def put(self, home: Home, place: int, gradient: Tensor, *, add: bool) -> None:
         """Copies a gradient into the slot that is filled now, in the order of the computation, or adds it there."""
@@ -88,10 +88,10 @@ class Downlink:
 
     def copy(self, home: Home, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
         """Submits the copy of the gradients at ``places``, and of their squares, to a buffer of the same layout."""
-        numbers = [home.gradient_places.index(place) for place in places]
-        numbers += [len(home.gradient_places) + number for number in numbers]  # the squares, behind all gradients
+        numbers = [home.gradients.places.index(place) for place in places]
+        numbers += [len(home.gradients.places) + number for number in numbers]  # the squares, behind all gradients
         with self.device.noted(self.device.gradients, f"gradients {home.name}"):
-            for begin, length in home.gradient_layout.runs(numbers):
+            for begin, length in home.gradients.layout.runs(numbers):
                 self._copy(buffer.flat[begin : begin + length], slot.flat[begin : begin + length])
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
@@ -107,17 +107,18 @@ class Downlink:
         self.copy(home, slot, places, staging.buffer)
         slot.drained = self.device.gradients.record()
         buffer = staging.buffer
-        return staging, {p: Collected(home.gradient_in(buffer, p), home.squares_in(buffer, p)) for p in places}
+        memory = home.gradients
+        return staging, {p: Collected(memory.view(buffer, p), memory.squares(buffer, p)) for p in places}
 
 
 def gradient_view(flat: Tensor, home: Home, place: int) -> Tensor:
     """Returns the gradient of one parameter in a slot."""
-    layout, number = home.gradient_layout, home.gradient_places.index(place)
+    layout, number = home.gradients.layout, home.gradients.places.index(place)
     begin, size = layout.offsets[number], layout.sizes[number]
     return flat[begin : begin + size].view(home.dtype).view(home.shapes[place])
 
 
 def squares_view(flat: Tensor, home: Home, place: int) -> Tensor:
     """Returns the sum of squares of one parameter's gradient in a slot."""
-    begin = home.squares_offset(place)
+    begin = home.gradients.squares_offset(place)
     return flat[begin : begin + 8].view(torch.float64).view(())

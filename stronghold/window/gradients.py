@@ -78,7 +78,7 @@ class Gradients:
     def open(self, layer: int) -> None:
         """Begins the backward pass of ``layer``: its ``.grad`` become the class's own."""
         home = self.homes[layer]
-        if home.fit_gradients():  # a frozen parameter is trained now
+        if home.gradients.fit():  # a frozen parameter is trained now
             self.downlink.fit()
         self._layer, self._written = layer, set()
         self._fresh = {}
@@ -196,7 +196,7 @@ class Gradients:
 
     def _keep(self, layer: int, slot: DeviceSlot, places: Sequence[int]) -> None:
         home, held, known, down = self.homes[layer], self._held[layer], self._known[layer], self.device.gradients
-        buffer = home.place_gradients(self.device)
+        buffer = home.gradients.allocate(self.device)
         blank = []
         for place in places:
             if place not in held and (lent := self._lent.get((layer, place))) is not None and not lent.expired():
@@ -206,8 +206,8 @@ class Gradients:
         fresh = [place for place in places if place not in held]
         self.downlink.copy(home, slot, fresh, buffer)
         for place in fresh:
-            held[place] = home.gradient_in(buffer, place)
-            known[place] = latest(home, Known(place, home.squares_in(buffer, place)))
+            held[place] = home.gradients.view(buffer, place)
+            known[place] = latest(home, Known(place, home.gradients.squares(buffer, place)))
             self._lent[layer, place] = StorageWeakRef(held[place].untyped_storage())
         again = [place for place in places if place not in fresh]
         if again:
@@ -260,7 +260,7 @@ class Gradients:
 
     def _sum_of(self, home: Home, place: int, known: Known | None) -> Known:
         """Returns what will be known of a sum on the host."""
-        squares = home.squares_in(home.place_gradients(self.device), place)
+        squares = home.gradients.squares(home.gradients.allocate(self.device), place)
         return latest(home, Known(place, squares, remainder_of(home, place, known)))
 
     def _add(self, home: Home, slot: DeviceSlot, places: Sequence[int], blank: Sequence[int]) -> None:
@@ -285,7 +285,7 @@ class Gradients:
             )
             for p in sums
         ]
-        targets = [home.squares_in(home.place_gradients(self.device), p) for p in sums]
+        targets = [home.gradients.squares(home.gradients.allocate(self.device), p) for p in sums]
 
         def add_up() -> None:
             with torch._C.DisableTorchFunctionSubclass():

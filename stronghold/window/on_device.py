@@ -59,7 +59,7 @@ class DeviceGradients:
     def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
         """Returns the gradients of a mirrored edge on the host, others as they are; all complete."""
         home.wait_updated()  # an update under way reads the gradient that is replaced here
-        home.fit_gradients()
+        home.gradients.fit()
         found = {place: known_of(gradient) for place, gradient in gradients.items()}
         with torch._C.DisableTorchFunctionSubclass():
             values = {place: gradient.detach().contiguous() for place, gradient in gradients.items()}
@@ -113,10 +113,10 @@ class DeviceGradients:
         remainder = known.remainder if known is not None else None
         if not home.mirrored:
             return Collected(values, squares, remainder)
-        on_host = home.gradient_in(home.place_gradients(self.device), place)
+        on_host = home.gradients.view(home.gradients.allocate(self.device), place)
         self.device.compute_copy(on_host, values)
         if remainder is not None:
-            remainder_on_host = home.host_sum_remainder(place)
+            remainder_on_host = home.gradients.host_remainder(place)
             self.device.compute_copy(remainder_on_host, remainder)
             remainder = remainder_on_host
         return Collected(on_host, squares, remainder)
@@ -143,8 +143,8 @@ def remainder_of(home: Home, place: int, known: Known | None) -> Tensor | None:
     """Returns where the low halves of a sum lie, which are zero for a first gradient."""
     if known is not None and known.remainder is not None:
         return known.remainder
-    home.fit_gradients()
-    remainder = home.sum_remainder(place)
+    home.gradients.fit()
+    remainder = home.gradients.remainder(place)
     if remainder is not None:
         (remainder if home.is_edge else home.own(place, remainder)).zero_()
     return remainder

@@ -39,7 +39,7 @@ class SharedDownlink(Downlink):
         super().__init__(homes, device, waits)
 
     def slot_bytes(self, home: Home) -> int:
-        return self._squares_begin(home) + 8 * len(home.gradient_places)
+        return self._squares_begin(home) + 8 * len(home.gradients.places)
 
     def put(self, home: Home, place: int, gradient: Tensor, *, add: bool) -> None:
         values = gradient.detach().reshape(-1)
@@ -67,17 +67,17 @@ class SharedDownlink(Downlink):
         with self.device.noted(self.device.gradients, f"gradients {home.name}"):
             for place in places:
                 source = self._share(slot, home, place, home.replicas.number)
-                self._copy(home.own(place, home.gradient_in(buffer, place)), source)
-                self._copy(home.squares_in(buffer, place), self._square(slot, home, place))
+                self._copy(home.own(place, home.gradients.view(buffer, place)), source)
+                self._copy(home.gradients.squares(buffer, place), self._square(slot, home, place))
 
     def _share(self, slot: DeviceSlot, home: Home, place: int, number: int) -> Tensor:
         """Returns, flat, a replica's share of the gradient of one parameter."""
         regions = self._regions_of(home)
-        begin, length = regions.spans[number][home.gradient_places.index(place)]
+        begin, length = regions.spans[number][home.gradients.places.index(place)]
         return slot.flat[begin : begin + length].view(home.dtype)
 
     def _square(self, slot: DeviceSlot, home: Home, place: int) -> Tensor:
-        begin = self._squares_begin(home) + 8 * home.gradient_places.index(place)
+        begin = self._squares_begin(home) + 8 * home.gradients.places.index(place)
         return slot.flat[begin : begin + 8].view(torch.float64).view(())
 
     def _squares_begin(self, home: Home) -> int:
@@ -85,13 +85,13 @@ class SharedDownlink(Downlink):
 
     def _regions_of(self, home: Home) -> Regions:
         known = self._known.get(home)
-        if known is None or known.places != home.gradient_places:
+        if known is None or known.places != home.gradients.places:
             known = self._known[home] = _regions(home)
         return known
 
 
 def _regions(home: Home) -> Regions:
-    count, places = home.replicas.count, home.gradient_places
+    count, places = home.replicas.count, home.gradients.places
     shares = zip(*(home.shares(place) for place in places), strict=True)
     sizes = [[(end - begin) * home.dtype.itemsize for begin, end in own] for own in shares] or [[]] * count
     layouts = [lay_out(own) for own in sizes]

@@ -10,14 +10,13 @@ from stronghold.store import RamStore
 
 
 def where():
-    device = CpuDevice()
-    return device, RamStore(device)
+    return RamStore(CpuDevice())
 
 
 def home_of(*values, dtype=torch.float32, index=0):
     parameters = [nn.Parameter(value) for value in values]
     home = Home(index, "unit", parameters, dtype)
-    home.place(*where())
+    home.place(where())
     return home, parameters
 
 
@@ -40,24 +39,24 @@ def test_the_master_of_a_bf16_unit_is_exact_and_takes_two_bytes_more():
     assert torch.equal(home.master(0), value)
     assert torch.equal(home.weight[0], rounded(value))
     assert home.remainder(0).dtype is torch.int16
-    assert home._device.pageable_bytes == 2 * 50 + 2 * 50
+    assert home._memory.device.pageable_bytes == 2 * 50 + 2 * 50
 
 
 def test_a_frozen_exact_parameter_has_a_remainder_only_once_it_is_updated():
     parameter = nn.Parameter(torch.randn(50).bfloat16(), requires_grad=False)
     home = Home(0, "unit", [parameter], torch.bfloat16)
-    home.place(*where())
-    assert home._device.pageable_bytes == 2 * 50
+    home.place(where())
+    assert home._memory.device.pageable_bytes == 2 * 50
     assert torch.equal(home.master(0), parameter.float())
     assert not home.remainder(0).any()
-    assert home._device.pageable_bytes == 2 * 50 + 2 * 50
+    assert home._memory.device.pageable_bytes == 2 * 50 + 2 * 50
 
 
 def test_a_resident_unit_lives_on_the_device():
     value = torch.randn(50)
     home = Home(0, "unit", [nn.Parameter(value)], torch.bfloat16, resident=True)
     device = CpuDevice()
-    home.place(device, RamStore(device))
+    home.place(RamStore(device))
     assert torch.equal(home.master(0), value)
     assert device.pageable_bytes == 0
     assert device.resident_bytes == 2 * 50 + 2 * 50
@@ -67,20 +66,20 @@ def test_gradients_have_room_for_what_is_trained_and_grow_when_more_is():
     a, b, c = torch.randn(3), torch.randn(4), torch.randn(5)
     parameters = [nn.Parameter(a), nn.Parameter(b, requires_grad=False), nn.Parameter(c)]
     home = Home(0, "unit", parameters, torch.float32)
-    home.place(*where())
-    assert home.gradient_places == (0, 2)
-    assert home.gradient_layout.sizes == (12, 20, 8, 8), "two gradients and their squares"
-    assert not home.fit_gradients()
+    home.place(where())
+    assert home.gradients.places == (0, 2)
+    assert home.gradients.layout.sizes == (12, 20, 8, 8), "two gradients and their squares"
+    assert not home.gradients.fit()
     parameters[1].requires_grad_(True)
-    assert home.fit_gradients()
-    assert home.gradient_layout.sizes == (12, 16, 20, 8, 8, 8)
-    buffer = home.place_gradients(CpuDevice())
+    assert home.gradients.fit()
+    assert home.gradients.layout.sizes == (12, 16, 20, 8, 8, 8)
+    buffer = home.gradients.allocate(CpuDevice())
     for place, shape in enumerate([(3,), (4,), (5,)]):
-        home.gradient_in(buffer, place).fill_(place + 1.0)
-        assert home.gradient_in(buffer, place).shape == shape
-    assert [home.gradient_in(buffer, place)[0].item() for place in range(3)] == [1.0, 2.0, 3.0]
+        home.gradients.view(buffer, place).fill_(place + 1.0)
+        assert home.gradients.view(buffer, place).shape == shape
+    assert [home.gradients.view(buffer, place)[0].item() for place in range(3)] == [1.0, 2.0, 3.0]
     parameters[0].requires_grad_(False)
-    assert not home.fit_gradients(), "frozen again, it keeps its room"
+    assert not home.gradients.fit(), "frozen again, it keeps its room"
 
 
 def test_writes_show_once():

@@ -44,7 +44,7 @@ def test_an_edge_is_the_hosts_own_memory(settings):
     assert {edge.name for edge in edges} == {"into.weight", "into.bias", "out.weight", "out.bias"}
     for edge in edges:
         assert edge.parameters[0].data_ptr() == edge.weight[0].data_ptr()
-        assert edge.gradient_buffer is None
+        assert edge.gradients.buffer is None
     weights = sum(p.numel() * 4 for edge in edges for p in edge.parameters)
     apart = stronghold.report(stronghold.offload(Residual(), device=Apart(), **settings))
     assert apart.edges_device_bytes - stronghold.report(model).edges_device_bytes >= weights

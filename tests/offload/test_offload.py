@@ -209,7 +209,7 @@ def test_sums_of_gradients_are_told_beforehand_and_kept_to_the_budget():
     accumulate(model, optimizer, numbers(3))
     after = stronghold.report(model)
     taken = after.host_bytes + after.device_bytes - before.host_bytes - before.device_bytes
-    edges = sum(home.sum_bytes() for home in model.out.weight._home.owner.homes if home.is_edge)
+    edges = sum(home.gradients.sum_bytes() for home in model.out.weight._home.owner.homes if home.is_edge)
     assert taken == before.accumulation_bytes + edges, "an edge's sum arrives on the host too"
     assert str(before.accumulation_bytes // 1024) in str(before)
     model = stronghold.offload(Residual(), device="cpu", dtype=torch.bfloat16, host_memory=before.host_bytes)

@@ -588,7 +588,7 @@ def test_resident_layers_cross_the_link_never():
         run(model, optimizer, numbers(3))
         step = stronghold.report(model).step
         streamed = [engine_of(model).layers[i] for i in range(4) if not engine_of(model).layers[i].resident]
-        assert step.gradient_bytes == sum(home.gradient_layout.total_bytes for home in streamed)
+        assert step.gradient_bytes == sum(home.gradients.layout.total_bytes for home in streamed)
         assert step.fetches == max(0, 2 * len(streamed) - min(2, len(streamed)))
 
 

@@ -89,5 +89,5 @@ def test_report_counts_a_steps_traffic():
     last, home = stronghold.report(model).step, engine_of(model).layers[0]
     assert last.fetches == 2 * 5 - 2
     assert last.fetched_bytes == 8 * home.layout.total_bytes
-    assert last.gradient_bytes == 5 * home.gradient_layout.total_bytes
+    assert last.gradient_bytes == 5 * home.gradients.layout.total_bytes
     assert last.total_s > 0

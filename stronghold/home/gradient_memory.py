@@ -1,0 +1,113 @@
+"""Where the gradients of one unit lie, and what is summed up with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stronghold.device import Buffer, Device, HostBuffer
+from stronghold.layout import Layout, lay_out
+
+if TYPE_CHECKING:
+    from stronghold.home.gradient import Known
+    from stronghold.home.home import Home
+
+
+class GradientMemory:
+    """The layout of a unit's gradients, without those of frozen parameters, and their memory on the host.
+
+    Behind the gradients lies a float64 number for each: the sum of its squares, which travels with it.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self.places: tuple[int, ...] = ()
+        """Whose gradients have room."""
+        self.layout: Layout = lay_out([])
+        self.buffer: HostBuffer | None = None
+        self.known: dict[int, Known] = {}
+        """What is known of the newest gradient at each place."""
+        self._sums: Buffer | None = None
+        self._sums_host: Buffer | None = None
+        self.fit()
+
+    def fit(self) -> bool:
+        """Makes room for the parameters that are trained now; returns whether the layout has changed."""
+        trained = {place for place, p in enumerate(self._home.parameters) if raw_requires_grad(p)}
+        if trained <= set(self.places):
+            return False
+        self.places = tuple(sorted(trained.union(self.places)))
+        sizes = [self._home.layout.sizes[place] for place in self.places]
+        self.layout = lay_out([*sizes, *[8] * len(sizes)])
+        self.buffer = self._sums = self._sums_host = None
+        return True
+
+    def allocate(self, device: Device) -> HostBuffer:
+        """Returns the host's gradients, in the compute dtype, allocated if there are none yet."""
+        if self.buffer is None:
+            home, length = self._home, self.layout.total_bytes
+            if home.owner is not None:
+                home.owner.check_memory(host_bytes=length, device_bytes=0, what=f"gradients of {home.name}")
+            self.buffer = device.host_buffer(length, memory=home.replicas.memory(length))
+        return self.buffer
+
+    def view(self, buffer: Buffer, place: int) -> Tensor:
+        """Returns the gradient of one parameter in a buffer of this layout."""
+        return buffer.view(self._offset(place), self._home.shapes[place], self._home.dtype)
+
+    def squares(self, buffer: Buffer, place: int) -> Tensor:
+        """Returns the sum of squares of one parameter's gradient in a buffer of this layout."""
+        return buffer.view(self.squares_offset(place), (), torch.float64)
+
+    def squares_offset(self, place: int) -> int:
+        return self.layout.offsets[len(self.places) + self.places.index(place)]
+
+    def remainder(self, place: int) -> Tensor | None:
+        """Returns where the low halves of a sum of bf16 gradients lie: beside the gradient, 2 bytes a parameter.
+
+        They are allocated when a second gradient is added to a first. None with fp32 compute, whose sums need none.
+        """
+        if self._home.dtype == torch.float32:
+            return None
+        if self._sums is None:
+            self._sums = self._sum_buffer(on_device=self._home.resident or self._home.mirrored)
+        return self._sum_in(self._sums, place)
+
+    def host_remainder(self, place: int) -> Tensor:
+        """Returns where the low halves of an edge's sum arrive on the host."""
+        if self._sums_host is None:
+            self._sums_host = self._sum_buffer(on_device=False)
+        return self._sum_in(self._sums_host, place)
+
+    def sum_bytes(self) -> int:
+        """Returns what :meth:`remainder` takes."""
+        if self._home.dtype == torch.float32 or not self.places:
+            return 0
+        return self.layout.offsets[len(self.places)]
+
+    def _offset(self, place: int) -> int:
+        return self.layout.offsets[self.places.index(place)]
+
+    def _sum_buffer(self, *, on_device: bool) -> Buffer:
+        home, size = self._home, self.sum_bytes()
+        assert home.owner is not None
+        home.owner.check_memory(
+            host_bytes=0 if on_device else size,
+            device_bytes=size if on_device else 0,
+            what=f"adding up several gradients of {home.name} in fp32, 2 bytes a parameter,",
+        )
+        if on_device:
+            return home.owner.device.device_buffer(size)
+        # Of an edge each replica has its own gradient, as it has of everything that is on its device.
+        memory = None if home.is_edge else home.replicas.memory(size)
+        return home.owner.device.host_buffer(size, pinned=False, memory=memory)
+
+    def _sum_in(self, buffer: Buffer, place: int) -> Tensor:
+        return buffer.view(self._offset(place), self._home.shapes[place], torch.int16)
+
+
+def raw_requires_grad(parameter: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.requires_grad
