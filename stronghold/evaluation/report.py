@@ -14,7 +14,7 @@ class StepTimes:
     ``total_s`` is from the end of the step before. The waits are those of the computation: for a layer's
     fetch from host memory, for a layer's update to complete before its fetch, for a fetch from disk; ``compute_s`` is
     the rest. What the disk has read and written since the end of the step before belongs, in part, to the updates of
-    that step; ``disk_busy_s`` is how long it was at it.
+    that step; ``disk_busy_s`` is how long it was at it. ``reduced_bytes`` of layers' gradients went to other replicas.
     """
 
     total_s: float
@@ -25,6 +25,7 @@ class StepTimes:
     fetches: int
     fetched_bytes: int
     gradient_bytes: int
+    reduced_bytes: int = 0
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
     disk_busy_s: float = 0.0
@@ -113,6 +114,7 @@ class Report:
                 ("", "waiting for disk", _part(step.disk_wait_s, step)),
                 ("", "fetched", f"{format_bytes(step.fetched_bytes)} in {step.fetches} fetches"),
                 ("", "gradients down", format_bytes(step.gradient_bytes)),
+                *([("", "to replicas", format_bytes(step.reduced_bytes))] if step.reduced_bytes else []),
             ]
         if self.step is not None and self.disk_paths:
             written = self.step.disk_written_bytes

@@ -20,7 +20,7 @@ class Stopwatch:
         self._disk = disk
         self._moved = disk()
         self._begin = device.stamp()
-        self._last: tuple[object, object, Traffic, int, DiskCounters] | None = None
+        self._last: tuple[object, object, Traffic, Traffic, DiskCounters] | None = None
         self._known: StepTimes | None = None
 
     def lap(self) -> None:
@@ -33,13 +33,13 @@ class Stopwatch:
         )
         fetched, gradients = self._fetched.cut(), self._gradients.cut()
         fetched.update_waits += gradients.update_waits
-        self._last = (self._begin, now, fetched, gradients.gradient_bytes, disk)
+        self._last = (self._begin, now, fetched, gradients, disk)
         self._begin, self._moved, self._known = now, moved, None
 
     def last(self) -> StepTimes | None:
         """Returns the times of the last step that was taken, or None before the first."""
         if self._last is not None and self._known is None:
-            begin, end, traffic, gradient_bytes, disk = self._last
+            begin, end, traffic, gradients, disk = self._last
             fetch_wait_s = sum(self._device.seconds(*pair) for pair in traffic.fetch_waits)
             update_wait_s = sum(self._device.seconds(*pair) for pair in traffic.update_waits)
             disk_wait_s = sum(self._device.seconds(*pair) for pair in traffic.disk_waits)
@@ -52,7 +52,8 @@ class Stopwatch:
                 disk_wait_s=disk_wait_s,
                 fetches=traffic.fetches,
                 fetched_bytes=traffic.fetched_bytes,
-                gradient_bytes=gradient_bytes,
+                gradient_bytes=gradients.gradient_bytes,
+                reduced_bytes=gradients.reduced_bytes,
                 disk_read_bytes=disk.read_bytes,
                 disk_written_bytes=disk.written_bytes,
                 disk_busy_s=disk.busy_s,

@@ -58,6 +58,7 @@ class SharedDownlink(Downlink):
             lane.sum(total)
             spread(total, squares, poison)
 
+        self.traffic.reduced_bytes += flat.nbytes // home.replicas.count * (home.replicas.count - 1)
         self._turn()
         with self.device.noted(self.device.gradients, f"reduce-scatter {home.name}"):
             self.device.gradients.compute(reduce)

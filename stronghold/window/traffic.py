@@ -16,6 +16,8 @@ class Traffic:
     fetches: int = 0
     fetched_bytes: int = 0
     gradient_bytes: int = 0
+    reduced_bytes: int = 0
+    """Of gradients, to other replicas."""
     fetch_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
     update_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
     disk_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))

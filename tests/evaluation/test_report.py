@@ -1,6 +1,7 @@
 """The report, line by line."""
 
 import re
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -97,6 +98,10 @@ def test_the_last_step_skipped_steps_and_frozen_parameters_are_told_where_there_
         ("gradients down", "1.00 MiB"),
         ("skipped", "2, for gradients that were not finite"),
     }
+
+
+def test_what_went_to_other_replicas_is_told_where_there_are_any():
+    assert ("", "to replicas", "2.00 KiB") in report(step=replace(STEP, reduced_bytes=2048)).rows()
 
 
 def test_rich_draws_every_line():

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import stronghold
+from stronghold.plan.traffic import reduce_scatter_bytes
 from tests.parallel.cases import residual
 from tests.small import SIZE
 
@@ -176,7 +177,18 @@ def from_files(folder: str) -> bool:
     return all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
 
 
+def reduced() -> tuple[int, int]:
+    """Returns what a step has sent to the other replica of its layers' gradients, and what the formula says."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+    stronghold.replicate(model, device="cpu", window=1, dtype=torch.bfloat16)
+    optimizer = stronghold.AdamW(model.parameters())
+    model(torch.randn(2, 128, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    step = stronghold.report(model).step
+    return step.reduced_bytes, sum(reduce_scatter_bytes(p.numel(), 2, 2) for p in model.parameters())
+
+
 def all_of(folder: str) -> dict[str, Any]:
     found = {**bits(folder), "refused": refused(folder)}
     (Path(folder) / "files").mkdir(exist_ok=True)
-    return {**found, "from files": from_files(f"{folder}/files")}
+    return {**found, "from files": from_files(f"{folder}/files"), "reduced": reduced()}

@@ -43,3 +43,9 @@ def test_a_gradient_that_is_not_finite_in_one_replica_keeps_all_from_updating(re
 
 def test_replicas_have_their_values_out_of_files(replicas):
     assert [found["from files"] for found in replicas] == [True, True]
+
+
+def test_the_gradients_that_cross_to_other_replicas_are_those_of_the_formula(replicas):
+    for found in replicas:
+        sent, formula = found["reduced"]
+        assert sent == formula > 0
