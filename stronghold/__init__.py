@@ -5,7 +5,6 @@ from stronghold.offload import offload, report, trace, verify
 from stronghold.optim import AdamW
 from stronghold.parallel import pipeline
 from stronghold.pretrained import load, save
-
-__version__ = "0.1.0"
+from stronghold.version import __version__
 
 __all__ = ["AdamW", "__version__", "checkpoint", "load", "offload", "pipeline", "report", "save", "trace", "verify"]

@@ -14,15 +14,19 @@ from torch import Tensor
 
 from stronghold.errors import ParallelError
 from stronghold.parallel.watch import watch_over
+from stronghold.version import __version__
 
 T = TypeVar("T")
+
+VERSIONS = {"version of stronghold": __version__, "version of PyTorch": str(torch.__version__)}
+"""What every process must have alike before anything else can be compared."""
 
 
 class Processes:
     """All processes of ``torch.distributed``, joined as torchrun tells where they are not yet.
 
     ``device`` is where this one's stages compute: of "cuda" alone, the GPU of its rank on its machine. Raises
-    ParallelError where this process was not started by torchrun.
+    ParallelError where this process was not started by torchrun, and where they are not of the same versions.
     """
 
     def __init__(self, device: torch.device, *, wanted: int) -> None:
@@ -44,6 +48,7 @@ class Processes:
             torch.cuda.set_device(device)
         self.device = device
         self.watch = watch_over(self.rank, self.count)
+        self.agree(VERSIONS)
         self.neighbours = self.everyone(socket.gethostname()).count(socket.gethostname())
 
     def refuse(self, message: str) -> NoReturn:

@@ -233,7 +233,6 @@ def _facts(
     parameters = [(name, *_kind(p), p.requires_grad) for name, p in row.model.named_parameters()]
     fingerprint = zlib.crc32(repr(parameters).encode())
     return {
-        "version of PyTorch": torch.__version__,
         "model": f"{type(row.model).__name__} of {len(parameters)} parameters, fingerprint {fingerprint:x}",
         "partition": list(sizes),
         "schedule": str(order),

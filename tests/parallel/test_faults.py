@@ -8,7 +8,9 @@ import sys
 import time
 
 import pytest
+import torch
 
+from stronghold.version import __version__
 from tests.parallel.launched import start
 from tests.parallel.test_training import TRAIN, run
 
@@ -25,6 +27,8 @@ STAGES = [*TRAIN[1:], "--stages", "2", "--checkpoint-every", "2"]
         ("hang", 0, "update", "process 0 hangs"),
         ("raise", 1, "forward", "division by zero"),
         ("poison", 1, "forward", "the loss must stay finite"),
+        ("0.9", 1, "version of stronghold", f"stronghold (got '{__version__}' in process 0 and '0.9' in process 1)"),
+        ("2.0", 0, "version of PyTorch", f"PyTorch (got '2.0' in process 0 and '{torch.__version__}' in process 1)"),
     ],
 )
 def test_the_others_end_with_one_error_that_names_it(tmp_path, fault, rank, where, named):
