@@ -26,7 +26,8 @@ class Processes:
     """All processes of ``torch.distributed``, joined as torchrun tells where they are not yet.
 
     ``device`` is where this one's stages compute: of "cuda" alone, the GPU of its rank on its machine. Raises
-    ParallelError where this process was not started by torchrun, and where they are not of the same versions.
+    ParallelError where this process was not started by torchrun, where the port at which processes meet is in use, and
+    where they are not of the same versions.
     """
 
     def __init__(self, device: torch.device, *, wanted: int) -> None:
@@ -36,7 +37,7 @@ class Processes:
                     f"stages are processes that are started together (got one that is alone, for {wanted} stages); "
                     f"start it with torchrun --nproc-per-node {wanted}"
                 )
-            store, rank, count = next(dist.rendezvous("env://"))
+            store, rank, count = _meet()
             # After a restart torchrun's store still has the addresses of the processes before, which gloo would take.
             store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -110,3 +111,16 @@ class Processes:
         with self.watch.waiting():
             dist.broadcast(shared, src=rank)
         return shared
+
+
+def _meet() -> tuple[dist.Store, int, int]:
+    """Returns the store that all processes share, this one's rank, and their number."""
+    try:
+        return next(dist.rendezvous("env://"))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ParallelError(
+            f"processes meet at a port that nobody else listens at (got {os.environ['MASTER_PORT']}, which is in use: "
+            "by another run?); start torchrun with another --master-port, or with --standalone, which takes a free one"
+        ) from error
