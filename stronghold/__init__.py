@@ -5,8 +5,7 @@ from stronghold.offload import offload, report, trace, verify
 from stronghold.optim import AdamW
 from stronghold.parallel import pipeline, replicate
 from stronghold.pretrained import load, save
-
-__version__ = "0.1.0"
+from stronghold.version import __version__
 
 __all__ = [
     "AdamW",

@@ -111,6 +111,11 @@ def test_on_disk_stronghold_and_no_peer_updates_layers_in_the_backward_pass(meth
         (["train", "--device-memory", "lots"], "'lots'"),
         (["train", "--device-limit", "1GiB"], "the CPU has none of its own (got device_limit='1GiB'"),
         (["train", "--device", "cuda", "--device-limit", "lots"], "'lots'"),
+        (["train", "--stages", "0"], "stages must be a whole number of at least 1 (got 0); pass one"),
+        (["train", "--stages", "2", "--schedule", "nonsense"], "--schedule: invalid choice: 'nonsense' (choose from"),
+        (["train", "--stages", "2", "--balance", "3,x"], "a partition, or numbers such as 26,23 (got '3,x'); see"),
+        (["train", "--micro-batches", "3", "--batch", "4"], "got micro_batches=3, schedule=None and one stage); pass"),
+        (["train", "--stages", "2", "--micro-batches", "0"], "micro_batches must be a whole number of at least 1"),
         (["plot"], "RUN"),
         (["plot", "/nowhere"], "a run must be a folder"),
     ],
@@ -120,6 +125,20 @@ def test_wrong_usage_is_one_line_and_exit_code_2(capsys, arguments, message):
     error, code = refuse(capsys, *arguments, *device)
     assert message in error
     assert code == 2
+
+
+@pytest.mark.parametrize("wrong", [["--schedule", "nonsense"], ["--steps", "0"]])
+def test_of_the_processes_that_torchrun_starts_the_first_one_tells_a_wrong_argument(capsys, monkeypatch, wrong):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", "0")
+    assert wrong[1] in refuse(capsys, "train", "--device", "cpu", *wrong)[0] and waited == []
+    monkeypatch.setenv("RANK", "1")
+    try:
+        assert cli.main(["train", "--device", "cpu", *wrong]) != 0
+    except SystemExit as stop:
+        assert stop.code == 2
+    assert waited == [20] and capsys.readouterr().err == ""
 
 
 def test_a_window_wider_than_the_model_is_refused_before_anything_is_written(capsys, text, tmp_path):
@@ -192,6 +211,33 @@ def test_help_fits_and_has_no_gaps(capsys, command, monkeypatch):
     assert max(map(len, text.splitlines())) <= 104
     for option in re.findall(r"^  (--[a-z-]+|-[a-z], --[a-z-]+)", text, flags=re.MULTILINE):
         assert re.search(rf"{option}.*\s+\S+ \S+", text), option
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("train", "--stages --micro-batches --schedule --balance"),
+        (
+            "partition",
+            "--layers --hidden --heads --vocabulary --dropout --input --stages --processes --schedule --balance --file "
+            "--memory --activations --micro-batches --batch --seq --dtype --device --output",
+        ),
+    ],
+)
+def test_help_lists_what_there_is_to_say_of_stages(capsys, command, options):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert set(options.split()) <= set(re.findall(r"^  (?:-\w[^,]*, )?(--[a-z-]+)", text, flags=re.MULTILINE))
+    assert "GPipe, 1F1B, Interleaved1F1B" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "balance"),
+    [("time", "time"), ("26,23", (26, 23)), ("5", (5,)), ("partition.json", "partition.json"), ("./a,b", "./a,b")],
+)
+def test_a_balance_is_a_name_the_layers_or_a_file(text, balance):
+    assert settings_of("--device", "cpu", "--stages", "2", "--balance", text).parallel.balance == balance
 
 
 def start(arguments, log):

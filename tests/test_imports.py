@@ -15,6 +15,7 @@ ROOMS = {
     "layout": 0,
     "spans": 0,
     "units": 0,
+    "version": 0,
     "command": 1,
     "config": 1,
     "native": 1,

@@ -174,6 +174,8 @@ OWN = ("shop:net", "--input", "3,8,8")
         ([*TINY, "--balance", "2,3"], "must sum to the number of layers (got [2, 3], which sum to 5, layers=4)"),
         ([*TINY, "--balance", "2,2", "--stages", "3"], "a number of layers for each stage (got 2 in [2, 2], stages=3)"),
         ([*TINY, "--balance", "quick"], "must be time, memory, or numbers such as 26,23 (got 'quick')"),
+        ([*TINY, "--balance", "3,x"], "must be time, memory, or numbers such as 26,23 (got '3,x'); see stronghold"),
+        ([*TINY, "--stages", "2", "--schedule", "nonsense"], "--schedule: invalid choice: 'nonsense' (choose from"),
         ([*TINY, "--stages", "2", "--memory", "much"], "'much'"),
         ([*TINY, "--stages", "2", "--batch", "5", "--micro-batches", "2"], "a batch of 5 samples and 2 micro-batches"),
         ([*TINY, "--stages", "4", "--micro-batches", "2"], "1F1B needs at least as many micro-batches as stages"),

@@ -1,13 +1,11 @@
 """The command line: arguments to settings, nothing else. Each command has a file of its own."""
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Sequence
 
 from stronghold.cli.console import print_error
-from stronghold.cli.parser import Help, Parser
+from stronghold.cli.parser import Help, Parser, left_to_the_first
 from stronghold.cli.partition import add_partition
 from stronghold.cli.plot import add_plot
 from stronghold.cli.report import add_report
@@ -32,10 +30,7 @@ def _tell(error: Exception, options: argparse.Namespace) -> int:
 
 
 def _left_to_another(error: Exception) -> bool:
-    """Whether another one of the processes that torchrun started has this error to tell; waits until it has had time.
-
-    Before they have joined, each finds the same in the same arguments, and the first one tells it.
-    """
+    """Whether another of the processes that torchrun started has this error to tell; waits until it has had time."""
     joined = getattr(sys.modules.get("stronghold.parallel.watch"), "joined", lambda: None)()
     if isinstance(error, ParallelError):
         if joined is not None and not error.ours:
@@ -43,10 +38,7 @@ def _left_to_another(error: Exception) -> bool:
         return not error.ours
     if joined is not None:
         return not joined.is_ours()
-    anothers = isinstance(error, ValueError | StrongholdError) and os.environ.get("RANK", "0") != "0"
-    if anothers:
-        time.sleep(20)  # torchrun ends all when the first one does: that one may still be on its way to the same error
-    return anothers
+    return isinstance(error, ValueError | StrongholdError) and left_to_the_first()
 
 
 def _parser() -> argparse.ArgumentParser:

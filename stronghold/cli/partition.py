@@ -3,9 +3,8 @@
 import argparse
 
 from stronghold.cli.parser import Commands, Help
-from stronghold.cli.train_arguments import SHAPE, add_shape, given_shape
+from stronghold.cli.shared_arguments import SHAPE, Group, add_schedule, add_shape, given_shape, numbers
 from stronghold.config import ModelSettings
-from stronghold.plan.pipeline import SCHEDULES
 
 GPT = "gpt"
 """What MODEL is for the reference GPT."""
@@ -44,7 +43,7 @@ def add_partition(commands: Commands) -> None:
     )
     add_shape(model)
     model.add_argument(
-        "--input", type=_numbers, metavar="N,N,…", help="shape of a sample of module:attribute, such as 3,224,224"
+        "--input", type=numbers, metavar="N,N,…", help="shape of a sample of module:attribute, such as 3,224,224"
     )
     _add_stages(command.add_argument_group("stages"))
     _add_measuring(command.add_argument_group("what is measured"))
@@ -53,17 +52,12 @@ def add_partition(commands: Commands) -> None:
     )
 
 
-def _add_stages(stages: argparse._ArgumentGroup) -> None:
+def _add_stages(stages: Group) -> None:
     stages.add_argument("--stages", type=int, metavar="N", help="parts to cut the model into")
     stages.add_argument(
         "--processes", type=int, metavar="N", help="that compute them, one stage or several each (default: one each)"
     )
-    stages.add_argument(
-        "--schedule",
-        choices=SCHEDULES,
-        metavar="NAME",
-        help=f"{', '.join(SCHEDULES)} (default: 1F1B with one stage on each process, else interleaved)",
-    )
+    add_schedule(stages)
     stages.add_argument(
         "--balance",
         type=_balance,
@@ -81,7 +75,7 @@ def _add_stages(stages: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_measuring(measured: argparse._ArgumentGroup) -> None:
+def _add_measuring(measured: Group) -> None:
     measured.add_argument(
         "--micro-batches",
         type=int,
@@ -133,11 +127,4 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _balance(text: str) -> str | tuple[int, ...]:
-    return text if text in ("time", "memory") else _numbers(text, "time, memory, or ")
-
-
-def _numbers(text: str, else_: str = "") -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be {else_}numbers such as 26,23 (got {text!r})") from None
+    return text if text in ("time", "memory") else numbers(text, "time, memory, or ")

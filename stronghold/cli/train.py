@@ -6,7 +6,8 @@ from datetime import datetime
 from typing import Any
 
 from stronghold.cli.parser import Commands, Help
-from stronghold.cli.train_arguments import ALL, SHAPE, add_train_arguments, given_shape
+from stronghold.cli.shared_arguments import SHAPE, given_shape
+from stronghold.cli.train_arguments import ALL, add_train_arguments
 from stronghold.command import INTERRUPTED
 from stronghold.config import (
     DataSettings,

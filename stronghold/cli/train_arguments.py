@@ -1,19 +1,13 @@
 """The arguments of `stronghold train`, a function for each group of them in the order of --help."""
 
 import argparse
-from typing import Any
 
+from stronghold.cli.shared_arguments import Group, add_schedule, add_shape, numbers
 from stronghold.methods import METHODS
 from stronghold.parallel.partitioning import BALANCES
-from stronghold.plan.pipeline import SCHEDULES
 
 ALL = "all"
 """What --method takes besides the methods' names: each of them, one after another."""
-
-SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "vocabulary": 51200, "dropout": 0.0}
-"""The reference GPT's, unless told."""
-
-Group = argparse._ArgumentGroup  # what add_argument_group returns has no public name
 
 
 def add_train_arguments(train: argparse.ArgumentParser) -> None:
@@ -53,15 +47,6 @@ def _add_model(model: Group) -> None:
         "(default: the reference GPT, of this shape:)",
     )
     add_shape(model)
-
-
-def add_shape(model: Group) -> None:
-    """Adds the shape of the reference GPT."""
-    model.add_argument("-l", "--layers", type=int, metavar="N", help="layers (default: 16)")
-    model.add_argument("--hidden", type=int, metavar="N", help="width of a layer (default: 2048)")
-    model.add_argument("--heads", type=int, metavar="N", help="attention heads (default: 16)")
-    model.add_argument("--vocabulary", type=int, metavar="N", help="token ids (default: 51200)")
-    model.add_argument("--dropout", type=float, metavar="P", help="dropout probability (default: 0)")
 
 
 def _add_course(course: Group) -> None:
@@ -182,12 +167,7 @@ def _add_stages(stages: Group) -> None:
         help="parts of the batch that go through the stages one behind the other (default: as many as divide it, up to "
         "four for each stage)",
     )
-    stages.add_argument(
-        "--schedule",
-        choices=SCHEDULES,
-        metavar="NAME",
-        help=f"{', '.join(SCHEDULES)} (default: 1F1B with one stage on each process, else interleaved)",
-    )
+    add_schedule(stages)
     stages.add_argument(
         "--balance",
         type=_balance,
@@ -225,15 +205,10 @@ def _add_output(output: Group) -> None:
 
 
 def _balance(text: str) -> str | tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        return text
-
-
-def given_shape(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the arguments say of the reference GPT's shape."""
-    return {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
+    # What has a comma is meant as numbers; a file with one in its name is told by its folder, ./a,b.json.
+    if text.isdecimal() or ("," in text and "/" not in text):
+        return numbers(text, f"{', '.join(BALANCES)}, the file of a partition, or ")
+    return text
 
 
 def _layers(text: str) -> int | str:

@@ -15,7 +15,6 @@ def facts_of(model: nn.Module, dtype: torch.dtype | None, settings: Mapping[str,
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     fingerprint = zlib.crc32(repr(parameters).encode())
     return {
-        "version of PyTorch": torch.__version__,
         "model": f"{type(model).__name__} of {len(parameters)} parameters, fingerprint {fingerprint:x}",
         "compute type": str(dtype),
         **{name: value for name, value in settings.items() if name != "store"},

@@ -17,8 +17,12 @@ from stronghold.errors import ParallelError
 from stronghold.home import ONE_REPLICA, Replicas
 from stronghold.parallel.replicas import ReplicaProcesses, groups_of
 from stronghold.parallel.watch import watch_over
+from stronghold.version import __version__
 
 T = TypeVar("T")
+
+VERSIONS = {"version of stronghold": __version__, "version of PyTorch": str(torch.__version__)}
+"""What every process must have alike before anything else can be compared."""
 
 
 class Processes:
@@ -27,7 +31,8 @@ class Processes:
     Of ``replicas`` each holds the whole model: process r * n + p is number p of the n of replica r; None makes each
     process one. ``device`` is where this one's layers compute: of "cuda" alone, the GPU of its rank on its machine.
     ``wanted`` are the processes that the user asked for, as far as that is known. Raises ParallelError where this
-    process was not started by torchrun, or they cannot be so many replicas.
+    process was not started by torchrun, where the port at which processes meet is in use, and where they are not of the
+    same versions or cannot be so many replicas.
     """
 
     def __init__(self, device: torch.device, *, wanted: int, replicas: int | None = 1) -> None:
@@ -37,7 +42,7 @@ class Processes:
                     f"stages and replicas are processes that are started together (got one that is alone, and {wanted} "
                     f"are wanted); start it with torchrun --nproc-per-node {wanted}"
                 )
-            store, rank, count = next(dist.rendezvous("env://"))
+            store, rank, count = _meet()
             # After a restart torchrun's store still has the addresses of the processes before, which gloo would take.
             store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -49,6 +54,7 @@ class Processes:
             torch.cuda.set_device(device)
         self.device = device
         self.watch = watch_over(self.rank, self.count)
+        self.agree(VERSIONS)
         machines = self.everyone(socket.gethostname())
         self.neighbours = machines.count(socket.gethostname())
         replicas = self.count if replicas is None else replicas
@@ -146,3 +152,16 @@ class Processes:
         """Returns the mean of the scalars of those processes that have one, one in each replica: fp32, on the host."""
         total = self.sum(0.0 if value is None else value.item())
         return torch.tensor(total * self.each / self.count, dtype=torch.float32)
+
+
+def _meet() -> tuple[dist.Store, int, int]:
+    """Returns the store that all processes share, this one's rank, and their number."""
+    try:
+        return next(dist.rendezvous("env://"))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ParallelError(
+            f"processes meet at a port that nobody else listens at (got {os.environ['MASTER_PORT']}, which is in use: "
+            "by another run?); start torchrun with another --master-port, or with --standalone, which takes a free one"
+        ) from error

@@ -1,4 +1,7 @@
-"""`stronghold train` with something that befalls one process: faulty.py FAULT RANK WHERE ARGUMENTS."""
+"""`stronghold train` with something that befalls one process: faulty.py FAULT RANK WHERE ARGUMENTS.
+
+FAULT befalls at a place of the program, or is the version that WHERE has.
+"""
 
 import os
 import signal
@@ -13,7 +16,7 @@ from stronghold import AdamW
 from stronghold.checkpoint import saving
 from stronghold.cli import main
 from stronghold.models.gpt import GPT, Block
-from stronghold.parallel import watch
+from stronghold.parallel import processes, watch
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -49,5 +52,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     watch.BEAT_S, watch.LOST_S, watch.STUCK_S = 0.5, 6.0, 4.0
     if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        befall(fault, where)
+        if where in processes.VERSIONS:
+            processes.VERSIONS[where] = fault
+        else:
+            befall(fault, where)
     sys.exit(main(arguments))

@@ -14,15 +14,23 @@ from typing import Any
 
 
 def start(
-    command: list[str], processes: int, folder: Path, *, left: Sequence[int] = (), timeout_s: float = 240
+    command: list[str],
+    processes: int,
+    folder: Path,
+    *,
+    left: Sequence[int] = (),
+    timeout_s: float = 240,
+    port: int | None = None,
 ) -> tuple[list[int], list[str]]:
     """Runs ``python COMMAND`` in ``processes`` processes; returns their exit codes and what each printed, by rank.
 
-    Those that are ``left`` do not end by themselves, and are killed when the others have ended.
+    Those that are ``left`` do not end by themselves, and are killed when the others have ended. They meet at ``port``,
+    by default a free one.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
     started = []
     for rank in range(processes):
         own = {

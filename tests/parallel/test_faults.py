@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
+import torch
 
+from stronghold.version import __version__
 from tests.parallel.launched import start
 from tests.parallel.test_training import TRAIN, run
 
@@ -29,6 +33,8 @@ STAGES, REPLICAS = ("--stages", "2"), ("--replicas", "2")
         (REPLICAS, "kill", 1, "forward", "process 1 "),
         (REPLICAS, "hang", 1, "forward", "process 1 hangs"),
         (REPLICAS, "raise", 1, "update", "division by zero"),
+        (STAGES, "0.9", 1, "version of stronghold", f"(got '{__version__}' in process 0 and '0.9' in process 1)"),
+        (STAGES, "2.0", 0, "version of PyTorch", f"(got '2.0' in process 0 and '{torch.__version__}' in process 1)"),
     ],
 )
 def test_the_others_end_with_one_error_that_names_it(tmp_path, parts, fault, rank, where, named):
@@ -40,6 +46,34 @@ def test_the_others_end_with_one_error_that_names_it(tmp_path, parts, fault, ran
     assert 0 not in codes
     errors = [line for text in said for line in text.splitlines() if line.startswith("stronghold: error: ")]
     assert len(errors) == 1 and named in errors[0], "\n".join(said)
+
+
+@pytest.fixture
+def taken():
+    """A port at which somebody listens."""
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def test_a_port_in_use_is_refused_by_one_process(tmp_path, taken):
+    command = ["-m", *TRAIN, "--stages", "2", "--out", str(tmp_path / "run")]
+    codes, said = start(command, 2, tmp_path, left=[1], port=taken)  # which a launcher would end
+    errors = [line for text in said for line in text.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1 and errors[0].startswith("stronghold: error: "), "\n".join(said)
+    assert f"(got {taken}, which is in use" in errors[0] and "another --master-port, or with --standalone" in errors[0]
+    assert codes[0] == 2 and not (tmp_path / "run").exists()
+
+
+def test_torchrun_itself_refuses_a_port_in_use_and_leaves_nothing_running(tmp_path, taken):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(taken), "-m", "--"]
+    command = [sys.executable, *launcher, *TRAIN, "--stages", "2", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0 and "EADDRINUSE" in done.stderr
+    assert not (tmp_path / "run").exists()
+    running = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not any(str(tmp_path / "run") in command for command in running)
 
 
 @pytest.mark.parametrize("parts", [STAGES, REPLICAS])
