@@ -120,13 +120,6 @@ def partition_model(settings: PartitionSettings, console: Console) -> Partition:
     if settings.output is not None:
         write_partition(settings.output, found)
         console.print(f"written    {settings.output}", soft_wrap=True, highlight=False, markup=False)
-        if {stage.recompute_ratio for stage in found.stages} not in ({0.0}, {1.0}):
-            console.print(
-                "note       stronghold.pipeline recomputes all layers or none, and refuses this file; "
-                "--activations recompute plans for that",
-                soft_wrap=True,
-                highlight=False,
-            )
     return found
 
 

@@ -1,6 +1,6 @@
 """Ties an ``nn.Module`` to a window."""
 
-from stronghold.offload.company import Alone, Company, by_first, follow, keep_company
+from stronghold.offload.company import Alone, Company, by_first, follow, keep_activations, keep_company
 from stronghold.offload.engine import Engine
 from stronghold.offload.offload import engine_of, offload, offload_shared, report, trace, verify
 
@@ -11,6 +11,7 @@ __all__ = [
     "by_first",
     "engine_of",
     "follow",
+    "keep_activations",
     "keep_company",
     "offload",
     "offload_shared",

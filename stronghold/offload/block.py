@@ -74,7 +74,6 @@ class Runner(Protocol):
 
     window: Window
     activations: HostActivations | None
-    keep: bool
     micro_batch: int | None
 
     def enter(self, block: Block) -> list[int]:
@@ -90,17 +89,18 @@ class Runner(Protocol):
 class Block:
     """A layer whose ``forward`` passes through the window.
 
-    In training, ``"recompute"`` and ``"host"`` run the layer again in the backward pass by non-reentrant
-    ``torch.utils.checkpoint``, which restores random states and autocast; ``"keep"`` lets autograd keep what it saves,
-    except what lies in a slot, which is fetched again when it is asked for.
+    In training the layer runs again in the backward pass by non-reentrant ``torch.utils.checkpoint``, which restores
+    random states and autocast; with ``keep`` autograd keeps what it saves, except what lies in a slot, which is fetched
+    again when it is asked for.
     """
 
-    def __init__(self, module: nn.Module, home: Home, engine: Runner) -> None:
+    def __init__(self, module: nn.Module, home: Home, engine: Runner, *, keep: bool) -> None:
         assert home.index is not None
         self.module = module
         self.home = home
         self.layer = home.index
         self.engine = engine
+        self.keep = keep
         self._forward: Callable[..., Any] = module.forward
         placed = {id(parameter) for parameter in home.parameters}
         owners = ((m, name, p) for m in module.modules() for name, p in m._parameters.items())
@@ -149,7 +149,7 @@ class Block:
             torch.clear_autocast_cache()
 
     def _pieces(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        one = self._kept if self.engine.keep else self._recomputed
+        one = self._kept if self.keep else self._recomputed
         if self.engine.micro_batch is None:
             return one(run, args, kwargs)
         pieces = split(args, kwargs, self.engine.micro_batch)

@@ -90,6 +90,13 @@ def follow(engine: Engine, passes: Iterable[tuple[nn.Module, bool]]) -> None:
     engine.window.follow(order)
 
 
+def keep_activations(engine: Engine, parts: Iterable[nn.Module]) -> None:
+    """Has the layers in ``parts`` of the model keep what autograd saves, rather than run again in the backward pass."""
+    for part in parts:
+        for layer in _layers_of(part, engine):
+            engine.blocks[layer].keep = True
+
+
 def _layers_of(part: nn.Module, engine: Engine) -> list[int]:
     within = {id(module) for module in part.modules()}
     return [block.layer for block in engine.blocks if id(block.module) in within]

@@ -47,7 +47,6 @@ class Engine:
         """Where this process waits for the other replicas' updates."""
         self.homes: Sequence[Home] = placement.homes
         self.layers = placement.layers
-        self.keep = settings.activations == "keep"
         self.micro_batch = settings.micro_batch
         self.waits = Waits(device)
         self.optimizer: weakref.ref[Updater] | None = None
@@ -102,7 +101,9 @@ class Engine:
         edge_taker = weakref.WeakMethod(self.device_gradients.take)
         self._take_edge = lambda parameter: (take := edge_taker()) and take(parameter)
         self.stopwatch = Stopwatch(device, self.window.traffic, self.gradients.downlink.traffic, self.store.counters)
-        self.blocks = [Block(module, home, self) for module, home in zip(placement.modules, self.layers, strict=True)]
+        keep = settings.activations == "keep"
+        layers = zip(placement.modules, self.layers, strict=True)
+        self.blocks = [Block(module, home, self, keep=keep) for module, home in layers]
         self._edges = placement.edges
         self._budgets = settings.device_memory, settings.host_memory
         within = {id(inner) for module in placement.modules for inner in module.modules()}
@@ -145,7 +146,7 @@ class Engine:
         if torch._C._current_graph_task_id() == -1:
             raise OffloadedModelError(
                 f"what autograd saved for {self.layers[layer].name} was asked for outside a backward pass, where no "
-                "layer is on the device; read it in the backward pass, or offload without activations='keep'"
+                "layer is on the device; read it in the backward pass, or have the layer recomputed"
             )
         home = self.layers[layer]
         if run is not None and (home.generation != run.generation or home.versions_now() != home.versions):

@@ -32,8 +32,8 @@ def choose_stages(
     device: torch.device,
     dtype: torch.dtype | None = None,
     activations: str | None = None,
-) -> tuple[list[int], str | None]:
-    """Returns the number of layers of each stage, and how they keep activations: as asked, or as a file says.
+) -> tuple[list[int], list[int] | None]:
+    """Returns the number of layers of each stage, and how many at its end are recomputed, where a file says that.
 
     ``"time"`` and ``"memory"`` measure every layer with the first micro-batch of ``inputs`` and ``targets``, and are
     the least of the slowest stage and of the fullest (stronghold.plan.partition), with all layers recomputed unless
@@ -41,17 +41,18 @@ def choose_stages(
     Where there is but one partition nothing is measured. Raises ParallelError where the numbers do not make up the row,
     or there is nothing to measure with, and what read_stages raises.
     """
+    recomputed: list[int] | None = None
     if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance not in BALANCES):
-        balance, activations = read_stages(balance, activations)
+        balance, recomputed = read_stages(balance, activations)
     layers, stages = len(row.layers), order.stages
     if stages > layers:
         raise ParallelError(
             f"each stage needs at least one layer (got stages={stages}, layers={layers}); pass at most {layers} stages"
         )
     if not isinstance(balance, str):
-        return _checked(list(balance), stages, layers), activations
+        return _checked(list(balance), stages, layers), recomputed
     if balance == "layers" or stages in (1, layers):
-        return [layers // stages + (stage < layers % stages) for stage in range(stages)], activations
+        return [layers // stages + (stage < layers % stages) for stage in range(stages)], None
     if inputs is None:
         raise ParallelError(
             f"balance={balance!r} measures each layer with a batch like those that will come (got none); pass it as "
@@ -66,7 +67,7 @@ def choose_stages(
     )
     ratio = 0 if activations == "keep" else 1
     found = partition(costs, order, balance=balance, recompute_ratio=ratio, receive_buffers=True)
-    return [stage.layers for stage in found.stages], activations
+    return [stage.layers for stage in found.stages], None
 
 
 def first_micro_batch(batch: Tensor, micro_batches: int) -> Tensor:
@@ -79,12 +80,12 @@ def first_micro_batch(batch: Tensor, micro_batches: int) -> Tensor:
     return batch[: len(batch) // micro_batches]
 
 
-def read_stages(path: str | os.PathLike[str], activations: str | None) -> tuple[list[int], str]:
-    """Returns the layers of each stage in vPipe's file at ``path``, and how the stages keep activations.
+def read_stages(path: str | os.PathLike[str], activations: str | None) -> tuple[list[int], list[int]]:
+    """Returns the layers of each stage in vPipe's file at ``path``, and how many of them, from its end, are recomputed.
 
-    ``activations`` is what the user asks for, None for what the file does: a recompute ratio of 1 is "recompute" and 0
-    is "keep". Raises ParallelError for other ratios and for several, since all layers are recomputed or none, and where
-    the file asks for another than the user does; ValueError where there is no partition in it.
+    ``activations`` is what the user asks for: of those that are recomputed, for the file says which they are. Raises
+    ParallelError for "keep" where the file has any recomputed, and for "host" where it has none; ValueError where there
+    is no partition in it.
     """
     if isinstance(path, str) and not Path(path).exists():
         raise ParallelError(
@@ -92,20 +93,14 @@ def read_stages(path: str | os.PathLike[str], activations: str | None) -> tuple[
             f"{path!r}, and there is no such file); pass one of them"
         )
     file = read_partition(os.fspath(path))
-    ratios = list(file.recompute_ratio)
-    if ratios not in ([0] * len(ratios), [1] * len(ratios)):
-        raise ParallelError(
-            f"stages recompute all of their layers or none, and all stages alike (got recompute_ratio={ratios} in "
-            f"{str(path)!r}); write 0 for each, which keeps activations, or 1 for each"
-        )
-    asked = "recompute" if ratios[0] else "keep"
-    if activations is not None and (activations == "keep") != (asked == "keep"):
+    if activations == ("keep" if any(file.recomputed) else "host"):
         raise ParallelError(
             f"activations must be what the partition asks for (got activations={activations!r} and "
-            f"recompute_ratio={ratios} in {str(path)!r}, which is {asked!r}); leave one of them out: pass no "
-            f"activations=, or balance={list(file.partition)}"
+            f"recompute_ratio={list(file.recompute_ratio)} in {str(path)!r}, by which {sum(file.recomputed)} of "
+            f"{sum(file.partition)} layers are recomputed); leave one of them out: pass no activations=, or "
+            f"balance={list(file.partition)}"
         )
-    return list(file.partition), activations or asked
+    return list(file.partition), list(file.recomputed)
 
 
 def _checked(sizes: list[int], stages: int, layers: int) -> list[int]:

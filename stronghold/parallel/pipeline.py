@@ -56,7 +56,9 @@ def pipeline(
       counts where there are ``targets`` too.
     - ``"layers"`` for as many layers in each stage, measuring nothing; or ``[26, 23]``, the layers of each.
     - The path of a file of vPipe's, ``{"partition": [26, 23], "recompute_ratio": [1, 1]}``, that the first process can
-      read. Ratios of 1 mean ``activations="recompute"`` and ratios of 0 ``"keep"``; others are refused.
+      read. A ratio is the part of a stage's layers that is recomputed in the backward pass, from the stage's end and
+      rounded down to whole layers; the others keep what autograd saves. ``activations="host"`` is then of those that
+      are recomputed, and ``"keep"`` is refused where there are any.
 
     ``schedule`` is "GPipe", "1F1B" or "Interleaved1F1B"; by default 1F1B with one stage on each process, else
     interleaved. ``device``, ``dtype``, ``weights`` and ``settings`` are those of :func:`stronghold.offload`, for each
@@ -114,7 +116,7 @@ def in_stages(
         )
     )
     processes.agree({"balance": str(balance)})
-    sizes, activations = by_first(
+    sizes, recomputed = by_first(
         processes,
         lambda: choose_stages(
             row,
@@ -127,6 +129,4 @@ def in_stages(
             activations=settings.get("activations"),
         ),
     )
-    if activations is not None:
-        settings.setdefault("activations", activations)
-    return StagedModule(row, sizes, order, processes, dtype=dtype, **settings)
+    return StagedModule(row, sizes, order, processes, recomputed=recomputed, dtype=dtype, **settings)

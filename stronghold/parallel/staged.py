@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stronghold.config import OffloadSettings
 from stronghold.errors import ParallelError
-from stronghold.offload import engine_of, follow, keep_company, offload_shared
+from stronghold.offload import engine_of, follow, keep_activations, keep_company, offload_shared
 from stronghold.parallel.drawing import as_within
 from stronghold.parallel.facts import facts_of
 from stronghold.parallel.processes import Processes
@@ -29,10 +29,11 @@ from stronghold.weights import Weights
 class StagedModule(nn.Module):
     """This process's stages of a model, offloaded; its parameters are theirs, by their names in the whole model.
 
-    ``sizes`` are the layers of each stage of ``order``. All processes call the same methods in the same order, with the
-    same batches, of which each replica computes its part; what the processes of one compute together follows the
-    schedules of torch.distributed.pipelining. Raises ParallelError where the processes do not agree on the model or its
-    settings, and what ``stronghold.offload`` raises.
+    ``sizes`` are the layers of each stage of ``order``, and ``recomputed`` how many of them, from the stage's end, run
+    again in the backward pass while the others keep what autograd saves; without it all do what the settings say. All
+    processes call the same methods in the same order, with the same batches, of which each replica computes its part;
+    what the processes of one compute together follows the schedules of torch.distributed.pipelining. Raises
+    ParallelError where the processes do not agree on the model or its settings, and what ``stronghold.offload`` raises.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class StagedModule(nn.Module):
         order: Pipeline,
         processes: Processes,
         *,
+        recomputed: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         weights: Weights | None = None,
         **settings: Any,
@@ -94,6 +96,9 @@ class StagedModule(nn.Module):
             passes=order.micro_batches,
         )
         processes.draw_apart()
+        if recomputed is not None:
+            cuts = zip(sizes, accumulate(sizes), recomputed, strict=True)
+            keep_activations(engine, [layer for n, end, again in cuts for layer in row.layers[end - n : end - again]])
         parts = dict(zip(self._numbers, self.chunks, strict=True))
         follow(engine, [(parts[one.stage], one.backward) for one in order.order(processes.place)])
 

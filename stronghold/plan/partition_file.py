@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stronghold.plan.partition import Partition
+from stronghold.plan.stage_costs import recomputed_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,11 @@ class PartitionFile:
                 f"partition and recompute_ratio must have a number for each stage (got {len(self.partition)} and "
                 f"{len(self.recompute_ratio)}); make them as long as one another"
             )
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """How many layers are recomputed at the end of each stage."""
+        return tuple(map(recomputed_layers, self.recompute_ratio, self.partition))
 
 
 def read_partition(path: str | Path) -> PartitionFile:

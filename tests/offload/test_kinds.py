@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.small import KINDS, follow
+from stronghold.offload import engine_of, keep_activations
+from tests.small import KINDS, follow, ordinary_loop
 
 ACTIVATIONS = ("recompute", "keep", "host")
 
@@ -30,3 +31,16 @@ def test_every_kind_trains_as_plain_pytorch_does(kind, activations, window):
         window=count if window == "all" else int(window),
         layers=layers,
     )
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("activations", ["recompute", "host"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_trains_so_where_every_second_layer_keeps_activations(kind, activations, first):
+    def loop(model, optimizer, batches):
+        if (engine := engine_of(model)) is not None:
+            keep_activations(engine, [block.module for block in engine.blocks[first::2]])
+        return ordinary_loop(model, optimizer, batches)
+
+    known = KINDS[kind]
+    follow(known.build, known.batches(3), loop, activations=activations, window=1, layers=known.layers)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,17 @@ CONFIG = GPTConfig(layers=5, hidden=32, heads=2, sequence=16, vocabulary=100)
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train the same model: the same gradients and losses are expected of all."""
+    """One way to train the same model: the same gradients and losses are expected of all.
+
+    With ``ratios`` the balance is a file's. ``again`` are the layers that the backward pass is to compute again.
+    """
 
     stages: int
     replicas: int = 1
     schedule: str | None = None
     balance: Any = "layers"
+    ratios: tuple[float, ...] | None = None
+    again: frozenset[int] = frozenset(range(CONFIG.layers))
     micro_batches: int = 4
     clip: float | None = None
     frozen: bool = False
@@ -61,14 +69,19 @@ CASES = {
         Case(2, clip=0.05),
         Case(2, balance=[4, 1]),
         Case(2, disk=True, settings={"window": 1}),
-        Case(2, settings={"activations": "keep", "window": 1}),
+        Case(2, settings={"activations": "keep", "window": 1}, again=frozenset()),
+        Case(2, balance=[3, 2], ratios=(0.7, 0.5), settings={"window": 1}, again=frozenset({1, 2, 4})),
+        Case(4, balance=[1, 1, 2, 1], ratios=(1, 0, 0.5, 0.9), settings={"window": 1}, again=frozenset({0, 3})),
+        Case(2, balance=[2, 3], ratios=(0, 0.4), settings={"activations": "host", "window": 2}, again=frozenset({4})),
         Case(2, settings={"activations": "host", "window": 2}),
         Case(2, settings={"resident": 1, "window": 1}),
         Case(2, settings={"micro_batch": 1, "window": 1}),
         Case(2, frozen=True, clip=0.05),
         Case(2, clip=1.0, steps=50, settings={"window": 1}),
         Case(1, replicas=2, settings={"window": 1}, clip=0.05),
-        Case(1, replicas=2, disk=True, settings={"window": 2, "activations": "keep"}, micro_batches=2),
+        Case(
+            1, replicas=2, disk=True, settings={"window": 2, "activations": "keep"}, micro_batches=2, again=frozenset()
+        ),
         Case(1, replicas=2, frozen=True, settings={"micro_batch": 1, "activations": "host"}, micro_batches=1),
         Case(1, replicas=2, settings={"resident": 2, "window": 1}, clip=0.05),
         Case(1, replicas=2, clip=1.0, steps=50, settings={"window": 2}, micro_batches=2),
@@ -79,6 +92,7 @@ CASES = {
         Case(4, schedule="Interleaved1F1B", micro_batches=8),
         Case(2, replicas=2, settings={"window": 1}, clip=0.05),
         Case(2, replicas=2, schedule="GPipe", balance=[4, 1], frozen=True, micro_batches=2),
+        Case(2, replicas=2, balance=[4, 1], ratios=(0.5, 0), settings={"window": 1}, again=frozenset({2, 3})),
         Case(4, replicas=2, schedule="Interleaved1F1B", disk=True, settings={"window": 1}, clip=0.05),
     ],
 }
@@ -103,7 +117,8 @@ def batches(steps: int) -> list[Tensor]:
 class Trained:
     """What a run came to: each step's loss and gradients by name, losses without gradients, the parameters after it.
 
-    ``sent`` are the bytes that a process has sent to others in each step.
+    ``sent`` are the bytes that a process has sent to others in each step, ``again`` the layers that it computed in a
+    backward pass.
     """
 
     losses: list[float]
@@ -111,6 +126,7 @@ class Trained:
     evaluated: list[float]
     parameters: dict[str, Tensor]
     sent: list[dict[int, int]] = field(default_factory=list)
+    again: set[int] = field(default_factory=set)
 
 
 def alone(case: Case, device: str = "cpu") -> Trained:
@@ -137,25 +153,46 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+@contextmanager
+def recomputations(gpt: GPT) -> Iterator[set[int]]:
+    """Yields what will hold the numbers of the layers that are computed while a backward pass is under way."""
+    inner = {id(layer.attention_norm): number for number, layer in enumerate(gpt.layers)}
+    found: set[int] = set()
+
+    def computes(module: nn.Module, arguments: Any) -> None:
+        if id(module) in inner and torch._C._current_graph_task_id() != -1:
+            found.add(inner[id(module)])
+
+    handle = nn.modules.module.register_module_forward_pre_hook(computes)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
 def staged(case: Case, device: str) -> Trained:
     """Trains this process's stages."""
     gpt = model(case)
     names = {id(p): name for name, p in gpt.named_parameters()}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, recomputations(gpt) as again:
         processes = Processes(torch.device(device), wanted=case.stages * case.replicas, replicas=case.replicas)
-        folder = processes.everyone(folder)[processes.place]  # replicas have one store in common
+        folders = processes.everyone(folder)
+        folder = folders[processes.place]  # replicas have one store in common
+        file = Path(folders[0]) / "partition.json"
+        if case.ratios is not None and processes.rank == 0:  # which is the one that reads it
+            file.write_text(json.dumps({"partition": case.balance, "recompute_ratio": case.ratios}))
         module = in_stages(
             GPTRow(gpt),
             processes,
             stages=case.stages,
             micro_batches=case.micro_batches,
-            balance=case.balance,
+            balance=case.balance if case.ratios is None else file,
             schedule=case.schedule,
             **({"store": folder} if case.disk else {}),
             **case.settings,
         )
         optimizer = stronghold.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=case.clip)
-        trained = Trained([], [], [], {})
+        trained = Trained([], [], [], {}, again=again)
         for batch in batches(case.steps):
             module.take_sent_bytes()
             trained.losses.append(module.forward_backward(batch, batch).item())

@@ -60,11 +60,13 @@ def compare(processes: int, number: int, ranks: list[list[cases.Trained]], devic
                 assert (gradient - reference).norm() <= tolerance * reference.norm(), (name, step)
         for name, parameter in trained.parameters.items():
             torch.testing.assert_close(parameter, expected.parameters[name], rtol=1e-4, atol=2e-5, msg=name)
+    each = processes // case.replicas
+    for first in range(0, processes, each):
+        assert set().union(*(trained.again for trained in everyone[first : first + each])) == case.again
     order = case.order(processes)
     for step, batch in enumerate(cases.batches(case.steps)):
         a_micro_batch = len(batch) // case.replicas // case.micro_batches * batch.shape[1] * cases.CONFIG.hidden * 4
         sent = {(rank, to): count for rank, one in enumerate(everyone) for to, count in one.sent[step].items()}
-        each = processes // case.replicas
         assert sent == {
             (first + begin, first + end): count
             for first in range(0, processes, each)

@@ -62,7 +62,7 @@ def sizes_of(cut):
 @pytest.mark.parametrize(("activations", "again"), [(None, 1), ("recompute", 1), ("host", 1), ("keep", 0)])
 def test_by_time_the_slowest_stage_is_the_fastest_of_all_partitions(measured, activations, again):
     row = row_of(*(Waiting(2 * wait, wait) for wait in (3, 1, 1, 2, 6, 2, 1)))
-    sizes, same = choose_stages(
+    sizes, recomputed = choose_stages(
         row, pipeline_of(3), "time", inputs=torch.randn(8, 4), device=CPU, activations=activations
     )
 
@@ -74,7 +74,7 @@ def test_by_time_the_slowest_stage_is_the_fastest_of_all_partitions(measured, ac
     assert slowest_s([*itertools.pairwise([0, *itertools.accumulate(sizes)])]) == pytest.approx(
         min(map(slowest_s, every_cut(7, 3))), rel=1e-9
     )
-    assert same == activations
+    assert recomputed is None
 
 
 class Heavy(nn.Linear):
@@ -141,37 +141,44 @@ def test_what_leaves_nothing_to_choose_measures_nothing(measured, layers, stages
 
 
 @pytest.mark.parametrize(
-    ("ratios", "given", "activations"),
+    ("ratios", "given", "recomputed"),
     [
-        ([1, 1], None, "recompute"),
-        ([0, 0.0], None, "keep"),
-        ([1, 1], "recompute", "recompute"),
-        ([1, 1], "host", "host"),
-        ([0, 0], "keep", "keep"),
+        ([1, 1], None, [4, 1]),
+        ([0, 0.0], None, [0, 0]),
+        ([0.5, 0.5], None, [2, 0]),
+        ([0.74, 1], None, [2, 1]),
+        ([0.75, 0], "recompute", [3, 0]),
+        ([1, 0], "host", [4, 0]),
+        ([0, 0], "recompute", [0, 0]),
+        ([0.2, 0.9], "keep", [0, 0]),
     ],
 )
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_file_says_the_layers_and_what_is_recomputed(tmp_path, kind, ratios, given, activations):
+def test_a_file_says_the_layers_and_how_many_are_recomputed(tmp_path, kind, ratios, given, recomputed):
     path = tmp_path / "partition.json"
     path.write_text(json.dumps({"partition": [4, 1], "recompute_ratio": ratios}))
     chosen = choose_stages(linear(5), pipeline_of(2), kind(path), device=CPU, activations=given)
-    assert chosen == ([4, 1], activations)
+    assert chosen == ([4, 1], recomputed)
 
 
 @pytest.mark.parametrize(
     ("ratios", "given", "message"),
     [
         (
-            [0.5, 0.5],
-            None,
-            r"stages recompute all of their layers or none, and all stages alike \(got recompute_ratio=\[0",
+            [1, 1],
+            "keep",
+            "activations must be what the partition asks for .got activations='keep' and .* 5 of 5",
         ),
-        ([1, 0], None, r"and all stages alike \(got recompute_ratio=\[1, 0\] in "),
-        ([1, 1], "keep", "activations must be what the partition asks for .got activations='keep' and .*'recompute'"),
-        ([0, 0], "host", "activations must be what the partition asks for .got activations='host' and .*'keep'"),
+        ([0.3, 0], "keep", r"recompute_ratio=\[0.3, 0\] in '.*, by which 1 of 5 layers are recomputed\); leave one"),
+        (
+            [0, 0],
+            "host",
+            "activations must be what the partition asks for .got activations='host' and .* 0 of 5",
+        ),
+        ([0.2, 0.9], "host", "by which 0 of 5 layers are recomputed"),
     ],
 )
-def test_what_the_engine_cannot_do_for_a_file_is_refused(tmp_path, ratios, given, message):
+def test_activations_that_contradict_a_file_are_refused(tmp_path, ratios, given, message):
     path = tmp_path / "partition.json"
     path.write_text(json.dumps({"partition": [4, 1], "recompute_ratio": ratios}))
     with pytest.raises(ParallelError, match=message):

@@ -52,7 +52,7 @@ def test_what_is_written_means_as_many_layers_to_vpipe(tmp_path_factory, stages)
     found = read_partition(path)
     assert list(found.partition) == [layers for layers, _ in stages]
     taken = [int(r * n) for n, r in zip(found.partition, found.recompute_ratio, strict=True)]  # as vPipe's Stage does
-    assert taken == [recomputed for _, recomputed in stages]
+    assert taken == list(found.recomputed) == [recomputed for _, recomputed in stages]
 
 
 @pytest.mark.parametrize(
