@@ -190,10 +190,15 @@ OF_A_DISK = {"reads", "disk", "weights"}
 """Who is late only where there is one."""
 
 
+OF_REPLICAS = ("gradients late", "updates late", "all late", "disk late")
+"""Who is late so that other replicas must wait; for what is one replica's own, the others are there."""
+
+
 def devices(setting: str):
     """Yields a device for every profile that makes a difference to ``setting``."""
-    for seed, profile in enumerate(PROFILES.values()):
-        if SETTINGS[setting].get("disk") or not OF_A_DISK.intersection(profile):
+    for seed, (name, profile) in enumerate(PROFILES.items()):
+        disk, replicas = (SETTINGS[setting].get(what) for what in ("disk", "replicas"))
+        if (disk or not OF_A_DISK.intersection(profile)) and (name in OF_REPLICAS or not replicas):
             yield DelayedDevice(seed, **profile)
 
 

@@ -6,7 +6,15 @@ from stronghold.device.base import Device
 from stronghold.device.cpu import CpuDevice
 from stronghold.device.events import Event
 from stronghold.device.heap import keep_freed_memory
-from stronghold.device.memory import Buffer, Common, DeviceBuffer, HostBuffer, available_host_bytes, return_free_memory
+from stronghold.device.memory import (
+    Buffer,
+    Common,
+    DeviceBuffer,
+    HostBuffer,
+    available_host_bytes,
+    over,
+    return_free_memory,
+)
 from stronghold.device.streams import Stream
 from stronghold.device.timeline import Timeline
 from stronghold.device.waits import Wait, Waits
@@ -27,6 +35,7 @@ __all__ = [
     "keep_freed_memory",
     "limit_memory",
     "open_device",
+    "over",
     "return_free_memory",
 ]
 

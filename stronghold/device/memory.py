@@ -112,6 +112,15 @@ def _prepare(memory: mmap.mmap, length_bytes: int) -> int:
     return begin
 
 
+def over(tensor: Tensor) -> Tensor:
+    """Returns a flat tensor over the memory of a contiguous one on the host, which is not counted as its user.
+
+    Whoever asks whether somebody else may write a tensor counts the users of its storage. The caller keeps the memory.
+    """
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype)
+
+
 class DeviceBuffer:
     """A flat piece of device memory, all zero; its views have storages of their own, like a host buffer's."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from stronghold.device import Buffer
+from stronghold.device import Buffer, over
 from stronghold.home import Home, Kind
 from stronghold.layout import Part
 from stronghold.native import Segment
@@ -52,11 +52,21 @@ class InPlace:
     """The passage of what lies in memory: there is none."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = [part for part in parts if part.begin < part.end or not part.begin]  # not what is others' alone
+        self.parts = parts
 
     def run(self, segments: list[Segment], kernel: Kernel) -> None:
-        if self.parts:
-            kernel([segments[part.number].part(part.begin, part.end) for part in self.parts])
+        own = [_cut(segments[part.number], part) for part in self.parts]
+        if own := [segment for segment in own if segment is not None]:
+            kernel(own)
 
     def cancel(self) -> None:
         pass
+
+
+def _cut(segment: Segment, part: Part) -> Segment | None:
+    """Returns what of a segment is updated here, None where others update all of it."""
+    if part.end - part.begin == segment.weight.numel():
+        return segment
+    if part.begin == part.end:
+        return None
+    return segment.mapped(over).part(part.begin, part.end)

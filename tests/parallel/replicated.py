@@ -31,8 +31,8 @@ BITS: list[dict[str, Any]] = [
 
 
 def bits(folder: str) -> dict[str, Any]:
-    """Trains in two replicas beside one process; returns what is not equal, and the host's memory of both."""
-    unequal, bytes_ = [], []
+    """Trains in two replicas beside one process; returns what is not equal, both's host memory, and fetches."""
+    unequal, bytes_, fetches = [], [], 0
     for number, case in enumerate(BITS):
         settings = dict(case)
         optimizing = {k: settings.pop(k) for k in ("states", "update", "max_grad_norm") if k in settings}
@@ -61,7 +61,9 @@ def bits(folder: str) -> dict[str, Any]:
                 optimizer.zero_grad()
             named = zip(model.named_parameters(), whole.parameters(), strict=True)
             unequal += [f"{case} step {step} {n}" for (n, p), q in named if not torch.equal(p, q)]
-    return {"unequal": unequal, "bytes": bytes_}
+        if not case:
+            fetches = stronghold.report(model).step.fetches
+    return {"unequal": unequal, "bytes": bytes_, "fetches": fetches}
 
 
 def batches(step: int, dtype: torch.dtype | None) -> list[tuple[Tensor, Tensor]]:

@@ -49,3 +49,8 @@ def test_the_gradients_that_cross_to_other_replicas_are_those_of_the_formula(rep
     for found in replicas:
         sent, formula = found["reduced"]
         assert sent == formula > 0
+
+
+def test_a_step_of_replicas_fetches_no_more_than_it_must(replicas):
+    layers, window = 8, 1
+    assert [found["fetches"] for found in replicas] == [2 * layers - window] * 2

@@ -71,8 +71,8 @@ def _micro_batches(settings: TrainSettings, processes: Processes) -> int:
         return max(n for n in range(1, 4 * wanted.stages + 1) if batch % n == 0)
     if batch % wanted.micro_batches:
         processes.refuse(
-            f"the micro-batches must divide the batch of a replica (got micro_batches={wanted.micro_batches}, "
-            f"batch={settings.batch}, replicas={wanted.replicas}); pass a batch of a multiple of "
+            f"the micro-batches must divide the batch{' of a replica' if wanted.replicas > 1 else ''} (got "
+            f"micro_batches={wanted.micro_batches}, batch={batch}); pass a batch of a multiple of "
             f"{wanted.micro_batches * wanted.replicas}, or other micro-batches"
         )
     return wanted.micro_batches
