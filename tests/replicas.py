@@ -49,6 +49,9 @@ class ThreadLane:
     def sum(self, values: Tensor) -> None:
         values.copy_(sum(self._everyone(values.clone())))
 
+    def take_first(self, values: Tensor) -> None:
+        values.copy_(self._everyone(values.clone())[0])
+
     def meet(self) -> None:
         self._everyone(None)
 

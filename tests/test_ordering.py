@@ -169,6 +169,7 @@ SETTINGS = {
     "replicas in_backward": {"replicas": 2, "update": "in_backward", "read": True, "states": "8bit"},
     "replicas, disk": {"replicas": 2, "disk": True, "window": 1, "evaluate": True},
     "replicas, disk, in_backward": {"replicas": 2, "disk": True, "update": "in_backward", "read": True},
+    "three replicas": {"replicas": 3, "window": 1, "accumulate": 2},
     "replicas, gradients looked at": {"replicas": 2, "look": True},
     "replicas, resident": {"replicas": 2, "resident": 2, "window": 1},
 }

@@ -92,7 +92,7 @@ def _begin(partial: Path) -> None:
 def _finish(parts: list[tuple[Manifest, dict[str, Tensor]]], directory: Path) -> None:
     """Joins what the processes have written, and gives it its name."""
     manifest = joined([manifest for manifest, _ in parts])
-    buffers = {name: buffer for _, some in parts for name, buffer in some.items()}
+    buffers = {name: buffer for _, some in reversed(parts) for name, buffer in some.items()}
     if buffers:
         entry = write_file(manifest.directory / BUFFERS, "the buffers", buffers)
         manifest = replace(manifest, files={**manifest.files, BUFFERS: entry})

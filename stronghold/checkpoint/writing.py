@@ -113,7 +113,7 @@ def joined(parts: Sequence[Manifest]) -> Manifest:
         step=max(part.step for part in parts),
         files={name: entry for part in parts for name, entry in part.files.items()},
         parameters={name: entry for part in reversed(parts) for name, entry in part.parameters.items()},
-        buffers={name: entry for part in parts for name, entry in part.buffers.items()},
+        buffers={name: entry for part in reversed(parts) for name, entry in part.buffers.items()},
         random={"processes": [part.random for part in parts]},
     )
 

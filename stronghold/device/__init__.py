@@ -15,7 +15,7 @@ from stronghold.device.memory import (
     over,
     return_free_memory,
 )
-from stronghold.device.streams import Stream
+from stronghold.device.streams import Stream, finish_streams
 from stronghold.device.timeline import Timeline
 from stronghold.device.waits import Wait, Waits
 
@@ -32,6 +32,7 @@ __all__ = [
     "Wait",
     "Waits",
     "available_host_bytes",
+    "finish_streams",
     "keep_freed_memory",
     "limit_memory",
     "open_device",

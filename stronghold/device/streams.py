@@ -109,7 +109,8 @@ _LAST_WORK_S = 60.0
 
 
 @atexit.register
-def _finish() -> None:
+def finish_streams() -> None:
+    """Waits for the work that all streams have been given, and ends them: at the end of the process."""
     # A thread that is inside an update when the interpreter goes away would take the process with it.
     streams = list(_open)
     for stream in streams:

@@ -14,7 +14,8 @@ class StepTimes:
     ``total_s`` is from the end of the step before. The waits are those of the computation: for a layer's
     fetch from host memory, for a layer's update to complete before its fetch, for a fetch from disk; ``compute_s`` is
     the rest. What the disk has read and written since the end of the step before belongs, in part, to the updates of
-    that step; ``disk_busy_s`` is how long it was at it. ``reduced_bytes`` of layers' gradients went to other replicas.
+    that step; ``disk_busy_s`` is how long it was at it. ``reduced_bytes`` of layers' gradients went to other replicas,
+    as a ring sends them.
     """
 
     total_s: float

@@ -14,7 +14,7 @@ from stronghold.home.gradient_memory import GradientMemory, raw_requires_grad
 from stronghold.home.masters import Masters
 from stronghold.home.protocols import Kind, Memory, Owner
 from stronghold.home.replicas import ONE_REPLICA, Replicas
-from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, Layout, lay_out, round_up, shares
+from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout, lay_out, round_up, shares
 
 
 class Home:
@@ -97,8 +97,12 @@ class Home:
         """
         values = [p.detach() for p in self.parameters] if values is None else values
         places = self.make_room(memory)
-        if self.replicas.number and not self.resident:
-            return  # the first one's are everybody's
+        self.replicas.by_first(lambda: self._fill(values, places))
+        if self.resident:
+            for tensor in (*self.weight, *self.masters.remainders.values()):
+                self.replicas.main.take_first(tensor)
+
+    def _fill(self, values: Iterable[Tensor], places: Sequence[int]) -> None:
         for place, (weight, value) in enumerate(zip(self.weight, values, strict=True)):
             if place in places:
                 self.masters.fill(place, weight, value.to(weight.device, torch.float32).contiguous())
@@ -155,7 +159,7 @@ class Home:
         count = self.parameters[place].numel()
         if self.resident:
             return [(0, count)] * self.replicas.count
-        return shares(count, self.replicas.count, GRAIN if self.on_disk else BLOCK, first=place)
+        return shares(count, self.replicas.count, GRAIN if self.alignment == PAGE_BYTES else BLOCK, first=place)
 
     def share(self, place: int) -> tuple[int, int]:
         """Returns which elements of a parameter this process updates."""
@@ -219,6 +223,8 @@ class Home:
         if not self.is_edge:  # an edge's weight is in memory: what is on disk changes when the write is taken over
             self.open()
         self.touched |= unseen
+        if self.is_common:
+            return  # nobody may write it
         # Of a mirrored edge the host has its own copy, to compare with. Marking has read the weight: without drop() a
         # state_dict() would leave the whole model in the resident set.
         if not self.mirrored and self.masters.lend(place, self.weight[place]):
@@ -234,9 +240,14 @@ class Home:
             return task()
         return self.masters.write(place, self.weight[place], task, lambda: raw_version(self.parameters[place]))
 
+    @property
+    def is_common(self) -> bool:
+        """Whether what a parameter is here other processes have too, so that nobody may write it."""
+        return self.replicas.count > 1 and not self.resident and not self.mirrored
+
     def check_own(self) -> None:
         """Raises OffloadedModelError where other processes would write the same memory."""
-        if self.replicas.count > 1 and not self.resident and not self.mirrored:
+        if self.is_common:
             raise OffloadedModelError(
                 f"{self.replicas.count} replicas have the weights and gradients of {self.name} in common, so that each "
                 "would write what the others write too; change weights before the model is offloaded, clip by "

@@ -25,6 +25,9 @@ class Lane(Protocol):
     def sum(self, values: Tensor) -> None:
         """Makes ``values`` the sum of all replicas', the same bits in each (in place)."""
 
+    def take_first(self, values: Tensor) -> None:
+        """Makes ``values`` those of the first replica (in place)."""
+
     def meet(self) -> None:
         """Waits until all are here."""
 
@@ -66,6 +69,9 @@ class _Alone:
         pass
 
     def sum(self, values: Tensor) -> None:
+        pass
+
+    def take_first(self, values: Tensor) -> None:
         pass
 
     def meet(self) -> None:

@@ -11,7 +11,7 @@ from stronghold.home import Home, Kind
 from stronghold.optim.states import FORMATS, lay_out_moments
 from stronghold.store import RING_BYTES, staging_bytes
 from stronghold.units import format_bytes
-from stronghold.window import RING
+from stronghold.window import RING, gradient_slot_bytes
 
 _STATES: frozenset[Kind] = frozenset(("remainders", "moments"))
 
@@ -192,7 +192,7 @@ def _mark(homes: Sequence[Home], resident: int) -> None:
 def _fixed_bytes(homes: Sequence[Home], edge_bytes: int) -> int:
     """Returns what edges, gradient slots and resident layers take on the device."""
     streamed = [home for home in homes if not home.resident]
-    slots = RING * max((home.gradients.layout.total_bytes for home in streamed), default=0)
+    slots = RING * max(map(gradient_slot_bytes, streamed), default=0)
     return edge_bytes + slots + sum(resident_bytes(home) for home in homes if home.resident)
 
 

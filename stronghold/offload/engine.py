@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,8 @@ class Engine:
         own = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
         self.process_bytes = max(0, psutil.Process().memory_info().rss - own)
         paths = [Path(path) for path in settings.directories]
+        replicas.agree([os.path.realpath(path) for path in paths])
+        replicas.agree([(home.name, home.resident, sorted(home.on_disk)) for home in self.homes])
         reopen = isinstance(weights, Reopened)
         self.store: Store = (
             DiskStore(device, paths, self.homes, self.waits, reopen=reopen) if paths else RamStore(device)
@@ -95,6 +98,9 @@ class Engine:
         for module, name, buffer in weights.buffers():
             module._buffers[name] = buffer
         placement.move_edges(device)
+        for module, name in placement.buffers:
+            if (moved := module._buffers[name]) is not None:
+                replicas.main.take_first(moved)
         # Weakly: the garbage collector does not see through these hooks, and a model without users must go.
         taker = weakref.WeakMethod(self.gradients.take)
         self._take = lambda parameter: (take := taker()) and take(parameter)

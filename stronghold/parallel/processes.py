@@ -91,7 +91,7 @@ class Processes:
         ]
 
     def draw_apart(self) -> None:
-        """Has each replica but the first draw random numbers of its own, on the host and on the device."""
+        """Has each replica but the first draw random numbers of its own by torch, on the host and on the device."""
         if self.replica:
             torch.manual_seed(torch.initial_seed() + self.replica)
 
@@ -117,6 +117,7 @@ class Processes:
             result = action()
         except Exception as raised:  # told to the others first, then raised
             error = raised
+            self.watch.fail(str(error) or type(error).__name__)
         errors = self.everyone(None if error is None else str(error) or type(error).__name__)
         failed = [rank for rank, text in enumerate(errors) if text is not None]
         if not failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -47,9 +48,11 @@ class ReplicaProcesses:
                 "replicas have memory in common by Linux's memfd_create (got a system without); use stages",
                 ours=rank == 0,
             )
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:  # each piece of common memory has a descriptor
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.number, self.count = list(sets[which]).index(rank), len(sets[which])
         self._watch = watch
-        self._first = sets[which][0]
         self._group = groups_of(sets, watch)[which]
         self.main: Lane = ProcessLane(self._group, self.number, self.count, watch.waiting)
         self.gradients, self.updates, self.landing = (
@@ -61,8 +64,11 @@ class ReplicaProcesses:
         length = max(length_bytes, 1)
         descriptor, error = -1, ""
         if self.number == 0:
-            descriptor = os.memfd_create("stronghold", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, length)
+            try:
+                descriptor = os.memfd_create("stronghold", os.MFD_CLOEXEC)
+                os.ftruncate(descriptor, length)
+            except OSError as raised:
+                error = str(raised)
         told = self._everyone((length, os.getpid(), descriptor))
         if len({one[0] for one in told}) > 1:
             raise ParallelError(
@@ -123,6 +129,15 @@ class ReplicaProcesses:
         return values
 
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its newer name
+
+
+def _settle(tensor: Tensor) -> None:
+    """Waits for what a collective does to ``tensor``: NCCL's returns at once, and that a peer is gone must be seen."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
 class ProcessLane:
     """What replicas say to one another from one of their threads, by one group."""
 
@@ -139,7 +154,8 @@ class ProcessLane:
             return
         own = flat.view(self._count, -1)[self._number]
         with self._waiting():
-            dist.reduce_scatter_tensor(own, flat, group=self._group)
+            _reduce_scatter(own, flat, group=self._group)
+            _settle(own)
         own.div_(self._count)
 
     def mean(self, values: Tensor) -> None:
@@ -149,6 +165,12 @@ class ProcessLane:
     def sum(self, values: Tensor) -> None:
         with self._waiting():
             dist.all_reduce(values, group=self._group)
+            _settle(values)
+
+    def take_first(self, values: Tensor) -> None:
+        with self._waiting():
+            dist.broadcast(values, group=self._group, group_src=0)
+            _settle(values)
 
     def meet(self) -> None:
         with self._waiting():

@@ -38,8 +38,12 @@ def replicate(
     common: weights, gradients and AdamW's states are there once, however many replicas there are, and a fetch reads
     what all of them have written. So a parameter is the same tensor in each, which may be read; to write it is an
     error, as it is to clip gradients in place: pass ``max_grad_norm``. What is on the device, edges and resident
-    layers, each has for itself. With bf16 compute the mean is taken in bf16. Values are those of the first replica.
-    Random numbers are each replica's own: its generators are seeded anew.
+    layers, each has for itself. With bf16 compute the mean is taken in bf16. Values and buffers are the first one's;
+    what buffers become (BatchNorm's statistics) is each one's own, and a checkpoint has the first one's. Random
+    numbers of torch are each replica's own: its generators are seeded anew.
+
+    All replicas must have gradients for the same parameters: where one leaves out a layer that another computes, all
+    end with an error. Under ``in_backward`` some layers have been updated with nonsense by then: load a checkpoint.
 
     ``device`` "cuda" is the GPU of the process's rank; the other arguments are those of :func:`stronghold.offload`,
     with ``host_memory`` for each process and a store's directory for all together. Raises ParallelError where the

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stronghold.config import OffloadSettings
 from stronghold.errors import ParallelError
+from stronghold.home import home_of
 from stronghold.offload import engine_of, follow, keep_activations, keep_company, offload_shared
 from stronghold.parallel.drawing import as_within
 from stronghold.parallel.facts import facts_of
@@ -85,6 +86,7 @@ class StagedModule(nn.Module):
                 **settings,
             )
         )
+        self._check_tied()
         engine = engine_of(self)
         assert engine is not None
         keep_company(
@@ -101,6 +103,17 @@ class StagedModule(nn.Module):
             keep_activations(engine, [layer for n, end, again in cuts for layer in row.layers[end - n : end - again]])
         parts = dict(zip(self._numbers, self.chunks, strict=True))
         follow(engine, [(parts[one.stage], one.backward) for one in order.order(processes.place)])
+
+    def _check_tied(self) -> None:
+        """Refuses a parameter that is a layer's own in one stage and in another one too, where there are replicas."""
+        homes = [home_of(parameter) for parameter in self._tied.shared]
+        own = any(home is not None and not home.is_edge for home in homes)
+        if any(self._processes.everyone(own)) and self._replicas > 1:
+            self._processes.refuse(
+                f"a parameter that layers of several stages share must be outside the row of layers where there are "
+                f"replicas, which have a layer's gradient in common (got one within, and {self._replicas} replicas); "
+                "train it without replicas, or in one stage"
+            )
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of the mean loss of a batch, adds them to what is there, and returns the loss, fp32.

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import psutil
 import torch.distributed as dist
 
+from stronghold.device import finish_streams
 from stronghold.errors import LostProcessError
 
 BEAT_S = 1.0
@@ -99,6 +100,10 @@ class Watch:
             self._told = True
             self._beat(time.monotonic())
 
+    def fail(self, text: str) -> None:
+        """Says what has failed here, for the case that the others wait elsewhere and never hear of it."""
+        self._set("failed", text)
+
     def is_ours(self) -> bool:
         """Whether this process, which ends with an error, is the first of those that do: all may have the same."""
         self.tell()
@@ -131,13 +136,7 @@ class Watch:
             if not self._told and not self._ending and (lost := self._lost(LOST_S)) is not None:
                 self._end(self._message(lost) if self._is_to_tell(lost) else None)
             if self._is_deadlock(now):
-                self._end(
-                    f"all processes wait for one another, and none has computed, read or written anything for "
-                    f"{STUCK_S:.0f} s; this one is in {self._where()}. They must call the same in the same order, with "
-                    "batches that take the same way through the model"
-                    if self._rank == 0
-                    else None
-                )
+                self._end(self._why_deadlock() if self._rank == 0 else None)
             if self._is_stuck(now):
                 self.tell()
                 self._end(
@@ -161,6 +160,8 @@ class Watch:
             self.tell()
         if self._told:
             self.linger()  # the store may be this process's, and end with it
+        else:
+            finish_streams()  # replicas wait for the updates of the last step, from which this process is not gone yet
         self._set("done", "1")
         self._over.set()  # a thread in the store while the interpreter ends would end it badly
         self._thread.join()
@@ -199,6 +200,16 @@ class Watch:
     def _is_stuck(self, now: float) -> bool:
         others_wait = any(beat[1:2] == ["1"] for rank, (beat, _) in self._beats.items() if rank != self._rank)
         return not self._waits() and others_wait and now - self._last_active > STUCK_S
+
+    def _why_deadlock(self) -> str:
+        for rank in range(self._count):
+            if (text := self._get(rank, "failed")) is not None:
+                return f"process {rank} failed: {text}"
+        return (
+            f"all processes wait for one another, and none has computed, read or written anything for {STUCK_S:.0f} s; "
+            f"this one is in {self._where()}. They must call the same in the same order, with data that take the same "
+            "way through the model"
+        )
 
     def _is_deadlock(self, now: float) -> bool:
         others = [beat for rank, (beat, _) in self._beats.items() if rank != self._rank]

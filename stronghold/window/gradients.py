@@ -29,7 +29,7 @@ from stronghold.home import (
 )
 from stronghold.window.downlink import DeviceSlot, Downlink
 from stronghold.window.on_device import add_on_device, remainder_of
-from stronghold.window.shared_downlink import SharedDownlink
+from stronghold.window.shared_downlink import SharedDownlink, shared_slot_bytes
 from stronghold.window.sums import write_squares
 
 
@@ -337,6 +337,11 @@ class Gradients:
                 "used the first; use update='deferred'"
             )
         self._consumed.update((home.index, place) for place in places)
+
+
+def gradient_slot_bytes(home: Home) -> int:
+    """Returns what the gradients of a layer take on the device, on their way down."""
+    return shared_slot_bytes(home) if home.replicas.count > 1 else home.gradients.layout.total_bytes
 
 
 def _raw(gradient: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class SharedDownlink(Downlink):
         super().__init__(homes, device, waits)
 
     def slot_bytes(self, home: Home) -> int:
-        return self._squares_begin(home) + 8 * len(home.gradients.places)
+        return shared_slot_bytes(home)
 
     def put(self, home: Home, place: int, gradient: Tensor, *, add: bool) -> None:
         values = gradient.detach().reshape(-1)
@@ -89,6 +89,11 @@ class SharedDownlink(Downlink):
         if known is None or known.places != home.gradients.places:
             known = self._known[home] = _regions(home)
         return known
+
+
+def shared_slot_bytes(home: Home) -> int:
+    """Returns what the gradients of a layer take in a slot, region by region, with their squares."""
+    return _regions(home).each_bytes * home.replicas.count + 8 * len(home.gradients.places)
 
 
 def _regions(home: Home) -> Regions:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import stronghold
+from stronghold.parallel import watch
 from stronghold.plan.traffic import reduce_scatter_bytes
 from tests.parallel.cases import residual
 from tests.small import SIZE
@@ -41,6 +44,9 @@ def bits(folder: str) -> dict[str, Any]:
             settings["store"] = f"{folder}/{number}"
         whole, model = residual(), residual()
         stronghold.offload(whole, device="cpu", dtype=dtype, window=1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(int(os.environ["RANK"]))  # the first one's values are taken
         stronghold.replicate(model, device="cpu", dtype=dtype, **{"window": 1, **settings})
         optimizers = [
             stronghold.AdamW(whole.parameters(), lr=1e-2, **{**optimizing, "update": "deferred"}),
@@ -190,7 +196,20 @@ def reduced() -> tuple[int, int]:
     return step.reduced_bytes, sum(reduce_scatter_bytes(p.numel(), 2, 2) for p in model.parameters())
 
 
+def ends_first() -> float:
+    """One replica ends while the other still looks at what both have updated."""
+    model = residual()
+    stronghold.replicate(model, device="cpu", window=1)
+    optimizer = stronghold.AdamW(model.parameters())
+    x, y = batches(0, None)[dist.get_rank()]
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        time.sleep(3 * watch.BEAT_S)
+    return model[3].up.weight.sum().item() if dist.get_rank() == 0 else 0.0
+
+
 def all_of(folder: str) -> dict[str, Any]:
     found = {**bits(folder), "refused": refused(folder)}
     (Path(folder) / "files").mkdir(exist_ok=True)
-    return {**found, "from files": from_files(f"{folder}/files"), "reduced": reduced()}
+    return {**found, "from files": from_files(f"{folder}/files"), "reduced": reduced(), "last": ends_first()}

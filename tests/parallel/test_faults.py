@@ -33,6 +33,7 @@ STAGES, REPLICAS = ("--stages", "2"), ("--replicas", "2")
         (REPLICAS, "kill", 1, "forward", "process 1 "),
         (REPLICAS, "hang", 1, "forward", "process 1 hangs"),
         (REPLICAS, "raise", 1, "update", "division by zero"),
+        (REPLICAS, "raise", 1, "beginning", "division by zero"),
         (STAGES, "0.9", 1, "version of stronghold", f"(got '{__version__}' in process 0 and '0.9' in process 1)"),
         (STAGES, "2.0", 0, "version of PyTorch", f"(got '2.0' in process 0 and '{torch.__version__}' in process 1)"),
     ],
