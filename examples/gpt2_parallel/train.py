@@ -132,7 +132,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=4, help="of a batch, by the way of stages (4)")
     parser.add_argument("--lr", type=float, default=3e-4, help="AdamW's learning rate (3e-4)")
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed (2)")
-    parser.add_argument("--steps", type=int, default=8, help="steps that are (8)")
+    parser.add_argument("--steps", type=int, default=6, help="steps that are (6)")
     parser.add_argument("--cores", type=int, default=1, help="of each process, which has as many threads (1)")
     parser.add_argument("--out", type=Path, help="a file to append the run to, as a JSON line")
     options = parser.parse_args()
