@@ -85,7 +85,7 @@ def draw(records: Sequence[Record], stem: Path) -> list[Path]:
 
 def bars(ways: Sequence[Sequence[Record]], quantity: str, label: str) -> Figure:
     """Returns a figure with a bar for each way, and on it a line from the least to the most of its runs."""
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
     spreads = [spread(runs, quantity) for runs in ways]
     for place, (runs, (median, least, most)) in enumerate(zip(ways, spreads, strict=True)):
         axes.bar(place, median, 0.6, color=COLOURS[runs[0]["way"]], yerr=[[median - least], [most - median]], capsize=4)
