@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from stronghold.device import Buffer, Device
+from stronghold.device import Buffer, Device, over
 from stronghold.layout import Part
 from stronghold.native import BLOCK, Priority, Segment, Transfer
 from stronghold.store.base import Kernel
@@ -184,7 +184,7 @@ class DiskPassage:
     def run(self, segments: list[Segment], kernel: Kernel) -> None:
         for chunk in self.chunks:
             self.ring.take(chunk)
-            kernel([segments[p.number].part(p.begin, p.end).mapped(chunk.twin) for p in chunk.parts])
+            kernel([segments[p.number].mapped(over).part(p.begin, p.end).mapped(chunk.twin) for p in chunk.parts])
             self.ring.give(chunk)
         if self.is_lent():
             self.unit.settle()  # the weights are looked at next, through the mapping, to tell later writes from these
