@@ -7,7 +7,6 @@
 #include "adamw_task.h"
 #include "chunks.h"
 #include "formats.h"
-#include "workers.h"
 
 namespace stronghold {
 namespace {
@@ -75,7 +74,7 @@ void adamw(const std::vector<Segment>& segments, int threads, Isa isa) {
   buffers.check_apart();
   const std::vector<Chunk> chunks = cut(lengths);
   AdamwBody* const body = kBodies[static_cast<int>(isa)];
-  for_each(static_cast<std::int64_t>(chunks.size()), threads, [&](std::int64_t i) {
+  for_each_chunk(chunks, threads, [&](std::int64_t i) {
     body(tasks[chunks[i].owner], chunks[i].begin, chunks[i].n);
   });
 }

@@ -4,6 +4,8 @@
 #include <functional>
 #include <stdexcept>
 
+#include "workers.h"
+
 namespace stronghold {
 
 std::vector<Chunk> cut(const std::vector<std::int64_t>& lengths) {
@@ -12,6 +14,14 @@ std::vector<Chunk> cut(const std::vector<std::int64_t>& lengths) {
     for (std::int64_t begin = 0; begin < lengths[owner]; begin += kChunk)
       chunks.push_back({owner, begin, std::min(kChunk, lengths[owner] - begin)});
   return chunks;
+}
+
+void for_each_chunk(const std::vector<Chunk>& chunks, int threads, const std::function<void(std::int64_t)>& work) {
+  std::int64_t elements = 0;
+  for (const Chunk& chunk : chunks) elements += chunk.n;
+  // Many small tensors are many chunks and little work: to wake a thread takes longer.
+  const std::int64_t worth = std::max<std::int64_t>(1, elements / kChunk);
+  for_each(static_cast<std::int64_t>(chunks.size()), static_cast<int>(std::min<std::int64_t>(threads, worth)), work);
 }
 
 void check_length(const char* what, std::size_t index, std::int64_t n) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,9 @@ struct Chunk {
 
 // Cuts tensors of these lengths, in their order.
 std::vector<Chunk> cut(const std::vector<std::int64_t>& lengths);
+
+// Runs work(i) for the index of every chunk, on at most `threads` threads. Throws std::invalid_argument for none.
+void for_each_chunk(const std::vector<Chunk>& chunks, int threads, const std::function<void(std::int64_t)>& work);
 
 // Throws std::invalid_argument for a negative length of the tensor that is the index-th `what` of its call.
 void check_length(const char* what, std::size_t index, std::int64_t n);

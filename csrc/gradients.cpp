@@ -6,7 +6,6 @@
 
 #include "chunks.h"
 #include "formats.h"
-#include "workers.h"
 
 namespace stronghold {
 namespace {
@@ -107,7 +106,7 @@ std::vector<double> sums(const std::vector<Piece>& pieces, int threads, Body bod
   for (const Piece& piece : pieces) lengths.push_back(piece.n);
   const std::vector<Chunk> chunks = cut(lengths);
   std::vector<double> partial(chunks.size());
-  for_each(static_cast<std::int64_t>(chunks.size()), threads, [&](std::int64_t i) {
+  for_each_chunk(chunks, threads, [&](std::int64_t i) {
     partial[i] = body(pieces[chunks[i].owner], chunks[i].begin, chunks[i].n);
   });
   std::vector<double> result(pieces.size());

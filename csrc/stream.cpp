@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "chunks.h"
-#include "workers.h"
 
 namespace stronghold {
 namespace {
@@ -43,7 +42,7 @@ void stream(float* weight, const float* grad, float* exp_avg, float* exp_avg_sq,
   buffers.check_apart();
   const auto body = kStream[static_cast<int>(isa)];
   const std::vector<Chunk> chunks = cut({n});
-  for_each(static_cast<std::int64_t>(chunks.size()), threads, [&](std::int64_t i) {
+  for_each_chunk(chunks, threads, [&](std::int64_t i) {
     const std::int64_t begin = chunks[i].begin;
     body(weight + begin, grad + begin, exp_avg + begin, exp_avg_sq + begin, chunks[i].n);
   });

@@ -53,10 +53,7 @@ class CpuDevice(Device):
         event.wait()
 
     def compute_mark(self) -> Event:
-        # The caller's thread computes: what it issued before is done.
-        event = Event()
-        event.happen()
-        return event
+        return _PAST  # the caller's thread computes: what it issued before is done
 
     def compute_copy(self, target: Tensor, source: Tensor, *, add: bool = False) -> None:
         (target.add_ if add else target.copy_)(source.detach())
@@ -76,3 +73,7 @@ class CpuDevice(Device):
 
     def peak_bytes(self) -> int:
         return 0
+
+
+_PAST = Event()
+_PAST.happen()

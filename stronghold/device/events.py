@@ -34,6 +34,11 @@ class Event:
         """Whether waiting would return at once."""
         return self._happened.is_set()
 
+    @property
+    def passed(self) -> bool:
+        """Whether it has happened, and nothing had failed."""
+        return self.happened and self._error is None
+
     def wait(self) -> None:
         """Blocks the calling thread until the event has happened; raises what made it fail."""
         self._happened.wait()

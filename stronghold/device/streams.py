@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import queue
 import threading
 import time
@@ -24,28 +25,34 @@ class Stream:
     The same class serves both devices. On the CPU its thread does the copying; on CUDA the thread issues copies to a
     CUDA stream, because only a thread can wait for the host's updates before it issues the next one. After a failure
     nothing more is done and every event recorded from then on fails with the first error.
+
+    To wake the thread costs both more than a small copy does. Copies and waits are there for the event that is
+    recorded behind them, and begin with it at the latest.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._error: BaseException | None = None
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._tasks, name), daemon=True)
+        self._tasks: collections.deque[Task] = collections.deque()
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._tasks, self._wakes, name), daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._tasks.put, None).atexit = False
+        weakref.finalize(self, self._wakes.put, False).atexit = False
         _open.add(self)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies ``source`` to ``target``, of the same shape and dtype; the buffers are the caller's to guard."""
-        self.submit(lambda: self._copy(target, source))
+        self._tasks.append(self._guarded(lambda: self._copy(target, source)))
 
     def wait(self, event: Event) -> None:
         """Makes the work given from now on wait for ``event``."""
-        self.submit(lambda: self._wait(event))
+        if not self._is_past(event):
+            self._tasks.append(self._guarded(lambda: self._wait(event)))
 
     def hold(self, event: Event) -> None:
         """The same for work that the host does: its thread waits."""
-        self.submit(lambda: self._hold(event))
+        if not self._is_past(event):
+            self._tasks.append(self._guarded(lambda: self._hold(event)))
 
     def run(self, task: Task, moved_bytes: int = 0) -> None:
         """Runs ``task``, which moves about ``moved_bytes`` through the host's memory."""
@@ -65,16 +72,24 @@ class Stream:
             else:
                 self._happen(event)
 
-        self._tasks.put(happen)
+        self._give(happen)
         return event
 
     def stamp(self) -> Stamp:
         """Returns the time at which the work given before it is done, on the clock of the device or of the host."""
         stamp = Stamp()
-        self._tasks.put(lambda: stamp.put(self._now()))
+        self._give(lambda: stamp.put(self._now()))
         return stamp
 
     def submit(self, task: Task) -> None:
+        """Runs ``task``, in order."""
+        self._give(self._guarded(task))
+
+    def _give(self, task: Task) -> None:
+        self._tasks.append(task)
+        self._wakes.put(True)
+
+    def _guarded(self, task: Task) -> Task:
         def guarded() -> None:
             if self._error is None:
                 try:
@@ -82,7 +97,11 @@ class Stream:
                 except BaseException as error:
                     self._error = error
 
-        self._tasks.put(guarded)
+        return guarded
+
+    def _is_past(self, event: Event) -> bool:
+        """Whether there is nothing to wait for."""
+        return event.passed
 
     def _new_event(self) -> Event:
         return Event()
@@ -114,15 +133,15 @@ def finish_streams() -> None:
     # A thread that is inside an update when the interpreter goes away would take the process with it.
     streams = list(_open)
     for stream in streams:
-        stream._tasks.put(None)
+        stream._wakes.put(False)
     deadline = time.monotonic() + _LAST_WORK_S
     for stream in streams:
         stream._thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _work(tasks: queue.SimpleQueue[Task | None], name: str) -> None:
+def _work(tasks: collections.deque[Task], wakes: queue.SimpleQueue[bool], name: str) -> None:
     threading.current_thread().name = f"stronghold-{name}"
     with torch.no_grad():
-        while (task := tasks.get()) is not None:
-            task()
-            del task  # a finished task keeps no buffer alive while the thread waits for the next
+        while wakes.get():
+            while tasks:
+                tasks.popleft()()  # a finished task keeps no buffer alive while the thread waits for the next

@@ -59,8 +59,9 @@ class ThrottledDevice(CpuDevice):
     host_wait = compute_wait  # the thread that waits is the one that computes
 
     def compute_mark(self) -> Event:
-        event = super().compute_mark()
+        event = Event()
         event.time = self.clock_s
+        event.happen()
         return event
 
     def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
@@ -101,7 +102,7 @@ class _ThrottledStream(Stream):
 
     def stamp(self) -> Stamp:
         stamp, issued_s = Stamp(), self._device.clock_s
-        self._tasks.put(lambda: stamp.put(max(self._clock_s, issued_s)))
+        self._give(lambda: stamp.put(max(self._clock_s, issued_s)))
         return stamp
 
     def submit(self, task: Task) -> None:
@@ -112,6 +113,9 @@ class _ThrottledStream(Stream):
             task()
 
         super().submit(begin)
+
+    def _is_past(self, event: Event) -> bool:
+        return False  # it may be by the wall clock, and not by this stream's
 
     def _hold(self, event: Event) -> None:
         super()._hold(event)

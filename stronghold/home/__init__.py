@@ -12,7 +12,7 @@ from stronghold.home.gradient import (
     note_gradient,
 )
 from stronghold.home.home import Home, is_shared
-from stronghold.home.parameter import BoundParameter, OffloadedParameter, home_of
+from stronghold.home.parameter import BoundParameter, OffloadedParameter, gradient_of, home_of, set_gradient
 from stronghold.home.protocols import Kind, Memory, Owner, Updater, Work
 from stronghold.home.replicas import ONE_REPLICA, Lane, Replicas
 
@@ -34,9 +34,11 @@ __all__ = [
     "Work",
     "consumed_error",
     "consumed_like",
+    "gradient_of",
     "home_of",
     "is_shared",
     "known_of",
     "latest",
     "note_gradient",
+    "set_gradient",
 ]

@@ -29,6 +29,7 @@ class GradientMemory:
         self.buffer: HostBuffer | None = None
         self.known: dict[int, Known] = {}
         """What is known of the newest gradient at each place."""
+        self._squares: dict[int, Tensor] = {}
         self._sums: Buffer | None = None
         self._sums_host: Buffer | None = None
         self.fit()
@@ -42,6 +43,7 @@ class GradientMemory:
         sizes = [self._home.layout.sizes[place] for place in self.places]
         self.layout = lay_out([*sizes, *[8] * len(sizes)])
         self.buffer = self._sums = self._sums_host = None
+        self._squares = {}
         return True
 
     def allocate(self, device: Device) -> HostBuffer:
@@ -60,6 +62,13 @@ class GradientMemory:
     def squares(self, buffer: Buffer, place: int) -> Tensor:
         """Returns the sum of squares of one parameter's gradient in a buffer of this layout."""
         return buffer.view(self.squares_offset(place), (), torch.float64)
+
+    def held_squares(self, place: int) -> Tensor:
+        """Returns the same of the host's gradients, which are allocated."""
+        assert self.buffer is not None
+        if place not in self._squares:
+            self._squares[place] = self.squares(self.buffer, place)
+        return self._squares[place]
 
     def squares_offset(self, place: int) -> int:
         return self.layout.offsets[len(self.places) + self.places.index(place)]

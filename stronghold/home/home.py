@@ -44,8 +44,10 @@ class Home:
         self.resident = resident
         self.mirrored = mirrored
         self.shapes = [tuple(p.shape) for p in parameters]
+        self.counts = [p.numel() for p in parameters]
+        self.elements = sum(self.counts)
         self.alignment = alignment
-        self.layout: Layout = lay_out([p.numel() * dtype.itemsize for p in parameters], alignment)
+        self.layout: Layout = lay_out([count * dtype.itemsize for count in self.counts], alignment)
         self.owner: Owner | None = None
         self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
@@ -76,10 +78,6 @@ class Home:
     @property
     def trainable(self) -> bool:
         return any(raw_requires_grad(p) for p in self.parameters)
-
-    @property
-    def elements(self) -> int:
-        return sum(p.numel() for p in self.parameters)
 
     @property
     def slot_bytes(self) -> int:
@@ -156,7 +154,7 @@ class Home:
 
     def shares(self, place: int) -> list[tuple[int, int]]:
         """Returns which elements of a parameter each replica updates, (begin, end): of a resident unit each has all."""
-        count = self.parameters[place].numel()
+        count = self.counts[place]
         if self.resident:
             return [(0, count)] * self.replicas.count
         return shares(count, self.replicas.count, GRAIN if self.alignment == PAGE_BYTES else BLOCK, first=place)
@@ -255,7 +253,8 @@ class Home:
             )
 
     def versions_now(self) -> list[int]:
-        return [raw_version(p) for p in self.parameters]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [p._version for p in self.parameters]
 
     def was_written(self) -> bool:
         """Whether somebody may have written the parameters since this was last asked."""
@@ -294,7 +293,7 @@ class Home:
 
 def is_shared(tensor: Tensor) -> bool:
     """Whether the memory of a tensor that has one twin (a parameter, or a detached gradient) is used by a third."""
-    return _users(tensor) > _users(_ALONE) + 1
+    return _users(tensor) > _ALONE + 1
 
 
 def _octets(tensor: Tensor) -> Tensor:
@@ -305,7 +304,7 @@ def _users(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-_ALONE = torch.empty(1)
+_ALONE = _users(torch.empty(1))
 
 
 def raw_version(parameter: Tensor) -> int:

@@ -12,7 +12,21 @@ from stronghold.home.calls import ALIASES, FACTS, hands_out, key_of, walk, writt
 from stronghold.home.home import Home
 
 
-class OffloadedParameter(nn.Parameter):
+class _Parameter(nn.Parameter):
+    """One whose gradient somebody may look at when a backward pass has failed."""
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        _end_failed_backward(self)
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _end_failed_backward(self)
+        set_gradient(self, value)
+
+
+class OffloadedParameter(_Parameter):
     """What a parameter of an offloaded model is while it is not being computed with.
 
     An ordinary parameter on the CPU (an edge: on the device) in every respect but one: whoever reads or writes its
@@ -25,8 +39,6 @@ class OffloadedParameter(nn.Parameter):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         key = key_of(func)
-        if key in ("get:grad", "set:grad"):
-            _end_failed_backward(args[0])
         if key == "set:data" and isinstance(args[0], OffloadedParameter):
             return args[0]._set_data(args[1])
 
@@ -80,18 +92,22 @@ class OffloadedParameter(nn.Parameter):
         return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, {})
 
 
-class BoundParameter(nn.Parameter):
+class BoundParameter(_Parameter):
     """What a parameter is while its layer is on the device: a plain one, but for a backward pass that has failed."""
 
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        _end_failed_backward(self)
-        return Tensor.grad.__get__(self)  # type: ignore[union-attr]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        _end_failed_backward(self)
-        Tensor.grad.__set__(self, value)  # type: ignore[union-attr]
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Returns ``parameter.grad`` as autograd has it, also while a backward pass is under way."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.grad.__get__(parameter)  # type: ignore[union-attr]
+
+
+def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
+    """Sets it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.grad.__set__(parameter, value)  # type: ignore[union-attr]
 
 
 def _end_failed_backward(parameter: Tensor) -> None:

@@ -7,13 +7,14 @@ import functools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
+from stronghold.device import Device
 from stronghold.errors import OffloadedModelError
 from stronghold.home import Home
 from stronghold.offload.microbatch import batch_of, join, split
@@ -36,13 +37,12 @@ class _Place:
     number: int
 
 
-@dataclass(frozen=True)
-class _SlotTensor:
-    """Stands for a saved tensor that lies in a slot: fetched again rather than kept."""
+class _SlotTensor(NamedTuple):
+    """Stands for a saved tensor that lies in a slot, ``offset`` elements behind its beginning: fetched again."""
 
     run: Run
-    offset: int
     dtype: torch.dtype
+    offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -72,6 +72,7 @@ class Members:
 class Runner(Protocol):
     """What a block needs of the engine."""
 
+    device: Device
     window: Window
     activations: HostActivations | None
     micro_batch: int | None
@@ -101,6 +102,7 @@ class Block:
         self.layer = home.index
         self.engine = engine
         self.keep = keep
+        self._device_type = engine.device.torch_device.type
         self._forward: Callable[..., Any] = module.forward
         placed = {id(parameter) for parameter in home.parameters}
         owners = ((m, name, p) for m in module.modules() for name, p in m._parameters.items())
@@ -142,6 +144,8 @@ class Block:
     def _bare(self, *args: Any, **kwargs: Any) -> Any:
         # Autocast caches the casts of weights by their identity for as long as it is active: cleared at both ends, it
         # neither keeps every layer's cast weights on the device nor makes the second run differ from the first.
+        if not torch.is_autocast_enabled(self._device_type):
+            return self._forward(*args, **kwargs)
         torch.clear_autocast_cache()
         try:
             return self._forward(*args, **kwargs)
@@ -166,17 +170,14 @@ class Block:
             where = window.slot_of(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
             if where is None:
                 return tensor
-            offset = tensor.storage_offset() * tensor.element_size() + where[1]
-            stride = [int(step) for step in tensor.stride()]
-            return _SlotTensor(run, offset, tensor.dtype, tuple(tensor.shape), tuple(stride))  # type: ignore[arg-type]
+            offset = int(tensor.storage_offset()) + where[1] // tensor.element_size()
+            return _SlotTensor(run, tensor.dtype, offset, tensor.shape, tensor.stride())
 
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
             self.engine.return_to(packed.run)
-            flat = window.flat(packed.run.layer)[packed.offset :]
-            usable = flat.numel() // packed.dtype.itemsize * packed.dtype.itemsize
-            return torch.as_strided(flat[:usable].view(packed.dtype), packed.shape, packed.stride)
+            return window.part(packed.run.layer, *packed[1:])
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return self._bare(*args, **kwargs)

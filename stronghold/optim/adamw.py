@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from stronghold.device import Event
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
-from stronghold.home import Collected, ConsumedGradient, Home, Owner, home_of, is_shared
+from stronghold.home import (
+    Collected,
+    ConsumedGradient,
+    Home,
+    Owner,
+    gradient_of,
+    home_of,
+    is_shared,
+    set_gradient,
+)
 from stronghold.optim.exchange import as_saved, checked_states, take_saved
 from stronghold.optim.groups import TORCH_DEFAULTS, check_group, check_one_of
 from stronghold.optim.states import FORMATS, Moments
@@ -170,10 +179,9 @@ class AdamW(torch.optim.Optimizer):
         """Drops the gradients, or with ``set_to_none=False`` fills them with zeros, as torch.optim does."""
         assert self._owner is not None
         self._owner.close_backward()
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in (p for group in self.param_groups for p in group["params"]):
-                if isinstance(parameter.grad, ConsumedGradient):
-                    parameter.grad = None  # there is no memory to fill with zeros
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if isinstance(gradient_of(parameter), ConsumedGradient):
+                set_gradient(parameter, None)  # there is no memory to fill with zeros
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -328,7 +336,7 @@ class AdamW(torch.optim.Optimizer):
         gradients: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for place, parameter in enumerate(home.parameters):
-                gradient = parameter.grad
+                gradient = gradient_of(parameter)
                 if gradient is None or isinstance(gradient, ConsumedGradient) or not self.updates(home, place):
                     continue
                 if gradient.layout != torch.strided:

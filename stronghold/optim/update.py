@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stronghold import native
 from stronghold.device import Event
-from stronghold.home import Collected, Home, known_of, note_gradient
+from stronghold.home import Collected, Home, gradient_of, known_of, note_gradient
 from stronghold.layout import Part
 from stronghold.native import Blocks
 from stronghold.optim.on_device import adamw_on_device
@@ -125,7 +125,7 @@ class Update:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for change in self.changes:
-                gradient = self.home.parameters[change.place].grad
+                gradient = gradient_of(self.home.parameters[change.place])
                 if gradient is not None:
                     note_gradient(gradient, self.home, known=known_of(gradient), pending=True)
 

@@ -150,9 +150,18 @@ class Processes:
         return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
     def mean(self, value: Tensor | None) -> Tensor:
-        """Returns the mean of the scalars of those processes that have one, one in each replica: fp32, on the host."""
-        total = self.sum(0.0 if value is None else value.item())
-        return torch.tensor(total * self.each / self.count, dtype=torch.float32)
+        """Returns, in all processes, the mean of the scalars that the last one of each replica has: fp32, on the host.
+
+        Who has it tells the others, and waits for none of them: in a row of stages they end their steps later.
+        """
+        mean = torch.zeros((), dtype=torch.float64) if value is None else value.detach().double().cpu()
+        last = self.place == self.each - 1
+        with self.watch.waiting():
+            if last and self.replicas.count > 1:
+                self.replicas.main.mean(mean)
+            if self.each > 1:
+                dist.broadcast(mean, self.rank - self.place + self.each - 1, group=self.row)
+        return mean.float()
 
 
 def _meet() -> tuple[dist.Store, int, int]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from stronghold.device import Device, Event, HostBuffer, Wait, Waits
 from stronghold.home import Collected, Home
+from stronghold.layout import Layout
 from stronghold.window.sums import write_squares
 from stronghold.window.traffic import Traffic
 
@@ -23,6 +24,7 @@ class DeviceSlot:
 
     flat: Tensor
     drained: Event | None = None
+    views: Views = field(default_factory=lambda: Views())
 
 
 @dataclass
@@ -31,6 +33,22 @@ class Staging:
 
     buffer: HostBuffer
     free: Event | None = None
+    views: Views = field(default_factory=lambda: Views())
+
+
+class Views:
+    """What was made of a buffer for the layers whose gradients pass through it, kept for the next pass."""
+
+    def __init__(self) -> None:
+        self._known: dict[Home, tuple[Layout, dict[int, Collected]]] = {}
+
+    def of(self, home: Home, view: Callable[[int], Collected]) -> dict[int, Collected]:
+        """Returns, by place, the gradients of a layer with their squares, made by ``view`` where they are not known."""
+        layout, known = self._known.get(home, (None, {}))
+        if layout is not home.gradients.layout:  # a parameter is trained now that was not
+            known = {place: view(place) for place in home.gradients.places}
+            self._known[home] = home.gradients.layout, known
+        return known
 
 
 class Downlink:
@@ -70,16 +88,19 @@ class Downlink:
 
     def put(self, home: Home, place: int, gradient: Tensor, *, add: bool) -> None:
         """Copies a gradient into the slot that is filled now, in the order of the computation, or adds it there."""
-        self.device.compute_copy(gradient_view(self.slot.flat, home, place), gradient, add=add)
+        self.device.compute_copy(self._slot_views(home)[place].values, gradient, add=add)
 
     def send(self, home: Home, places: Sequence[int], threads: int, poison: Tensor | None) -> DeviceSlot:
         """Ends the filling of a slot and returns it: copies down may follow. The next one is filled from now on."""
-        slot = self.slot
-        gradients = [gradient_view(slot.flat, home, place) for place in places]
-        squares = [squares_view(slot.flat, home, place) for place in places]
+        slot, views = self.slot, self._slot_views(home)
+        gradients, squares = [views[place].values for place in places], [views[place].squares for place in places]
         self.device.compute_run(lambda: write_squares(gradients, squares, threads, poison))
         self._turn()
         return slot
+
+    def _slot_views(self, home: Home) -> dict[int, Collected]:
+        flat = self.slot.flat
+        return self.slot.views.of(home, lambda p: Collected(_gradient(flat, home, p), _squares(flat, home, p)))
 
     def _turn(self) -> None:
         self.slots.append(self.slots.pop(0))
@@ -106,19 +127,19 @@ class Downlink:
         self.waits.stream(self.device.gradients, staging.free, Wait.STAGING_FREE)
         self.copy(home, slot, places, staging.buffer)
         slot.drained = self.device.gradients.record()
-        buffer = staging.buffer
-        memory = home.gradients
-        return staging, {p: Collected(memory.view(buffer, p), memory.squares(buffer, p)) for p in places}
+        buffer, memory = staging.buffer, home.gradients
+        known = staging.views.of(home, lambda p: Collected(memory.view(buffer, p), memory.squares(buffer, p)))
+        return staging, {place: known[place] for place in places}
 
 
-def gradient_view(flat: Tensor, home: Home, place: int) -> Tensor:
+def _gradient(flat: Tensor, home: Home, place: int) -> Tensor:
     """Returns the gradient of one parameter in a slot."""
     layout, number = home.gradients.layout, home.gradients.places.index(place)
     begin, size = layout.offsets[number], layout.sizes[number]
     return flat[begin : begin + size].view(home.dtype).view(home.shapes[place])
 
 
-def squares_view(flat: Tensor, home: Home, place: int) -> Tensor:
+def _squares(flat: Tensor, home: Home, place: int) -> Tensor:
     """Returns the sum of squares of one parameter's gradient in a slot."""
     begin = home.gradients.squares_offset(place)
     return flat[begin : begin + 8].view(torch.float64).view(())

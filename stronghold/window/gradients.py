@@ -23,9 +23,11 @@ from stronghold.home import (
     Updater,
     consumed_error,
     consumed_like,
+    gradient_of,
     known_of,
     latest,
     note_gradient,
+    set_gradient,
 )
 from stronghold.window.downlink import DeviceSlot, Downlink
 from stronghold.window.on_device import add_on_device, remainder_of
@@ -83,27 +85,28 @@ class Gradients:
         self._layer, self._written = layer, set()
         self._fresh = {}
         held, known = self._held.setdefault(layer, {}), self._known.setdefault(layer, {})
-        with torch._C.DisableTorchFunctionSubclass():
-            for place, parameter in enumerate(home.parameters):
-                if isinstance(parameter.grad, ConsumedGradient):
-                    raise consumed_error()
-                if parameter.grad is not None and self._takes(home, place) and not self.summed:
-                    raise OffloadedModelError(
-                        f"update='in_backward' adds to no gradient that is there already (got one on a parameter of "
-                        f"{home.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
-                    )
-                if parameter.grad is not None:
-                    held[place], known[place] = parameter.grad, known_of(parameter.grad)
-                    parameter.grad = None
+        for place, parameter in enumerate(home.parameters):
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                continue
+            if isinstance(gradient, ConsumedGradient):
+                raise consumed_error()
+            if self._takes(home, place) and not self.summed:
+                raise OffloadedModelError(
+                    f"update='in_backward' adds to no gradient that is there already (got one on a parameter of "
+                    f"{home.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
+                )
+            held[place], known[place] = gradient, known_of(gradient)
+            set_gradient(parameter, None)
 
     def take(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has just put into ``parameter.grad`` of the layer that is open."""
         assert self._layer is not None
         home = self.homes[self._layer]
         place = parameter.__dict__["_place"]
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient, parameter.grad = parameter.grad, None
+        gradient = gradient_of(parameter)
         assert gradient is not None
+        set_gradient(parameter, None)
         if gradient.requires_grad:
             raise OffloadedModelError(
                 "backward(create_graph=True) needs gradients that stay on the device with their graph, and an "
@@ -172,20 +175,21 @@ class Gradients:
         home, held, known = self.homes[layer], self._held[layer], self._known[layer]
         fresh, self._fresh = self._fresh, {}
         taken = {place: fresh.pop(place) for place in sorted(fresh) if self._takes(home, place)}
-        for place, gradient in fresh.items():
-            if place not in held:
-                held[place], known[place] = gradient, None
-                continue
-            known[place] = add_on_device(self.device, home, place, held[place], known[place], gradient, self._threads)
+        again = {place: fresh.pop(place) for place in list(fresh) if place in held}
+        held.update(fresh)
+        known.update(dict.fromkeys(fresh))
+        if again:
+            add_on_device(self.device, home, held, known, again, self._threads)
         if taken:
             updater = self._updater
             assert updater is not None
             self._consume(home, taken)
             remainders = {}
-            for place in [place for place in taken if place in held]:
-                before, its = held.pop(place), known.pop(place)
-                its = add_on_device(self.device, home, place, before, its, taken[place], self._threads)
-                taken[place], remainders[place] = before, its.remainder if its is not None else None
+            if again := {place: gradient for place, gradient in taken.items() if place in held}:
+                add_on_device(self.device, home, held, known, again, self._threads)
+            for place in again:
+                taken[place], its = held.pop(place), known.pop(place)
+                remainders[place] = its.remainder if its is not None else None
             squares = torch.zeros(len(taken), dtype=torch.float64, device=self.device.torch_device)
             parts = list(squares.unbind())
             self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._poison))
@@ -207,7 +211,7 @@ class Gradients:
         self.downlink.copy(home, slot, fresh, buffer)
         for place in fresh:
             held[place] = home.gradients.view(buffer, place)
-            known[place] = latest(home, Known(place, home.gradients.squares(buffer, place)))
+            known[place] = latest(home, Known(place, home.gradients.held_squares(place)))
             self._lent[layer, place] = StorageWeakRef(held[place].untyped_storage())
         again = [place for place in places if place not in fresh]
         if again:
@@ -223,16 +227,15 @@ class Gradients:
         self._down = self._added = None
         self.replicas.agree(self._done)  # and what they see is there once all have brought their shares
         self._done = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for layer, held in self._held.items():
-                home = self.homes[layer]
-                for place, gradient in held.items():
-                    if (known := self._known[layer].get(place)) is not None:
-                        note_gradient(gradient, home, known=known)
-                    home.parameters[place].grad = gradient
-            for layer, place in self._consumed:
-                parameter = self.homes[layer].parameters[place]
-                parameter.grad = consumed_like(parameter)
+        for layer, held in self._held.items():
+            home = self.homes[layer]
+            for place, gradient in held.items():
+                if (known := self._known[layer].get(place)) is not None:
+                    note_gradient(gradient, home, known=known)
+                set_gradient(home.parameters[place], gradient)
+        for layer, place in self._consumed:
+            parameter = self.homes[layer].parameters[place]
+            set_gradient(parameter, consumed_like(parameter))
         self._held.clear()
         self._known.clear()
         self._consumed.clear()
@@ -260,8 +263,7 @@ class Gradients:
 
     def _sum_of(self, home: Home, place: int, known: Known | None) -> Known:
         """Returns what will be known of a sum on the host."""
-        squares = home.gradients.squares(home.gradients.allocate(self.device), place)
-        return latest(home, Known(place, squares, remainder_of(home, place, known)))
+        return latest(home, Known(place, home.gradients.held_squares(place), remainder_of(home, place, known)))
 
     def _add(self, home: Home, slot: DeviceSlot, places: Sequence[int], blank: Sequence[int]) -> None:
         """Adds gradients to what is held on the host; ``blank`` ones hold nothing yet, in memory of their own."""
@@ -285,7 +287,7 @@ class Gradients:
             )
             for p in sums
         ]
-        targets = [home.gradients.squares(home.gradients.allocate(self.device), p) for p in sums]
+        targets = [home.gradients.held_squares(place) for place in sums]
 
         def add_up() -> None:
             with torch._C.DisableTorchFunctionSubclass():

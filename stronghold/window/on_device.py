@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from stronghold import native
 from stronghold.device import Device, Wait, Waits
-from stronghold.home import Collected, Home, Known, known_of, latest, note_gradient
+from stronghold.home import Collected, Home, Known, gradient_of, known_of, latest, note_gradient, set_gradient
 from stronghold.split import join, split
 from stronghold.window.sums import add, write_squares
 
@@ -29,11 +31,11 @@ class DeviceGradients:
         """Hears, before autograd does, that an edge gets a gradient: the one it has is kept out of the way."""
         parameter = home.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():
-            before = parameter.grad
+            before = gradient_of(parameter)
             if before is None or gradient.requires_grad or {before.layout, gradient.layout} != {torch.strided}:
                 return
             self._held[home] = before
-            parameter.grad = None
+            set_gradient(parameter, None)
 
     def take(self, parameter: nn.Parameter) -> None:
         """Adds the gradient that autograd has just put into ``parameter.grad`` to the one that was there before."""
@@ -42,18 +44,18 @@ class DeviceGradients:
         if before is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            gradient = parameter.grad
+            gradient = gradient_of(parameter)
             assert gradient is not None
-            parameter.grad = before  # whatever happens, what was there stays
-            known = add_on_device(self.device, home, 0, before, known_of(before), gradient, self._threads)
-            if known is not None:
-                note_gradient(before, home, known=known)
+            set_gradient(parameter, before)  # whatever happens, what was there stays
+            known = {0: known_of(before)}
+            add_on_device(self.device, home, {0: before}, known, {0: gradient}, self._threads)
+            if (of_sum := known[0]) is not None:
+                note_gradient(before, home, known=of_sum)
 
     def close(self) -> None:
         """Gives back what a backward pass that failed has left."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for home, before in self._held.items():
-                home.parameters[0].grad = before
+        for home, before in self._held.items():
+            set_gradient(home.parameters[0], before)
         self._held.clear()
 
     def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
@@ -123,20 +125,32 @@ class DeviceGradients:
 
 
 def add_on_device(
-    device: Device, home: Home, place: int, before: Tensor, known: Known | None, gradient: Tensor, threads: int
-) -> Known | None:
-    """Adds ``gradient`` to the one from ``before``, in place; returns what is known of the sum."""
-    if not before.is_contiguous() or before.dtype != home.dtype:  # the user's own
-        device.compute_now(lambda: _add_plainly(before, gradient))
-        return None
-    remainder = remainder_of(home, place, known)
-    squares: list[Tensor] = []
-    device.compute_now(lambda: squares.append(add(before, remainder, gradient.contiguous(), threads)))
-    return latest(home, Known(place, squares[0], remainder))
+    device: Device,
+    home: Home,
+    held: Mapping[int, Tensor],
+    known: dict[int, Known | None],
+    gradients: Mapping[int, Tensor],
+    threads: int,
+) -> None:
+    """Adds ``gradients``, by place, to what is ``held`` there; ``known`` becomes what is known of the sums."""
+    with torch._C.DisableTorchFunctionSubclass():
+        places = [p for p in gradients if held[p].is_contiguous() and held[p].dtype == home.dtype]
+        plain = [p for p in gradients if p not in places]  # the user's own
+        sums = [held[p] for p in places]
+        remainders = [remainder_of(home, p, known[p]) for p in places]
+        squares: list[Tensor] = []
 
+        def add_up() -> None:
+            if sums:
+                new = [gradients[p].contiguous() for p in places]
+                squares.extend(add(sums, remainders, new, threads).unbind())
+            for p in plain:
+                held[p].add_(gradients[p])
 
-def _add_plainly(before: Tensor, gradient: Tensor) -> None:
-    before.add_(gradient)
+        device.compute_now(add_up)
+        known.update(dict.fromkeys(plain))
+        for place, one, remainder in zip(places, squares, remainders, strict=True):
+            known[place] = latest(home, Known(place, one, remainder))
 
 
 def remainder_of(home: Home, place: int, known: Known | None) -> Tensor | None:

@@ -37,21 +37,26 @@ def spread(squares: Tensor, targets: Sequence[Tensor], poison: Tensor | None) ->
     if poison is not None:
         poison.add_(squares.sum() * 0)  # zero, or NaN for what is not finite
         squares = squares + poison
-    for target, one in zip(targets, squares.unbind(), strict=True):
-        target.copy_(one)
+    torch._foreach_copy_(list(targets), list(squares.unbind()))
 
 
-def add(target: Tensor, remainder: Tensor | None, source: Tensor, threads: int) -> Tensor:
-    """Adds a gradient to the sum that ``target`` and ``remainder`` hold, in fp32, on the device they are on.
+def add(
+    targets: Sequence[Tensor], remainders: Sequence[Tensor | None], sources: Sequence[Tensor], threads: int
+) -> Tensor:
+    """Adds each gradient to the sum that its target and remainder hold, in fp32, on the one device they are on.
 
-    Returns the sum of squares of what it came to, a float64 number on that device.
+    Returns the sum of squares of what each came to, float64, on that device.
     """
-    if target.is_cpu:
-        addition = native.Addition(target=target, remainder=remainder, source=source)
-        return torch.tensor(native.accumulate([addition], threads=threads)[0], dtype=torch.float64)
-    if remainder is None:
-        total = target.add_(source)
-    else:
-        total = join(target, remainder) + source
-        split(total, target, remainder)
-    return torch.linalg.vector_norm(total, dtype=torch.float32).double().square()
+    together = zip(targets, remainders, sources, strict=True)
+    if targets[0].is_cpu:
+        additions = [native.Addition(target=target, remainder=low, source=source) for target, low, source in together]
+        return torch.tensor(native.accumulate(additions, threads=threads), dtype=torch.float64)
+    norms = []
+    for target, remainder, source in together:
+        if remainder is None:
+            total = target.add_(source)
+        else:
+            total = join(target, remainder) + source
+            split(total, target, remainder)
+        norms.append(torch.linalg.vector_norm(total, dtype=torch.float32))
+    return torch.stack(norms).double().square()

@@ -26,6 +26,12 @@ class Slot:
     read: Event | None = None
     """The end of the last computation with the layer it held."""
     views: dict[int, list[Tensor]] = field(default_factory=dict)
+    as_dtype: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    begin: int = field(init=False)
+    """The address of its first byte."""
+
+    def __post_init__(self) -> None:
+        self.begin = self.flat.data_ptr()
 
 
 class Window:
@@ -119,7 +125,7 @@ class Window:
     def slot_of(self, address: int) -> tuple[int, int] | None:
         """Returns the layer whose slot holds ``address`` and the offset in bytes there, or None."""
         for layer in self._bound:
-            offset = address - self._where[layer].flat.data_ptr()
+            offset = address - self._where[layer].begin
             if 0 <= offset < self.homes[layer].layout.total_bytes:
                 return layer, offset
         return None
@@ -129,6 +135,16 @@ class Window:
 
     def flat(self, layer: int) -> Tensor:
         return self._where[layer].flat
+
+    def part(self, layer: int, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        """Returns the tensor that begins ``offset`` elements of its ``dtype`` behind the slot's first byte."""
+        slot = self._where[layer]
+        if dtype not in slot.as_dtype:
+            usable = slot.flat.numel() // dtype.itemsize * dtype.itemsize
+            with torch.inference_mode(False):
+                slot.as_dtype[dtype] = slot.flat[:usable].view(dtype)
+        whole = slot.as_dtype[dtype]
+        return torch.as_strided(whole, shape, stride, whole.storage_offset() + offset)
 
     def _carry_out(self, moves: Iterable[Move]) -> None:
         for move in moves:

@@ -144,7 +144,7 @@ def test_fp32_sums_are_numpys(shape, place):
     expected = target.numpy().copy()
     for seed in range(1, 30):
         source = spread(*shape, seed=seed)
-        squares = add(place(target), None, source, threads=2)
+        squares = add([place(target)], [None], [source], threads=2)[0]
         expected = expected + source.numpy()
         assert expected.dtype == np.float32
         assert torch.equal(target, torch.from_numpy(np.asarray(expected)))
@@ -160,7 +160,7 @@ def test_bf16_gradients_are_added_in_fp32_bit_for_bit(shape, place):
     for seed in range(1, 30):
         source = spread(*shape, seed=seed).bfloat16()
         kept = source.clone()
-        squares = add(place(target), remainder, source, threads=1)
+        squares = add([place(target)], [remainder], [source], threads=1)[0]
         expected = np.asarray(expected + source.float().numpy())
         total = join(target, remainder)
         assert torch.equal(total, torch.from_numpy(expected))
@@ -173,7 +173,7 @@ def test_bf16_gradients_are_added_in_fp32_bit_for_bit(shape, place):
 def test_many_small_bf16_gradients_are_not_lost(place):
     target, remainder = torch.zeros(70, dtype=torch.bfloat16), torch.zeros(70, dtype=torch.int16)
     for _ in range(2000):
-        add(place(target), remainder, torch.full((70,), 1 / 512).bfloat16(), threads=1)
+        add([place(target)], [remainder], [torch.full((70,), 1 / 512).bfloat16()], threads=1)
     assert torch.equal(join(target, remainder), torch.full((70,), 2000 / 512))
 
 
@@ -185,7 +185,7 @@ def test_what_is_not_finite_shows_in_the_sum_and_in_its_squares(bad, dtype, plac
     remainder = torch.zeros(66, dtype=torch.int16) if dtype is torch.bfloat16 else None
     source = spread(66, seed=1).to(dtype)
     source[3] = bad
-    squares = add(place(target), remainder, source, threads=1)
+    squares = add([place(target)], [remainder], [source], threads=1)[0]
     assert not math.isfinite(squares.item())
     assert [i for i in range(66) if not math.isfinite(target[i].item())] == [3]
 
@@ -194,9 +194,9 @@ def test_what_is_not_finite_shows_in_the_sum_and_in_its_squares(bad, dtype, plac
 def test_opposites_cancel_to_nothing(place):
     values = spread(500).bfloat16()
     target, remainder = values.clone(), torch.zeros(500, dtype=torch.int16)
-    add(place(target), remainder, (values * 3).bfloat16(), threads=1)
-    add(place(target), remainder, (-(values * 3)).bfloat16(), threads=1)
-    squares = add(place(target), remainder, -values, threads=1)
+    add([place(target)], [remainder], [(values * 3).bfloat16()], threads=1)
+    add([place(target)], [remainder], [(-(values * 3)).bfloat16()], threads=1)
+    squares = add([place(target)], [remainder], [-values], threads=1)[0]
     lost = join(target, remainder).abs()  # no more than fp32 itself loses
     assert (lost <= 4 * values.float().abs() * 2.0**-24).all()
     assert squares.item() == pytest.approx(exact(lost), rel=1e-6)
@@ -207,6 +207,6 @@ def test_on_the_host_squares_of_a_sum_are_those_of_the_tensor_it_came_to():
     for dtype in (torch.float32, torch.bfloat16):
         target = spread(70_000).to(dtype)
         remainder = torch.zeros(70_000, dtype=torch.int16) if dtype is torch.bfloat16 else None
-        squares = add(target, remainder, spread(70_000, seed=1).to(dtype), threads=2)
+        squares = add([target], [remainder], [spread(70_000, seed=1).to(dtype)], threads=2)[0]
         total = target if remainder is None else join(target, remainder)
         assert squares.item() == native.squared_norms([total], threads=1)[0]
