@@ -45,10 +45,17 @@ class Watch:
         self._ending = False
         self._told = False
         """Whether this process has an error of its own, which it tells."""
+        self._done = False
+        """Whether it has ended in good order."""
         self._main = threading.main_thread()
         self._process = psutil.Process()
         self._beats: dict[int, tuple[list[str], float]] = {}
-        """The last sign of life of each process, and when it was seen: a count, whether it waits, whether it told."""
+        """The last sign of life of each other process, and when it was seen.
+
+        It is a count, whether the process waits, whether it has told of an error, and whether it is done.
+        """
+        self._seen: set[str] = set()
+        """What the store is known to have."""
         self._count_beats = 0
         self._last_active = time.monotonic()
         self._spent = 0.0, 0.0
@@ -148,7 +155,7 @@ class Watch:
     def _beat(self, now: float) -> None:
         self._count_beats += 1
         waits = any(now - since >= STUCK_S / 2 for since in self._waits())
-        self._set("beat", f"{self._count_beats} {int(waits)} {int(self._told)}")
+        self._set("beat", f"{self._count_beats} {int(waits)} {int(self._told)} {int(self._done)}")
 
     def _waits(self) -> list[float]:
         """Returns since when threads of this process have waited for others."""
@@ -162,13 +169,16 @@ class Watch:
             self.linger()  # the store may be this process's, and end with it
         else:
             finish_streams()  # replicas wait for the updates of the last step, from which this process is not gone yet
-        self._set("done", "1")
+        self._done = True
+        self._beat(time.monotonic())
         self._over.set()  # a thread in the store while the interpreter ends would end it badly
         self._thread.join()
 
     def _look(self, now: float) -> None:
         """Takes in the others' signs of life, and one's own activity."""
         for rank in range(self._count):
+            if rank == self._rank:
+                continue
             beat = (self._get(rank, "beat") or "").split()
             if rank not in self._beats or (beat and beat != self._beats[rank][0]):
                 self._beats[rank] = beat, now
@@ -190,15 +200,15 @@ class Watch:
             overdue = bool(self._waits()) and now - self._store_gone_since > limit_s
             return 0 if overdue and self._rank else None
         for rank, (_, seen) in sorted(self._beats.items()):
-            if rank != self._rank and now - seen > limit_s and self._get(rank, "done") is None:
+            if now - seen > limit_s and not self._is_done(rank):
                 return rank
-        for rank in range(self._count):
-            if rank != self._rank and self._waits() and self._get(rank, "done") is not None:
+        for rank in sorted(self._beats):
+            if self._waits() and self._is_done(rank):
                 return rank  # it has ended, and we wait for it
         return None
 
     def _is_stuck(self, now: float) -> bool:
-        others_wait = any(beat[1:2] == ["1"] for rank, (beat, _) in self._beats.items() if rank != self._rank)
+        others_wait = any(beat[1:2] == ["1"] for beat, _ in self._beats.values())
         return not self._waits() and others_wait and now - self._last_active > STUCK_S
 
     def _why_deadlock(self) -> str:
@@ -212,7 +222,7 @@ class Watch:
         )
 
     def _is_deadlock(self, now: float) -> bool:
-        others = [beat for rank, (beat, _) in self._beats.items() if rank != self._rank]
+        others = [beat for beat, _ in self._beats.values()]
         all_wait = bool(others) and all(beat[1:2] == ["1"] for beat in others)
         return bool(self._waits()) and all_wait and now - self._last_active > STUCK_S
 
@@ -222,7 +232,10 @@ class Watch:
         return not self._has_told(lost) and self._rank == first
 
     def _has_told(self, rank: int) -> bool:
-        return rank in self._beats and self._beats[rank][0][2:] == ["1"]
+        return rank in self._beats and self._beats[rank][0][2:3] == ["1"]
+
+    def _is_done(self, rank: int) -> bool:
+        return self._beats[rank][0][3:4] == ["1"]
 
     def _message(self, lost: int) -> str:
         who = self._get(lost, "who")
@@ -248,7 +261,15 @@ class Watch:
 
     def _get(self, rank: int, name: str) -> str | None:
         key = f"{name}/{rank}"
-        return self._with_store(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+
+        def get() -> str | None:
+            if key not in self._seen:
+                if not self._store.check([key]):  # a get would wait for it
+                    return None
+                self._seen.add(key)
+            return self._store.get(key).decode()
+
+        return self._with_store(get)
 
     def _with_store(self, action: Callable[[], str | None]) -> str | None:
         if self._store_gone_since is not None:
