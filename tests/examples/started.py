@@ -5,22 +5,35 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from tests import warm
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
-def start(program: str, *arguments: object, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """Runs ``program`` of examples/ to its end, by torchrun where there is to be more than one process."""
+def start(program: str, *arguments: object) -> tuple[int, str]:
+    """Runs ``program`` of examples/ to its end; returns its exit code and what it printed and complained of."""
+    command = [str(EXAMPLES / program), *map(str, arguments)]
+    with tempfile.NamedTemporaryFile() as log:
+        (code,) = warm.run(command, [ENVIRONMENT], [Path(log.name)])
+        return code, Path(log.name).read_text()
+
+
+def printed(program: str, *arguments: object) -> str:
+    """Returns what it printed, which must not fail."""
+    code, text = start(program, *arguments)
+    assert code == 0, text
+    return text
+
+
+def printed_by(processes: int, program: str, *arguments: object) -> str:
+    """Returns what it printed in ``processes`` that torchrun starts; what it complained of is the error if it fails."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(torchrun if processes > 1 else []), str(EXAMPLES / program), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
-
-
-def printed(program: str, *arguments: object, processes: int = 1) -> str:
-    """Returns what it printed; what it complained of is the error where it failed."""
-    done = start(program, *arguments, processes=processes)
+    command = [sys.executable, *torchrun, str(EXAMPLES / program), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env={**os.environ, **ENVIRONMENT})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

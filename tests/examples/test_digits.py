@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.examples.started import lines_of_tables, printed, start
+from tests.examples.started import lines_of_tables, printed, printed_by, start
 
 SMALL = ("--epochs", 2, "--width", 16)
 PARAMETERS = 50_874
@@ -23,8 +23,8 @@ def runs(folder):
     out = ("--out", folder / "runs.jsonl")
     texts = [
         printed("digits/ordinary.py", *SMALL, *out),
-        printed("digits/stages.py", *SMALL, *out, "--balance", "time", processes=2),
-        printed("digits/stages.py", *SMALL, *out, "--balance", "memory", "--micro-batches", 2, processes=2),
+        printed_by(2, "digits/stages.py", *SMALL, *out, "--balance", "time"),
+        printed_by(2, "digits/stages.py", *SMALL, *out, "--balance", "memory", "--micro-batches", 2),
     ]
     return texts, [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
 
@@ -79,6 +79,6 @@ def test_runs_are_set_beside_one_another(runs, folder):
 
 
 def test_stages_alone_are_refused():
-    done = start("digits/stages.py")
-    assert done.returncode == 2
-    assert "start it with torchrun --nproc-per-node 2" in done.stderr
+    code, said = start("digits/stages.py")
+    assert code == 2
+    assert "start it with torchrun --nproc-per-node 2" in said

@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from tests.examples.started import EXAMPLES, lines_of_tables, printed, start
+from tests.examples.started import EXAMPLES, lines_of_tables, printed, printed_by, start
 
 SMALL = ("--width", 4, "--image", 64, "--batch", 4, "--micro-batches", 2, "--batches", 1, 4, "--steps", 3)
 NAMES = ["layers", "parameters", "memory", "time"]
@@ -28,7 +28,7 @@ def models():
 def measured(tmp_path_factory):
     """Returns what the program printed, its records, and where these are."""
     out = tmp_path_factory.mktemp("cnn") / "runs.jsonl"
-    text = printed("pipeline_cnn/compare.py", *SMALL, "--out", out, processes=2)
+    text = printed_by(2, "pipeline_cnn/compare.py", *SMALL, "--out", out)
     return text, [json.loads(line) for line in out.read_text().splitlines()], out
 
 
@@ -101,9 +101,9 @@ def test_the_partitions_are_drawn(measured, tmp_path):
 
 
 def test_what_cannot_be_measured_is_refused():
-    alone = start("pipeline_cnn/compare.py")
-    assert alone.returncode == 2
-    assert "start it with torchrun --nproc-per-node 4" in alone.stderr
-    small = start("pipeline_cnn/compare.py", "--image", 32)
-    assert small.returncode == 2
-    assert "--image must be 64 or more" in small.stderr
+    code, said = start("pipeline_cnn/compare.py")
+    assert code == 2
+    assert "start it with torchrun --nproc-per-node 4" in said
+    code, said = start("pipeline_cnn/compare.py", "--image", 32)
+    assert code == 2
+    assert "--image must be 64 or more" in said

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests import warm
 
 
 def start(
@@ -19,45 +20,35 @@ def start(
     folder: Path,
     *,
     left: Sequence[int] = (),
+    launcher: bool = False,
     timeout_s: float = 240,
     port: int | None = None,
 ) -> tuple[list[int], list[str]]:
     """Runs ``python COMMAND`` in ``processes`` processes; returns their exit codes and what each printed, by rank.
 
-    Those that are ``left`` do not end by themselves, and are killed when the others have ended. They meet at ``port``,
-    by default a free one.
+    Those that are ``left`` do not end by themselves, and are killed when the others have ended; as by a ``launcher``
+    all are as soon as one has failed. They meet at ``port``, by default a free one.
     """
     if port is None:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-    started = []
-    for rank in range(processes):
-        own = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": processes,
-            "LOCAL_WORLD_SIZE": processes,
+    environments = [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": port,
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "test",
-            "OMP_NUM_THREADS": 1,
+            "OMP_NUM_THREADS": "1",
         }
-        environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-        with open(folder / f"{rank}.log", "w") as log:
-            whole = [sys.executable, *command]
-            started.append(subprocess.Popen(whole, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        for rank, process in enumerate(started):
-            if rank not in left:
-                process.wait(timeout_s)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return [process.returncode for process in started], [
-        (folder / f"{rank}.log").read_text() for rank in range(processes)
+        for rank in range(processes)
     ]
+    logs = [folder / f"{rank}.log" for rank in range(processes)]
+    codes = warm.run(command, environments, logs, left=left, launcher=launcher, timeout_s=timeout_s)
+    return codes, [log.read_text() for log in logs]
 
 
 def launch(module: str, function: str, processes: int, folder: Path, *arguments: str) -> list[Any]:

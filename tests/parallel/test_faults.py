@@ -14,7 +14,7 @@ import torch
 
 from stronghold.version import __version__
 from tests.parallel.launched import start
-from tests.parallel.test_training import TRAIN, run
+from tests.parallel.test_training import TRAIN, run_warm
 
 PROGRAM = [*TRAIN[1:], "--checkpoint-every", "2"]
 STAGES, REPLICAS = ("--stages", "2"), ("--replicas", "2")
@@ -79,7 +79,7 @@ def test_torchrun_itself_refuses_a_port_in_use_and_leaves_nothing_running(tmp_pa
 
 @pytest.mark.parametrize("parts", [STAGES, REPLICAS])
 def test_a_restart_by_torchrun_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path, parts):
-    run("--out", str(tmp_path / "alone"), "--record", str(tmp_path / "alone.jsonl"))
+    run_warm(tmp_path, "--out", str(tmp_path / "alone"), "--record", str(tmp_path / "alone.jsonl"))
     launcher = [
         "-m",
         "torch.distributed.run",

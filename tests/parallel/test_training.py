@@ -12,19 +12,35 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+from tests.parallel.launched import start
+
 TINY = ["-l", "3", "--hidden", "32", "--heads", "2", "--vocabulary", "300", "--seq", "32", "--batch", "4"]
 TRAIN = ["stronghold", "train", *TINY, "--steps", "6", "--window", "1", "--device", "cpu", "--held-out", "5"]
 
 
 def run(*arguments: str, processes: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
-    start = ["-m"]
+    """Runs it to its end, by torchrun where there is to be more than one process."""
+    launcher = ["-m"]
     if processes > 1:
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "--"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "--"]
     own = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *start, *TRAIN, *arguments]
+    command = [sys.executable, *launcher, *TRAIN, *arguments]
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stderr
     return done
+
+
+def run_warm(folder: Path, *arguments: str, processes: int = 1, code: int = 0) -> list[str]:
+    """Runs it to its end as torchrun would, but warm; returns what each process printed. ``code`` is the first's."""
+    command = ["-m", *TRAIN, *arguments]
+    if processes > 1:
+        codes, said = start(command, processes, folder, launcher=True)
+    else:
+        codes = warm.run(command, [{"OMP_NUM_THREADS": "1"}], [folder / "0.log"])
+        said = [(folder / "0.log").read_text()]
+    assert codes[0] == code and (code or not any(codes)), "\n".join(said)
+    return said
 
 
 def record(path: Path) -> dict:
@@ -35,7 +51,7 @@ def record(path: Path) -> dict:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     out = tmp_path_factory.mktemp("alone")
-    run("--out", str(out / "run"), "--record", str(out / "record"))
+    run_warm(out, "--out", str(out / "run"), "--record", str(out / "record"))
     return record(out / "record")
 
 
@@ -61,7 +77,7 @@ def test_stages_have_the_losses_of_one_process_and_say_what_each_takes(alone, tm
 def test_replicas_have_the_losses_of_one_process(alone, tmp_path, arguments, processes):
     arguments = [str(tmp_path / one) if one in ("model", "store") else one for one in arguments]
     more = ["--clip", "1", "--update", "deferred", "--record", str(tmp_path / "record")]
-    run(*arguments, *more, "--out", str(tmp_path / "run"), processes=processes)
+    run_warm(tmp_path, *arguments, *more, "--out", str(tmp_path / "run"), processes=processes)
     replicas = record(tmp_path / "record")
     assert replicas["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert replicas["summary"]["held_out_loss"] == pytest.approx(alone["summary"]["held_out_loss"], rel=1e-5)
@@ -72,12 +88,12 @@ def test_replicas_have_the_losses_of_one_process(alone, tmp_path, arguments, pro
 
 def test_a_run_in_stages_goes_on_in_one_process_and_the_other_way_round(alone, tmp_path):
     out, kept = tmp_path / "run", ["--checkpoint-every", "3", "--resume"]
-    run("--stages", "2", "--out", str(out), *kept, processes=2)
+    run_warm(tmp_path, "--stages", "2", "--out", str(out), *kept, processes=2)
     (out / "checkpoints" / "step-000006").rename(tmp_path / "later")
-    run("--out", str(out), *kept, "--record", str(tmp_path / "one"))
+    run_warm(tmp_path, "--out", str(out), *kept, "--record", str(tmp_path / "one"))
     assert record(tmp_path / "one")["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     (out / "checkpoints" / "step-000006").rename(tmp_path / "of one")
-    run("--stages", "2", "--out", str(out), *kept, "--record", str(tmp_path / "two"), processes=2)
+    run_warm(tmp_path, "--stages", "2", "--out", str(out), *kept, "--record", str(tmp_path / "two"), processes=2)
     assert record(tmp_path / "two")["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
@@ -97,11 +113,21 @@ def test_a_run_in_stages_goes_on_in_one_process_and_the_other_way_round(alone, t
     ],
 )
 def test_what_cannot_be_is_refused_by_one_process(tmp_path, arguments, processes, rule):
-    code = 1 if processes > 1 else 2  # torchrun's own
-    done = run(*arguments, "--out", str(tmp_path / "run"), processes=processes, code=code)
-    said = [line for line in done.stderr.splitlines() if line.startswith("stronghold: ")]
-    assert len(said) == 1 and rule in said[0], done.stderr
-    assert "step" not in done.stdout
+    texts = run_warm(tmp_path, *arguments, "--out", str(tmp_path / "run"), processes=processes, code=2)
+    check_refusal(texts, rule)
+
+
+def test_it_is_so_by_torchrun_too(tmp_path):
+    """Which kills the others when the first one ends."""
+    done = run("--stages", "4", "--out", str(tmp_path / "run"), processes=2, code=1)
+    check_refusal([done.stdout, done.stderr], "each stage needs at least one layer (got stages=4, layers=3)")
+
+
+def check_refusal(texts: list[str], rule: str) -> None:
+    lines = [line for text in texts for line in text.splitlines()]
+    said = [line for line in lines if line.startswith("stronghold: ")]
+    assert len(said) == 1 and rule in said[0], "\n".join(lines)
+    assert not any("step" in line for line in lines if line not in said)
 
 
 def test_stopping_ends_all_after_the_same_step_with_a_checkpoint(tmp_path):
