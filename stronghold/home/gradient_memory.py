@@ -36,7 +36,8 @@ class GradientMemory:
 
     def fit(self) -> bool:
         """Makes room for the parameters that are trained now; returns whether the layout has changed."""
-        trained = {place for place, p in enumerate(self._home.parameters) if raw_requires_grad(p)}
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = {place for place, p in enumerate(self._home.parameters) if p.requires_grad}
         if trained <= set(self.places):
             return False
         self.places = tuple(sorted(trained.union(self.places)))

@@ -52,21 +52,18 @@ class Members:
 
     def __init__(self, name: str, modules: Iterable[nn.Module]) -> None:
         self._name = name
-        self._modules = list(modules)
-        self._before = self._now()
+        self._before = [(m, [id(child) for child in m._modules.values()], len(m._parameters)) for m in modules]
 
     def check(self) -> None:
         """Raises OffloadedModelError where modules or parameters were added, removed or replaced."""
-        for module, before, now in zip(self._modules, self._before, self._now(), strict=True):
-            if before != now:
+        for module, children, count in self._before:
+            now, parameters = module._modules, len(module._parameters)
+            if parameters != count or [id(child) for child in now.values()] != children:
                 raise OffloadedModelError(
                     f"{type(module).__name__} in {self._name} has other modules or parameters than at offload() "
-                    f"({len(before[0])} modules and {before[1]} parameters then, {len(now[0])} and {now[1]} now), and "
+                    f"({len(children)} modules and {count} parameters then, {len(now)} and {parameters} now), and "
                     "what is new would be left out; add or replace modules before offload()"
                 )
-
-    def _now(self) -> list[tuple[list[int], int]]:
-        return [([id(child) for child in m._modules.values()], len(m._parameters)) for m in self._modules]
 
 
 class Runner(Protocol):

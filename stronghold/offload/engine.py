@@ -175,7 +175,8 @@ class Engine:
         # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient. It
         # is opened before autograd adds this gradient to one that the user keeps on the host.
         assert home.index is not None
-        self._return_to(home.index, None)
+        if self.gradients.layer != home.index or not self.window.is_bound(home.index):
+            self._return_to(home.index, None)
 
     def _close_layer(self) -> None:
         layer = self.gradients.layer

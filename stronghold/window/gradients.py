@@ -85,13 +85,14 @@ class Gradients:
         self._layer, self._written = layer, set()
         self._fresh = {}
         held, known = self._held.setdefault(layer, {}), self._known.setdefault(layer, {})
+        taken = [] if self.summed else self._taken(home, range(len(home.parameters)))
         for place, parameter in enumerate(home.parameters):
             gradient = gradient_of(parameter)
             if gradient is None:
                 continue
             if isinstance(gradient, ConsumedGradient):
                 raise consumed_error()
-            if self._takes(home, place) and not self.summed:
+            if place in taken:
                 raise OffloadedModelError(
                     f"update='in_backward' adds to no gradient that is there already (got one on a parameter of "
                     f"{home.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
@@ -144,7 +145,7 @@ class Gradients:
         if layer is None or not self._written:
             return None
         home, places = self.homes[layer], sorted(self._written)
-        taken = [place for place in places if self._takes(home, place)]
+        taken = self._taken(home, places)
         updater = self._updater
         poison = self._poison if updater is not None and updater.in_backward else None
         slot = self.downlink.send(home, places, self._threads, poison)
@@ -157,14 +158,14 @@ class Gradients:
             self._keep(layer, slot, [place for place in places if place not in taken])
         return updated
 
-    def _takes(self, home: Home, place: int) -> bool:
-        """Whether the gradient is used for an update at once, rather than kept for the user."""
+    def _taken(self, home: Home, places: Iterable[int]) -> list[int]:
+        """Returns of which places the gradient is used for an update at once, rather than kept for the user."""
         updater = self._updater
-        if updater is None or not updater.in_backward or self.more or id(home.parameters[place]) in self.shared:
-            return False
+        if updater is None or not updater.in_backward or self.more:
+            return []
         if home.resident and self.replicas.count > 1:
-            return False  # the step takes the mean
-        return updater.updates(home, place)
+            return []  # the step takes the mean
+        return [p for p in places if id(home.parameters[p]) not in self.shared and updater.updates(home, p)]
 
     @property
     def _updater(self) -> Updater | None:
@@ -174,7 +175,7 @@ class Gradients:
         """Keeps the gradients of a resident layer on the device, or updates it with them at once."""
         home, held, known = self.homes[layer], self._held[layer], self._known[layer]
         fresh, self._fresh = self._fresh, {}
-        taken = {place: fresh.pop(place) for place in sorted(fresh) if self._takes(home, place)}
+        taken = {place: fresh.pop(place) for place in self._taken(home, sorted(fresh))}
         again = {place: fresh.pop(place) for place in list(fresh) if place in held}
         held.update(fresh)
         known.update(dict.fromkeys(fresh))

@@ -26,6 +26,8 @@ class Slot:
     read: Event | None = None
     """The end of the last computation with the layer it held."""
     views: dict[int, list[Tensor]] = field(default_factory=dict)
+    wholes: dict[int, Tensor] = field(default_factory=dict)
+    """All bytes of a layer that it has held."""
     as_dtype: dict[torch.dtype, Tensor] = field(default_factory=dict)
     begin: int = field(init=False)
     """The address of its first byte."""
@@ -133,9 +135,6 @@ class Window:
     def is_bound(self, layer: int) -> bool:
         return layer in self._bound
 
-    def flat(self, layer: int) -> Tensor:
-        return self._where[layer].flat
-
     def part(self, layer: int, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
         """Returns the tensor that begins ``offset`` elements of its ``dtype`` behind the slot's first byte."""
         slot = self._where[layer]
@@ -169,8 +168,10 @@ class Window:
 
     def computed(self, layer: int, *, backward: bool) -> None:
         """Tells the device that the computation of ``layer`` has been issued in full."""
-        home = self.homes[layer]
-        self.device.computed([self.flat(layer)[: home.layout.total_bytes]], home.elements, backward=backward)
+        home, slot = self.homes[layer], self._where[layer]
+        if layer not in slot.wholes:
+            slot.wholes[layer] = slot.flat[: home.layout.total_bytes]
+        self.device.computed([slot.wholes[layer]], home.elements, backward=backward)
         if (timeline := self.device.timeline) is not None and self._begun is not None:
             name = f"{'backward' if backward else 'forward'} {home.name}"
             timeline.add("compute", name, self._begun, self.device.stamp())
@@ -178,6 +179,17 @@ class Window:
 
     def _bind(self, layer: int) -> None:
         home, slot = self.homes[layer], self._where[layer]
+        if home.resident:
+            self._begun = self.device.stamp()
+        else:
+            self._wait_for(home, slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, view in zip(home.parameters, self.views(layer), strict=True):
+                parameter.__class__ = BoundParameter
+                parameter.data = view
+        self._bound.add(layer)
+
+    def _wait_for(self, home: Home, slot: Slot) -> None:
         begin = self.device.stamp()
         late_update = home.updated is not None and not home.updated.happened
         # The computation must not read the slot before the fetch has filled it; the fetch in its turn
@@ -191,11 +203,6 @@ class Window:
         if (timeline := self.device.timeline) is not None:
             timeline.add("waits", f"for {home.name}", begin, ready)
         self._begun = ready
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, view in zip(home.parameters, self.views(layer), strict=True):
-                parameter.__class__ = BoundParameter
-                parameter.data = view
-        self._bound.add(layer)
 
     def _unbind(self, layer: int) -> None:
         home = self.homes[layer]
