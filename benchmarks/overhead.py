@@ -1,0 +1,115 @@
+"""What the engine adds to a layer's passes on the thread that launches them.
+
+    python benchmarks/overhead.py [--layers 8] [--rounds 5] [--steps 20]
+
+On a GPU this thread must stay ahead of the kernels: what it takes for a layer is the least that a layer takes. The
+layers are so small that their own computation is next to nothing, encoder layers of torch.nn with 12 parameters each:
+as they are, with the engine where all are resident, streamed through a window of three and keeping what autograd saves,
+and streamed and recomputed. Times are the thread's own on a processor, for a layer, the least of all steps: another
+thread's turn with Python's lock is not in them. Prints a table and appends one JSON line a row to
+results/overhead.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import stronghold
+from stronghold.evaluation.records import append_record, describe_machine
+
+RESULTS = Path(__file__).parent.parent / "results" / "overhead.jsonl"
+PASSES = ("forward", "backward", "step")
+
+
+def settings_of(layers: int) -> dict[str, dict[str, Any] | None]:
+    """Returns what ``stronghold.offload`` is called with in each row; None for the model as it is."""
+    return {
+        "plain PyTorch": None,
+        "resident, kept": {"resident": layers, "activations": "keep"},
+        "streamed, kept": {"window": min(3, layers), "activations": "keep"},
+        "streamed, recomputed": {"window": min(3, layers)},
+    }
+
+
+def build(layers: int, settings: dict[str, Any] | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns a model and its AdamW."""
+    model: nn.Module = nn.Sequential(
+        *(nn.TransformerEncoderLayer(16, 2, 32, dropout=0, batch_first=True, norm_first=True) for _ in range(layers))
+    )
+    if settings is None:
+        return model, torch.optim.AdamW(model.parameters())
+    model = stronghold.offload(model, device="cpu", **settings)
+    return model, stronghold.AdamW(model.parameters())
+
+
+def measure(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, backwards: int) -> list[float]:
+    """Returns the least seconds of the thread in a forward pass, a backward pass and a step with zero_grad()."""
+    least = [float("inf")] * len(PASSES)
+    x = torch.randn(1, 4, 16)
+
+    def timed(number: int, begin: float) -> float:
+        now = time.thread_time()
+        least[number] = min(least[number], now - begin)
+        return now
+
+    for _ in range(steps):
+        for _ in range(backwards):
+            begin = time.thread_time()
+            loss = model(x).sum()
+            begin = timed(0, begin)
+            loss.backward()
+            timed(1, begin)
+        begin = time.thread_time()
+        optimizer.step()
+        optimizer.zero_grad()
+        timed(2, begin)
+    return least
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    rows = {
+        (name, backwards): (*build(options.layers, settings), [float("inf")] * len(PASSES))
+        for backwards in (1, 2)
+        for name, settings in settings_of(options.layers).items()
+    }
+    for _ in range(options.rounds):  # in turn, for the machine's speed changes
+        for (_, backwards), (model, optimizer, least) in rows.items():
+            least[:] = map(min, least, measure(model, optimizer, options.steps, backwards))
+    table = Table(title="microseconds of the launching thread, for a layer", title_justify="left")
+    for name in ("layers", "backward passes a step", *PASSES):
+        table.add_column(name, justify="left" if name == "layers" else "right")
+    for (name, backwards), (_, _, least) in rows.items():
+        each = {which: seconds / options.layers for which, seconds in zip(PASSES, least, strict=True)}
+        table.add_row(name, str(backwards), *(f"{seconds * 1e6:.0f}" for seconds in each.values()))
+        record = {
+            "way": name,
+            "backwards": backwards,
+            "layers": options.layers,
+            "seconds_a_layer": each,
+            "machine": describe_machine(),
+        }
+        append_record(options.out, record)
+    Console().print(table)
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8, metavar="N", help="(default: 8)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each row (default: 5)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of a turn (default: 20)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="where to append the records")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
