@@ -34,8 +34,8 @@ def run(
 
     Each is added to this process's own. What process i prints goes to file i of ``logs``. Those that are ``left`` do
     not end by themselves, and are killed when the others have ended; as by a ``launcher`` all are as soon as one has
-    failed. Returns the exit codes, negative ones of signals;
-    raises TimeoutError where one of the others does not end, and leaves none running.
+    failed. Returns the exit codes, negative ones of signals; raises TimeoutError where one of the others does not end,
+    and leaves none running.
     """
     server = _server()
     request = {

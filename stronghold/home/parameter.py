@@ -95,8 +95,6 @@ class OffloadedParameter(_Parameter):
 class BoundParameter(_Parameter):
     """What a parameter is while its layer is on the device: a plain one, but for a backward pass that has failed."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """Returns ``parameter.grad`` as autograd has it, also while a backward pass is under way."""

@@ -18,24 +18,6 @@ RING = 2
 """Gradient slots on the device, and staging buffers on the host: one fills while the other drains."""
 
 
-@dataclass
-class DeviceSlot:
-    """A fixed device buffer that holds the gradients of one layer, and their squares."""
-
-    flat: Tensor
-    drained: Event | None = None
-    views: Views = field(default_factory=lambda: Views())
-
-
-@dataclass
-class Staging:
-    """A fixed host buffer for gradients that are added to others, or used for an update, and then gone."""
-
-    buffer: HostBuffer
-    free: Event | None = None
-    views: Views = field(default_factory=lambda: Views())
-
-
 class Views:
     """What was made of a buffer for the layers whose gradients pass through it, kept for the next pass."""
 
@@ -49,6 +31,24 @@ class Views:
             known = {place: view(place) for place in home.gradients.places}
             self._known[home] = home.gradients.layout, known
         return known
+
+
+@dataclass
+class DeviceSlot:
+    """A fixed device buffer that holds the gradients of one layer, and their squares."""
+
+    flat: Tensor
+    drained: Event | None = None
+    views: Views = field(default_factory=Views)
+
+
+@dataclass
+class Staging:
+    """A fixed host buffer for gradients that are added to others, or used for an update, and then gone."""
+
+    buffer: HostBuffer
+    free: Event | None = None
+    views: Views = field(default_factory=Views)
 
 
 class Downlink:
