@@ -32,7 +32,7 @@ def compare(settings: TrainSettings, arguments: Sequence[str], *, console: Conso
     is a record with an ``error``, and does not stop the others. Returns the records, which are appended to
     ``settings.record`` as they arise. Raises ValueError for what several methods cannot share.
     """
-    console = console or Console()
+    console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
     for name, value in (("save", settings.save), ("checkpoint_every", settings.checkpoint_every)):
         if value is not None:
             raise ValueError(f"{name} is for one method at a time (got {value!r} with method='all'); leave it out")
@@ -60,7 +60,7 @@ def compare(settings: TrainSettings, arguments: Sequence[str], *, console: Conso
 
 
 def _show(records: Sequence[Record], console: Console) -> None:
-    console.print(comparison_table(records), width=None if console.is_terminal else LOG_WIDTH)
+    console.print(comparison_table(records))
     for line in comparison_notes(records):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 

@@ -42,17 +42,17 @@ class Stream:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies ``source`` to ``target``, of the same shape and dtype; the buffers are the caller's to guard."""
-        self._tasks.append(self._guarded(lambda: self._copy(target, source)))
+        self._queue(lambda: self._copy(target, source))
 
     def wait(self, event: Event) -> None:
         """Makes the work given from now on wait for ``event``."""
         if not self._is_past(event):
-            self._tasks.append(self._guarded(lambda: self._wait(event)))
+            self._queue(lambda: self._wait(event))
 
     def hold(self, event: Event) -> None:
         """The same for work that the host does: its thread waits."""
         if not self._is_past(event):
-            self._tasks.append(self._guarded(lambda: self._hold(event)))
+            self._queue(lambda: self._hold(event))
 
     def run(self, task: Task, moved_bytes: int = 0) -> None:
         """Runs ``task``, which moves about ``moved_bytes`` through the host's memory."""
@@ -83,13 +83,17 @@ class Stream:
 
     def submit(self, task: Task) -> None:
         """Runs ``task``, in order."""
-        self._give(self._guarded(task))
+        self._queue(task)
+        self._wakes.put(True)
 
     def _give(self, task: Task) -> None:
+        """Runs ``task`` whether the work before it has failed or not."""
         self._tasks.append(task)
         self._wakes.put(True)
 
-    def _guarded(self, task: Task) -> Task:
+    def _queue(self, task: Task) -> None:
+        """Puts ``task`` behind the others, unless one of them has failed by then; it does not wake the thread."""
+
         def guarded() -> None:
             if self._error is None:
                 try:
@@ -97,7 +101,7 @@ class Stream:
                 except BaseException as error:
                     self._error = error
 
-        return guarded
+        self._tasks.append(guarded)
 
     def _is_past(self, event: Event) -> bool:
         """Whether there is nothing to wait for."""

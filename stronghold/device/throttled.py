@@ -105,14 +105,14 @@ class _ThrottledStream(Stream):
         self._give(lambda: stamp.put(max(self._clock_s, issued_s)))
         return stamp
 
-    def submit(self, task: Task) -> None:
+    def _queue(self, task: Task) -> None:
         issued_s = self._device.clock_s
 
         def begin() -> None:
             self._clock_s = max(self._clock_s, issued_s)
             task()
 
-        super().submit(begin)
+        super()._queue(begin)
 
     def _is_past(self, event: Event) -> bool:
         return False  # it may be by the wall clock, and not by this stream's

@@ -69,7 +69,7 @@ def comparison_table(records: Sequence[Mapping[str, Any]]) -> Table:
     """Returns a line for each run: speed, memory, the last loss, and whether it failed or learned something else."""
     drawn = Table(title="methods", title_justify="left", box=box.SIMPLE)
     for name in ("method", "samples/s", "s/step", "peak host", "peak device", "disk", "last loss", "status"):
-        drawn.add_column(name, no_wrap=True, justify="left" if name in ("method", "status") else "right")
+        drawn.add_column(name, justify="left" if name in ("method", "status") else "right")
     for record, (status, _) in zip(records, _statuses(records), strict=True):
         drawn.add_row(record["settings"]["method"], *_measured(record), status)
     return drawn

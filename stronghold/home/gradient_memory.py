@@ -43,8 +43,8 @@ class GradientMemory:
         self.places = tuple(sorted(trained.union(self.places)))
         sizes = [self._home.layout.sizes[place] for place in self.places]
         self.layout = lay_out([*sizes, *[8] * len(sizes)])
-        self.buffer = self._sums = self._sums_host = None
-        self._squares = {}
+        self.release()
+        self._sums = self._sums_host = None
         return True
 
     def allocate(self, device: Device) -> HostBuffer:
@@ -55,6 +55,11 @@ class GradientMemory:
                 home.owner.check_memory(host_bytes=length, device_bytes=0, what=f"gradients of {home.name}")
             self.buffer = device.host_buffer(length, memory=home.replicas.memory(length))
         return self.buffer
+
+    def release(self) -> None:
+        """Gives the host's gradients back."""
+        self.buffer = None
+        self._squares = {}
 
     def view(self, buffer: Buffer, place: int) -> Tensor:
         """Returns the gradient of one parameter in a buffer of this layout."""
@@ -116,8 +121,3 @@ class GradientMemory:
 
     def _sum_in(self, buffer: Buffer, place: int) -> Tensor:
         return buffer.view(self._offset(place), self._home.shapes[place], torch.int16)
-
-
-def raw_requires_grad(parameter: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.requires_grad

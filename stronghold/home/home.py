@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stronghold.device import Buffer, Event
 from stronghold.errors import OffloadedModelError
-from stronghold.home.gradient_memory import GradientMemory, raw_requires_grad
+from stronghold.home.gradient_memory import GradientMemory
 from stronghold.home.masters import Masters
 from stronghold.home.protocols import Kind, Memory, Owner
 from stronghold.home.replicas import ONE_REPLICA, Replicas
@@ -77,7 +77,7 @@ class Home:
 
     @property
     def trainable(self) -> bool:
-        return any(raw_requires_grad(p) for p in self.parameters)
+        return any(_requires_grad(p) for p in self.parameters)
 
     @property
     def slot_bytes(self) -> int:
@@ -129,7 +129,7 @@ class Home:
         if self.dtype == torch.float32:
             return []
         parameters = enumerate(self.parameters)
-        return [place for place, p in parameters if raw_requires_grad(p) or p.dtype != self.dtype]
+        return [place for place, p in parameters if _requires_grad(p) or p.dtype != self.dtype]
 
     def master(self, place: int) -> Tensor:
         """Returns the fp32 master of a parameter: a copy, or with fp32 compute the weight itself."""
@@ -310,3 +310,8 @@ _ALONE = _users(torch.empty(1))
 def raw_version(parameter: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return parameter._version
+
+
+def _requires_grad(parameter: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.requires_grad

@@ -104,7 +104,7 @@ class AdamW(torch.optim.Optimizer):
                 self._allocate(home)
         except MemoryError as error:
             for home in before:
-                home.gradients.buffer = None
+                home.gradients.release()
             self._moments = Moments(states)  # gives back what was had
             raise MemoryError(
                 f"AdamW's states and gradients could not be had: {error}; use states='8bit' or "

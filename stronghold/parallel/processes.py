@@ -154,7 +154,7 @@ class Processes:
 
         Who has it tells the others, and waits for none of them: in a row of stages they end their steps later.
         """
-        mean = torch.zeros((), dtype=torch.float64) if value is None else value.detach().double().cpu()
+        mean = torch.tensor(0.0 if value is None else value.item(), dtype=torch.float64)
         last = self.place == self.each - 1
         with self.watch.waiting():
             if last and self.replicas.count > 1:
