@@ -665,3 +665,28 @@ def test_a_layer_can_be_called_by_itself():
         for model in (plain, ours):
             F.mse_loss(model.layers[number](x), x).backward()
     assert_same_models(ours, plain)
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_a_parameter_is_trained_later_in_a_slot_that_is_long_enough(update):
+    """What is kept of a slot for a layer is for the gradients that the layer had then."""
+    trained = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), nn.Linear(8, 2))
+        late = model[0][1].bias.requires_grad_(False)  # the other layers' gradients are longer: slots stay as they are
+        if offloaded:
+            model = stronghold.offload(model, device="cpu", window=1, layers="0")
+            optimizer = stronghold.AdamW(model.parameters(), lr=0.1, update=update)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        x = torch.randn(4, 8)
+        for step in range(4):
+            if step == 2:
+                late.requires_grad_(True)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([parameter.detach().clone() for parameter in model.parameters()])
+    for plain, mine in zip(*trained, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
