@@ -49,9 +49,6 @@ class ThreadLane:
     def sum(self, values: Tensor) -> None:
         values.copy_(sum(self._everyone(values.clone())))
 
-    def take_first(self, values: Tensor) -> None:
-        values.copy_(self._everyone(values.clone())[0])
-
     def meet(self) -> None:
         self._everyone(None)
 
@@ -63,8 +60,8 @@ class ThreadReplicas:
     """One of several replicas, and the company of all of them."""
 
     def __init__(self, number: int, exchanges: dict[str, Exchange], memories: list[mmap.mmap]) -> None:
-        self.number = self.rank = number
-        self.count = exchanges["main"].count
+        self.number = self.rank = self.index = number
+        self.count = self.total = exchanges["main"].count
         self.neighbours = self.count
         self._exchange = exchanges["main"]
         self.main, self.gradients, self.updates, self.landing = (
@@ -86,7 +83,11 @@ class ThreadReplicas:
             action()
         self.everyone(None)
 
-    def agree(self, done: object) -> None:
+    def take_first(self, values: Tensor, *, common: bool) -> None:
+        if not common:  # in what they have in common is what the first one has put there
+            values.copy_(self.everyone(values.clone())[0])
+
+    def agree(self, done: object, *, here: bool = False) -> None:
         if len(set(map(repr, self.everyone(done)))) > 1:
             raise ParallelError("replicas must compute the same")
 

@@ -108,8 +108,8 @@ def _load(
     states = manifest.random.get("processes", [manifest.random])  # one that was not there has the first one's
     own_states = states[company.rank] if company.rank < len(states) else states[0]
     put_random_states(from_plain(own_states), engine.device.torch_device)
-    if company.rank >= len(states) and engine.replicas.number:
-        torch.manual_seed(torch.initial_seed() + engine.replicas.number)  # replicas draw apart
+    if company.rank >= len(states) and engine.replicas.index:
+        torch.manual_seed(torch.initial_seed() + engine.replicas.index)  # replicas draw apart
 
 
 def _put(manifest: Manifest, model: nn.Module, engine: Engine, optimizer: AdamW, names: Names, own: bool) -> None:

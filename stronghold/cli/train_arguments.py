@@ -158,7 +158,7 @@ def _add_stages(stages: Group) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="that train the whole model, each with a part of the batch, on one machine (default: 1)",
+        help="that train the whole model, each with a part of the batch (default: 1)",
     )
     stages.add_argument(
         "--micro-batches",

@@ -27,6 +27,7 @@ class StepTimes:
     fetched_bytes: int
     gradient_bytes: int
     reduced_bytes: int = 0
+    crossed_bytes: int = 0
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
     disk_busy_s: float = 0.0
@@ -116,6 +117,7 @@ class Report:
                 ("", "fetched", f"{format_bytes(step.fetched_bytes)} in {step.fetches} fetches"),
                 ("", "gradients down", format_bytes(step.gradient_bytes)),
                 *([("", "to replicas", format_bytes(step.reduced_bytes))] if step.reduced_bytes else []),
+                *([("", "to other machines", format_bytes(step.crossed_bytes))] if step.crossed_bytes else []),
             ]
         if self.step is not None and self.disk_paths:
             written = self.step.disk_written_bytes

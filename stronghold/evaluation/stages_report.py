@@ -74,6 +74,7 @@ class StagesReport:
             fetched_bytes=sum(step.fetched_bytes for step in steps),
             gradient_bytes=sum(step.gradient_bytes for step in steps),
             reduced_bytes=sum(step.reduced_bytes for step in steps),
+            crossed_bytes=sum(step.crossed_bytes for step in steps),
             disk_read_bytes=sum(step.disk_read_bytes for step in steps),
             disk_written_bytes=sum(step.disk_written_bytes for step in steps),
         )

@@ -63,7 +63,7 @@ class Home:
         """Somebody may have written the weights by a way that leaves no trace in the version."""
         self.versions = [0] * len(self.parameters)
         self.replicas: Replicas = ONE_REPLICA
-        """The processes that have the unit in common, unless it is resident."""
+        """The processes that train the unit; those of a machine have it in common, unless it is resident."""
         self.on_disk: frozenset[Kind] = frozenset()
         """What of the unit is on disk; the rest is in host memory, or on the device."""
         self.generation = 0
@@ -96,9 +96,8 @@ class Home:
         values = [p.detach() for p in self.parameters] if values is None else values
         places = self.make_room(memory)
         self.replicas.by_first(lambda: self._fill(values, places))
-        if self.resident:
-            for tensor in (*self.weight, *self.masters.remainders.values()):
-                self.replicas.main.take_first(tensor)
+        for tensor in (*self.weight, *self.masters.remainders.values()):
+            self.replicas.take_first(tensor, common=not self.resident)
 
     def _fill(self, values: Iterable[Tensor], places: Sequence[int]) -> None:
         for place, (weight, value) in enumerate(zip(self.weight, values, strict=True)):
@@ -153,7 +152,10 @@ class Home:
         return lay_out(sizes, self.alignment).total_bytes
 
     def shares(self, place: int) -> list[tuple[int, int]]:
-        """Returns which elements of a parameter each replica updates, (begin, end): of a resident unit each has all."""
+        """Returns which elements of a parameter each of the machine's replicas updates, (begin, end).
+
+        Of a resident unit each has all.
+        """
         count = self.counts[place]
         if self.resident:
             return [(0, count)] * self.replicas.count

@@ -14,7 +14,7 @@ class Lane(Protocol):
     """What replicas say to one another from one of their threads, all in the same order."""
 
     def mean_share(self, flat: Tensor) -> None:
-        """Makes the replica's own part of ``flat``, which is as many equal ones, the mean of all replicas' (in place).
+        """Makes the replica's own part of ``flat``, of ``count`` equal ones, the mean of all replicas' (in place).
 
         What the other parts hold afterwards is not said.
         """
@@ -23,25 +23,28 @@ class Lane(Protocol):
         """Makes ``values`` the mean of all replicas', the same bits in each (in place)."""
 
     def sum(self, values: Tensor) -> None:
-        """Makes ``values`` the sum of all replicas', the same bits in each (in place)."""
-
-    def take_first(self, values: Tensor) -> None:
-        """Makes ``values`` those of the first replica (in place)."""
+        """Makes ``values`` the sum of what each of a machine's replicas found in its share, the same bits in each."""
 
     def meet(self) -> None:
-        """Waits until all are here."""
+        """Waits until all of this machine's are here."""
 
 
 class Replicas(Protocol):
-    """The processes that train the same layers, and have the host's memory of them in common.
+    """The processes that train the same layers; those of one machine have its memory of them in common.
 
-    Each updates its share of every layer there; a layer's gradients are the mean of all replicas', and each brings its
-    share of them down. So their weights are the same ones, and their losses those of one process with all the data.
+    A layer's gradients are the mean of all replicas'. Each of a machine's replicas brings its share of them down and
+    updates that share of the layer there. So the weights of a machine's replicas are the same ones, those of different
+    machines have the same bits, and all losses are those of one process with all the data.
     """
 
     number: int
-    """Which of them this process is."""
+    """Which of this machine's replicas this process is."""
     count: int
+    """How many this machine has."""
+    index: int
+    """Which of all replicas this process is."""
+    total: int
+    """How many there are on all machines, each of which has as many."""
     main: Lane
     """Of the thread that computes."""
     gradients: Lane
@@ -52,13 +55,22 @@ class Replicas(Protocol):
     """Of the stream that waits for updates."""
 
     def memory(self, length_bytes: int) -> Common | None:
-        """Returns memory that all replicas have, all zero; None where there is one."""
+        """Returns memory that all replicas of the machine have, all zero; None where there is one."""
 
     def by_first(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` in the first replica while the others wait; where it raises, all raise."""
+        """Runs ``action`` in the machine's first replica while its others wait; where it raises, they raise too."""
 
-    def agree(self, done: object) -> None:
-        """Raises ParallelError unless all replicas have ``done`` the same; returns when all are here."""
+    def take_first(self, values: Tensor, *, common: bool) -> None:
+        """Makes ``values`` those of the first of all replicas (in place).
+
+        What a machine's replicas have in ``common`` its first one takes; the others see it when all have met.
+        """
+
+    def agree(self, done: object, *, here: bool = False) -> None:
+        """Raises ParallelError unless all replicas, or those ``here`` on this machine, have ``done`` the same.
+
+        Returns when they are here.
+        """
 
 
 class _Alone:
@@ -71,9 +83,6 @@ class _Alone:
     def sum(self, values: Tensor) -> None:
         pass
 
-    def take_first(self, values: Tensor) -> None:
-        pass
-
     def meet(self) -> None:
         pass
 
@@ -81,8 +90,8 @@ class _Alone:
 class OneReplica:
     """One process that trains its layers with all the data."""
 
-    number = 0
-    count = 1
+    number = index = 0
+    count = total = 1
     main: Lane = _Alone()
     gradients: Lane = main
     updates: Lane = main
@@ -94,7 +103,10 @@ class OneReplica:
     def by_first(self, action: Callable[[], None]) -> None:
         action()
 
-    def agree(self, done: object) -> None:
+    def take_first(self, values: Tensor, *, common: bool) -> None:
+        pass
+
+    def agree(self, done: object, *, here: bool = False) -> None:
         pass
 
 

@@ -72,7 +72,7 @@ def _need_no_slots(settings: OffloadSettings, device: Device, homes: Sequence[Ho
     """
     bounded = settings.device_memory is not None or settings.host_memory is not None or settings.directories
     asked = (settings.window, settings.resident)
-    alone = homes[0].replicas.count == 1
+    alone = homes[0].replicas.total == 1
     return device.is_host and alone and not bounded and (asked == ("auto", 0) or settings.resident == "auto")
 
 

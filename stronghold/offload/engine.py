@@ -45,7 +45,7 @@ class Engine:
         self.device = device
         self.replicas = replicas
         self._landing = Stream("landing") if replicas.count > 1 else None
-        """Where this process waits for the other replicas' updates."""
+        """Where this process waits for the updates of the machine's other replicas."""
         self.homes: Sequence[Home] = placement.homes
         self.layers = placement.layers
         self.micro_batch = settings.micro_batch
@@ -63,7 +63,7 @@ class Engine:
         own = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
         self.process_bytes = max(0, psutil.Process().memory_info().rss - own)
         paths = [Path(path) for path in settings.directories]
-        replicas.agree([os.path.realpath(path) for path in paths])
+        replicas.agree([os.path.realpath(path) for path in paths], here=True)
         replicas.agree([(home.name, home.resident, sorted(home.on_disk)) for home in self.homes])
         reopen = isinstance(weights, Reopened)
         self.store: Store = (
@@ -100,7 +100,7 @@ class Engine:
         placement.move_edges(device)
         for module, name in placement.buffers:
             if (moved := module._buffers[name]) is not None:
-                replicas.main.take_first(moved)
+                replicas.take_first(moved, common=False)
         # Weakly: the garbage collector does not see through these hooks, and a model without users must go.
         taker = weakref.WeakMethod(self.gradients.take)
         self._take = lambda parameter: (take := taker()) and take(parameter)
@@ -214,7 +214,7 @@ class Engine:
             keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 
     def agree(self, found: Mapping[Home, Collection[int]]) -> None:
-        if self.replicas.count > 1:
+        if self.replicas.total > 1:
             self.replicas.agree([(home.name, tuple(places)) for home, places in found.items()])
 
     def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:

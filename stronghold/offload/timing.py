@@ -54,6 +54,7 @@ class Stopwatch:
                 fetched_bytes=traffic.fetched_bytes,
                 gradient_bytes=gradients.gradient_bytes,
                 reduced_bytes=gradients.reduced_bytes,
+                crossed_bytes=gradients.crossed_bytes,
                 disk_read_bytes=disk.read_bytes,
                 disk_written_bytes=disk.written_bytes,
                 disk_busy_s=disk.busy_s,

@@ -44,9 +44,9 @@ def pipeline(
             optimizer.step()
             optimizer.zero_grad()
 
-    Of ``replicas`` each trains the whole model with its part of every batch. Those of a stage are on one machine and
-    have its memory of the host in common: weights, gradients and AdamW's states are there once, and each replica
-    updates its share. ``micro_batches`` are those of one replica.
+    Of ``replicas`` each trains the whole model with its part of every batch. Those of a stage that are on one machine
+    have its memory in common: weights, gradients and AdamW's states are there once, and each replica updates its
+    share. Every machine that has some must have as many of them. ``micro_batches`` are those of one replica.
 
     ``loss(output, targets)`` is the mean over a micro-batch. ``balance`` says where the row is cut, where a layer is a
     child with parameters and those without any behind it:

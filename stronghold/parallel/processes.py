@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
@@ -66,12 +67,13 @@ class Processes:
         self.each = self.count // replicas
         """The processes of a replica."""
         self.replica, self.place = divmod(self.rank, self.each)
+        self._machines = machines
         for place in range(self.each):
-            if len(apart := set(machines[place :: self.each])) > 1:
+            if len(set((here := Counter(machines[place :: self.each])).values())) > 1:
                 self.refuse(
-                    f"replicas have the host's memory in common, and so must be on one machine (got those of process "
-                    f"{place} on {', '.join(sorted(apart))}); start as many replicas on each machine as the model has "
-                    "of them, or use stages across machines"
+                    f"every machine that has replicas must have as many of them (got "
+                    f"{', '.join(f'{count} on {name}' for name, count in sorted(here.items()))} for process {place} of "
+                    "each); start torchrun with the same --nproc-per-node on all machines"
                 )
 
     @cached_property
@@ -79,9 +81,14 @@ class Processes:
         """This process and those that have the same layers. To be asked for by all processes at once."""
         if self.count == self.each:
             return ONE_REPLICA
-        return ReplicaProcesses(
-            [list(range(p, self.count, self.each)) for p in range(self.each)], self.rank, self.watch
-        )
+        return ReplicaProcesses([self._by_machine(place) for place in range(self.each)], self.rank, self.watch)
+
+    def _by_machine(self, place: int) -> list[list[int]]:
+        """Returns the ranks of the replicas that have the same place, for each machine that has any."""
+        ranks: dict[str, list[int]] = {}
+        for rank in range(place, self.count, self.each):
+            ranks.setdefault(self._machines[rank], []).append(rank)
+        return list(ranks.values())
 
     @cached_property
     def row(self) -> dist.ProcessGroup:
@@ -157,7 +164,7 @@ class Processes:
         mean = torch.tensor(0.0 if value is None else value.item(), dtype=torch.float64)
         last = self.place == self.each - 1
         with self.watch.waiting():
-            if last and self.replicas.count > 1:
+            if last and self.replicas.total > 1:
                 self.replicas.main.mean(mean)
             if self.each > 1:
                 dist.broadcast(mean, self.rank - self.place + self.each - 1, group=self.row)

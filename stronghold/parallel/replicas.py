@@ -1,4 +1,4 @@
-"""Replicas of one machine: what they say to one another, and the memory that they have in common."""
+"""Replicas: what they say to one another, and the memory that those of one machine have in common."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import resource
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -29,38 +30,61 @@ def groups_of(sets: Sequence[Sequence[int]], watch: Watch) -> list[dist.ProcessG
         return [dist.new_group(list(ranks)) for ranks in sets]
 
 
-class ReplicaProcesses:
-    """The processes of which each trains a part of a batch, and which have the memory of the host in common.
+@dataclass(frozen=True)
+class Group:
+    """Some of the processes, of which this one is ``number``; ``link`` is None where it is alone."""
 
-    ``sets`` are the ranks of the replicas of each part of the model; all processes make this at once. Each thread has
-    a group of its own, for in a group everything has one order. Raises ParallelError where the system has no memory to
-    have in common.
+    link: dist.ProcessGroup | None
+    number: int
+    count: int
+
+
+_ALONE = Group(None, 0, 1)
+
+
+class ReplicaProcesses:
+    """The processes of which each trains a part of a batch; those of one machine have its memory in common.
+
+    ``places`` are, for each part of the model, the ranks of its replicas on each machine, as many on each; all
+    processes make this at once. Each thread has groups of its own, for in a group everything has one order. Raises
+    ParallelError where the system has no memory to have in common.
     """
 
-    gradients: Lane
-    updates: Lane
-    landing: Lane
-
-    def __init__(self, sets: Sequence[Sequence[int]], rank: int, watch: Watch) -> None:
-        which = next(number for number, ranks in enumerate(sets) if rank in ranks)
-        if not hasattr(os, "memfd_create"):
+    def __init__(self, places: Sequence[Sequence[Sequence[int]]], rank: int, watch: Watch) -> None:
+        self._watch, self._rank = watch, rank
+        everywhere = [[rank for ranks in machines for rank in ranks] for machines in places]
+        here = [list(ranks) for machines in places for ranks in machines]
+        opposite = [list(ranks) for machines in places for ranks in zip(*machines, strict=True)]
+        """Those of the same number on each machine, who have the same share of every layer."""
+        self._all = self._group(everywhere)
+        self._here = self._all if here == everywhere else self._group(here)
+        self._opposite = self._group(opposite)
+        self.index, self.total = self._all.number, self._all.count
+        self.number, self.count = self._here.number, self._here.count
+        if self.count > 1 and not hasattr(os, "memfd_create"):
             raise ParallelError(
-                "replicas have memory in common by Linux's memfd_create (got a system without); use stages",
+                "replicas here have memory in common by Linux's memfd_create (got a system without); use stages",
                 ours=rank == 0,
             )
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:  # each piece of common memory has a descriptor
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self.number, self.count = list(sets[which]).index(rank), len(sets[which])
-        self._watch = watch
-        self._group = groups_of(sets, watch)[which]
-        self.main: Lane = ProcessLane(self._group, self.number, self.count, watch.waiting)
-        self.gradients, self.updates, self.landing = (
-            ProcessLane(groups_of(sets, watch)[which], self.number, self.count, watch.beside) for _ in range(3)
-        )
+        self.main: Lane = ProcessLane(self._here, self._opposite, watch.waiting)
+        self.gradients: Lane = ProcessLane(self._group(here), self._group(opposite), watch.beside)
+        self.updates: Lane = ProcessLane(self._group(here), _ALONE, watch.beside)
+        self.landing: Lane = ProcessLane(self._group(here), _ALONE, watch.beside)
 
-    def memory(self, length_bytes: int) -> Common:
-        """Returns memory that all replicas have, all zero. It goes with the last process that has it."""
+    def _group(self, sets: Sequence[list[int]]) -> Group:
+        """Returns a new group of those of the ``sets`` of ranks that this process is in; all make all of them."""
+        if all(len(ranks) == 1 for ranks in sets):
+            return _ALONE
+        which = next(number for number, ranks in enumerate(sets) if self._rank in ranks)
+        return Group(groups_of(sets, self._watch)[which], sets[which].index(self._rank), len(sets[which]))
+
+    def memory(self, length_bytes: int) -> Common | None:
+        """Returns memory that all replicas here have, all zero. It goes with the last process that has it."""
+        if self.count == 1:
+            return None
         length = max(length_bytes, 1)
         descriptor, error = -1, ""
         if self.number == 0:
@@ -96,7 +120,7 @@ class ReplicaProcesses:
         return Common(mapped, self.count)
 
     def by_first(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` in the first replica while the others wait; where it raises, all raise."""
+        """Runs ``action`` in the machine's first replica while its others wait; where it raises, they raise too."""
         error = None
         if self.number == 0:
             try:
@@ -109,23 +133,40 @@ class ReplicaProcesses:
         if told is not None:
             raise ParallelError(f"replica 0 failed: {told}", ours=False)
 
-    def agree(self, done: object) -> None:
-        """Raises ParallelError unless all replicas have ``done`` the same; returns when all are here."""
+    def take_first(self, values: Tensor, *, common: bool) -> None:
+        """Makes ``values`` those of the first replica; what is in ``common`` here the first one takes."""
+        group = self._opposite if common else self._all
+        if group.link is None or (common and self.number):
+            return
+        sent = values.contiguous()
+        with self._watch.waiting():
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=group.link, group_src=0)  # not all dtypes are sent
+            _settle(sent)
+        if sent is not values:
+            values.copy_(sent)
+
+    def agree(self, done: object, *, here: bool = False) -> None:
+        """Raises ParallelError unless all replicas, or those ``here``, have ``done`` the same."""
+        group = self._here if here else self._all
+        if group.link is None:
+            return
         seen = torch.tensor(zlib.crc32(repr(done).encode()), dtype=torch.int64)
         extremes = torch.stack([seen, -seen])
         with self._watch.waiting():
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group.link)
         if extremes[0] != -extremes[1]:
             raise ParallelError(
                 "replicas must compute the same layers in the same order, and have gradients for the same parameters "
-                f"(replica {self.number}: {str(done)[:300]}); give each data that take the same way through the model",
-                ours=self.number == 0,
+                f"(replica {self.index}: {str(done)[:300]}); give each data that take the same way through the model",
+                ours=self.index == 0,
             )
 
     def _everyone(self, value: T) -> list[T]:
+        """Returns the ``value`` of each replica here."""
         values: list[T] = [value] * self.count
-        with self._watch.waiting():
-            dist.all_gather_object(values, value, group=self._group)
+        if self._here.link is not None:
+            with self._watch.waiting():
+                dist.all_gather_object(values, value, group=self._here.link)
         return values
 
 
@@ -139,39 +180,43 @@ def _settle(tensor: Tensor) -> None:
 
 
 class ProcessLane:
-    """What replicas say to one another from one of their threads, by one group."""
+    """What replicas say to one another from one of their threads: those ``here``, and those ``opposite`` elsewhere."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, number: int, count: int, waiting: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._group = group
-        self._number = number
-        self._count = count
+    def __init__(self, here: Group, opposite: Group, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        self._here = here
+        self._opposite = opposite
         self._waiting = waiting
 
     def mean_share(self, flat: Tensor) -> None:
         if not flat.numel():
             return
-        own = flat.view(self._count, -1)[self._number]
+        own = flat.view(self._here.count, -1)[self._here.number]
         with self._waiting():
-            _reduce_scatter(own, flat, group=self._group)
+            if self._here.link is not None:
+                _reduce_scatter(own, flat, group=self._here.link)
+            if self._opposite.link is not None:
+                dist.all_reduce(own, group=self._opposite.link)
             _settle(own)
-        own.div_(self._count)
+        own.div_(self._here.count * self._opposite.count)
 
     def mean(self, values: Tensor) -> None:
         self.sum(values)
-        values.div_(self._count)
+        if self._opposite.link is not None:
+            with self._waiting():
+                if self._here.number == 0:
+                    dist.all_reduce(values, group=self._opposite.link)
+                if self._here.link is not None:  # one sum for all: others might be added in another order
+                    dist.broadcast(values, group=self._here.link, group_src=0)
+                _settle(values)
+        values.div_(self._here.count * self._opposite.count)
 
     def sum(self, values: Tensor) -> None:
-        with self._waiting():
-            dist.all_reduce(values, group=self._group)
-            _settle(values)
-
-    def take_first(self, values: Tensor) -> None:
-        with self._waiting():
-            dist.broadcast(values, group=self._group, group_src=0)
-            _settle(values)
+        if self._here.link is not None:
+            with self._waiting():
+                dist.all_reduce(values, group=self._here.link)
+                _settle(values)
 
     def meet(self) -> None:
-        with self._waiting():
-            dist.all_reduce(torch.zeros(()), group=self._group)  # on the host, whatever the device
+        if self._here.link is not None:
+            with self._waiting():
+                dist.all_reduce(torch.zeros(()), group=self._here.link)  # on the host, whatever the device

@@ -21,7 +21,7 @@ def replicate(
     weights: Weights | None = None,
     **settings: Any,
 ) -> nn.Module:
-    """Offloads ``model`` in each of the processes of one machine, which train it together: data parallelism.
+    """Offloads ``model`` in each of the processes that torchrun has started, which train it together: data parallelism.
 
     All processes build the same model and call this, under ``torchrun --nproc-per-node N``; what follows is the
     ordinary loop, in each with batches of its own, of the same size::
@@ -38,7 +38,9 @@ def replicate(
     common: weights, gradients and AdamW's states are there once, however many replicas there are, and a fetch reads
     what all of them have written. So a parameter is the same tensor in each, which may be read; to write it is an
     error, as it is to clip gradients in place: pass ``max_grad_norm``. What is on the device, edges and resident
-    layers, each has for itself. With bf16 compute the mean is taken in bf16. Values and buffers are the first one's;
+    layers, each has for itself. On several machines, each with as many processes, every machine has one such set: the
+    shares of a gradient are added up over the machines (all-reduced) before they come down, and each machine updates
+    all weights, to the same bits. With bf16 compute the mean is taken in bf16. Values and buffers are the first one's;
     what buffers become (BatchNorm's statistics) is each one's own, and a checkpoint has the first one's. Random
     numbers of torch are each replica's own: its generators are seeded anew.
 
@@ -46,8 +48,8 @@ def replicate(
     end with an error. Under ``in_backward`` some layers have been updated with nonsense by then: load a checkpoint.
 
     ``device`` "cuda" is the GPU of the process's rank; the other arguments are those of :func:`stronghold.offload`,
-    with ``host_memory`` for each process and a store's directory for all together. Raises ParallelError where the
-    processes are not on one machine or do not agree, before anything has changed; and what ``offload`` raises.
+    with ``host_memory`` for each process and a store's directory for all of a machine. Raises ParallelError where the
+    machines have not as many processes or these do not agree, before anything has changed; and what ``offload`` raises.
     """
     processes = Processes(torch.device(device), wanted=2, replicas=None)
     return replicated(model, processes, dtype=dtype, weights=weights, **settings)

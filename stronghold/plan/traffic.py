@@ -55,6 +55,16 @@ def reduce_scatter_bytes(elements: int, element_bytes: int, replicas: int) -> in
     return (replicas - 1) * share(elements, replicas) * element_bytes
 
 
+def all_reduce_bytes(elements: int, element_bytes: int, replicas: int) -> int:
+    """Returns what each of N replicas sends, and receives, so that each has the sum of the whole gradient.
+
+    A reduce-scatter, and then a gather of the sums, which takes as much again (the same):
+
+        2 · (N - 1) · ⌈n / N⌉ · bytes an element = 2 · (N - 1) / N of the gradient, where N divides it.
+    """
+    return 2 * reduce_scatter_bytes(elements, element_bytes, replicas)
+
+
 def all_gather_bytes(elements: int, element_bytes: int, replicas: int) -> int:
     """Returns what each of N replicas receives, and sends in a ring, so that each has all weights of a layer.
 

@@ -55,7 +55,7 @@ class Gradients:
         self.shared: frozenset[int] = frozenset()
         """Parameters, by id, whose gradients in_backward leaves to the step: they are not complete before."""
         self._threads = native.usable_cores()
-        self.downlink = (SharedDownlink if replicas.count > 1 else Downlink)(homes, device, waits)
+        self.downlink = (SharedDownlink if replicas.total > 1 else Downlink)(homes, device, waits)
         self._layer: int | None = None
         self._written: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
@@ -163,7 +163,7 @@ class Gradients:
         updater = self._updater
         if updater is None or not updater.in_backward or self.more:
             return []
-        if home.resident and self.replicas.count > 1:
+        if home.resident and self.replicas.total > 1:
             return []  # the step takes the mean
         return [p for p in places if id(home.parameters[p]) not in self.shared and updater.updates(home, p)]
 
@@ -344,7 +344,7 @@ class Gradients:
 
 def gradient_slot_bytes(home: Home) -> int:
     """Returns what the gradients of a layer take on the device, on their way down."""
-    return shared_slot_bytes(home) if home.replicas.count > 1 else home.gradients.layout.total_bytes
+    return shared_slot_bytes(home) if home.replicas.total > 1 else home.gradients.layout.total_bytes
 
 
 def _raw(gradient: Tensor) -> Tensor:

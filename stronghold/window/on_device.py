@@ -65,7 +65,7 @@ class DeviceGradients:
         found = {place: known_of(gradient) for place, gradient in gradients.items()}
         with torch._C.DisableTorchFunctionSubclass():
             values = {place: gradient.detach().contiguous() for place, gradient in gradients.items()}
-            if home.replicas.count > 1:
+            if home.replicas.total > 1:
                 found = {place: self._mean(home, place, values[place], one) for place, one in found.items()}
                 for place, gradient in gradients.items():
                     if gradient.data_ptr() != values[place].data_ptr():

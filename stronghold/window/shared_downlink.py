@@ -1,4 +1,4 @@
-"""The way down for gradients of which each replica has a share."""
+"""The way down for gradients of which a machine's replicas have a share each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from stronghold.device import Device, HostBuffer, Waits
 from stronghold.home import Home
 from stronghold.layout import ALIGNMENT_BYTES, lay_out, round_up
+from stronghold.plan.traffic import all_reduce_bytes, reduce_scatter_bytes
 from stronghold.window.downlink import DeviceSlot, Downlink
 from stronghold.window.sums import spread, squares_of
 
 
 @dataclass(frozen=True)
 class Regions:
-    """How a layer's gradients lie in a slot: a region of ``each_bytes`` for the share of each replica.
+    """How a layer's gradients lie in a slot: a region of ``each_bytes`` for the share of each replica here.
 
     ``spans`` are the (begin, length) in bytes of each replica's share of each of the gradients at ``places``.
     """
@@ -28,10 +29,11 @@ class Regions:
 
 
 class SharedDownlink(Downlink):
-    """A slot holds the replicas' shares of a layer's gradients one behind the other, then a square for each gradient.
+    """A slot holds the shares of a layer's gradients one behind the other, then a square for each gradient.
 
-    Once they are there the stream of the copies reduce-scatters them: what is copied down is this replica's share of
-    the mean. The squares are those of the whole mean, the same in all replicas.
+    Once they are there the stream of the copies reduce-scatters them among the machine's replicas, and adds up each
+    share over the machines: what is copied down is this replica's share of the mean of all. The squares are those of
+    the whole mean, the same in all replicas.
     """
 
     def __init__(self, homes: Sequence[Home], device: Device, waits: Waits) -> None:
@@ -58,7 +60,9 @@ class SharedDownlink(Downlink):
             lane.sum(total)
             spread(total, squares, poison)
 
-        self.traffic.reduced_bytes += flat.nbytes // home.replicas.count * (home.replicas.count - 1)
+        replicas, share = home.replicas, flat.numel() // home.replicas.count
+        self.traffic.reduced_bytes += reduce_scatter_bytes(flat.numel(), flat.itemsize, replicas.count)
+        self.traffic.crossed_bytes += all_reduce_bytes(share, flat.itemsize, replicas.total // replicas.count)
         self._turn()
         with self.device.noted(self.device.gradients, f"reduce-scatter {home.name}"):
             self.device.gradients.compute(reduce)

@@ -17,7 +17,9 @@ class Traffic:
     fetched_bytes: int = 0
     gradient_bytes: int = 0
     reduced_bytes: int = 0
-    """Of gradients, to other replicas."""
+    """Of gradients, to this machine's other replicas."""
+    crossed_bytes: int = 0
+    """Of gradients, to replicas on other machines."""
     fetch_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
     update_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
     disk_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))

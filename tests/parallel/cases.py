@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import socket
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -34,7 +36,8 @@ CONFIG = GPTConfig(layers=5, hidden=32, heads=2, sequence=16, vocabulary=100)
 class Case:
     """One way to train the same model: the same gradients and losses are expected of all.
 
-    With ``ratios`` the balance is a file's. ``again`` are the layers that the backward pass is to compute again.
+    With ``ratios`` the balance is a file's. ``again`` are the layers that the backward pass is to compute again. On
+    several ``machines`` the processes have no memory in common but with their neighbours.
     """
 
     stages: int
@@ -47,6 +50,7 @@ class Case:
     clip: float | None = None
     frozen: bool = False
     disk: bool = False
+    machines: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     steps: int = 3
 
@@ -85,6 +89,8 @@ CASES = {
         Case(1, replicas=2, frozen=True, settings={"micro_batch": 1, "activations": "host"}, micro_batches=1),
         Case(1, replicas=2, settings={"resident": 2, "window": 1}, clip=0.05),
         Case(1, replicas=2, clip=1.0, steps=50, settings={"window": 2}, micro_batches=2),
+        Case(1, replicas=2, machines=2, settings={"window": 1}, clip=0.05),
+        Case(1, replicas=2, machines=2, disk=True, settings={"resident": 2, "window": 1}, micro_batches=2),
     ],
     4: [
         Case(4, schedule="GPipe", settings={"window": 1}, clip=0.05),
@@ -94,6 +100,8 @@ CASES = {
         Case(2, replicas=2, schedule="GPipe", balance=[4, 1], frozen=True, micro_batches=2),
         Case(2, replicas=2, balance=[4, 1], ratios=(0.5, 0), settings={"window": 1}, again=frozenset({2, 3})),
         Case(4, replicas=2, schedule="Interleaved1F1B", disk=True, settings={"window": 1}, clip=0.05),
+        Case(2, replicas=2, machines=2, disk=True, frozen=True, settings={"window": 1}, clip=0.05),
+        Case(1, replicas=4, machines=2, settings={"window": 1}, clip=0.05, micro_batches=2),
     ],
 }
 
@@ -175,9 +183,10 @@ def staged(case: Case, device: str) -> Trained:
     gpt = model(case)
     names = {id(p): name for name, p in gpt.named_parameters()}
     with tempfile.TemporaryDirectory() as folder, recomputations(gpt) as again:
-        processes = Processes(torch.device(device), wanted=case.stages * case.replicas, replicas=case.replicas)
+        with machines(case.machines):
+            processes = Processes(torch.device(device), wanted=case.stages * case.replicas, replicas=case.replicas)
         folders = processes.everyone(folder)
-        folder = folders[processes.place]  # replicas have one store in common
+        folder = folders[processes.rank - processes.replicas.number * processes.each]  # theirs have one store in common
         file = Path(folders[0]) / "partition.json"
         if case.ratios is not None and processes.rank == 0:  # which is the one that reads it
             file.write_text(json.dumps({"partition": case.balance, "recompute_ratio": case.ratios}))
@@ -206,6 +215,18 @@ def staged(case: Case, device: str) -> Trained:
             trained.evaluated.append(module.evaluate(batch[:5], batch[:5]).item())
         trained.parameters = {names[id(p)]: to_host(p) for p in module.parameters()}
     return trained
+
+
+@contextmanager
+def machines(count: int) -> Iterator[None]:
+    """Has this process say that it is on one of so many machines, with its neighbours by rank."""
+    own, rank, processes = socket.gethostname, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if count > 1:
+        socket.gethostname = lambda: f"machine-{rank * count // processes}"
+    try:
+        yield
+    finally:
+        socket.gethostname = own
 
 
 def gradients(module: nn.Module, names: dict[int, str]) -> dict[str, Tensor]:

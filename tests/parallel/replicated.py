@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 
 import stronghold
 from stronghold.parallel import watch
-from stronghold.plan.traffic import reduce_scatter_bytes
-from tests.parallel.cases import residual
+from tests.parallel.cases import machines, residual
 from tests.small import SIZE
 
 BITS: list[dict[str, Any]] = [
@@ -29,14 +29,22 @@ BITS: list[dict[str, Any]] = [
     {"resident": 3, "max_grad_norm": 0.05},
     {"resident": 3, "update": "in_backward"},
     {"bf16": True},
+    {"bf16": True, "resident": 3},
 ]
 """Ways to train that are the same to the bit in two replicas and with two halves of each batch in one process."""
 
+APART: list[dict[str, Any]] = [
+    {"max_grad_norm": 0.05},
+    {"update": "in_backward", "states": "8bit", "disk": True},
+    {"resident": 3, "disk": True, "bf16": True},
+]
+"""The same on two machines."""
 
-def bits(folder: str) -> dict[str, Any]:
-    """Trains in two replicas beside one process; returns what is not equal, both's host memory, and fetches."""
+
+def bits(folder: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Trains in replicas beside one process; returns what is not equal, both's host memory, and fetches."""
     unequal, bytes_, fetches = [], [], 0
-    for number, case in enumerate(BITS):
+    for number, case in enumerate(cases):
         settings = dict(case)
         optimizing = {k: settings.pop(k) for k in ("states", "update", "max_grad_norm") if k in settings}
         dtype = torch.bfloat16 if settings.pop("bf16", False) else None
@@ -52,12 +60,12 @@ def bits(folder: str) -> dict[str, Any]:
             stronghold.AdamW(whole.parameters(), lr=1e-2, **{**optimizing, "update": "deferred"}),
             stronghold.AdamW(model.parameters(), lr=1e-2, **optimizing),
         ]
-        if not case:
+        if case == cases[0]:
             bytes_ = [stronghold.report(one).pageable_host_bytes for one in (whole, model)]
         for step in range(4):
-            halves = batches(step, dtype)
-            expected = mean_gradients(whole, halves)
-            x, y = halves[dist.get_rank()]
+            parts = batches(step, dtype)
+            expected = mean_gradients(whole, parts)
+            x, y = parts[dist.get_rank()]
             F.cross_entropy(model(x), y).backward()
             if optimizing.get("update") != "in_backward" and "resident" not in case:
                 named = zip(model.named_parameters(), expected, strict=True)
@@ -67,7 +75,7 @@ def bits(folder: str) -> dict[str, Any]:
                 optimizer.zero_grad()
             named = zip(model.named_parameters(), whole.parameters(), strict=True)
             unequal += [f"{case} step {step} {n}" for (n, p), q in named if not torch.equal(p, q)]
-        if not case:
+        if case == cases[0]:
             fetches = stronghold.report(model).step.fetches
     return {"unequal": unequal, "bytes": bytes_, "fetches": fetches}
 
@@ -76,18 +84,25 @@ def batches(step: int, dtype: torch.dtype | None) -> list[tuple[Tensor, Tensor]]
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(8, 3, 4, dtype=dtype, generator=generator)
     y = torch.randint(5, (8,), generator=generator)
-    return list(zip(x.chunk(2), y.chunk(2), strict=True))
+    parts = dist.get_world_size()
+    return list(zip(x.chunk(parts), y.chunk(parts), strict=True))
 
 
-def mean_gradients(model: nn.Module, halves: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Returns, and puts into ``.grad``, the mean of the gradients of both halves, by torch in the compute type."""
+def mean_gradients(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Returns, and puts into ``.grad``, the mean of the gradients of two parts or of two pairs of them.
+
+    It is taken by torch in the compute type, and of each pair first.
+    """
     gradients = []
-    for x, y in halves:
+    for x, y in parts:
         for parameter in model.parameters():
             parameter.grad = None
         F.cross_entropy(model(x), y).backward()
         gradients.append([parameter.grad.detach().clone() for parameter in model.parameters()])
-    means = [(one + other) / 2 for one, other in zip(*gradients, strict=True)]
+    while len(gradients) > 1:
+        pairs = zip(gradients[::2], gradients[1::2], strict=True)
+        gradients = [[one + other for one, other in zip(*pair, strict=True)] for pair in pairs]
+    means = [total / len(parts) for total in gradients[0]]
     for parameter, mean in zip(model.parameters(), means, strict=True):
         parameter.grad = mean.clone()
     return means
@@ -185,15 +200,15 @@ def from_files(folder: str) -> bool:
     return all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
 
 
-def reduced() -> tuple[int, int]:
-    """Returns what a step has sent to the other replica of its layers' gradients, and what the formula says."""
+def reduced() -> tuple[int, int, list[int]]:
+    """Returns the bytes of gradients that a step has sent here and to other machines, and each gradient's elements."""
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
     stronghold.replicate(model, device="cpu", window=1, dtype=torch.bfloat16)
     optimizer = stronghold.AdamW(model.parameters())
     model(torch.randn(2, 128, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     step = stronghold.report(model).step
-    return step.reduced_bytes, sum(reduce_scatter_bytes(p.numel(), 2, 2) for p in model.parameters())
+    return step.reduced_bytes, step.crossed_bytes, [p.numel() for p in model.parameters()]
 
 
 def ends_first() -> float:
@@ -209,7 +224,34 @@ def ends_first() -> float:
     return model[3].up.weight.sum().item() if dist.get_rank() == 0 else 0.0
 
 
+def apart(folder: str) -> dict[str, Any]:
+    """Trains on two machines, each of which has its own folder."""
+    own = f"{folder}/{int(os.environ['RANK']) * 2 // int(os.environ['WORLD_SIZE'])}"
+    os.makedirs(own, exist_ok=True)
+    with machines(2):
+        found = bits(own, APART)
+        found |= {"crossed": reduced(), "random": from_random()}
+    socket.gethostname = lambda: "machine-0" if os.environ["RANK"] == "0" else "machine-1"
+    return {**found, "uneven": error_of(lambda: stronghold.replicate(residual(), device="cpu"))}
+
+
+def from_random() -> bool:
+    """Whether all replicas begin with the values that the first one draws."""
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        model = residual()
+    stronghold.replicate(model, device="cpu", window=1, weights=lambda module: module.apply(_draw))
+    sums = [torch.empty(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(sums, torch.cat([p.detach().flatten() for p in model.parameters()]).double().sum().float())
+    return all(torch.equal(one, sums[0]) for one in sums)
+
+
+def _draw(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
 def all_of(folder: str) -> dict[str, Any]:
-    found = {**bits(folder), "refused": refused(folder)}
+    found = {**bits(folder, BITS), "refused": refused(folder)}
     (Path(folder) / "files").mkdir(exist_ok=True)
     return {**found, "from files": from_files(f"{folder}/files"), "reduced": reduced(), "last": ends_first()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from stronghold.plan.traffic import all_reduce_bytes, reduce_scatter_bytes, share
 from tests.parallel.launched import launch
 
 
@@ -47,8 +48,47 @@ def test_replicas_have_their_values_out_of_files(replicas):
 
 def test_the_gradients_that_cross_to_other_replicas_are_those_of_the_formula(replicas):
     for found in replicas:
-        sent, formula = found["reduced"]
-        assert sent == formula > 0
+        sent, crossed, sizes = found["reduced"]
+        assert sent == sum(reduce_scatter_bytes(size, 2, 2) for size in sizes)
+        assert crossed == 0
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def apart(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("apart")
+    return launch("tests.parallel.replicated", "apart", request.param, folder, str(folder / "store"))
+
+
+def test_replicas_on_two_machines_train_to_the_bit_as_one_process_does(apart):
+    assert [found["unequal"] for found in apart] == [[]] * len(apart)
+
+
+def test_replicas_on_two_machines_begin_with_the_values_of_the_first(apart):
+    assert all(found["random"] for found in apart)
+
+
+def test_machines_have_as_many_replicas_each(apart):
+    for found in apart:
+        if len(apart) == 4:
+            assert "(got 1 on machine-0, 3 on machine-1 for process 0 of each)" in found["uneven"]
+        else:
+            assert found["uneven"] == "nothing"
+
+
+def test_each_machine_has_the_weights_gradients_and_states_once(apart):
+    here = len(apart) // 2
+    for first in (0, here):
+        whole, _ = apart[first]["bytes"]
+        held = sum(found["bytes"][1] for found in apart[first : first + here])
+        assert whole <= held < 1.1 * whole
+
+
+def test_of_gradients_only_shares_cross_to_other_machines(apart):
+    here = len(apart) // 2
+    for found in apart:
+        sent, crossed, sizes = found["crossed"]
+        assert sent == sum(reduce_scatter_bytes(size, 2, here) for size in sizes)
+        assert crossed == sum(all_reduce_bytes(share(size, here), 2, 2) for size in sizes)
 
 
 def test_a_step_of_replicas_fetches_no_more_than_it_must(replicas):
