@@ -52,7 +52,7 @@ class ReplicaProcesses:
 
     def __init__(self, places: Sequence[Sequence[Sequence[int]]], rank: int, watch: Watch) -> None:
         self._watch, self._rank = watch, rank
-        everywhere = [[rank for ranks in machines for rank in ranks] for machines in places]
+        everywhere = [[one for ranks in machines for one in ranks] for machines in places]
         here = [list(ranks) for machines in places for ranks in machines]
         opposite = [list(ranks) for machines in places for ranks in zip(*machines, strict=True)]
         """Those of the same number on each machine, who have the same share of every layer."""
