@@ -9,7 +9,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [[ -z "${PYTHON:-}" ]]; then
   stronghold_environment
   # Cases 1 to 3 compare methods; one that cannot be installed is said and left out when its turn comes.
-  if [[ "${1:-} ${2:-}" == run\ [123] && " $* " != *" tiny "* && " $* " != *" --help "* ]]; then stronghold_baselines || true; fi
+  if [[ "${1:-} ${2:-}" == run\ [123] && " $* " != *" tiny "* && " $* " != *" --help "* ]]; then stronghold_baselines deepspeed ninja || true; fi
 else
   stronghold_exports
 fi

@@ -40,6 +40,12 @@ from stronghold.pretrained import check_save_folder, save
 from stronghold.units import format_bytes, format_count
 from stronghold.weights import Weights
 
+_OF_A_STEP = (
+    *("step", "iteration_s", "compute_s", "fetch_wait_s", "update_wait_s", "disk_wait_s", "disk_read_bytes"),
+    "disk_written_bytes",
+)
+"""What the record of a run keeps of each step beside its loss; the run's own log has all."""
+
 
 class TrainingError(StrongholdError):
     """Training began and could not go on; the message says at which step and why."""
@@ -140,8 +146,13 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         summary = summarize(start, steps, held_out_loss=held_out_loss)
         log.end({"interrupted": interrupted, "saved": saved}, summary)
     if run.record:
-        losses = [step["loss"] for step in steps]
-        append_record(run.record, {**start, "summary": summary.record(), "interrupted": interrupted, "losses": losses})
+        found = {
+            "summary": summary.record(),
+            "interrupted": interrupted,
+            "losses": [step["loss"] for step in steps],
+            "steps": [{name: step[name] for name in _OF_A_STEP} for step in steps],
+        }
+        append_record(run.record, {**start, **found})
     console.print(prepared.report())
     console.print(table("summary", summary.rows()))
     return Outcome(summary=summary, interrupted=interrupted, saved=saved)

@@ -51,3 +51,19 @@ def test_a_cases_script_helps_and_refuses_from_any_folder(name, tmp_path):
     refused = call("--machine", "k80")
     assert refused.returncode == 2
     assert "error: argument --machine: invalid choice: 'k80'" in refused.stderr
+
+
+def test_the_cases_of_several_methods_ask_for_what_deepspeed_needs(tmp_path):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "case.sh").write_text((EXAMPLES / "case.sh").read_text())
+    (tmp_path / "environment.sh").write_text(
+        "stronghold_environment() { PYTHON=true; }\nstronghold_baselines() { echo asked for: $*; }\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+
+    def said(*arguments):
+        command = ["bash", tmp_path / "examples" / "case.sh", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert said("run", "2", "--machine", "cpu") == "asked for: deepspeed ninja\n"
+    assert said("run", "2", "--machine", "tiny") == said("run", "4") == said("extract", "2") == ""

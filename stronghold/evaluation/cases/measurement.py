@@ -81,6 +81,12 @@ def from_record(record: Record, source: str) -> Measurement:
     method = check_method(settings.get("method"))
     if settings.get("path") is None and not isinstance(settings.get("layers"), int):
         raise ValueError("its settings have no layers: a record of another or an older format")
+    if limits is not None and (not isinstance(limits, dict) or limits.keys() != {"device_bytes", "host_bytes"}):
+        raise ValueError("its limits are not those of device and host: a record of another or an older format")
+    try:
+        _ = [to_float(loss) for loss in record.get("losses", ())]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"its losses are no numbers ({error})") from error
     return Measurement(
         source=source,
         method=method,
@@ -105,7 +111,11 @@ def _summary(record: Record, summary: Mapping[str, Any], settings: Mapping[str, 
     absent = sorted({"iteration_s", "steps"} - summary.keys())
     if absent:
         raise ValueError(f"its summary has no {' and no '.join(absent)}: a record of an older format")
+    if not isinstance(settings.get("batch"), int):
+        raise ValueError("its settings have no batch: a record of another or an older format")
     iteration_s = float(summary["iteration_s"])
+    if not iteration_s > 0:
+        raise ValueError(f"its iterations must take time (got iteration_s={iteration_s}); measure it again")
     return {
         "steps": summary["steps"],
         "iteration_s": iteration_s,

@@ -85,7 +85,7 @@ class _Reader:
 
     def _add_text(self, path: Path, in_folder: bool) -> None:
         text = path.read_text(errors="replace")
-        if text.startswith("settings  "):
+        if text.startswith("settings  ") or text.partition("\n")[0].rstrip() == "methods":  # of a run, of a comparison
             if not in_folder:
                 raise ValueError(f"it is a log for people; the run's numbers are in {RUNS} and its {LOG_NAME}")
         elif not is_artifact_log(text):

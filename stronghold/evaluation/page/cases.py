@@ -21,6 +21,7 @@ def case_figures(folder: str | Path) -> tuple[list[Figure], list[str]]:
     if not Path(folder).is_dir():
         return figures, notes  # whoever reads the runs says so
     found = read_results([folder], disagreements)
+    notes += [f"of the cases' figures, {note}" for note in found.notes]
     for case in CASES.values():
         drawn = len(figures)
         for preset in MACHINES.values():

@@ -30,7 +30,8 @@ def loss_section(runs: Sequence[RecordedRun]) -> tuple[Section, list[str]]:
             if broken := sum(not math.isfinite(value) for value in loss or []):
                 notes.append(f"{run.name}: the loss of {broken} of {len(run.steps)} steps is no finite number")
             if loss is not None and (steps := _values(run, "step", notes)):
-                curves.append(Curve(label=run.name, colour=colour, x=[int(step) for step in steps], y=loss))
+                label = f"{run.name}{' (WRONG)' * bool(run.wrong)}"
+                curves.append(Curve(label=label, colour=colour, x=[int(step) for step in steps], y=loss))
         chart = draw_chart(curves, title="Training loss", x_label="step", y_label="nats per token", most_points=points)
         parts.append(_charts(heading, [chart], curves))
     about = "<p>Of runs with the same losses one lies on another, dashed.</p>"

@@ -1,13 +1,14 @@
 """What a folder of results says of its runs, and what of it cannot be shown."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from stronghold.evaluation.agreement import TOLERANCE, disagreements
 from stronghold.evaluation.hardware import hardware_of, moves_of
 from stronghold.evaluation.records import Record, read_records
-from stronghold.evaluation.runs import LOG_NAME, read_run, summarize
+from stronghold.evaluation.runs import LOG_NAME, read_run, summarize, to_float
 from stronghold.evaluation.timeline import TIMELINE_NAME, read_spans
 from stronghold.spans import Span
 
@@ -21,7 +22,9 @@ _ENDED = {True: "interrupted", False: "complete"}
 class RecordedRun:
     """A run: its record, and its steps and ``folder`` where its log is there.
 
-    ``ended`` tells how: "complete", "interrupted", or "no end recorded" of a run that was killed or still goes on.
+    ``ended`` tells how: "complete", "interrupted", "failed" or "refused" of a method that a comparison could not
+    train, or "no end recorded" of a run that was killed or still goes on. ``wrong`` is why ``losses`` are not to be
+    trusted.
     """
 
     name: str
@@ -32,6 +35,9 @@ class RecordedRun:
     ended: str
     steps: tuple[Record, ...] = ()
     folder: Path | None = None
+    losses: tuple[float, ...] = ()
+    wrong: str = ""
+    failed: bool = False
 
     @property
     def time(self) -> str:
@@ -67,7 +73,8 @@ class _Found:
 def read_page_results(folder: str | Path) -> PageResults:
     """Reads the runs of ``folder``/runs.jsonl and those that have a log in it, in a folder in it, or in its runs/.
 
-    What a run's own log says is taken before its line in runs.jsonl. Raises ValueError if there is no run.
+    Those of a comparison of methods are in a folder together, and have its name before theirs. What a run's own log
+    says is taken before its line in runs.jsonl. Raises ValueError if there is no run.
     """
     folder = Path(folder)
     found = _Found()
@@ -82,8 +89,9 @@ def read_page_results(folder: str | Path) -> PageResults:
             f"results must have a {RUNS_NAME} with a run, or a run's folder with a {LOG_NAME} (got none in "
             f"{str(folder)!r}{skipped}); pass the folder of your runs, or train first"
         )
-    runs = sorted(found.runs.values(), key=lambda run: (run.time, run.name))
-    without = [run.name for run in runs if run.folder is None]
+    runs = _marked(sorted(found.runs.values(), key=lambda run: (run.time, run.name)))
+    found.notes += [f"{run.name} is WRONG: {run.wrong}" for run in runs if run.wrong]
+    without = [run.name for run in runs if run.folder is None and not run.failed]
     if without:
         found.notes.append(f"no curves of {_names(without)}: there is no {LOG_NAME} of theirs in {folder}")
     return PageResults(runs=tuple(runs), notes=tuple(dict.fromkeys(found.notes)))
@@ -122,7 +130,7 @@ def find_timeline(
 def _run_folders(folder: Path) -> Iterator[Path]:
     if (folder / LOG_NAME).is_file():
         yield folder
-    for pattern in (f"*/{LOG_NAME}", f"runs/*/{LOG_NAME}"):
+    for pattern in (f"*/{LOG_NAME}", f"*/*/{LOG_NAME}", f"runs/*/*/{LOG_NAME}"):
         yield from (path.parent for path in sorted(folder.glob(pattern)))
 
 
@@ -138,11 +146,15 @@ def _read_records(path: Path, found: _Found) -> None:
     for number, record in enumerate(read.records, start=1):
         source = f"{path}, record {number}"
         settings, summary = record.get("settings"), record.get("summary")
-        lacks = [name for name, value in (("settings", settings), ("summary", summary)) if not _mapping(value)]
+        failure = str(record.get("error") or "")
+        needed = (("settings", settings), *([("summary", summary)] if not failure else []))
+        lacks = [name for name, value in needed if not _mapping(value)]
         if lacks:
             found.notes.append(f"{source} is left out: it has no {' and no '.join(lacks)}")
             continue
-        run = _recorded(Path(str(_mapping(settings).get("out") or "")).name or source, record)
+        run = _recorded(_name(Path(str(_mapping(settings).get("out") or "")), settings) or source, record)
+        if failure:
+            found.notes.append(f"{run.name} {failure}")
         if (run.name, run.hardware) in found.runs:
             found.notes.append(f"{run.name} is in {path} more than once: the last record counts")
         found.runs[run.name, run.hardware] = run
@@ -164,22 +176,59 @@ def _read_log(folder: Path, found: _Found) -> None:
         return
     interrupted = None if log.end is None else log.end.get("interrupted")
     record = {**log.start, "summary": summary, "interrupted": interrupted}
-    run = _recorded(log.name, record, steps=log.steps, folder=folder)
-    if log.end is None:
+    run = _recorded(_name(folder, log.start["settings"]) or log.name, record, steps=log.steps, folder=folder)
+    before = found.runs.get((run.name, run.hardware))
+    if log.end is None and before is not None and before.failed:
+        run = replace(run, ended=before.ended)
+    elif log.end is None:
         found.notes.append(f"{run.name} has {run.ended}: it was killed, or still goes on after step {len(log.steps)}")
     found.notes += [f"{run.name} {move}" for move in moves_of(log)]
     found.runs[run.name, run.hardware] = run
 
 
+def _name(folder: Path, settings: Any) -> str:
+    """Returns a run's name, that of its folder; of one in a comparison, whose folder is its method's, both folders'."""
+    own = folder.name == _mapping(settings).get("method")
+    return "/".join(filter(None, (folder.parent.name, folder.name))) if own else folder.name
+
+
+def _marked(runs: Iterable[RecordedRun]) -> list[RecordedRun]:
+    """Returns ``runs`` with what is wrong with their losses, where there is a resident run beside them."""
+    marked = list(runs)
+    places = [place for place, run in enumerate(marked) if run.losses and _comparable(run.settings)]
+    compared = [{"settings": marked[place].settings, "losses": marked[place].losses} for place in places]
+    for place, wrong in zip(places, disagreements(compared), strict=True):
+        if wrong is not None:
+            marked[place] = replace(marked[place], wrong=str(wrong))
+    return marked
+
+
+def _comparable(settings: Mapping[str, Any]) -> bool:
+    return "method" in settings and settings.get("dtype") in TOLERANCE
+
+
+def _losses(record: Record, steps: Iterable[Record]) -> tuple[float, ...]:
+    """Returns the loss of each step, none where one cannot be read."""
+    recorded = record.get("losses")
+    found = [step["loss"] for step in steps] or (recorded if isinstance(recorded, list) else [])
+    try:
+        return tuple(map(to_float, found))
+    except (TypeError, ValueError):
+        return ()
+
+
 def _recorded(name: str, record: Record, **log: Any) -> RecordedRun:
-    interrupted = record.get("interrupted")
+    interrupted, failed = record.get("interrupted"), str(record.get("error") or "").partition(": ")[0]
+    ended = _ENDED[interrupted] if isinstance(interrupted, bool) else failed or "no end recorded"
     return RecordedRun(
         name=name,
         settings=_mapping(record.get("settings")),
         machine=_mapping(record.get("machine")),
         parameters=record.get("parameters"),
         summary=_mapping(record.get("summary")),
-        ended=_ENDED[interrupted] if isinstance(interrupted, bool) else "no end recorded",
+        ended=ended,
+        losses=_losses(record, log.get("steps", ())),
+        failed=bool(failed),
         **log,
     )
 

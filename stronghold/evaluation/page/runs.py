@@ -40,7 +40,8 @@ def runs_section(runs: Sequence[RecordedRun]) -> Section:
     intro = (
         "<p>Iteration times are medians, with the 10th and 90th percentile; TFLOPS count 6·N a token. Device memory is "
         "the peak where the device counts it, else what is held there; host memory is the process's peak. "
-        f"{NOT_RECORDED} is not recorded.{' Runs of different machines are in tables of their own.' * several}</p>"
+        f"WRONG are losses that leave the resident run's. {NOT_RECORDED} is not recorded."
+        f"{' Runs of different machines are in tables of their own.' * several}</p>"
     )
     parts = []
     for hardware, own in by_machine(runs):
@@ -63,7 +64,7 @@ def _cell(run: RecordedRun, cell: Callable[[RecordedRun], str]) -> str:
     try:
         return cell(run)
     except (KeyError, TypeError, ValueError):
-        return NOT_RECORDED
+        return "" if run.failed else NOT_RECORDED
 
 
 def _facts(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, list[str]]]:
@@ -113,7 +114,7 @@ def _device_memory(run: RecordedRun) -> str:
 
 def _loss(run: RecordedRun) -> str:
     first, last = (to_float(run.summary[name]) for name in ("first_loss", "last_loss"))
-    return f"{first:.4f} → {last:.4f}"
+    return f"{first:.4f} → {last:.4f}{' WRONG' * bool(run.wrong)}"
 
 
 _COLUMNS: dict[str, Callable[[RecordedRun], str]] = {

@@ -48,6 +48,10 @@ def test_what_an_older_record_lacks_is_as_usual():
         (make_record() | {"summary": None}, "it has no summary: a record of another or an older format"),
         (make_record() | {"summary": {"steps": 3}}, "its summary has no iteration_s: a record of an older format"),
         (make_record(settings={"layers": None}), "its settings have no layers"),
+        (make_record(settings={"batch": None}), "its settings have no batch"),
+        (make_record(seconds=0.0), r"its iterations must take time \(got iteration_s=0.0\)"),
+        (make_record(losses=[3.0, "x"]), "its losses are no numbers"),
+        (make_record(limits={"bytes": 1}), "its limits are not those of device and host"),
         (make_record("gemini"), r"a method must be one of megatron-lm, .* \(got 'gemini'\); correct its name"),
     ],
 )

@@ -19,6 +19,7 @@ def test_a_folder_is_read_with_all_that_it_has(tmp_path):
     write(tmp_path / "trials.jsonl", make_trial())
     (tmp_path / "log_a.txt").write_text(artifact_log())
     (tmp_path / "log_ours.txt").write_text("settings  method             stronghold\n")  # its record is there
+    (tmp_path / "log_all.txt").write_text("methods       \n             \n  method   samples/s\n")  # theirs are there
     write(tmp_path / "adamw.jsonl", {"benchmark": "adamw"})  # another program's
     found = read_results([tmp_path])
     assert [item.method for item in found.measurements] == ["stronghold", "l2l", "stronghold", "stronghold"]

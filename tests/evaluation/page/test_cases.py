@@ -41,3 +41,10 @@ def test_cases_without_runs_are_noted_and_an_absent_folder_is_nothing(tmp_path):
         f"examples/case{number}_run.sh makes them" for number in range(1, 6)
     ]
     assert case_figures(tmp_path / "absent") == ([], [])
+
+
+def test_what_no_figure_could_take_is_noted(tmp_path):
+    append_record(tmp_path / "runs.jsonl", make_record())
+    append_record(tmp_path / "runs.jsonl", make_record("gemini"))
+    _, notes = case_figures(tmp_path)
+    assert notes[0].startswith(f"of the cases' figures, {tmp_path}/runs.jsonl, record 2 is left out: a method must be")

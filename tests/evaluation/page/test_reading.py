@@ -114,3 +114,53 @@ def test_without_any_timeline_there_is_a_note(tmp_path):
     run, spans, notes = find_timeline(read_page_results(tmp_path))
     assert (run, spans) == (None, [])
     assert notes == ("no timeline recorded: there is none to read in any run's folder (timeline.json)",)
+
+
+def comparison(name, losses, **other):
+    """Returns the lines in runs.jsonl of a comparison's resident run and of stronghold's."""
+    lines = []
+    for method, own in (("megatron-lm", [4.0, 3.0]), ("stronghold", losses)):
+        line = {**record(f"{name}/{method}"), "losses": own}
+        line["settings"] |= {"method": method, **other}
+        lines.append(line)
+    return lines
+
+
+def test_methods_of_two_comparisons_are_all_there(tmp_path):
+    lines = [*comparison("all_1", [4.0, 3.0]), *comparison("all_2", [4.0, 3.0], dtype="bf16")]
+    write_lines(tmp_path / "runs.jsonl", lines)
+    folder = write_log(tmp_path, "all_2/stronghold", steps=2)
+    found = read_page_results(tmp_path)
+    assert {run.name: run.folder for run in found.runs} == {
+        "all_1/megatron-lm": None,
+        "all_1/stronghold": None,
+        "all_2/megatron-lm": None,
+        "all_2/stronghold": folder,
+    }
+    assert not any("more than once" in note for note in found.notes)
+
+
+def test_losses_that_leave_the_resident_run_s_are_wrong(tmp_path):
+    write_lines(tmp_path / "runs.jsonl", [*comparison("all_1", [4.0, 3.1]), {**record("odd"), "losses": "4.0"}])
+    found = read_page_results(tmp_path)
+    wrong = "loss 3.1000 in step 2, megatron-lm has 3.0000 (0.033 away, tolerance 1e-04)"
+    assert {run.name: run.wrong for run in found.runs if run.wrong} == {"all_1/stronghold": wrong}
+    assert f"all_1/stronghold is WRONG: {wrong}" in found.notes
+
+
+def test_a_method_that_failed_is_a_run_that_says_so(tmp_path):
+    error = {"error": "refused: it runs on CUDA alone", "losses": []}
+    lines = [{**start(f"all_1/{method}"), **error} for method in ("l2l", "stronghold")]
+    for line, method in zip(lines, ("l2l", "stronghold"), strict=True):
+        line["settings"] |= {"method": method}
+    write_lines(tmp_path / "runs.jsonl", lines)
+    write_log(tmp_path, "all_1/stronghold", steps=2, end=False)
+    found = read_page_results(tmp_path)
+    assert [(run.name, run.ended, len(run.steps)) for run in found.runs] == [
+        ("all_1/l2l", "refused", 0),
+        ("all_1/stronghold", "refused", 2),
+    ]
+    assert found.notes == (
+        "all_1/l2l refused: it runs on CUDA alone",
+        "all_1/stronghold refused: it runs on CUDA alone",
+    )
