@@ -32,6 +32,7 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
                   states on the host in common (default: 1; stronghold alone)
   --micro-batches N
                   parts of the batch that go through the stages one behind the other (default: as many as divide it)
+  --micro-batch N samples that a layer computes at a time (default: the batch; stronghold and l2l)
   --seq N         tokens in a sample (default: 256; the paper's runs have 1024)
   --steps N       steps (default: 50)
   --lr X          highest learning rate (default: 6e-4), after a tenth of the steps
@@ -59,12 +60,12 @@ fail() {
   exit 2
 }
 
-method=stronghold layers=16 hidden=2048 batch=4 window=4 stages=1 replicas=1 micro_batches=""
+method=stronghold layers=16 hidden=2048 batch=4 window=4 stages=1 replicas=1 micro_batches="" micro_batch=""
 seq=256 steps=50 lr=6e-4 dtype=fp32 store=ram states=fp32 clip="" device="" results=results
 while (($#)); do
   case "$1" in
     --help) usage; exit 0 ;;
-    -m | -l | -h | -b | -w | -p | -r | --micro-batches | --seq | --steps | --lr | --dtype | --store | --clip | --states | --device | --results)
+    -m | -l | -h | -b | -w | -p | -r | --micro-batches | --micro-batch | --seq | --steps | --lr | --dtype | --store | --clip | --states | --device | --results)
       (($# > 1)) || fail "$1 needs a value; see --help"
       case "$1" in
         -m) method="$2" ;;
@@ -75,6 +76,7 @@ while (($#)); do
         -p) stages="$2" ;;
         -r) replicas="$2" ;;
         --micro-batches) micro_batches="$2" ;;
+        --micro-batch) micro_batch="$2" ;;
         --results) results="$(realpath -m -- "$2")" ;;
         --store) [[ "$2" == ram || "$2" == disk ]] && store="$2" || store="$(realpath -m -- "$2")" ;;
         *) printf -v "${1#--}" '%s' "$2" ;;
@@ -94,6 +96,7 @@ whole -h "$hidden"
 whole -b "$batch"
 whole -p "$stages"
 whole -r "$replicas"
+[[ -z "$micro_batch" ]] || whole --micro-batch "$micro_batch"
 whole --seq "$seq"
 whole --steps "$steps"
 if [[ "$window" != auto ]]; then
@@ -131,4 +134,5 @@ cd "$root" # so that the paths in logs are those of the project, not of this mac
 exec "${start[@]}" train --method "$method" --layers "$layers" --hidden "$hidden" --batch "$batch" \
   --window "$window" --seq "$seq" --steps "$steps" --lr "$lr" --dtype "$dtype" --store "$store" --states "$states" \
   --stages "$stages" --replicas "$replicas" ${micro_batches:+--micro-batches "$micro_batches"} \
+  ${micro_batch:+--micro-batch "$micro_batch"} \
   ${clip:+--clip "$clip"} ${device:+--device "$device"} --log "$log" --record "$results/runs.jsonl" --out "$results/runs/$name"

@@ -312,6 +312,7 @@ def run_sh(*arguments):
         (["-l", "none"], "-l must be a whole number of at least 1 (got 'none')"),
         (["-b", "0"], "-b must be a whole number of at least 1 (got '0')"),
         (["-l", "2", "-w", "3"], "-w must not be more than the layers (got -w 3, -l 2)"),
+        (["--micro-batch", "0"], "--micro-batch must be a whole number of at least 1 (got '0')"),
         (["--dtype", "fp8"], "--dtype must be fp32 or bf16 (got 'fp8')"),
         (["--steps"], "--steps needs a value"),
         (["--bogus"], "unknown option '--bogus'"),
@@ -326,7 +327,7 @@ def test_run_sh_refuses_in_one_line_with_exit_code_2(arguments, message):
 
 
 def test_run_sh_runs_the_main_job_and_leaves_its_log(tmp_path):
-    small = "-m stronghold -l 2 -h 32 -b 2 -w 1 --seq 32 --steps 5 --device cpu"
+    small = "-m stronghold -l 2 -h 32 -b 2 -w 1 --seq 32 --steps 5 --micro-batch 1 --device cpu"
     result = run_sh(*small.split(), "--results", str(tmp_path / "results"))
     assert result.returncode == 0, result.stderr
     (log,) = (tmp_path / "results").glob("log_stronghold_l-2_h-32_bs-2_ws-1_*.txt")
@@ -341,5 +342,6 @@ def test_run_sh_runs_the_main_job_and_leaves_its_log(tmp_path):
     assert len(re.findall(r"^step +\d+  loss \d+\.\d{6}", written, flags=re.MULTILINE)) == 5
     (record,) = map(json.loads, (tmp_path / "results" / "runs.jsonl").read_text().splitlines())
     assert record["summary"]["steps"] == 5
+    assert record["settings"]["micro_batch"] == 1
     (run,) = (tmp_path / "results" / "runs").iterdir()
     assert len(read_run(run).steps) == 5
