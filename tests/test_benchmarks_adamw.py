@@ -149,7 +149,7 @@ def test_huge_pages_that_are_refused_are_an_error(adamw, monkeypatch, capsys, tm
     def refuses(memory):
         raise OSError(22, "the kernel refuses huge pages; run without --huge-pages")
 
-    monkeypatch.setattr(adamw, "advise_huge_pages", refuses)
+    monkeypatch.setattr("adamw_contenders.advise_huge_pages", refuses)
     assert adamw.main([*SMALL, "--huge-pages", "--out", str(tmp_path / "adamw.jsonl")]) == 2
     assert "run without --huge-pages" in capsys.readouterr().out
 

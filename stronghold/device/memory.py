@@ -34,7 +34,7 @@ class MappedBuffer:
     for tied weights.
     """
 
-    def __init__(self, memory: mmap.mmap, length_bytes: int, offset_bytes: int = 0) -> None:
+    def __init__(self, memory: mmap.mmap | memoryview, length_bytes: int, offset_bytes: int = 0) -> None:
         self.length_bytes = length_bytes
         self._memory = memory
         self._offset_bytes = offset_bytes

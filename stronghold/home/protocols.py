@@ -118,6 +118,8 @@ class Updater(Protocol):
     """What the engine may ask of the optimizer."""
 
     in_backward: bool
+    threads: int
+    """The cores that work on the host's memory may use."""
 
     def updates(self, home: Home, place: int) -> bool:
         """Whether a parameter is one of those that the optimizer updates."""

@@ -52,7 +52,8 @@ class AdamW(torch.optim.Optimizer):
     one on a GPU for the thread that launches its kernels. It changes no bit of the result.
 
     Raises ValueError for settings out of range, OffloadedModelError for parameters that are not all of one offloaded
-    model, BudgetError where the states do not fit the model's budgets, and MemoryError where the system refuses them.
+    model, BudgetError where the states do not fit the model's budgets, MemoryError where the system refuses them, and
+    StoreError where the disk has no room for them, or is still taken by those of an optimizer before.
     """
 
     def __init__(
@@ -102,10 +103,12 @@ class AdamW(torch.optim.Optimizer):
         try:
             for home in self._owner.homes:
                 self._allocate(home)
-        except MemoryError as error:
+        except BaseException as error:
             for home in before:
                 home.gradients.release()
             self._moments = Moments(states)  # gives back what was had
+            if not isinstance(error, MemoryError):
+                raise
             raise MemoryError(
                 f"AdamW's states and gradients could not be had: {error}; use states='8bit' or "
                 "update='in_backward', or freeze parameters"

@@ -14,6 +14,8 @@ from stronghold.optim.groups import check_group
 from stronghold.optim.states import Moment
 
 _ENTRIES = ("step", "exp_avg", "exp_avg_sq")
+_STEPS = 2**53
+"""From where on a number of steps has no next one in float64."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -95,8 +97,11 @@ def _checked_state(key: Any, state: Any, parameter: Tensor) -> dict[str, Any]:
         step = float(state["step"])
     except (TypeError, ValueError):
         step = math.nan
-    if not 0 <= step < math.inf:
-        raise ValueError(f"step of parameter {key} must be zero or more (got {state['step']!r})")
+    if not (0 <= step < _STEPS and step.is_integer()):
+        raise ValueError(
+            f"step of parameter {key} must be a whole number from 0 to 2**53 (got {state['step']!r}); "
+            "the state dictionary was altered"
+        )
     return state
 
 

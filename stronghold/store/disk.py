@@ -157,7 +157,11 @@ class DiskStore(Store):
         if home.resident:
             return self.device.device_buffer(length_bytes)
         if kind in home.on_disk:
-            return self._unit(home).take(length_bytes)
+            if home.updated is not None:
+                home.updated.wait()  # what an update works on is still somebody's
+            if self.reopened is None:
+                self._directory.unseal()  # it may be a part that was given back, which is what was saved
+            return self._unit(home).take(length_bytes, as_kept=self.reopened is not None)
         memory = home.replicas.memory(length_bytes)
         return self.device.host_buffer(length_bytes, pinned=kind == "weights", memory=memory)
 

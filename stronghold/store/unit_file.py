@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from stronghold.layout import PAGE_BYTES, round_up
 from stronghold.native import PIECE_BYTES, Disk, DiskFile, Priority, Transfer, checksums, crc32c, warn_of_no_reserve
 from stronghold.store.mapping import map_striped
 from stronghold.stripes import Stripes
+from stronghold.units import format_bytes
 
 _READ_AT_ONCE = 32 * 2**20
 
@@ -73,19 +76,52 @@ class UnitFile:
         self._memory = map_striped(self.paths, self.stripes, self.capacity_bytes)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
         self.taken_bytes = 0
+        self._parts: list[tuple[int, weakref.ref[memoryview]]] = []
+        """Where each part that was taken begins, and what its tensors keep alive."""
+        self._used_once = 0
+        """How far the file has ever been taken: what was given back of it is not zero."""
         pages = self.capacity_bytes // PAGE_BYTES
         self.sums = HostBuffer(4 * pages, memory=replicas.memory(4 * pages)).view(0, (pages,), torch.int32)
         self.writes: list[Transfer] = []
         """Under way, of the newest update."""
         self._versions: dict[int, int] = {}
 
-    def take(self, length_bytes: int) -> MappedBuffer:
-        """Reserves the next part of the file and returns it as memory: all zero, or as it was kept."""
-        begin, length = self.taken_bytes, round_up(length_bytes, PAGE_BYTES)
-        assert begin + length <= self.capacity_bytes, "a unit takes more than its file was made for"
-        self._replicas.by_first(lambda: self._reserve(begin + length))
-        self.taken_bytes = begin + length
-        return MappedBuffer(self._memory, length_bytes, begin)
+    def take(self, length_bytes: int, *, as_kept: bool = False) -> MappedBuffer:
+        """Reserves the next part of the file and returns it as memory: all zero, or with ``as_kept`` as it was kept.
+
+        Parts at the end that nobody has a tensor over any more are given back before, as those of an optimizer that is
+        gone. Replicas keep them, for each would know of its own tensors alone. Raises StoreError where the file has not
+        so much left.
+        """
+        length = round_up(length_bytes, PAGE_BYTES)
+        self._give_back()
+        if self.taken_bytes + length > self.capacity_bytes:
+            gc.collect()  # an optimizer's parameter groups may refer to one another
+            self._give_back()
+        begin, end = self.taken_bytes, self.taken_bytes + length
+        if end > self.capacity_bytes:
+            raise StoreError(
+                f"{self.name} has {format_bytes(self.capacity_bytes - begin)} left on disk, where a layer has room for "
+                f"the states of one optimizer (got a request for {format_bytes(length)}); delete the optimizer before, "
+                "and all that refers to it or its states, or offload the model anew"
+            )
+        self._replicas.by_first(lambda: self._reserve(end))
+        self.taken_bytes = end
+        if not as_kept and begin < (used := min(self._used_once, end)):
+            self.settle()
+            torch.frombuffer(self._memory, dtype=torch.uint8, count=used - begin, offset=begin).zero_()
+            self.sums_of(begin, used).zero_()
+            self.drop()
+        self._used_once = max(self._used_once, end)
+        if not length:
+            return MappedBuffer(self._memory, 0, begin)
+        part = memoryview(self._memory)[begin:end]
+        self._parts.append((begin, weakref.ref(part)))
+        return MappedBuffer(part, length_bytes)
+
+    def _give_back(self) -> None:
+        while self._replicas.count == 1 and self._parts and self._parts[-1][1]() is None:
+            self.taken_bytes, _ = self._parts.pop()
 
     def _reserve(self, length_bytes: int) -> None:
         for number, file in enumerate(self._files):

@@ -171,6 +171,11 @@ class Gradients:
     def _updater(self) -> Updater | None:
         return self.updater() if self.updater is not None else None
 
+    @property
+    def _host_threads(self) -> int:
+        """The cores for what is done beside the computation: those that an update may use."""
+        return self._threads if (updater := self._updater) is None else updater.threads
+
     def _close_resident(self, layer: int) -> None:
         """Keeps the gradients of a resident layer on the device, or updates it with them at once."""
         home, held, known = self.homes[layer], self._held[layer], self._known[layer]
@@ -252,7 +257,9 @@ class Gradients:
             with torch._C.DisableTorchFunctionSubclass():
                 values = gradient.detach().contiguous()
             if known is None:
-                squares = torch.tensor(native.squared_norms([values], threads=self._threads)[0], dtype=torch.float64)
+                squares = torch.tensor(
+                    native.squared_norms([values], threads=self._host_threads)[0], dtype=torch.float64
+                )
                 known = Known(place, squares)
             collected[place] = Collected(values, known.squares, known.remainder)
         return collected
@@ -280,6 +287,7 @@ class Gradients:
         updates = self.device.updates
         # The copy into the staging buffer must be complete before the host adds from it.
         self.waits.stream(updates, slot.drained, Wait.GRADIENT_ADD)
+        threads = self._host_threads
         additions = [
             native.Addition(
                 target=home.own(p, _raw(held[p])),
@@ -292,7 +300,7 @@ class Gradients:
 
         def add_up() -> None:
             with torch._C.DisableTorchFunctionSubclass():
-                found = torch.tensor(native.accumulate(additions, threads=self._threads), dtype=torch.float64)
+                found = torch.tensor(native.accumulate(additions, threads=threads), dtype=torch.float64)
                 self.replicas.updates.sum(found)
                 for place, target, squares in zip(sums, targets, found.tolist(), strict=True):
                     target.fill_(squares + 0 * arrived[place].squares.item())  # not a number once one before is none

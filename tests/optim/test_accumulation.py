@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import stronghold
+from stronghold import native
 from stronghold.home import known_of
 from tests.reference import CASES, MasterAdamW, offloaded
 from tests.small import Residual, numbers, pair
@@ -219,3 +220,25 @@ def test_a_gradient_that_the_user_put_there_is_added_to(resident):
         before = 2.0 if parameter.ndim == 2 else 0.0
         torch.testing.assert_close(parameter.grad.float(), gradient + before, rtol=2**-8, atol=0.0)
     optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_added_on_the_host_takes_the_cores_of_an_update(monkeypatch, dtype):
+    used = []
+    for name in ("accumulate", "adamw"):
+        original = getattr(native, name)
+
+        def noted(*arguments, threads, original=original):
+            used.append(threads)
+            return original(*arguments, threads=threads)
+
+        monkeypatch.setattr(native, name, noted)
+    _, model = pair(Residual, window=2, dtype=dtype)
+    model.into.requires_grad_(False)  # an edge's sum is the computation's own work
+    model.out.requires_grad_(False)
+    optimizer = stronghold.AdamW(model.parameters(), threads=3)
+    for batch in numbers(2):
+        model(batch.to(dtype)).backward()
+    optimizer.step()
+    optimizer.wait()
+    assert set(used) == {3} and len(used) > len(model.layers)

@@ -119,6 +119,8 @@ BAD = {
     "a step before the first": entry(0, step=-1),
     "no number for a step": entry(0, step=float("nan")),
     "an endless step": entry(0, step=float("inf")),
+    "a step that the kernel cannot count": entry(0, step=torch.tensor(1e20)),
+    "half a step": entry(0, step=1.5),
     "two numbers for a step": entry(0, step=torch.zeros(2)),
     "a group too few": lambda s: s["param_groups"].pop(),
     "a group too many": lambda s: s["param_groups"].append(copy.deepcopy(s["param_groups"][0])),

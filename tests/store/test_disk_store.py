@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from functools import cache, partial
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import stronghold
+from stronghold.errors import StoreError
 from stronghold.offload import engine_of
 from stronghold.store import ring
 from tests.delayed import Apart
@@ -219,3 +221,83 @@ def test_nobodys_writes_are_taken_for_damage_and_all_are_kept_to_the_bit(tmp_pat
         engine_of(model).store.verify()
         found.append(snapshot(model, optimizer))
     assert differences(*found) == []
+
+
+def wide(path=None, dtype=torch.float32):
+    """Layers whose moments are many pages, so that a file has no room for two optimizers' by chance."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+    settings = {"store": path} if path is not None else {}
+    return stronghold.offload(model, window=2, device="cpu", dtype=dtype, **settings)
+
+
+def steps(model, optimizer, seed):
+    dtype = model[0].weight.dtype
+    for number in range(2):
+        model(torch.randn(4, 128, generator=torch.Generator().manual_seed(seed + number)).to(dtype)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("formats", [("fp32", "fp32"), ("fp32", "8bit", "fp32"), ("8bit", "fp32", "8bit")])
+def test_an_optimizer_gets_the_room_of_one_that_is_gone_and_begins_at_zero(tmp_path, formats, dtype):
+    found = []
+    for path in (None, tmp_path / "store"):
+        model = wide(path, DTYPES[dtype])
+        for number, states in enumerate(formats):
+            optimizer = None
+            optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, states=states)
+            steps(model, optimizer, 10 * number)
+        stronghold.verify(model)
+        found.append(snapshot(model, optimizer))
+    assert differences(*found) == []
+
+
+def test_a_second_optimizer_beside_a_first_is_refused_with_the_remedy_and_costs_nothing(tmp_path):
+    model = wide(tmp_path / "store")
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer, 0)
+    before = snapshot(model, optimizer), stronghold.report(model)
+    for _ in range(3):
+        with pytest.raises(StoreError, match=r"left on disk, .* delete the optimizer before"):
+            stronghold.AdamW(model.parameters(), lr=1e-2)
+    assert differences(snapshot(model, optimizer), before[0]) == []
+    assert stronghold.report(model).disk_bytes == before[1].disk_bytes
+    steps(model, optimizer, 10)
+
+
+def test_who_holds_a_moment_of_an_optimizer_that_is_gone_keeps_it(tmp_path):
+    model = wide(tmp_path / "store")
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer, 0)
+    held = optimizer.state[model[2].weight]["exp_avg"]
+    kept = held.clone()
+    del optimizer
+    with pytest.raises(StoreError, match="delete the optimizer before"):
+        stronghold.AdamW(model.parameters(), lr=1e-2)
+    assert torch.equal(held, kept)
+    del held
+    steps(model, stronghold.AdamW(model.parameters(), lr=1e-2), 0)
+
+
+def test_a_run_with_a_second_optimizer_is_saved_in_place_and_goes_on(tmp_path):
+    model = wide(tmp_path / "store")
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, states="8bit")
+    steps(model, optimizer, 0)
+    stronghold.checkpoint.save(tmp_path / "store", model, optimizer)
+    optimizer = None
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, states="8bit")
+    assert not (tmp_path / "store" / "manifest.json").exists()  # the states that were saved there are gone
+    steps(model, optimizer, 10)
+    kept = snapshot(model, optimizer)
+    stronghold.checkpoint.save(tmp_path / "store", model, optimizer)
+    del model, optimizer
+    gc.collect()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+    store = str(tmp_path / "store")
+    stronghold.offload(model, window=2, device="cpu", store=store, weights=store)
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, states="8bit")
+    stronghold.checkpoint.load(store, model, optimizer)
+    assert differences(snapshot(model, optimizer), kept) == []
