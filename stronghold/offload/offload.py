@@ -52,7 +52,9 @@ def offload(
     bus once however large the batch. ``activations`` says what the backward pass finds: ``"recompute"`` (each layer
     runs again from its input), ``"host"`` (the same, with the inputs in host memory) or ``"keep"`` (everything autograd
     saves stays on the device). ``resident=k`` keeps k layers wholly on the device, weights, gradients and states, and
-    updates them there; ``"auto"`` keeps as many as ``device_memory`` holds, or without one half of the free memory.
+    updates them there; ``"auto"`` keeps as many as ``device_memory`` holds, or without one half of the free memory,
+    with moments in fp32 (it is the optimizer that says later which they are).
+
     ``device_memory`` and ``host_memory`` are budgets, in bytes or like ``"24GiB"``: what cannot fit is refused before
     anything has changed, here or when the optimizer is made. They count slots, gradient slots, edges and resident
     layers, and weights, gradients and AdamW's states; activations depend on the batch and come on top.

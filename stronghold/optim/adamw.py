@@ -23,7 +23,7 @@ from stronghold.home import (
     set_gradient,
 )
 from stronghold.optim.exchange import as_saved, checked_states, take_saved
-from stronghold.optim.groups import TORCH_DEFAULTS, check_group, check_one_of
+from stronghold.optim.groups import TORCH_DEFAULTS, check_group, check_one_of, is_number
 from stronghold.optim.states import FORMATS, Moments
 from stronghold.optim.update import Change, Update
 
@@ -73,16 +73,18 @@ class AdamW(torch.optim.Optimizer):
         check_one_of("states", states, FORMATS)
         check_one_of("update", update, ("deferred", "in_backward"))
         check_one_of("nonfinite", nonfinite, ("raise", "skip"))
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, or None for no clipping (got {max_grad_norm})")
+        if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm must be positive, or None for no clipping (got {max_grad_norm!r})")
         if max_grad_norm is not None and update == "in_backward":
             raise ValueError(
                 f"max_grad_norm needs all gradients before the first update (got max_grad_norm={max_grad_norm} with "
                 "update='in_backward', which updates each layer during the backward pass); use update='deferred', or "
                 "max_grad_norm=None"
             )
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads must be at least 1 (got {threads}); pass None for all usable cores")
+        if threads is not None and not (isinstance(threads, int) and threads >= 1):
+            raise ValueError(
+                f"threads must be a whole number of at least 1 (got {threads!r}); pass None for all usable cores"
+            )
         self.states = states
         self.max_grad_norm = max_grad_norm
         self.in_backward = update == "in_backward"
@@ -179,7 +181,10 @@ class AdamW(torch.optim.Optimizer):
         return done
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, or with ``set_to_none=False`` fills them with zeros, as torch.optim does."""
+        """Drops the gradients, or with ``set_to_none=False`` fills them with zeros, as torch.optim does.
+
+        Those that ``in_backward`` has used are dropped either way: there is no memory to fill.
+        """
         assert self._owner is not None
         self._owner.close_backward()
         for parameter in (p for group in self.param_groups for p in group["params"]):

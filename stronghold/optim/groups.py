@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import Any
+
+from torch import Tensor
 
 TORCH_DEFAULTS = {
     "amsgrad": False,
@@ -21,20 +25,22 @@ def check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))} (got {value!r})")
 
 
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a real number, or a tensor of one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def check_group(group: dict[str, Any]) -> None:
     lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers (got {betas!r}), such as (0.9, 0.999)")
-    beta1, beta2 = betas
-    for name, value, good in (
-        ("lr", lr, float(lr) >= 0),
-        ("betas", (beta1, beta2), 0 <= beta1 < 1 and 0 <= beta2 < 1),
-        ("eps", eps, eps >= 0),
-        ("weight_decay", weight_decay, weight_decay >= 0),
-    ):
-        if not good:
-            rule = "both in [0, 1)" if name == "betas" else "zero or more"
-            raise ValueError(f"{name} must be {rule} (got {value})")
+    for name, values in (("lr", [lr]), ("betas", betas), ("eps", [eps]), ("weight_decay", [weight_decay])):
+        below = 1.0 if name == "betas" else math.inf
+        if not all(is_number(value) and 0 <= float(value) < below for value in values):
+            rule = "two numbers in [0, 1)" if name == "betas" else "a number, zero or more"
+            raise ValueError(f"{name} must be {rule} (got {tuple(betas) if name == 'betas' else values[0]!r})")
     for name, supported in (("amsgrad", False), ("maximize", False), ("decoupled_weight_decay", True)):
         if bool(group.get(name, supported)) is not supported:
             raise ValueError(f"{name}={not supported} is not supported (got it in a parameter group); leave it out")

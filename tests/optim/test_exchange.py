@@ -146,7 +146,7 @@ BAD = {
     "an entry too few": (lambda saved: saved["state"][1].pop("exp_avg"), "another optimizer than AdamW"),
     "no learning rate": (_without("lr"), "must have lr"),
     "no betas": (_without("betas"), "without betas"),
-    "a bad learning rate": (_group(lr=-1), "lr must be zero or more"),
+    "a bad learning rate": (_group(lr=-1), "lr must be a number, zero or more"),
     "amsgrad": (_group(amsgrad=True), "amsgrad"),
     "maximize": (_group(maximize=True), "maximize"),
     "Adam": (_group(decoupled_weight_decay=False), "coupled weight decay"),
