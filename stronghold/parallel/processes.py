@@ -97,6 +97,11 @@ class Processes:
             self.replica
         ]
 
+    @property
+    def row_ranks(self) -> range:
+        """The ranks of this replica's processes."""
+        return range(self.rank - self.place, self.rank - self.place + self.each)
+
     def draw_apart(self) -> None:
         """Has each replica but the first draw random numbers of its own by torch, on the host and on the device."""
         if self.replica:
@@ -163,11 +168,12 @@ class Processes:
         """
         mean = torch.tensor(0.0 if value is None else value.item(), dtype=torch.float64)
         last = self.place == self.each - 1
-        with self.watch.waiting():
-            if last and self.replicas.total > 1:
-                self.replicas.main.mean(mean)
-            if self.each > 1:
-                dist.broadcast(mean, self.rank - self.place + self.each - 1, group=self.row)
+        if last and self.replicas.total > 1:
+            self.replicas.main.mean(mean)
+        if self.each > 1:
+            row = self.row
+            with self.watch.waiting(self.row_ranks):
+                dist.broadcast(mean, self.row_ranks[-1], group=row)
         return mean.float()
 
 

@@ -189,7 +189,7 @@ class StagedModule(nn.Module):
         schedule = self._schedule(inputs, micro_batches, training)
         first, last = 0 in self._numbers, self._order.stages - 1 in self._numbers
         losses: list[Tensor] = []
-        with self._processes.watch.waiting():  # but for what each stage computes
+        with self._processes.watch.waiting(self._processes.row_ranks):  # but for what each stage computes
             (schedule.step if training else schedule.eval)(
                 *([inputs.to(self._device)] if first else []),
                 target=targets.to(self._device) if last else None,

@@ -10,8 +10,9 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import psutil
 import torch.distributed as dist
@@ -24,8 +25,21 @@ LOST_S = 20.0
 """Without a sign of life for so long a process is lost: killed, stopped, or its machine is gone."""
 STUCK_S = 40.0
 """A process that others wait for, and that has not computed, read or written anything for so long, hangs."""
+ENDED_S = 3.0
+"""A process that has waited for so long for one that has ended waits for nothing: what that one sent has arrived."""
 _IDLE = 0.02
 """The share of a core below which a process does nothing."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """That a thread waits for other processes: for those of ``ranks``, all where that is None."""
+
+    since: float
+    ranks: frozenset[int] | None
+
+    def concerns(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
 
 
 class Watch:
@@ -39,9 +53,10 @@ class Watch:
         self._store = store
         self._rank = rank
         self._count = count
-        self._waiting_since: float | None = None
-        self._beside: dict[int, float] = {}
-        """Since when other threads of this process have waited for other processes, by the thread."""
+        self._waiting: _Wait | None = None
+        """What the main thread waits for."""
+        self._beside: dict[int, _Wait] = {}
+        """What other threads of this process wait for, by the thread."""
         self._ending = False
         self._told = False
         """Whether this process has an error of its own, which it tells."""
@@ -67,21 +82,24 @@ class Watch:
         self._thread.start()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Says that the main thread waits for the other processes inside; what breaks there is explained."""
-        before, self._waiting_since = self._waiting_since, time.monotonic()
+    def waiting(self, ranks: Collection[int] | None = None) -> Iterator[None]:
+        """Says that the main thread waits for other processes inside; what breaks there is explained.
+
+        It waits for those of ``ranks``, or for all: others may end meanwhile.
+        """
+        before, self._waiting = self._waiting, _wait_for(ranks)
         try:
             yield
         except RuntimeError as error:
             raise self.explained(error) from error
         finally:
-            self._waiting_since = before
+            self._waiting = before
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Says that a thread beside the main one waits for the other processes inside; what breaks is explained."""
+    def beside(self, ranks: Collection[int] | None = None) -> Iterator[None]:
+        """Says that a thread beside the main one waits for other processes inside; what breaks is explained."""
         thread = threading.get_ident()
-        self._beside[thread] = time.monotonic()
+        self._beside[thread] = _wait_for(ranks)
         try:
             yield
         except RuntimeError as error:
@@ -92,14 +110,14 @@ class Watch:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Says that it does not, inside, where it otherwise waits; what fails here is this process's own."""
-        before, self._waiting_since = self._waiting_since, None
+        before, self._waiting = self._waiting, None
         try:
             yield
         except BaseException:
             self.tell()
             raise
         finally:
-            self._waiting_since = time.monotonic() if before is not None else None
+            self._waiting = None if before is None else replace(before, since=time.monotonic())
 
     def tell(self) -> None:
         """Says that this process ends with an error of its own, so that the others need not tell of it."""
@@ -154,12 +172,12 @@ class Watch:
 
     def _beat(self, now: float) -> None:
         self._count_beats += 1
-        waits = any(now - since >= STUCK_S / 2 for since in self._waits())
+        waits = any(now - wait.since >= STUCK_S / 2 for wait in self._waits())
         self._set("beat", f"{self._count_beats} {int(waits)} {int(self._told)} {int(self._done)}")
 
-    def _waits(self) -> list[float]:
-        """Returns since when threads of this process have waited for others."""
-        main = self._waiting_since
+    def _waits(self) -> list[_Wait]:
+        """Returns what threads of this process wait for."""
+        main = self._waiting
         return [*([] if main is None else [main]), *list(self._beside.values())]
 
     def _leave(self) -> None:
@@ -202,9 +220,10 @@ class Watch:
         for rank, (_, seen) in sorted(self._beats.items()):
             if now - seen > limit_s and not self._is_done(rank):
                 return rank
-        for rank in sorted(self._beats):
-            if self._waits() and self._is_done(rank):
-                return rank  # it has ended, and we wait for it
+        waits = self._waits()
+        for rank, (_, seen) in sorted(self._beats.items()):
+            if self._is_done(rank) and any(w.concerns(rank) and now - max(seen, w.since) > ENDED_S for w in waits):
+                return rank
         return None
 
     def _is_stuck(self, now: float) -> bool:
@@ -279,6 +298,10 @@ class Watch:
         except RuntimeError:  # dist.DistError: whoever had the store has ended
             self._store_gone_since = time.monotonic()
             return None
+
+
+def _wait_for(ranks: Collection[int] | None) -> _Wait:
+    return _Wait(time.monotonic(), None if ranks is None else frozenset(ranks))
 
 
 _watch: Watch | None = None

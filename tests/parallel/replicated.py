@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import stronghold
+from stronghold.offload import engine_of
 from stronghold.parallel import watch
 from tests.parallel.cases import machines, residual
 from tests.small import SIZE
@@ -222,6 +223,29 @@ def ends_first() -> float:
     if dist.get_rank() == 0:
         time.sleep(3 * watch.BEAT_S)
     return model[3].up.weight.sum().item() if dist.get_rank() == 0 else 0.0
+
+
+def ends_later() -> float:
+    """The last update of a replica of the first stage takes a while, and those of the last stage have ended."""
+    torch.manual_seed(0)
+    model = stronghold.pipeline(
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
+        loss=F.mse_loss,
+        stages=2,
+        replicas=2,
+        micro_batches=2,
+        balance="layers",
+        device="cpu",
+        window=1,
+    )
+    optimizer = stronghold.AdamW(model.parameters())
+    loss = model.forward_backward(torch.ones(8, 8), torch.zeros(8, 8))
+    if dist.get_rank() == 2:
+        engine = engine_of(model)
+        assert engine is not None
+        engine.device.updates.submit(lambda: time.sleep(6 * watch.BEAT_S))
+    optimizer.step()
+    return loss.item()
 
 
 def apart(folder: str) -> dict[str, Any]:

@@ -53,6 +53,11 @@ def test_the_gradients_that_cross_to_other_replicas_are_those_of_the_formula(rep
         assert crossed == 0
 
 
+def test_replicas_may_wait_for_one_another_when_another_stage_has_ended(tmp_path):
+    losses = launch("tests.parallel.replicated", "ends_later", 4, tmp_path)
+    assert len(set(losses)) == 1
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def apart(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("apart")
