@@ -49,15 +49,20 @@ class Watch:
     or this one hangs. The main thread, where a connection breaks, asks :meth:`explained` for the reason.
     """
 
-    def __init__(self, store: dist.Store, rank: int, count: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, count: int, neighbours: Collection[int]) -> None:
         self._store = store
         self._rank = rank
         self._count = count
+        self._neighbours = frozenset(neighbours)
+        """The processes on this machine, with this one."""
         self._waiting: _Wait | None = None
         """What the main thread waits for."""
         self._beside: dict[int, _Wait] = {}
         """What other threads of this process wait for, by the thread."""
         self._ending = False
+        """Whether an error is on its way that says which process is lost."""
+        self._ended = False
+        """Whether the thread has told why this process ends, and is about to end it."""
         self._told = False
         """Whether this process has an error of its own, which it tells."""
         self._done = False
@@ -142,6 +147,8 @@ class Watch:
 
     def explained(self, error: Exception) -> Exception:
         """Returns what to raise for ``error``: a LostProcessError where another process has ended."""
+        while self._ended:  # what breaks now is the end of others, for the same reason
+            time.sleep(BEAT_S)
         if self._told or isinstance(error, LostProcessError):
             return error
         deadline = time.monotonic() + LOST_S
@@ -246,8 +253,14 @@ class Watch:
         return bool(self._waits()) and all_wait and now - self._last_active > STUCK_S
 
     def _is_to_tell(self, lost: int) -> bool:
-        """Whether this is the process to tell of a ``lost`` one: the first that is left, unless that one has itself."""
-        first = min(rank for rank in range(self._count) if rank != lost)
+        """Whether this is the process to tell of a ``lost`` one: the first that is left, unless that one has itself.
+
+        Where the store is lost with it, it is the first on each machine.
+        """
+        left = set(range(self._count)) - {lost}
+        if self._store_gone_since is not None:  # whether others are left cannot be known: their machine may be gone
+            left &= self._neighbours
+        first = min(left)
         return not self._has_told(lost) and self._rank == first
 
     def _has_told(self, rank: int) -> bool:
@@ -270,6 +283,7 @@ class Watch:
         return "an unknown place" if last is None else f"{last.filename}:{last.lineno}, {last.name}"
 
     def _end(self, message: str | None) -> None:
+        self._ended = True
         if message is not None:
             os.write(2, f"stronghold: error: {message}\n".encode())
         self.linger()
@@ -311,11 +325,13 @@ def watch_over(rank: int, count: int) -> Watch:
     """Returns this process's watch; there is one for all that it trains."""
     global _watch
     if _watch is None:
-        name = [uuid.uuid4().hex]  # a launcher's store outlives a restart, and what it then holds is of dead processes
-        dist.broadcast_object_list(name)
+        # Of each process a new name, for a launcher's store outlives a restart, and what it then holds is of dead ones.
+        everyone: list[tuple[str, str]] = [("", "")] * count
+        dist.all_gather_object(everyone, (uuid.uuid4().hex, socket.gethostname()))
+        neighbours = [other for other, (_, machine) in enumerate(everyone) if machine == everyone[rank][1]]
         # A connection of its own: the thread must not hold up the main one.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        _watch = Watch(dist.PrefixStore(name[0], store), rank, count)
+        _watch = Watch(dist.PrefixStore(everyone[0][0], store), rank, count, neighbours)
     return _watch
 
 
