@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections import Counter
@@ -71,7 +70,7 @@ class StagedModule(nn.Module):
         if callable(weights):
             weights = as_within(row.model, weights)
         if directories := OffloadSettings(store=settings.get("store", "ram")).directories:
-            settings["store"] = [os.path.join(path, f"process-{processes.place}") for path in directories]
+            settings["store"] = processes.folders(directories)
         if isinstance(settings.get("window"), int):  # a process may have fewer layers than the others
             settings["window"] = min(settings["window"], sum(sizes[number] for number in self._numbers))
         containers = [f"chunks.{i}{row.container and '.'}{row.container}" for i in range(len(self.chunks))]

@@ -259,6 +259,23 @@ def apart(folder: str) -> dict[str, Any]:
     return {**found, "uneven": error_of(lambda: stronghold.replicate(residual(), device="cpu"))}
 
 
+def one_folder(folder: str) -> list[Any]:
+    """Trains on two machines that see one folder; returns what is in it, and whether all have the same weights."""
+    with machines(2):
+        model = residual()
+        stronghold.replicate(model, device="cpu", window=1, store=folder)
+        optimizer = stronghold.AdamW(model.parameters())
+        x, y = batches(0, None)[dist.get_rank()]
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        weights = [parameter.sum().item() for parameter in model.parameters()]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, weights)
+        found = set(os.listdir(folder))
+        dist.barrier()
+    return [found, all(one == weights for one in everyone)]
+
+
 def from_random() -> bool:
     """Whether all replicas begin with the values that the first one draws."""
     torch.manual_seed(dist.get_rank())
