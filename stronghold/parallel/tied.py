@@ -67,4 +67,5 @@ class Tied:
         total = fresh.to(torch.float32, copy=True)
         with self._watch.waiting(ranks):
             dist.all_reduce(total, group=group)
-        return fresh.copy_(total) if before is None else before.add_(total)
+        # New ones: where there are replicas nobody writes into a gradient that the engine has added up.
+        return total.to(fresh.dtype) if before is None else total.add_(before).to(before.dtype)
