@@ -6,8 +6,9 @@ import math
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -24,6 +25,14 @@ T = TypeVar("T")
 
 VERSIONS = {"version of stronghold": __version__, "version of PyTorch": str(torch.__version__)}
 """What every process must have alike before anything else can be compared."""
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Where Linux tells one machine that runs from another, whatever they are called."""
+
+
+def this_machine() -> tuple[str, str]:
+    """Returns the machine's name, and what no other one of that name has."""
+    return socket.gethostname(), BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
 
 
 class Processes:
@@ -56,8 +65,8 @@ class Processes:
         self.device = device
         self.watch = watch_over(self.rank, self.count)
         self.agree(VERSIONS)
-        machines = self.everyone(socket.gethostname())
-        self.neighbours = machines.count(socket.gethostname())
+        self._machines = self.everyone(this_machine())
+        self.neighbours = self._machines.count(self._machines[self.rank])
         replicas = self.count if replicas is None else replicas
         if self.count % replicas:
             self.refuse(
@@ -67,12 +76,11 @@ class Processes:
         self.each = self.count // replicas
         """The processes of a replica."""
         self.replica, self.place = divmod(self.rank, self.each)
-        self._machines = machines
         for place in range(self.each):
-            if len(set((here := Counter(machines[place :: self.each])).values())) > 1:
+            if len(set((here := Counter(self._machines[place :: self.each])).values())) > 1:
+                found = ", ".join(f"{count} on {name}" for (name, _), count in sorted(here.items()))
                 self.refuse(
-                    f"every machine that has replicas must have as many of them (got "
-                    f"{', '.join(f'{count} on {name}' for name, count in sorted(here.items()))} for process {place} of "
+                    f"every machine that has replicas must have as many of them (got {found} for process {place} of "
                     "each); start torchrun with the same --nproc-per-node on all machines"
                 )
 
@@ -85,7 +93,7 @@ class Processes:
 
     def _by_machine(self, place: int) -> list[list[int]]:
         """Returns the ranks of the replicas that have the same place, for each machine that has any."""
-        ranks: dict[str, list[int]] = {}
+        ranks: dict[tuple[str, str], list[int]] = {}
         for rank in range(place, self.count, self.each):
             ranks.setdefault(self._machines[rank], []).append(rank)
         return list(ranks.values())
@@ -96,6 +104,19 @@ class Processes:
         return groups_of([list(range(r, r + self.each)) for r in range(0, self.count, self.each)], self.watch)[
             self.replica
         ]
+
+    def folders(self, directories: Sequence[str]) -> list[str]:
+        """Returns, below the ``directories`` of a store, those of the replicas here that have this one's layers.
+
+        On no machine has any other process the same, so that machines may see one another's files.
+        """
+        first = next(ranks[0] for ranks in self._by_machine(self.place) if self.rank in ranks)
+        return [os.path.join(path, f"process-{first}") for path in directories]
+
+    @property
+    def row_ranks(self) -> range:
+        """The ranks of this replica's processes."""
+        return range(self.rank - self.place, self.rank - self.place + self.each)
 
     def draw_apart(self) -> None:
         """Has each replica but the first draw random numbers of its own by torch, on the host and on the device."""
@@ -163,11 +184,12 @@ class Processes:
         """
         mean = torch.tensor(0.0 if value is None else value.item(), dtype=torch.float64)
         last = self.place == self.each - 1
-        with self.watch.waiting():
-            if last and self.replicas.total > 1:
-                self.replicas.main.mean(mean)
-            if self.each > 1:
-                dist.broadcast(mean, self.rank - self.place + self.each - 1, group=self.row)
+        if last and self.replicas.total > 1:
+            self.replicas.main.mean(mean)
+        if self.each > 1:
+            row = self.row
+            with self.watch.waiting(self.row_ranks):
+                dist.broadcast(mean, self.row_ranks[-1], group=row)
         return mean.float()
 
 

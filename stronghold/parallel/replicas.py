@@ -6,9 +6,10 @@ import mmap
 import os
 import resource
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -32,14 +33,15 @@ def groups_of(sets: Sequence[Sequence[int]], watch: Watch) -> list[dist.ProcessG
 
 @dataclass(frozen=True)
 class Group:
-    """Some of the processes, of which this one is ``number``; ``link`` is None where it is alone."""
+    """Those of ``ranks``, of which this process is ``number``; ``link`` is None where it is alone."""
 
     link: dist.ProcessGroup | None
-    number: int
-    count: int
+    ranks: tuple[int, ...]
+    number: int = 0
 
-
-_ALONE = Group(None, 0, 1)
+    @property
+    def count(self) -> int:
+        return len(self.ranks)
 
 
 class ReplicaProcesses:
@@ -69,17 +71,18 @@ class ReplicaProcesses:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:  # each piece of common memory has a descriptor
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        alone = Group(None, (rank,))
         self.main: Lane = ProcessLane(self._here, self._opposite, watch.waiting)
         self.gradients: Lane = ProcessLane(self._group(here), self._group(opposite), watch.beside)
-        self.updates: Lane = ProcessLane(self._group(here), _ALONE, watch.beside)
-        self.landing: Lane = ProcessLane(self._group(here), _ALONE, watch.beside)
+        self.updates: Lane = ProcessLane(self._group(here), alone, watch.beside)
+        self.landing: Lane = ProcessLane(self._group(here), alone, watch.beside)
 
     def _group(self, sets: Sequence[list[int]]) -> Group:
         """Returns a new group of those of the ``sets`` of ranks that this process is in; all make all of them."""
         if all(len(ranks) == 1 for ranks in sets):
-            return _ALONE
+            return Group(None, (self._rank,))
         which = next(number for number, ranks in enumerate(sets) if self._rank in ranks)
-        return Group(groups_of(sets, self._watch)[which], sets[which].index(self._rank), len(sets[which]))
+        return Group(groups_of(sets, self._watch)[which], tuple(sets[which]), sets[which].index(self._rank))
 
     def memory(self, length_bytes: int) -> Common | None:
         """Returns memory that all replicas here have, all zero. It goes with the last process that has it."""
@@ -139,7 +142,7 @@ class ReplicaProcesses:
         if group.link is None or (common and self.number):
             return
         sent = values.contiguous()
-        with self._watch.waiting():
+        with self._watch.waiting(group.ranks):
             dist.broadcast(sent.view(-1).view(torch.uint8), group=group.link, group_src=0)  # not all dtypes are sent
             _settle(sent)
         if sent is not values:
@@ -152,7 +155,7 @@ class ReplicaProcesses:
             return
         seen = torch.tensor(zlib.crc32(repr(done).encode()), dtype=torch.int64)
         extremes = torch.stack([seen, -seen])
-        with self._watch.waiting():
+        with self._watch.waiting(group.ranks):
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group.link)
         if extremes[0] != -extremes[1]:
             raise ParallelError(
@@ -165,7 +168,7 @@ class ReplicaProcesses:
         """Returns the ``value`` of each replica here."""
         values: list[T] = [value] * self.count
         if self._here.link is not None:
-            with self._watch.waiting():
+            with self._watch.waiting(self._here.ranks):
                 dist.all_gather_object(values, value, group=self._here.link)
         return values
 
@@ -182,10 +185,12 @@ def _settle(tensor: Tensor) -> None:
 class ProcessLane:
     """What replicas say to one another from one of their threads: those ``here``, and those ``opposite`` elsewhere."""
 
-    def __init__(self, here: Group, opposite: Group, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, here: Group, opposite: Group, waiting: Callable[[Collection[int]], AbstractContextManager[None]]
+    ) -> None:
         self._here = here
         self._opposite = opposite
-        self._waiting = waiting
+        self._waiting = partial(waiting, {*here.ranks, *opposite.ranks})
 
     def mean_share(self, flat: Tensor) -> None:
         if not flat.numel():

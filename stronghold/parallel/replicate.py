@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stronghold.config import OffloadSettings
 from stronghold.offload import engine_of, keep_company, offload_shared
 from stronghold.parallel.facts import facts_of
 from stronghold.parallel.processes import Processes
@@ -48,8 +49,9 @@ def replicate(
     end with an error. Under ``in_backward`` some layers have been updated with nonsense by then: load a checkpoint.
 
     ``device`` "cuda" is the GPU of the process's rank; the other arguments are those of :func:`stronghold.offload`,
-    with ``host_memory`` for each process and a store's directory for all of a machine. Raises ParallelError where the
-    machines have not as many processes or these do not agree, before anything has changed; and what ``offload`` raises.
+    with ``host_memory`` for each process and a store's directory for all of a machine; of several machines each has one
+    of its own below it. Raises ParallelError where the machines have not as many processes or these do not agree,
+    before anything has changed; and what ``offload`` raises.
     """
     processes = Processes(torch.device(device), wanted=2, replicas=None)
     return replicated(model, processes, dtype=dtype, weights=weights, **settings)
@@ -65,6 +67,9 @@ def replicated(
 ) -> nn.Module:
     """Does the same with ``processes`` that have joined."""
     processes.agree(facts_of(model, dtype, settings))
+    directories = OffloadSettings(store=settings.get("store", "ram")).directories
+    if directories and processes.neighbours < processes.count:  # they may be the same ones on all machines
+        settings["store"] = processes.folders(directories)
     processes.together(
         lambda: offload_shared(
             model, processes.replicas, device=processes.device, dtype=dtype, weights=weights, **settings

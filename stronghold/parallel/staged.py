@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections import Counter
@@ -71,7 +70,7 @@ class StagedModule(nn.Module):
         if callable(weights):
             weights = as_within(row.model, weights)
         if directories := OffloadSettings(store=settings.get("store", "ram")).directories:
-            settings["store"] = [os.path.join(path, f"process-{processes.place}") for path in directories]
+            settings["store"] = processes.folders(directories)
         if isinstance(settings.get("window"), int):  # a process may have fewer layers than the others
             settings["window"] = min(settings["window"], sum(sizes[number] for number in self._numbers))
         containers = [f"chunks.{i}{row.container and '.'}{row.container}" for i in range(len(self.chunks))]
@@ -189,7 +188,7 @@ class StagedModule(nn.Module):
         schedule = self._schedule(inputs, micro_batches, training)
         first, last = 0 in self._numbers, self._order.stages - 1 in self._numbers
         losses: list[Tensor] = []
-        with self._processes.watch.waiting():  # but for what each stage computes
+        with self._processes.watch.waiting(self._processes.row_ranks):  # but for what each stage computes
             (schedule.step if training else schedule.eval)(
                 *([inputs.to(self._device)] if first else []),
                 target=targets.to(self._device) if last else None,

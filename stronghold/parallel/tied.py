@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,7 @@ class Tied:
         """Those of this process that another one has too."""
         self.copies: list[nn.Parameter] = []
         """Those that a process before this one has too."""
-        self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._groups: list[tuple[nn.Parameter, dist.ProcessGroup, list[int]]] = []
         for parameter, places in users.items():
             if len(places) == 1:
                 continue
@@ -39,15 +39,15 @@ class Tied:
             group = groups_of(sets, self._watch)[processes.replica]
             if processes.place in places:
                 self.shared.append(parameter)
-                self._groups.append((parameter, group))
+                self._groups.append((parameter, group, sets[processes.replica]))
                 if processes.place != min(places):
                     self.copies.append(parameter)
 
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Sums up the gradients that come in inside; those that were there before are summed up already."""
-        groups = [(parameter, group) for parameter, group in self._groups if parameter.requires_grad]
-        before = {parameter: parameter.grad for parameter, _ in groups}
+        groups = [(parameter, group, ranks) for parameter, group, ranks in self._groups if parameter.requires_grad]
+        before = {parameter: parameter.grad for parameter, _, _ in groups}
         for parameter in before:
             parameter.grad = None
         try:
@@ -56,15 +56,16 @@ class Tied:
             for parameter, gradient in before.items():
                 parameter.grad = gradient
             raise
-        for parameter, group in groups:
+        for parameter, group, ranks in groups:
             fresh = parameter.grad
             if fresh is None:
                 fresh = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = self._summed(fresh, before[parameter], group)
+            parameter.grad = self._summed(fresh, before[parameter], group, ranks)
 
     @torch.no_grad()
-    def _summed(self, fresh: Tensor, before: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    def _summed(self, fresh: Tensor, before: Tensor | None, group: dist.ProcessGroup, ranks: Collection[int]) -> Tensor:
         total = fresh.to(torch.float32, copy=True)
-        with self._watch.waiting():
+        with self._watch.waiting(ranks):
             dist.all_reduce(total, group=group)
-        return fresh.copy_(total) if before is None else before.add_(total)
+        # New ones: where there are replicas nobody writes into a gradient that the engine has added up.
+        return total.to(fresh.dtype) if before is None else total.add_(before).to(before.dtype)

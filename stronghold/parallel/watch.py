@@ -10,8 +10,9 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import psutil
 import torch.distributed as dist
@@ -24,8 +25,21 @@ LOST_S = 20.0
 """Without a sign of life for so long a process is lost: killed, stopped, or its machine is gone."""
 STUCK_S = 40.0
 """A process that others wait for, and that has not computed, read or written anything for so long, hangs."""
+ENDED_S = 3.0
+"""A process that has waited for so long for one that has ended waits for nothing: what that one sent has arrived."""
 _IDLE = 0.02
 """The share of a core below which a process does nothing."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """That a thread waits for other processes: for those of ``ranks``, all where that is None."""
+
+    since: float
+    ranks: frozenset[int] | None
+
+    def concerns(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
 
 
 class Watch:
@@ -35,14 +49,20 @@ class Watch:
     or this one hangs. The main thread, where a connection breaks, asks :meth:`explained` for the reason.
     """
 
-    def __init__(self, store: dist.Store, rank: int, count: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, count: int, neighbours: Collection[int]) -> None:
         self._store = store
         self._rank = rank
         self._count = count
-        self._waiting_since: float | None = None
-        self._beside: dict[int, float] = {}
-        """Since when other threads of this process have waited for other processes, by the thread."""
+        self._neighbours = frozenset(neighbours)
+        """The processes on this machine, with this one."""
+        self._waiting: _Wait | None = None
+        """What the main thread waits for."""
+        self._beside: dict[int, _Wait] = {}
+        """What other threads of this process wait for, by the thread."""
         self._ending = False
+        """Whether an error is on its way that says which process is lost."""
+        self._ended = False
+        """Whether the thread has told why this process ends, and is about to end it."""
         self._told = False
         """Whether this process has an error of its own, which it tells."""
         self._done = False
@@ -67,21 +87,24 @@ class Watch:
         self._thread.start()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Says that the main thread waits for the other processes inside; what breaks there is explained."""
-        before, self._waiting_since = self._waiting_since, time.monotonic()
+    def waiting(self, ranks: Collection[int] | None = None) -> Iterator[None]:
+        """Says that the main thread waits for other processes inside; what breaks there is explained.
+
+        It waits for those of ``ranks``, or for all: others may end meanwhile.
+        """
+        before, self._waiting = self._waiting, _wait_for(ranks)
         try:
             yield
         except RuntimeError as error:
             raise self.explained(error) from error
         finally:
-            self._waiting_since = before
+            self._waiting = before
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Says that a thread beside the main one waits for the other processes inside; what breaks is explained."""
+    def beside(self, ranks: Collection[int] | None = None) -> Iterator[None]:
+        """Says that a thread beside the main one waits for other processes inside; what breaks is explained."""
         thread = threading.get_ident()
-        self._beside[thread] = time.monotonic()
+        self._beside[thread] = _wait_for(ranks)
         try:
             yield
         except RuntimeError as error:
@@ -92,14 +115,14 @@ class Watch:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Says that it does not, inside, where it otherwise waits; what fails here is this process's own."""
-        before, self._waiting_since = self._waiting_since, None
+        before, self._waiting = self._waiting, None
         try:
             yield
         except BaseException:
             self.tell()
             raise
         finally:
-            self._waiting_since = time.monotonic() if before is not None else None
+            self._waiting = None if before is None else replace(before, since=time.monotonic())
 
     def tell(self) -> None:
         """Says that this process ends with an error of its own, so that the others need not tell of it."""
@@ -124,6 +147,8 @@ class Watch:
 
     def explained(self, error: Exception) -> Exception:
         """Returns what to raise for ``error``: a LostProcessError where another process has ended."""
+        while self._ended:  # what breaks now is the end of others, for the same reason
+            time.sleep(BEAT_S)
         if self._told or isinstance(error, LostProcessError):
             return error
         deadline = time.monotonic() + LOST_S
@@ -154,12 +179,12 @@ class Watch:
 
     def _beat(self, now: float) -> None:
         self._count_beats += 1
-        waits = any(now - since >= STUCK_S / 2 for since in self._waits())
+        waits = any(now - wait.since >= STUCK_S / 2 for wait in self._waits())
         self._set("beat", f"{self._count_beats} {int(waits)} {int(self._told)} {int(self._done)}")
 
-    def _waits(self) -> list[float]:
-        """Returns since when threads of this process have waited for others."""
-        main = self._waiting_since
+    def _waits(self) -> list[_Wait]:
+        """Returns what threads of this process wait for."""
+        main = self._waiting
         return [*([] if main is None else [main]), *list(self._beside.values())]
 
     def _leave(self) -> None:
@@ -202,9 +227,10 @@ class Watch:
         for rank, (_, seen) in sorted(self._beats.items()):
             if now - seen > limit_s and not self._is_done(rank):
                 return rank
-        for rank in sorted(self._beats):
-            if self._waits() and self._is_done(rank):
-                return rank  # it has ended, and we wait for it
+        waits = self._waits()
+        for rank, (_, seen) in sorted(self._beats.items()):
+            if self._is_done(rank) and any(w.concerns(rank) and now - max(seen, w.since) > ENDED_S for w in waits):
+                return rank
         return None
 
     def _is_stuck(self, now: float) -> bool:
@@ -227,8 +253,14 @@ class Watch:
         return bool(self._waits()) and all_wait and now - self._last_active > STUCK_S
 
     def _is_to_tell(self, lost: int) -> bool:
-        """Whether this is the process to tell of a ``lost`` one: the first that is left, unless that one has itself."""
-        first = min(rank for rank in range(self._count) if rank != lost)
+        """Whether this is the process to tell of a ``lost`` one: the first that is left, unless that one has itself.
+
+        Where the store is lost with it, it is the first on each machine.
+        """
+        left = set(range(self._count)) - {lost}
+        if self._store_gone_since is not None:  # whether others are left cannot be known: their machine may be gone
+            left &= self._neighbours
+        first = min(left)
         return not self._has_told(lost) and self._rank == first
 
     def _has_told(self, rank: int) -> bool:
@@ -251,6 +283,7 @@ class Watch:
         return "an unknown place" if last is None else f"{last.filename}:{last.lineno}, {last.name}"
 
     def _end(self, message: str | None) -> None:
+        self._ended = True
         if message is not None:
             os.write(2, f"stronghold: error: {message}\n".encode())
         self.linger()
@@ -281,6 +314,10 @@ class Watch:
             return None
 
 
+def _wait_for(ranks: Collection[int] | None) -> _Wait:
+    return _Wait(time.monotonic(), None if ranks is None else frozenset(ranks))
+
+
 _watch: Watch | None = None
 
 
@@ -288,11 +325,13 @@ def watch_over(rank: int, count: int) -> Watch:
     """Returns this process's watch; there is one for all that it trains."""
     global _watch
     if _watch is None:
-        name = [uuid.uuid4().hex]  # a launcher's store outlives a restart, and what it then holds is of dead processes
-        dist.broadcast_object_list(name)
+        # Of each process a new name, for a launcher's store outlives a restart, and what it then holds is of dead ones.
+        everyone: list[tuple[str, str]] = [("", "")] * count
+        dist.all_gather_object(everyone, (uuid.uuid4().hex, socket.gethostname()))
+        neighbours = [other for other, (_, machine) in enumerate(everyone) if machine == everyone[rank][1]]
         # A connection of its own: the thread must not hold up the main one.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        _watch = Watch(dist.PrefixStore(name[0], store), rank, count)
+        _watch = Watch(dist.PrefixStore(everyone[0][0], store), rank, count, neighbours)
     return _watch
 
 

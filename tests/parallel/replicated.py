@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import stronghold
+from stronghold.offload import engine_of
 from stronghold.parallel import watch
 from tests.parallel.cases import machines, residual
 from tests.small import SIZE
@@ -224,6 +225,29 @@ def ends_first() -> float:
     return model[3].up.weight.sum().item() if dist.get_rank() == 0 else 0.0
 
 
+def ends_later() -> float:
+    """The last update of a replica of the first stage takes a while, and those of the last stage have ended."""
+    torch.manual_seed(0)
+    model = stronghold.pipeline(
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))),
+        loss=F.mse_loss,
+        stages=2,
+        replicas=2,
+        micro_batches=2,
+        balance="layers",
+        device="cpu",
+        window=1,
+    )
+    optimizer = stronghold.AdamW(model.parameters())
+    loss = model.forward_backward(torch.ones(8, 8), torch.zeros(8, 8))
+    if dist.get_rank() == 2:
+        engine = engine_of(model)
+        assert engine is not None
+        engine.device.updates.submit(lambda: time.sleep(6 * watch.BEAT_S))
+    optimizer.step()
+    return loss.item()
+
+
 def apart(folder: str) -> dict[str, Any]:
     """Trains on two machines, each of which has its own folder."""
     own = f"{folder}/{int(os.environ['RANK']) * 2 // int(os.environ['WORLD_SIZE'])}"
@@ -233,6 +257,23 @@ def apart(folder: str) -> dict[str, Any]:
         found |= {"crossed": reduced(), "random": from_random()}
     socket.gethostname = lambda: "machine-0" if os.environ["RANK"] == "0" else "machine-1"
     return {**found, "uneven": error_of(lambda: stronghold.replicate(residual(), device="cpu"))}
+
+
+def one_folder(folder: str) -> list[Any]:
+    """Trains on two machines that see one folder; returns what is in it, and whether all have the same weights."""
+    with machines(2):
+        model = residual()
+        stronghold.replicate(model, device="cpu", window=1, store=folder)
+        optimizer = stronghold.AdamW(model.parameters())
+        x, y = batches(0, None)[dist.get_rank()]
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        weights = [parameter.sum().item() for parameter in model.parameters()]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, weights)
+        found = set(os.listdir(folder))
+        dist.barrier()
+    return [found, all(one == weights for one in everyone)]
 
 
 def from_random() -> bool:

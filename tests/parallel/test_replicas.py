@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
+from stronghold.parallel import processes
 from stronghold.plan.traffic import all_reduce_bytes, reduce_scatter_bytes, share
 from tests.parallel.launched import launch
 
@@ -53,6 +56,11 @@ def test_the_gradients_that_cross_to_other_replicas_are_those_of_the_formula(rep
         assert crossed == 0
 
 
+def test_replicas_may_wait_for_one_another_when_another_stage_has_ended(tmp_path):
+    losses = launch("tests.parallel.replicated", "ends_later", 4, tmp_path)
+    assert len(set(losses)) == 1
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def apart(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("apart")
@@ -94,3 +102,19 @@ def test_of_gradients_only_shares_cross_to_other_machines(apart):
 def test_a_step_of_replicas_fetches_no_more_than_it_must(replicas):
     layers, window = 8, 1
     assert [found["fetches"] for found in replicas] == [2 * layers - window] * 2
+
+
+def test_machines_that_see_one_folder_have_stores_of_their_own_there(tmp_path):
+    found = launch("tests.parallel.replicated", "one_folder", 4, tmp_path, str(tmp_path / "store"))
+    assert all(one == found[0] for one in found)
+    assert found[0] == [{"process-0", "process-2"}, True]
+
+
+def test_machines_of_one_name_are_told_apart(tmp_path, monkeypatch):
+    first = processes.this_machine()
+    assert first == processes.this_machine() and first[0] == socket.gethostname()
+    (tmp_path / "boot_id").write_text("other\n")
+    monkeypatch.setattr(processes, "BOOT_ID", tmp_path / "boot_id")
+    assert processes.this_machine() == (first[0], "other")
+    monkeypatch.setattr(processes, "BOOT_ID", tmp_path / "none")
+    assert processes.this_machine() == (first[0], "")

@@ -86,6 +86,17 @@ def test_replicas_have_the_losses_of_one_process(alone, tmp_path, arguments, pro
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("more", [["--clip", "1"], ["--clip", "0", "--update", "in_backward", "--store", "store"]])
+def test_stages_of_replicas_have_the_losses_of_one_process_in_bf16(tmp_path, more):
+    losses = []
+    for name, parts, processes in (("alone", [], 1), ("parts", ["--replicas", "2", "--stages", "2"], 4)):
+        out = ["--out", str(tmp_path / name), "--record", str(tmp_path / f"{name}.jsonl")]
+        own = [str(tmp_path / f"{name}-store") if one == "store" else one for one in more]
+        run_warm(tmp_path, "--dtype", "bf16", *own, *parts, *out, processes=processes)
+        losses.append(record(tmp_path / f"{name}.jsonl")["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 def test_a_run_in_stages_goes_on_in_one_process_and_the_other_way_round(alone, tmp_path):
     out, kept = tmp_path / "run", ["--checkpoint-every", "3", "--resume"]
     run_warm(tmp_path, "--stages", "2", "--out", str(out), *kept, processes=2)
