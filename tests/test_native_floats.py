@@ -113,6 +113,21 @@ def test_a_step_is_within_two_ulp_where_rounding_shows(isa, settings):
     check_against_float64(before, after)
 
 
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "plain"])
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_instruction_sets_give_the_same_bits_of_a_million_updates(isa, eps):
+    """So many that some come to either side of a rounding from either end of an approximated root's error."""
+    before = where_rounding_shows(2**20, eps=eps)
+    before.weight[::2] = 0  # the update alone is rounded
+    for place, value in enumerate((0.0, 1e-45, torch.inf, torch.nan, -1.0, 1e38)):
+        before.exp_avg_sq[2**18 + place :: 2**16] = value
+        before.grad[2**18 + place :: 2**17] = 0.0
+    plain, after = copy_of(before), copy_of(before)
+    native.adamw([plain], threads=2, isa="plain")
+    native.adamw([after], threads=2, isa=isa)
+    assert_same_bits(after, plain)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_square_beyond_float32_does_not_lose_the_step(isa):
     before = segment(33, beta2=0.999)
