@@ -8,8 +8,12 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 . "$root/environment.sh"
 if [[ -z "${PYTHON:-}" ]]; then
   stronghold_environment
-  # Cases 1 to 3 compare methods; one that cannot be installed is said and left out when its turn comes.
-  if [[ "${1:-} ${2:-}" == run\ [123] && " $* " != *" tiny "* && " $* " != *" --help "* ]]; then stronghold_baselines deepspeed ninja || true; fi
+  # Some cases compare methods; one that cannot be installed is said and left out when its turn comes.
+  needed="$("$PYTHON" -m stronghold.evaluation.cases needs "$@")"
+  if [[ "$needed" == deepspeed* ]]; then
+    read -ra modules <<<"$needed"
+    stronghold_baselines "${modules[@]}" || true
+  fi
 else
   stronghold_exports
 fi

@@ -40,11 +40,10 @@ from stronghold.pretrained import check_save_folder, save
 from stronghold.units import format_bytes, format_count
 from stronghold.weights import Weights
 
-_OF_A_STEP = (
-    *("step", "iteration_s", "compute_s", "fetch_wait_s", "update_wait_s", "disk_wait_s", "disk_read_bytes"),
-    "disk_written_bytes",
-)
+_OF_A_STEP = ("step", "iteration_s", "disk_read_bytes", "disk_written_bytes")
 """What the record of a run keeps of each step beside its loss; the run's own log has all."""
+_SPLIT = ("compute_s", "fetch_wait_s", "update_wait_s", "disk_wait_s")
+"""The same, of a method that says where its time goes."""
 
 
 class TrainingError(StrongholdError):
@@ -150,7 +149,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
             "summary": summary.record(),
             "interrupted": interrupted,
             "losses": [step["loss"] for step in steps],
-            "steps": [{name: step[name] for name in _OF_A_STEP} for step in steps],
+            "steps": [{n: step[n] for n in (*_OF_A_STEP, *(_SPLIT if step["compute_s"] else ()))} for step in steps],
         }
         append_record(run.record, {**start, **found})
     console.print(prepared.report())

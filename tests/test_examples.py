@@ -56,14 +56,22 @@ def test_a_cases_script_helps_and_refuses_from_any_folder(name, tmp_path):
 def test_the_cases_of_several_methods_ask_for_what_deepspeed_needs(tmp_path):
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "case.sh").write_text((EXAMPLES / "case.sh").read_text())
+    python = tmp_path / "python"  # which says what is needed, and runs nothing
+    python.write_text(f'#!/usr/bin/env bash\nif [[ "$*" == *" needs "* ]]; then exec {sys.executable} "$@"; fi\n')
+    python.chmod(0o755)
     (tmp_path / "environment.sh").write_text(
-        "stronghold_environment() { PYTHON=true; }\nstronghold_baselines() { echo asked for: $*; }\n"
+        f"stronghold_environment() {{ PYTHON={python}; }}\nstronghold_baselines() {{ echo asked for: $*; }}\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    environment["PYTHONPATH"] = str(EXAMPLES.parent)
 
     def said(*arguments):
         command = ["bash", tmp_path / "examples" / "case.sh", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
-    assert said("run", "2", "--machine", "cpu") == "asked for: deepspeed ninja\n"
-    assert said("run", "2", "--machine", "tiny") == said("run", "4") == said("extract", "2") == ""
+    assert said("run", "2", "--machine", "cpu").stdout == "asked for: deepspeed ninja\n"
+    assert said("run", "2", "--machine=tiny").stdout == said("run", "4").stdout == said("extract", "2").stdout == ""
+    assert said("run", "2", "-h").stdout == ""
+    wrong = said("run", "2", "--wrong")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "unrecognized arguments: --wrong" in wrong.stderr

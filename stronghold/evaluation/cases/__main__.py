@@ -22,8 +22,22 @@ from stronghold.evaluation.cases.table import csv_text, tables
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs, extracts or draws the case that ``arguments`` name, and returns the exit code."""
-    return run_command(_parser(), arguments, _tell)
+    """Runs, extracts or draws the case that ``arguments`` name, and returns the exit code.
+
+    After ``needs`` it only prints the modules that this takes beside the project's own.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["needs"]:
+        print(*_needs(_parser().parse_args(words[1:])))
+        return 0
+    return run_command(_parser(), words, _tell)
+
+
+def _needs(options: argparse.Namespace) -> Sequence[str]:
+    if options.run is not _run or CASES[options.case].varies:  # which has runs of stronghold alone
+        return ()
+    methods = find_machine(options.machine).methods
+    return ("deepspeed", "ninja") if any(method.startswith("zero-") for method in methods) else ()
 
 
 def _tell(error: Exception, options: argparse.Namespace) -> int:
