@@ -13,8 +13,11 @@ namespace {
 
 // ---- float moments ----
 
-// Elements ahead of the loads that are fetched into the cache.
-constexpr int kAhead = 64;
+// Elements ahead of the loads that are fetched into the cache: what Zen 4 and an Intel Xeon are fastest with.
+const int kAhead = [] {
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd") ? 64 : 256;
+}();
 
 // What the update of sixteen weights needs of their moments.
 struct Direction {
