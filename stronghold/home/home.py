@@ -242,14 +242,14 @@ class Home:
 
     @property
     def is_common(self) -> bool:
-        """Whether what a parameter is here other processes have too, so that nobody may write it."""
-        return self.replicas.count > 1 and not self.resident and not self.mirrored
+        """Whether what a parameter is here other processes have too, or the same bits of it: nobody may write it."""
+        return self.replicas.total > 1 and not self.resident and not self.mirrored
 
     def check_own(self) -> None:
         """Raises OffloadedModelError where other processes would write the same memory."""
         if self.is_common:
             raise OffloadedModelError(
-                f"{self.replicas.count} replicas have the weights and gradients of {self.name} in common, so that each "
+                f"{self.replicas.total} replicas have the weights and gradients of {self.name} in common, so that each "
                 "would write what the others write too; change weights before the model is offloaded, clip by "
                 "AdamW(max_grad_norm=...), and load states by stronghold.checkpoint.load"
             )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from stronghold.errors import ParallelError
 from stronghold.home import ONE_REPLICA, Replicas
+from stronghold.parallel.machine import this_machine
 from stronghold.parallel.replicas import ReplicaProcesses, groups_of
 from stronghold.parallel.watch import watch_over
 from stronghold.version import __version__
@@ -25,14 +24,6 @@ T = TypeVar("T")
 
 VERSIONS = {"version of stronghold": __version__, "version of PyTorch": str(torch.__version__)}
 """What every process must have alike before anything else can be compared."""
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Where Linux tells one machine that runs from another, whatever they are called."""
-
-
-def this_machine() -> tuple[str, str]:
-    """Returns the machine's name, and what no other one of that name has."""
-    return socket.gethostname(), BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
 
 
 class Processes:

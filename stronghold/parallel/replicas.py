@@ -53,11 +53,11 @@ class ReplicaProcesses:
     """
 
     def __init__(self, places: Sequence[Sequence[Sequence[int]]], rank: int, watch: Watch) -> None:
-        self._watch, self._rank = watch, rank
+        self._watch, self._alone = watch, Group(None, (rank,))
         everywhere = [[one for ranks in machines for one in ranks] for machines in places]
         here = [list(ranks) for machines in places for ranks in machines]
+        # Those of the same number on each machine have the same share of every layer.
         opposite = [list(ranks) for machines in places for ranks in zip(*machines, strict=True)]
-        """Those of the same number on each machine, who have the same share of every layer."""
         self._all = self._group(everywhere)
         self._here = self._all if here == everywhere else self._group(here)
         self._opposite = self._group(opposite)
@@ -71,18 +71,18 @@ class ReplicaProcesses:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:  # each piece of common memory has a descriptor
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        alone = Group(None, (rank,))
         self.main: Lane = ProcessLane(self._here, self._opposite, watch.waiting)
         self.gradients: Lane = ProcessLane(self._group(here), self._group(opposite), watch.beside)
-        self.updates: Lane = ProcessLane(self._group(here), alone, watch.beside)
-        self.landing: Lane = ProcessLane(self._group(here), alone, watch.beside)
+        self.updates: Lane = ProcessLane(self._group(here), self._alone, watch.beside)
+        self.landing: Lane = ProcessLane(self._group(here), self._alone, watch.beside)
 
     def _group(self, sets: Sequence[list[int]]) -> Group:
         """Returns a new group of those of the ``sets`` of ranks that this process is in; all make all of them."""
         if all(len(ranks) == 1 for ranks in sets):
-            return Group(None, (self._rank,))
-        which = next(number for number, ranks in enumerate(sets) if self._rank in ranks)
-        return Group(groups_of(sets, self._watch)[which], tuple(sets[which]), sets[which].index(self._rank))
+            return self._alone
+        (rank,) = self._alone.ranks
+        which = next(number for number, ranks in enumerate(sets) if rank in ranks)
+        return Group(groups_of(sets, self._watch)[which], tuple(sets[which]), sets[which].index(rank))
 
     def memory(self, length_bytes: int) -> Common | None:
         """Returns memory that all replicas here have, all zero. It goes with the last process that has it."""

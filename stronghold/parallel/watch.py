@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from stronghold.device import finish_streams
 from stronghold.errors import LostProcessError
+from stronghold.parallel.machine import this_machine
 
 BEAT_S = 1.0
 LOST_S = 20.0
@@ -326,8 +327,8 @@ def watch_over(rank: int, count: int) -> Watch:
     global _watch
     if _watch is None:
         # Of each process a new name, for a launcher's store outlives a restart, and what it then holds is of dead ones.
-        everyone: list[tuple[str, str]] = [("", "")] * count
-        dist.all_gather_object(everyone, (uuid.uuid4().hex, socket.gethostname()))
+        everyone: list[tuple[str, tuple[str, str]]] = [("", ("", ""))] * count
+        dist.all_gather_object(everyone, (uuid.uuid4().hex, this_machine()))
         neighbours = [other for other, (_, machine) in enumerate(everyone) if machine == everyone[rank][1]]
         # A connection of its own: the thread must not hold up the main one.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]

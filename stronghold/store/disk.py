@@ -157,8 +157,7 @@ class DiskStore(Store):
         if home.resident:
             return self.device.device_buffer(length_bytes)
         if kind in home.on_disk:
-            if home.updated is not None:
-                home.updated.wait()  # what an update works on is still somebody's
+            home.wait_updated()  # what an update works on is still somebody's
             if self.reopened is None:
                 self._directory.unseal()  # it may be a part that was given back, which is what was saved
             return self._unit(home).take(length_bytes, as_kept=self.reopened is not None)

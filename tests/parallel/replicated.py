@@ -254,7 +254,7 @@ def apart(folder: str) -> dict[str, Any]:
     os.makedirs(own, exist_ok=True)
     with machines(2):
         found = bits(own, APART)
-        found |= {"crossed": reduced(), "random": from_random()}
+        found |= {"crossed": reduced(), "random": from_random(), "written": written()}
     socket.gethostname = lambda: "machine-0" if os.environ["RANK"] == "0" else "machine-1"
     return {**found, "uneven": error_of(lambda: stronghold.replicate(residual(), device="cpu"))}
 
@@ -274,6 +274,13 @@ def one_folder(folder: str) -> list[Any]:
         found = set(os.listdir(folder))
         dist.barrier()
     return [found, all(one == weights for one in everyone)]
+
+
+def written() -> str:
+    """Returns what it raises to write a parameter, which would then differ between machines."""
+    model = residual()
+    stronghold.replicate(model, device="cpu", window=1)
+    return error_of(lambda: nn.init.zeros_(model[3].up.weight))
 
 
 def from_random() -> bool:
