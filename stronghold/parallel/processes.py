@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
@@ -12,11 +11,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from stronghold.errors import ParallelError
 from stronghold.home import ONE_REPLICA, Replicas
 from stronghold.parallel.machine import this_machine
-from stronghold.parallel.replicas import ReplicaProcesses, groups_of
+from stronghold.parallel.mesh import REPLICA, STAGE, mesh_of, ranks_by_place, sets_along
+from stronghold.parallel.replicas import ReplicaProcesses
 from stronghold.parallel.watch import watch_over
 from stronghold.version import __version__
 
@@ -67,41 +68,34 @@ class Processes:
         self.each = self.count // replicas
         """The processes of a replica."""
         self.replica, self.place = divmod(self.rank, self.each)
-        for place in range(self.each):
-            if len(set((here := Counter(self._machines[place :: self.each])).values())) > 1:
-                found = ", ".join(f"{count} on {name}" for (name, _), count in sorted(here.items()))
-                self.refuse(
-                    f"every machine that has replicas must have as many of them (got {found} for process {place} of "
-                    "each); start torchrun with the same --nproc-per-node on all machines"
-                )
+        try:
+            self._ranks = ranks_by_place(self._machines, self.each)
+        except ValueError as error:
+            self.refuse(str(error))
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All processes by machine, replica on it and stage. To be asked for by all at once."""
+        return mesh_of(self._ranks, self.device.type, self.watch)
 
     @cached_property
     def replicas(self) -> Replicas:
         """This process and those that have the same layers. To be asked for by all processes at once."""
         if self.count == self.each:
             return ONE_REPLICA
-        return ReplicaProcesses([self._by_machine(place) for place in range(self.each)], self.rank, self.watch)
-
-    def _by_machine(self, place: int) -> list[list[int]]:
-        """Returns the ranks of the replicas that have the same place, for each machine that has any."""
-        ranks: dict[tuple[str, str], list[int]] = {}
-        for rank in range(place, self.count, self.each):
-            ranks.setdefault(self._machines[rank], []).append(rank)
-        return list(ranks.values())
+        return ReplicaProcesses(self.mesh, self.rank, self.watch)
 
     @cached_property
     def row(self) -> dist.ProcessGroup:
         """The processes of this replica, through which micro-batches pass. To be asked for by all at once."""
-        return groups_of([list(range(r, r + self.each)) for r in range(0, self.count, self.each)], self.watch)[
-            self.replica
-        ]
+        return self.mesh.get_group(STAGE)
 
     def folders(self, directories: Sequence[str]) -> list[str]:
         """Returns, below the ``directories`` of a store, those of the replicas here that have this one's layers.
 
         On no machine has any other process the same, so that machines may see one another's files.
         """
-        first = next(ranks[0] for ranks in self._by_machine(self.place) if self.rank in ranks)
+        first = next(ranks[0] for ranks in sets_along(self._ranks, REPLICA) if self.rank in ranks)
         return [os.path.join(path, f"process-{first}") for path in directories]
 
     @property

@@ -15,20 +15,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from stronghold.device import Common
 from stronghold.errors import ParallelError
 from stronghold.home import Lane
+from stronghold.parallel.mesh import MACHINE, REPLICA, groups_of, sets_along
 from stronghold.parallel.watch import Watch
 from stronghold.units import format_bytes
 
 T = TypeVar("T")
-
-
-def groups_of(sets: Sequence[Sequence[int]], watch: Watch) -> list[dist.ProcessGroup]:
-    """Returns a group of each of the ``sets`` of ranks; all processes make all of them."""
-    with watch.waiting():
-        return [dist.new_group(list(ranks)) for ranks in sets]
 
 
 @dataclass(frozen=True)
@@ -47,20 +43,21 @@ class Group:
 class ReplicaProcesses:
     """The processes of which each trains a part of a batch; those of one machine have its memory in common.
 
-    ``places`` are, for each part of the model, the ranks of its replicas on each machine, as many on each; all
-    processes make this at once. Each thread has groups of its own, for in a group everything has one order. Raises
-    ParallelError where the system has no memory to have in common.
+    All processes make this at once, each with the ``mesh`` of all and its ``rank``. Each thread has groups of its own,
+    for in a group everything has one order; the thread that computes has the mesh's. Raises ParallelError where the
+    system has no memory to have in common.
     """
 
-    def __init__(self, places: Sequence[Sequence[Sequence[int]]], rank: int, watch: Watch) -> None:
+    def __init__(self, mesh: DeviceMesh, rank: int, watch: Watch) -> None:
         self._watch, self._alone = watch, Group(None, (rank,))
-        everywhere = [[one for ranks in machines for one in ranks] for machines in places]
-        here = [list(ranks) for machines in places for ranks in machines]
+        here, opposite = sets_along(mesh.mesh, REPLICA), sets_along(mesh.mesh, MACHINE)
+        self._here = self._group(here, mesh.get_group(REPLICA))
         # Those of the same number on each machine have the same share of every layer.
-        opposite = [list(ranks) for machines in places for ranks in zip(*machines, strict=True)]
-        self._all = self._group(everywhere)
-        self._here = self._all if here == everywhere else self._group(here)
-        self._opposite = self._group(opposite)
+        self._opposite = self._group(opposite, mesh.get_group(MACHINE))
+        if self._here.count == 1 or self._opposite.count == 1:
+            self._all = self._here if self._opposite.count == 1 else self._opposite
+        else:
+            self._all = self._group(sets_along(mesh.mesh, MACHINE, REPLICA))
         self.index, self.total = self._all.number, self._all.count
         self.number, self.count = self._here.number, self._here.count
         if self.count > 1 and not hasattr(os, "memfd_create"):
@@ -76,13 +73,14 @@ class ReplicaProcesses:
         self.updates: Lane = ProcessLane(self._group(here), self._alone, watch.beside)
         self.landing: Lane = ProcessLane(self._group(here), self._alone, watch.beside)
 
-    def _group(self, sets: Sequence[list[int]]) -> Group:
-        """Returns a new group of those of the ``sets`` of ranks that this process is in; all make all of them."""
+    def _group(self, sets: Sequence[list[int]], link: dist.ProcessGroup | None = None) -> Group:
+        """Returns that of the ``sets`` of ranks that this process is in; without a ``link`` all make all of them."""
         if all(len(ranks) == 1 for ranks in sets):
             return self._alone
         (rank,) = self._alone.ranks
         which = next(number for number, ranks in enumerate(sets) if rank in ranks)
-        return Group(groups_of(sets, self._watch)[which], tuple(sets[which]), sets[which].index(rank))
+        link = groups_of(sets, self._watch)[which] if link is None else link
+        return Group(link, tuple(sets[which]), sets[which].index(rank))
 
     def memory(self, length_bytes: int) -> Common | None:
         """Returns memory that all replicas here have, all zero. It goes with the last process that has it."""

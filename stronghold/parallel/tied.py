@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stronghold.parallel.mesh import groups_of
 from stronghold.parallel.processes import Processes
-from stronghold.parallel.replicas import groups_of
 from stronghold.plan.pipeline import Pipeline
 
 

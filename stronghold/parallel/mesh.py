@@ -1,0 +1,66 @@
+"""Where each process is: torch's DeviceMesh of machines, the replicas on each, and their stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from stronghold.parallel.watch import Watch
+
+MACHINE, REPLICA, STAGE = DIMENSIONS = ("machine", "replica", "stage")
+"""Along the first are the same stages on other machines, along the second those in one machine's memory, along the
+third the processes of one replica, on whatever machines they are."""
+
+
+def ranks_by_place(machines: Sequence[Hashable], each: int) -> Tensor:
+    """Returns the ranks of processes by their places: int64 [machines, replicas on each, ``each``].
+
+    Process r · ``each`` + p is number p of replica r, and on the machine ``machines[rank]``. Raises ValueError where
+    machines have not as many replicas, or not the same ones for each p.
+    """
+    homes = []  # for each p the machine of each replica, by the order in which machines come
+    for place in range(each):
+        known: dict[Hashable, int] = {}
+        homes.append([known.setdefault(machine, len(known)) for machine in machines[place::each]])
+    for place, home in enumerate(homes):
+        found = Counter(home)
+        if home != homes[0] or len(set(found.values())) > 1:
+            names = list(dict.fromkeys(machines[place::each]))
+            told = ", ".join(f"{found[number]} on {_name(name)}" for number, name in enumerate(names))
+            raise ValueError(
+                f"every machine that has replicas must have as many of them (got {told} for process {place} of each); "
+                f"start torchrun with the same --nproc-per-node on all machines, one that divides by {each} or divides "
+                "it"
+            )
+    order = sorted(range(len(homes[0])), key=homes[0].__getitem__)  # by machine; a stable sort keeps a machine's order
+    replicas = torch.tensor(order).view(len(set(homes[0])), -1, 1)
+    return replicas * each + torch.arange(each)
+
+
+def mesh_of(ranks: Tensor, device_type: str, watch: Watch) -> DeviceMesh:
+    """Returns the mesh, with a process group for each dimension. To be asked for by all processes at once."""
+    with watch.waiting():
+        return DeviceMesh(device_type, ranks, mesh_dim_names=DIMENSIONS)
+
+
+def sets_along(ranks: Tensor, *dimensions: str) -> list[list[int]]:
+    """Returns all sets of ranks whose places differ in these ``dimensions`` alone."""
+    moved = [DIMENSIONS.index(name) for name in dimensions]
+    last = list(range(-len(moved), 0))
+    sets: list[list[int]] = ranks.movedim(moved, last).flatten(-len(moved)).flatten(0, -2).tolist()
+    return sets
+
+
+def groups_of(sets: Sequence[Sequence[int]], watch: Watch) -> list[dist.ProcessGroup]:
+    """Returns a new group of each of the ``sets`` of ranks; all processes make all of them."""
+    with watch.waiting():
+        return [dist.new_group(list(ranks)) for ranks in sets]
+
+
+def _name(machine: Hashable) -> Hashable:
+    return machine[0] if isinstance(machine, tuple) else machine
