@@ -19,89 +19,114 @@ const int kAhead = [] {
   return __builtin_cpu_is("amd") ? 64 : 256;
 }();
 
-// What the update of sixteen weights needs of their moments.
-struct Direction {
-  __m512d scaled[2];  // step_size * m
-  __m512d v[2];
-  __m512d root[2];  // near sqrt(v)
-};
-
-// More than the relative error of near_root, of what is computed from it in double, and of the same from the root.
+// More than the relative error of near_denom, of what is computed from it in double, and of the same from the root.
 constexpr double kRootError = 0x1p-39;
 
-// Returns sqrt(v) with a relative error below 2 ** -40, or no number where v is infinite or below zero. The processor's
-// own occupies the divider for as long as everything else here takes together. With h = v y and e = 1 - h y for a y
-// near 1 / sqrt(v), sqrt(v) is h (1 - e) ** -1/2 = h (1 + e / 2 + 3 / 8 e ** 2 + ...), and e is below 2 ** -13.
-STRONGHOLD_AVX512_INLINE __m512d near_root(__m512d v) {
-  const __m512d y = _mm512_rsqrt14_pd(v);
-  const __m512d h = _mm512_mul_pd(v, y);
+// The coefficients, and what follows from them alone.
+struct Constants : Coefficients<double> {
+  STRONGHOLD_INLINE explicit Constants(const Coefficients<double>& given)
+      : Coefficients<double>(given),
+        square_scale(given.denom_scale * given.denom_scale),
+        tiny(given.eps > 0x1p-140 ? 0x1p-400 : 0.0),
+        least_step(given.step_size * (1.0 - kRootError)),
+        most_step(given.step_size * (1.0 + kRootError)) {}
+
+  double square_scale;
+  double tiny;  // what is nothing beside any v but zero, and its root nothing beside eps
+  double least_step;
+  double most_step;
+};
+
+// Returns sqrt(v) * denom_scale + eps with a relative error below 2 ** -40, or no number where v is infinite or below
+// zero, or zero like tiny. The processor's own root occupies the divider for as long as everything else here takes
+// together. With x = v * denom_scale ** 2, h = x y and e = 1 - h y for a y near 1 / sqrt(x), sqrt(x) is
+// h (1 - e) ** -1/2 = h (1 + e / 2 + 3 / 8 e ** 2 + ...), and e is below 2 ** -13.
+STRONGHOLD_AVX512_INLINE __m512d near_denom(__m512d v, const Constants& c) {
+  const __m512d x = _mm512_fmadd_pd(v, _mm512_set1_pd(c.square_scale), _mm512_set1_pd(c.tiny));
+  const __m512d y = _mm512_rsqrt14_pd(x);
+  const __m512d h = _mm512_mul_pd(x, y);
   const __m512d e = _mm512_fnmadd_pd(h, y, _mm512_set1_pd(1.0));
-  const __m512d more = _mm512_mul_pd(e, _mm512_fmadd_pd(e, _mm512_set1_pd(0.375), _mm512_set1_pd(0.5)));
-  const __mmask8 some = _mm512_cmp_pd_mask(v, _mm512_setzero_pd(), _CMP_NEQ_UQ);
-  return _mm512_maskz_fmadd_pd(some, h, more, h);
+  const __m512d half = _mm512_fmadd_pd(e, _mm512_set1_pd(0.375), _mm512_set1_pd(0.5));
+  return _mm512_fmadd_pd(h, _mm512_fmadd_pd(e, half, _mm512_set1_pd(1.0)), _mm512_set1_pd(c.eps));
 }
 
-STRONGHOLD_AVX512_INLINE __m512d load_wide(const float* data) { return _mm512_cvtps_pd(_mm256_loadu_ps(data)); }
+// What the update of eight weights needs of their moments. (Arrays the compiler would keep in memory.)
+struct Direction {
+  __m512d m;
+  __m512d v;
+  __m512d denom;  // near sqrt(v) * denom_scale + eps
+};
 
-STRONGHOLD_AVX512_INLINE void store_narrow(float* data, __m512d values) {
-  _mm256_storeu_ps(data, _mm512_cvtpd_ps(values));
+// Updates eight moments with their gradients.
+STRONGHOLD_AVX512_INLINE Direction update_moments(__m512d g, float* exp_avg, float* exp_avg_sq, const Constants& c) {
+  const __m512d m = _mm512_add_pd(_mm512_mul_pd(_mm512_set1_pd(c.beta1), load_wide(exp_avg)),
+                                  _mm512_mul_pd(_mm512_set1_pd(c.one_minus_beta1), g));
+  const __m512d v = _mm512_add_pd(_mm512_mul_pd(_mm512_set1_pd(c.beta2), load_wide(exp_avg_sq)),
+                                  _mm512_mul_pd(_mm512_set1_pd(c.one_minus_beta2), _mm512_mul_pd(g, g)));
+  _mm256_storeu_ps(exp_avg, _mm512_cvtpd_ps(m));
+  _mm256_storeu_ps(exp_avg_sq, _mm512_cvtpd_ps(v));
+  return {m, v, near_denom(v, c)};
 }
+
+struct Directions {
+  Direction low;
+  Direction high;
+};
 
 // Updates the sixteen moments from i on.
 template <class Weight, class Grad>
-STRONGHOLD_AVX512_INLINE Direction update_moments(const Operands<Weight, Grad>& o, float* exp_avg, float* exp_avg_sq,
-                                                  std::int64_t i, const Coefficients<double>& c) {
+STRONGHOLD_AVX512_INLINE Directions update_moments(const Operands<Weight, Grad>& o, float* exp_avg, float* exp_avg_sq,
+                                                   std::int64_t i, const Constants& c) {
   __builtin_prefetch(o.grad + i + kAhead);
   __builtin_prefetch(o.weight + i + kAhead, 1);
   __builtin_prefetch(o.remainder + i + kAhead, 1);
   __builtin_prefetch(exp_avg + i + kAhead, 1);
   __builtin_prefetch(exp_avg_sq + i + kAhead, 1);
-  const Sixteen grads = InSixteens<Grad>::load(o.grad + i, o.grad_remainder + i);
-  Direction direction;
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    const std::int64_t j = i + 8 * half;
-    const __m512d g = _mm512_cvtps_pd(_mm256_mul_ps(half == 0 ? grads.low : grads.high, _mm256_set1_ps(c.grad_scale)));
-    const __m512d m = _mm512_add_pd(_mm512_mul_pd(_mm512_set1_pd(c.beta1), load_wide(exp_avg + j)),
-                                    _mm512_mul_pd(_mm512_set1_pd(c.one_minus_beta1), g));
-    const __m512d v = _mm512_add_pd(_mm512_mul_pd(_mm512_set1_pd(c.beta2), load_wide(exp_avg_sq + j)),
-                                    _mm512_mul_pd(_mm512_set1_pd(c.one_minus_beta2), _mm512_mul_pd(g, g)));
-    store_narrow(exp_avg + j, m);
-    store_narrow(exp_avg_sq + j, v);
-    direction.scaled[half] = _mm512_mul_pd(_mm512_set1_pd(c.step_size), m);
-    direction.v[half] = v;
-    direction.root[half] = near_root(v);
-  }
-  return direction;
+  const Sixteen grads = widened(
+      _mm512_mul_ps(InSixteens<Grad>::load(o.grad + i, o.grad_remainder + i), _mm512_set1_ps(c.grad_scale)));
+  return {update_moments(grads.low, exp_avg + i, exp_avg_sq + i, c),
+          update_moments(grads.high, exp_avg + i + 8, exp_avg_sq + i + 8, c)};
 }
 
-// Returns what is taken from eight weights: scaled / (root * denom_scale + eps).
-STRONGHOLD_AVX512_INLINE __m512d change(__m512d scaled, __m512d root, const Coefficients<double>& c) {
-  return _mm512_div_pd(scaled, _mm512_add_pd(_mm512_mul_pd(root, _mm512_set1_pd(c.denom_scale)),
-                                             _mm512_set1_pd(c.eps)));
+// Eight weights from either end of their denominators' error.
+struct Ends {
+  __m256 least;
+  __m256 most;
+};
+
+STRONGHOLD_AVX512_INLINE Ends ends_of(__m512d kept, const Direction& direction, const Constants& c) {
+  const __m512d near = _mm512_div_pd(direction.m, direction.denom);
+  return {_mm512_cvtpd_ps(_mm512_fnmadd_pd(near, _mm512_set1_pd(c.least_step), kept)),
+          _mm512_cvtpd_ps(_mm512_fnmadd_pd(near, _mm512_set1_pd(c.most_step), kept))};
 }
 
-// Updates the sixteen weights from i on. Those that come to the same number from both ends of the root's error are the
-// ones that the root itself gives; a vector in which one does not, once in thousands, is computed with it.
+STRONGHOLD_AVX512_INLINE __m256 exactly(__m512d kept, const Direction& direction, const Constants& c) {
+  const __m512d scaled = _mm512_mul_pd(_mm512_set1_pd(c.step_size), direction.m);
+  const __m512d root = _mm512_sqrt_pd(direction.v);
+  const __m512d denom = _mm512_add_pd(_mm512_mul_pd(root, _mm512_set1_pd(c.denom_scale)), _mm512_set1_pd(c.eps));
+  return _mm512_cvtpd_ps(_mm512_sub_pd(kept, _mm512_div_pd(scaled, denom)));
+}
+
+// Updates the sixteen weights from i on. Those that come to the same numbers from both ends are the ones that the roots
+// themselves give; sixteen of which one does not, once in thousands, are computed with the roots.
 template <class Weight, class Grad>
-STRONGHOLD_AVX512_INLINE void update_weights(const Operands<Weight, Grad>& o, const Direction& direction,
-                                             std::int64_t i, const Coefficients<double>& c) {
-  const Sixteen weights = InSixteens<Weight>::load(o.weight + i, o.remainder + i);
-  __m256 updated[2];
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    const __m512d kept = _mm512_mul_pd(_mm512_cvtps_pd(half == 0 ? weights.low : weights.high),
-                                       _mm512_set1_pd(c.decay));
-    const __m512d near = change(direction.scaled[half], direction.root[half], c);
-    const __m512d less = _mm512_fnmadd_pd(near, _mm512_set1_pd(1.0 - kRootError), kept);
-    const __m512d more = _mm512_fnmadd_pd(near, _mm512_set1_pd(1.0 + kRootError), kept);
-    updated[half] = _mm512_cvtpd_ps(less);
-    if (__builtin_expect(_mm256_cmp_ps_mask(updated[half], _mm512_cvtpd_ps(more), _CMP_NEQ_UQ) != 0, 0)) {
-      const __m512d root = _mm512_sqrt_pd(direction.v[half]);
-      updated[half] = _mm512_cvtpd_ps(_mm512_sub_pd(kept, change(direction.scaled[half], root, c)));
-    }
+STRONGHOLD_AVX512_INLINE void update_weights(const Operands<Weight, Grad>& o, const Directions& directions,
+                                             std::int64_t i, const Constants& c) {
+  const Sixteen weights = InSixteens<Weight>::load_widened(o.weight + i, o.remainder + i);
+  const __m512d kept_low = _mm512_mul_pd(weights.low, _mm512_set1_pd(c.decay));
+  const __m512d kept_high = _mm512_mul_pd(weights.high, _mm512_set1_pd(c.decay));
+  const Ends low = ends_of(kept_low, directions.low, c);
+  const Ends high = ends_of(kept_high, directions.high, c);
+  const __mmask8 unequal_low = _mm256_cmp_ps_mask(low.least, low.most, _CMP_NEQ_UQ);
+  const __mmask8 unequal_high = _mm256_cmp_ps_mask(high.least, high.most, _CMP_NEQ_UQ);
+  if (__builtin_expect(_kortestz_mask8_u8(unequal_low, unequal_high), 1)) {
+    InSixteens<Weight>::store_numbers(o.weight + i, o.remainder + i, low.least, high.least);
+    return;
   }
-  InSixteens<Weight>::store(o.weight + i, o.remainder + i, {updated[0], updated[1]});
+  float exact[16];
+  _mm256_storeu_ps(exact, exactly(kept_low, directions.low, c));
+  _mm256_storeu_ps(exact + 8, exactly(kept_high, directions.high, c));
+  store_with_nans<Weight>(o.weight + i, o.remainder + i, exact, 16);
 }
 
 // ---- 8-bit moments ----
@@ -282,18 +307,17 @@ struct Avx512 {
     const Operands<Weight, Grad> o(task.segment, begin);
     float* const exp_avg = static_cast<float*>(task.segment.exp_avg) + begin;
     float* const exp_avg_sq = static_cast<float*>(task.segment.exp_avg_sq) + begin;
-    const Coefficients<double> c = task.wide;
+    const Constants c(task.wide);
     const std::int64_t whole = n - n % 16;
     if (whole > 0) {
-      // The roots of the next elements begin before the quotients of these: they take turns in the divider, which is
-      // what limits this loop.
-      Direction direction = update_moments(o, exp_avg, exp_avg_sq, 0, c);
+      // The roots of the next elements begin before the quotients of these, so that neither waits for the other's chain.
+      Directions directions = update_moments(o, exp_avg, exp_avg_sq, 0, c);
       for (std::int64_t i = 16; i < whole; i += 16) {
-        const Direction next = update_moments(o, exp_avg, exp_avg_sq, i, c);
-        update_weights(o, direction, i - 16, c);
-        direction = next;
+        const Directions next = update_moments(o, exp_avg, exp_avg_sq, i, c);
+        update_weights(o, directions, i - 16, c);
+        directions = next;
       }
-      update_weights(o, direction, whole - 16, c);
+      update_weights(o, directions, whole - 16, c);
     }
     if (whole < n) adamw_plain(task, begin + whole, n - whole);
   }

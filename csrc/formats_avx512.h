@@ -14,30 +14,40 @@ namespace stronghold {
 
 STRONGHOLD_AVX512_INLINE __m512i every(std::uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
 
-// Stores n numbers of which some are NaN.
-STRONGHOLD_AVX512_INLINE void store_with_nans(std::uint16_t* data, std::int16_t* remainder, const float* values,
-                                              int n) {
-  for (int i = 0; i < n; ++i) Split::store(data, remainder, i, values[i]);
+// Stores n numbers of which some may be NaN.
+template <class Format>
+STRONGHOLD_AVX512_INLINE void store_with_nans(typename Format::type* data, std::int16_t* remainder,
+                                              const float* values, int n) {
+  for (int i = 0; i < n; ++i) Format::store(data, remainder, i, values[i]);
 }
 
-// ---- sixteen elements in two vectors, as conversion to double wants them: [0, 8) and [8, 16) ----
+// ---- sixteen elements in a vector of floats, or in two of doubles: [0, 8) and [8, 16) ----
 
 struct Sixteen {
-  __m256 low;
-  __m256 high;
+  __m512d low;
+  __m512d high;
 };
 
-// The floats with these upper and lower halves of their bits.
-STRONGHOLD_AVX512_INLINE Sixteen interleaved(__m256i lower, __m256i upper) {
-  // Unpacking works within 128 bits: the second and third quarters change places first.
-  lower = _mm256_permute4x64_epi64(lower, 0xD8);
-  upper = _mm256_permute4x64_epi64(upper, 0xD8);
-  return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(lower, upper)),
-          _mm256_castsi256_ps(_mm256_unpackhi_epi16(lower, upper))};
+STRONGHOLD_AVX512_INLINE __m512d load_wide(const float* data) { return _mm512_cvtps_pd(_mm256_loadu_ps(data)); }
+
+STRONGHOLD_AVX512_INLINE Sixteen widened(__m512 values) {
+  return {_mm512_cvtps_pd(_mm512_castps512_ps256(values)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(values, 1))};
 }
 
 STRONGHOLD_AVX512_INLINE __m256i halves(const void* data) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(data));
+}
+
+// For vpermw: the words 16, 0, 17, 1 ...
+STRONGHOLD_AVX512_INLINE __m512i together() {
+  return _mm512_set_epi16(15, 31, 14, 30, 13, 29, 12, 28, 11, 27, 10, 26, 9, 25, 8, 24, 7, 23, 6, 22, 5, 21, 4, 20, 3,
+                          19, 2, 18, 1, 17, 0, 16);
+}
+
+// And back: the words 1, 3, 5 ... and then 0, 2, 4 ...
+STRONGHOLD_AVX512_INLINE __m512i apart() {
+  return _mm512_set_epi16(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0, 31, 29, 27, 25, 23, 21, 19, 17, 15,
+                          13, 11, 9, 7, 5, 3, 1);
 }
 
 template <class Format>
@@ -45,45 +55,45 @@ struct InSixteens;
 
 template <>
 struct InSixteens<F32> {
-  static STRONGHOLD_AVX512_INLINE Sixteen load(const float* data, const std::int16_t*) {
-    return {_mm256_loadu_ps(data), _mm256_loadu_ps(data + 8)};
+  static STRONGHOLD_AVX512_INLINE __m512 load(const float* data, const std::int16_t*) { return _mm512_loadu_ps(data); }
+  static STRONGHOLD_AVX512_INLINE Sixteen load_widened(const float* data, const std::int16_t*) {
+    return {load_wide(data), load_wide(data + 8)};
   }
-  static STRONGHOLD_AVX512_INLINE void store(float* data, std::int16_t*, Sixteen values) {
-    _mm256_storeu_ps(data, values.low);
-    _mm256_storeu_ps(data + 8, values.high);
+  static STRONGHOLD_AVX512_INLINE void store_numbers(float* data, std::int16_t*, __m256 low, __m256 high) {
+    _mm256_storeu_ps(data, low);
+    _mm256_storeu_ps(data + 8, high);
   }
 };
 
 template <>
 struct InSixteens<Bf16> {
-  static STRONGHOLD_AVX512_INLINE Sixteen load(const std::uint16_t* data, const std::int16_t*) {
-    return interleaved(_mm256_setzero_si256(), halves(data));
+  static STRONGHOLD_AVX512_INLINE __m512 load(const std::uint16_t* data, const std::int16_t*) {
+    constexpr __mmask32 kUpper = 0xAAAAAAAA;
+    const __m512i words = _mm512_castsi256_si512(halves(data));
+    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(kUpper, together(), words));
   }
 };
 
+// Between a float's bits and its halves lies one addition: (hi << 16) + lo, where lo has a sign, is
+// ((hi << 16) | (lo ^ 0x8000)) - 0x8000, where it has none.
 template <>
 struct InSixteens<Split> {
-  static STRONGHOLD_AVX512_INLINE Sixteen load(const std::uint16_t* data, const std::int16_t* remainder) {
-    const __m256i lower = halves(remainder);
-    // A negative remainder borrows one from the upper half.
-    return interleaved(lower, _mm256_add_epi16(halves(data), _mm256_srai_epi16(lower, 15)));
+  static STRONGHOLD_AVX512_INLINE __m512 load(const std::uint16_t* data, const std::int16_t* remainder) {
+    const __m512i words = _mm512_inserti64x4(_mm512_castsi256_si512(halves(data)), halves(remainder), 1);
+    const __m512i flipped = _mm512_xor_si512(_mm512_permutexvar_epi16(together(), words), every(0x8000));
+    return _mm512_castsi512_ps(_mm512_sub_epi32(flipped, every(0x8000)));
   }
-  static STRONGHOLD_AVX512_INLINE void store(std::uint16_t* data, std::int16_t* remainder, Sixteen values) {
-    if (__builtin_expect(_mm256_cmp_ps_mask(values.low, values.high, _CMP_UNORD_Q) != 0, 0)) {
-      float spilled[16];
-      InSixteens<F32>::store(spilled, nullptr, values);
-      store_with_nans(data, remainder, spilled, 16);
-      return;
-    }
-    const __m256i even = _mm256_set_epi16(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m256i odd = _mm256_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    const __m256i half = _mm256_set1_epi32(0x8000);
-    const __m256i low = _mm256_castps_si256(values.low);
-    const __m256i high = _mm256_castps_si256(values.high);
-    _mm256_storeu_si256(
-        reinterpret_cast<__m256i*>(data),
-        _mm256_permutex2var_epi16(_mm256_add_epi32(low, half), odd, _mm256_add_epi32(high, half)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder), _mm256_permutex2var_epi16(low, even, high));
+  static STRONGHOLD_AVX512_INLINE Sixteen load_widened(const std::uint16_t* data, const std::int16_t* remainder) {
+    return widened(load(data, remainder));
+  }
+  static STRONGHOLD_AVX512_INLINE void store_numbers(std::uint16_t* data, std::int16_t* remainder, __m256 low,
+                                                     __m256 high) {
+    const __m512i bits = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(low)),
+                                            _mm256_castps_si256(high), 1);
+    const __m512i flipped = _mm512_xor_si512(_mm512_add_epi32(bits, every(0x8000)), every(0x8000));
+    const __m512i words = _mm512_permutexvar_epi16(apart(), flipped);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm512_castsi512_si256(words));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder), _mm512_extracti64x4_epi64(words, 1));
   }
 };
 
@@ -147,7 +157,7 @@ struct InThirtyTwos<Split> {
     if (__builtin_expect(_mm512_cmp_ps_mask(values.part[0], values.part[1], _CMP_UNORD_Q) != 0, 0)) {
       float spilled[32];
       InThirtyTwos<F32>::store(spilled, nullptr, values);
-      store_with_nans(data, remainder, spilled, 32);
+      store_with_nans<Split>(data, remainder, spilled, 32);
       return;
     }
     const __m512i low = _mm512_castps_si512(values.part[0]);

@@ -28,9 +28,10 @@ LOG_WIDTH = 120
 def compare(settings: TrainSettings, arguments: Sequence[str], *, console: Console | None = None) -> list[Record]:
     """Trains by every method as the command line ``arguments``, which ``settings`` come from, say.
 
-    Each has its folder in ``settings.out``. Shows their steps, and at the end a table. A method that fails or refuses
-    is a record with an ``error``, and does not stop the others. Returns the records, which are appended to
-    ``settings.record`` as they arise. Raises ValueError for what several methods cannot share.
+    Each has its folder in ``settings.out``, and its log beside ``settings.log``. Shows their steps, and at the end a
+    table. A method that fails or refuses is a record with an ``error``, and does not stop the others. Returns the
+    records, which are appended to ``settings.record`` as they arise. Raises ValueError for what several methods cannot
+    share.
     """
     console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
     for name, value in (("save", settings.save), ("checkpoint_every", settings.checkpoint_every)):
@@ -72,12 +73,22 @@ def _own_arguments(settings: TrainSettings, method: str, folder: Path) -> list[s
     it is not said.
     """
     own = ["--method", method, "--out", str(folder), "--record", str(folder / "record.jsonl")]
-    own += ["--log", str(folder / "log.txt"), "--clip", str(settings.optimizer.max_grad_norm or 0)]
+    own += ["--log", str(_log_of(settings, method, folder)), "--clip", str(settings.optimizer.max_grad_norm or 0)]
     if method not in ON_DISK:
         own += ["--store", "ram"]
     if method != "stronghold":
         own += ["--resident", "0", "--states", "fp32", "--update", "deferred", "--nonfinite", "raise"]
     return own
+
+
+def _log_of(settings: TrainSettings, method: str, folder: Path) -> Path:
+    """Returns where a method's log goes: beside that of all, ``log_all_x.txt``, as ``log_METHOD_x.txt``."""
+    if settings.log is None:
+        return folder / "log.txt"
+    log = Path(settings.log)
+    if "_all_" in log.name:
+        return log.with_name(log.name.replace("_all_", f"_{method}_", 1))
+    return log.with_name(f"{log.stem}_{method}{log.suffix}")
 
 
 def _run(arguments: Sequence[str], folder: Path, console: Console) -> str:

@@ -56,6 +56,14 @@ def test_each_has_a_record_and_a_line_and_what_fails_stops_nobody(arguments, mon
     assert "error" in written[0]
     assert "agrees" in shown and "the reference" in shown and "step     3/3" in shown
     assert "agrees" in (tmp_path / "log.txt").read_text()
+    for name in ("stronghold", "megatron-lm"):
+        assert (tmp_path / f"log_{name}.txt").read_text().count("\nstep ") == 3
+
+
+def test_a_method_s_log_is_called_like_that_of_all(arguments, monkeypatch, tmp_path):
+    only(monkeypatch, "l2l")
+    run([*arguments, "--log", str(tmp_path / "log_all_l-2_h-32_bs-2_ws-1_now.txt")])
+    assert "l2l" in (tmp_path / "log_l2l_l-2_h-32_bs-2_ws-1_now.txt").read_text()
 
 
 @pytest.mark.parametrize(

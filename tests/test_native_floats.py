@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stronghold import native
 from stronghold.native import Segment
-from tests.native_cases import CHUNK, ISAS, assert_same_bits, bits, buffers, copy_of, segment, with_buffers
+from tests.native_cases import CHUNK, ISAS, assert_same_bits, bits, buffers, copy_of, segment, split, with_buffers
 
 
 def assert_within_two_ulp(got: Tensor, exact: np.ndarray, *operands: np.ndarray) -> None:
@@ -114,14 +114,23 @@ def test_a_step_is_within_two_ulp_where_rounding_shows(isa, settings):
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "plain"])
-@pytest.mark.parametrize("eps", [1e-8, 0.0])
-def test_instruction_sets_give_the_same_bits_of_a_million_updates(isa, eps):
+@pytest.mark.parametrize("eps", [1e-8, 1e-42, 1e-43, 0.0])
+@pytest.mark.parametrize("split_weight,grad", [(False, "float32"), (True, "bfloat16"), (True, "split")])
+def test_instruction_sets_give_the_same_bits_of_a_million_updates(isa, eps, split_weight, grad):
     """So many that some come to either side of a rounding from either end of an approximated root's error."""
     before = where_rounding_shows(2**20, eps=eps)
     before.weight[::2] = 0  # the update alone is rounded
     for place, value in enumerate((0.0, 1e-45, torch.inf, torch.nan, -1.0, 1e38)):
         before.exp_avg_sq[2**18 + place :: 2**16] = value
         before.grad[2**18 + place :: 2**17] = 0.0
+    if split_weight:
+        weight, remainder = split(before.weight)
+        before = replace(before, weight=weight, remainder=remainder)
+    if grad == "bfloat16":
+        before = replace(before, grad=before.grad.bfloat16())
+    elif grad == "split":
+        values, remainder = split(before.grad)
+        before = replace(before, grad=values, grad_remainder=remainder)
     plain, after = copy_of(before), copy_of(before)
     native.adamw([plain], threads=2, isa="plain")
     native.adamw([after], threads=2, isa=isa)

@@ -78,9 +78,9 @@ def measured_here(place: Place) -> tuple[list[Measurement], str]:
 
 def _train(preset: Machine, run: Wanted, place: Place) -> str:
     """Makes one run, whose output goes to this terminal. Returns why it failed, if it did."""
-    window = "" if run.window is None else f"_ws-{run.window}"
-    shape = f"{run.method}_l-{run.layers}_h-{preset.hidden}_bs-{preset.batch}{window}"
-    name = f"{shape}_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    window = preset.window if run.window is None else run.window  # as run.sh names all logs, the artifact's did too
+    shape = f"{run.method}_l-{run.layers}_h-{preset.hidden}_bs-{preset.batch}"
+    name = f"{shape}_ws-{window}_{datetime.now():%Y-%m-%d_%H-%M-%S}"
     output = ["--log", place.results / f"log_{name}.txt", "--record", place.results / RUNS]
     output += ["--out", place.results / "runs" / name]
     command = training(preset, run, place.device, preset.steps) + [str(word) for word in output]
