@@ -1,6 +1,7 @@
 // The update in AVX-512, by hand. The compiler's own loops are limited by arithmetic where a few cores share the memory
 // of a server; these need 10 % (float moments) to 40 % (8-bit) less time of a core and compute the same bits.
 #include <algorithm>
+#include <type_traits>
 
 #include "adamw_task.h"
 
@@ -79,7 +80,7 @@ STRONGHOLD_AVX512_INLINE Directions update_moments(const Operands<Weight, Grad>&
                                                    std::int64_t i, const Constants& c) {
   __builtin_prefetch(o.grad + i + kAhead);
   __builtin_prefetch(o.weight + i + kAhead, 1);
-  __builtin_prefetch(o.remainder + i + kAhead, 1);
+  if (std::is_same_v<Weight, Split>) __builtin_prefetch(o.remainder + i + kAhead, 1);  // elsewhere it is null
   __builtin_prefetch(exp_avg + i + kAhead, 1);
   __builtin_prefetch(exp_avg_sq + i + kAhead, 1);
   const Sixteen grads = widened(
