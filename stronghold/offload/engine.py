@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from stronghold import native
 from stronghold.config import OffloadSettings
-from stronghold.device import Device, Event, Stream, Wait, Waits, available_host_bytes, keep_freed_memory
+from stronghold.device import Device, Event, Wait, Waits, available_host_bytes, keep_freed_memory
 from stronghold.errors import BudgetError, OffloadedModelError
 from stronghold.home import ONE_REPLICA, Collected, Home, OffloadedParameter, Replicas, Updater, Work
 from stronghold.offload.block import Block, Members, Run
 from stronghold.offload.company import Alone, Company
+from stronghold.offload.hooks import Hooks
 from stronghold.offload.placement import Placement
 from stronghold.offload.reopening import Reopened
 from stronghold.offload.timing import Stopwatch
+from stronghold.offload.updates import Updates
 from stronghold.store import DiskStore, RamStore, Store
 from stronghold.units import format_bytes
 from stronghold.weights import Source, give_values
@@ -44,8 +45,6 @@ class Engine:
         self.model = weakref.ref(model)
         self.device = device
         self.replicas = replicas
-        self._landing = Stream("landing") if replicas.count > 1 else None
-        """Where this process waits for the updates of the machine's other replicas."""
         self.homes: Sequence[Home] = placement.homes
         self.layers = placement.layers
         self.micro_batch = settings.micro_batch
@@ -58,7 +57,6 @@ class Engine:
         self.kind = type(model).__name__
         self.sums_gradients = False
         self._runs: list[weakref.ref[Run]] = []
-        self._hooks: dict[int, RemovableHandle] = {}
         self._backward_open = False
         own = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
         self.process_bytes = max(0, psutil.Process().memory_info().rss - own)
@@ -101,11 +99,8 @@ class Engine:
         for module, name in placement.buffers:
             if (moved := module._buffers[name]) is not None:
                 replicas.take_first(moved, common=False)
-        # Weakly: the garbage collector does not see through these hooks, and a model without users must go.
-        taker = weakref.WeakMethod(self.gradients.take)
-        self._take = lambda parameter: (take := taker()) and take(parameter)
-        edge_taker = weakref.WeakMethod(self.device_gradients.take)
-        self._take_edge = lambda parameter: (take := edge_taker()) and take(parameter)
+        self._updates = Updates(device, self.store, self.waits, replicas)
+        self._hooks = Hooks(self._expect, self.gradients, self.device_gradients)
         self.stopwatch = Stopwatch(device, self.window.traffic, self.gradients.downlink.traffic, self.store.counters)
         keep = settings.activations == "keep"
         layers = zip(placement.modules, self.layers, strict=True)
@@ -114,7 +109,7 @@ class Engine:
         self._budgets = settings.device_memory, settings.host_memory
         within = {id(inner) for module in placement.modules for inner in module.modules()}
         for home, _ in self._edges:
-            self._hook_edge(home)
+            self._hooks.on_edge(home)
         self._outside = Members(type(model).__name__, (m for m in model.modules() if id(m) not in within))
 
     def __deepcopy__(self, memo: dict) -> None:
@@ -135,7 +130,7 @@ class Engine:
         if block.layer == 0:
             self._check_edges()
         if torch.is_grad_enabled():
-            self._hook(block.home)
+            self._hooks.on_layer(block.home)
         return [run.layer for run in self._alive()]
 
     def ran(self, run: Run) -> None:
@@ -239,52 +234,7 @@ class Engine:
         return True
 
     def update(self, home: Home, work: Work, moved_bytes: int, after: Event | None) -> Event | None:
-        passage = self.store.passage(home, work.operands, work.parts)
-        shared = self.replicas.count > 1 and not home.resident
-
-        def task() -> None:
-            segments = work.segments()
-            if segments is None:
-                passage.cancel()
-                return
-            passage.run(segments, work.kernel)
-            if not shared:
-                work.done()
-
-        if home.resident:
-            self.device.compute_now(task, moved_bytes)
-            return None
-        updates = self.device.updates
-        # Under in_backward the gradient may still be on its way down.
-        self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
-        # A layer may have been fetched, or read ahead, for a computation that did not come.
-        self.waits.stream(updates, self.store.reading(home), Wait.FILE_READ)
-        if shared and self.store.paths:
-            updates.submit(self.replicas.updates.meet)  # the others' reads of the file are complete, too
-        with self.device.noted(updates, f"update {home.name}"):
-            updates.run(task, moved_bytes=moved_bytes)
-        done = self.store.landed(home, updates.record())
-        if shared:
-            done = self._landed_everywhere(done, work)
-        if not home.mirrored:
-            return done
-        edges = self.device.edges
-        # The upload carries what the update wrote. That nobody computes with the old value any more, the host knows
-        # since it waited for the edge's gradient.
-        self.waits.stream(edges, done, Wait.EDGE_UPDATED)
-        with self.device.noted(edges, f"upload {home.name}"):
-            for target, weight in zip(home.on_device, home.weight, strict=True):
-                edges.copy(target, weight)
-        return edges.record()
-
-    def _landed_everywhere(self, done: Event, work: Work) -> Event:
-        """Returns the event after which the updates of all replicas' shares of a unit are complete."""
-        assert self._landing is not None
-        # Of this process's share that was said when it is complete.
-        self.waits.thread(self._landing, done, Wait.SHARE_UPDATED)
-        self._landing.submit(self.replicas.landing.meet)
-        self._landing.submit(work.done)
-        return self._landing.record()
+        return self._updates.run(home, work, moved_bytes, after)
 
     def update_threads(self) -> int:
         # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
@@ -370,45 +320,8 @@ class Engine:
                 parameter.__dict__.update(_home=home, _place=place)
                 home.attach(place)
 
-    def _hook(self, home: Home) -> None:
-        assert home.index is not None
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in home.parameters:
-                if not parameter.requires_grad:
-                    continue
-                handle = self._hooks.get(id(parameter))
-                if handle is None:
-                    parameter.register_hook(_weakly(self._expect, weakref.ref(home)))
-                elif next(reversed(parameter._post_accumulate_grad_hooks), None) == handle.id:
-                    continue
-                else:
-                    handle.remove()  # the user has added a hook since, which is to see the gradient before it goes
-                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take)
-
-    def _hook_edge(self, home: Home) -> None:
-        parameter = home.parameters[0]
-        with torch._C.DisableTorchFunctionSubclass():
-            if home.dtype == torch.float32 or not parameter.requires_grad or id(parameter) in self._hooks:
-                return  # in fp32 autograd's own sum is exact enough
-            parameter.register_hook(_weakly(self.device_gradients.expect, weakref.ref(home)))
-            handle = self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_edge)
-            hooks = parameter._post_accumulate_grad_hooks
-            for number in [number for number in hooks if number != handle.id]:
-                hooks[number] = hooks.pop(number)  # behind ours: the user's hooks see the sum
-
     def _check_edges(self) -> None:
         for home, owners in self._edges:
-            self._hook_edge(home)
+            self._hooks.on_edge(home)
             home.check_unchanged((module, name, home.parameters[0]) for module, name in owners)
         self._outside.check()
-
-
-def _weakly(method: Callable[[Home, Tensor], None], home: weakref.ref[Home]) -> Callable[[Tensor], None]:
-    """Returns a hook that keeps nothing alive: the garbage collector does not see through those of a parameter."""
-    call = weakref.WeakMethod(method)
-
-    def hook(gradient: Tensor) -> None:
-        if (bound := call()) is not None and (unit := home()) is not None:
-            bound(unit, gradient)
-
-    return hook

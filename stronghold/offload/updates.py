@@ -1,0 +1,65 @@
+"""An update on its way: what it waits for, and from when on others see it."""
+
+from __future__ import annotations
+
+from stronghold.device import Device, Event, Stream, Wait, Waits
+from stronghold.home import Home, Replicas, Work
+from stronghold.store import Store
+
+
+class Updates:
+    """Runs the optimizer's work on a unit where its states are: on the host, or of a resident layer on the device."""
+
+    def __init__(self, device: Device, store: Store, waits: Waits, replicas: Replicas) -> None:
+        self._device, self._store, self._waits, self._replicas = device, store, waits, replicas
+        self._landing = Stream("landing") if replicas.count > 1 else None
+        """Where this process waits for the updates of the machine's other replicas."""
+
+    def run(self, home: Home, work: Work, moved_bytes: int, after: Event | None) -> Event | None:
+        """Updates a unit when ``after`` has happened. Returns when the next may use it; None for a resident layer."""
+        passage = self._store.passage(home, work.operands, work.parts)
+        shared = self._replicas.count > 1 and not home.resident
+
+        def task() -> None:
+            segments = work.segments()
+            if segments is None:
+                passage.cancel()
+                return
+            passage.run(segments, work.kernel)
+            if not shared:
+                work.done()
+
+        if home.resident:
+            self._device.compute_now(task, moved_bytes)
+            return None
+        updates = self._device.updates
+        # Under in_backward the gradient may still be on its way down.
+        self._waits.stream(updates, after, Wait.GRADIENT_UPDATE)
+        # A layer may have been fetched, or read ahead, for a computation that did not come.
+        self._waits.stream(updates, self._store.reading(home), Wait.FILE_READ)
+        if shared and self._store.paths:
+            updates.submit(self._replicas.updates.meet)  # the others' reads of the file are complete, too
+        with self._device.noted(updates, f"update {home.name}"):
+            updates.run(task, moved_bytes=moved_bytes)
+        done = self._store.landed(home, updates.record())
+        if shared:
+            done = self._landed_everywhere(done, work)
+        if not home.mirrored:
+            return done
+        edges = self._device.edges
+        # The upload carries what the update wrote. That nobody computes with the old value any more, the host knows
+        # since it waited for the edge's gradient.
+        self._waits.stream(edges, done, Wait.EDGE_UPDATED)
+        with self._device.noted(edges, f"upload {home.name}"):
+            for target, weight in zip(home.on_device, home.weight, strict=True):
+                edges.copy(target, weight)
+        return edges.record()
+
+    def _landed_everywhere(self, done: Event, work: Work) -> Event:
+        """Returns the event after which the updates of all replicas' shares of a unit are complete."""
+        assert self._landing is not None
+        # Of this process's share that was said when it is complete.
+        self._waits.thread(self._landing, done, Wait.SHARE_UPDATED)
+        self._landing.submit(self._replicas.landing.meet)
+        self._landing.submit(work.done)
+        return self._landing.record()
