@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 benchmarks/bubble.py [--forward 0.04] [--backward 0.08] [--micro-batches 8] [--steps 7]
 
 The real engine runs layers that sleep: so many processes need no cores of their own. Each process has as many seconds
-of them whatever the schedule; interleaved it has them as two stages of half the length. The bubble is the share of a
-step in which a process does not sleep: 1 - micro-batches · (forward + backward) / step. Prints a table beside the
-ideal, (p - 1) / (v · m + p - 1) for v stages on each of p processes and m micro-batches, and appends one JSON line a
+of them whatever the schedule; interleaved it has them as two stages of half the length, or three of a third. The bubble
+is the share of a step in which a process does not sleep: 1 - micro-batches · (forward + backward) / step. Prints a table
+beside the ideal, (p - 1) / (v · m + p - 1) for v stages on each of p processes and m micro-batches, and appends one JSON line a
 schedule to results/bubble.jsonl.
 """
 
@@ -62,9 +62,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     processes = dist.get_world_size()
     table = Table(title="bubble", title_justify="left")
-    for name in ("schedule", "step", "bubble", "least", "most", "ideal"):
+    for name in ("schedule", "stages each", "step", "bubble", "least", "most", "ideal"):
         table.add_column(name, justify="left" if name == "schedule" else "right")
-    for schedule, each in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)):
+    for schedule, each in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 3)):
         bubbles, steps = measure(schedule, each, processes, options)
         if dist.get_rank():
             continue
@@ -72,7 +72,8 @@ def main() -> None:
         ideal = (p - 1) / (each * m + p - 1)
         low, median, high = min(bubbles), statistics.median(bubbles), max(bubbles)
         step_s = statistics.median(steps)
-        table.add_row(schedule, f"{step_s * 1e3:.0f} ms", *(f"{x:.3f}" for x in (median, low, high, ideal)))
+        bubble = (f"{x:.3f}" for x in (median, low, high, ideal))
+        table.add_row(schedule, str(each), f"{step_s * 1e3:.0f} ms", *bubble)
         record = {
             "schedule": schedule,
             "processes": p,
