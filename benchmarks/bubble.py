@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 benchmarks/bubble.py [--forward 0.04] [--backward 0.08] [--micro-batches 8] [--steps 7]
 
 The real engine runs layers that sleep: so many processes need no cores of their own. Each process has as many seconds
-of them whatever the schedule; interleaved it has them as two stages of half the length, or three of a third. The bubble
-is the share of a step in which a process does not sleep: 1 - micro-batches · (forward + backward) / step. Prints a table
-beside the ideal, (p - 1) / (v · m + p - 1) for v stages on each of p processes and m micro-batches, and appends one JSON line a
-schedule to results/bubble.jsonl.
+of them whatever the schedule; interleaved it has them as two stages of half the length, or three of a third. The
+bubble is the share of a step in which a process does not sleep: 1 - micro-batches · (forward + backward) / step. Prints
+a table beside the ideal, (p - 1) / (v · m + p - 1) for v stages on each of p processes and m micro-batches, and appends
+one JSON line a schedule to results/bubble.jsonl.
 """
 
 from __future__ import annotations
