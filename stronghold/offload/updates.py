@@ -11,7 +11,7 @@ class Updates:
     """Runs the optimizer's work on a unit where its states are: on the host, or of a resident layer on the device."""
 
     def __init__(self, device: Device, store: Store, waits: Waits, replicas: Replicas) -> None:
-        self._device, self._store, self._waits, self._replicas = device, store, waits, replicas
+        self._device, self._store, self.waits, self._replicas = device, store, waits, replicas
         self._landing = Stream("landing") if replicas.count > 1 else None
         """Where this process waits for the updates of the machine's other replicas."""
 
@@ -34,9 +34,9 @@ class Updates:
             return None
         updates = self._device.updates
         # Under in_backward the gradient may still be on its way down.
-        self._waits.stream(updates, after, Wait.GRADIENT_UPDATE)
+        self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
         # A layer may have been fetched, or read ahead, for a computation that did not come.
-        self._waits.stream(updates, self._store.reading(home), Wait.FILE_READ)
+        self.waits.stream(updates, self._store.reading(home), Wait.FILE_READ)
         if shared and self._store.paths:
             updates.submit(self._replicas.updates.meet)  # the others' reads of the file are complete, too
         with self._device.noted(updates, f"update {home.name}"):
@@ -49,7 +49,7 @@ class Updates:
         edges = self._device.edges
         # The upload carries what the update wrote. That nobody computes with the old value any more, the host knows
         # since it waited for the edge's gradient.
-        self._waits.stream(edges, done, Wait.EDGE_UPDATED)
+        self.waits.stream(edges, done, Wait.EDGE_UPDATED)
         with self._device.noted(edges, f"upload {home.name}"):
             for target, weight in zip(home.on_device, home.weight, strict=True):
                 edges.copy(target, weight)
@@ -59,7 +59,7 @@ class Updates:
         """Returns the event after which the updates of all replicas' shares of a unit are complete."""
         assert self._landing is not None
         # Of this process's share that was said when it is complete.
-        self._waits.thread(self._landing, done, Wait.SHARE_UPDATED)
+        self.waits.thread(self._landing, done, Wait.SHARE_UPDATED)
         self._landing.submit(self._replicas.landing.meet)
         self._landing.submit(work.done)
         return self._landing.record()
