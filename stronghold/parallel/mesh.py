@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,21 +17,21 @@ MACHINE, REPLICA, STAGE = DIMENSIONS = ("machine", "replica", "stage")
 third the processes of one replica, on whatever machines they are."""
 
 
-def ranks_by_place(machines: Sequence[Hashable], each: int) -> Tensor:
+def ranks_by_place(machines: Sequence[tuple[str, str]], each: int) -> Tensor:
     """Returns the ranks of processes by their places: int64 [machines, replicas on each, ``each``].
 
-    Process r · ``each`` + p is number p of replica r, and on the machine ``machines[rank]``. Raises ValueError where
-    machines have not as many replicas, or not the same ones for each p.
+    Process r · ``each`` + p is number p of replica r, and on the machine ``machines[rank]``, whose name comes first.
+    Raises ValueError where machines have not as many replicas, or not the same ones for each p.
     """
     homes = []  # for each p the machine of each replica, by the order in which machines come
     for place in range(each):
-        known: dict[Hashable, int] = {}
+        known: dict[tuple[str, str], int] = {}
         homes.append([known.setdefault(machine, len(known)) for machine in machines[place::each]])
     for place, home in enumerate(homes):
         found = Counter(home)
         if home != homes[0] or len(set(found.values())) > 1:
             names = list(dict.fromkeys(machines[place::each]))
-            told = ", ".join(f"{found[number]} on {_name(name)}" for number, name in enumerate(names))
+            told = ", ".join(f"{found[number]} on {name}" for number, (name, *_) in enumerate(names))
             raise ValueError(
                 f"every machine that has replicas must have as many of them (got {told} for process {place} of each); "
                 f"start torchrun with the same --nproc-per-node on all machines, one that divides by {each} or divides "
@@ -60,7 +60,3 @@ def groups_of(sets: Sequence[Sequence[int]], watch: Watch) -> list[dist.ProcessG
     """Returns a new group of each of the ``sets`` of ranks; all processes make all of them."""
     with watch.waiting():
         return [dist.new_group(list(ranks)) for ranks in sets]
-
-
-def _name(machine: Hashable) -> Hashable:
-    return machine[0] if isinstance(machine, tuple) else machine
