@@ -11,18 +11,36 @@
 namespace stronghold {
 namespace {
 
-template <class Real>
-Coefficients<Real> coefficients(const Segment& s) {
+// Returns x with a mantissa of so many bits.
+double rounded(double x, int bits) {
+  int exponent = 0;
+  const double mantissa = std::frexp(x, &exponent);
+  return std::ldexp(std::nearbyint(std::ldexp(mantissa, bits)), exponent - bits);
+}
+
+Wide wide_coefficients(const Segment& s) {
+  const double t = static_cast<double>(s.step);
+  const double correction = std::sqrt(1.0 - std::pow(s.beta2, t));
+  return {1.0 - s.lr * s.weight_decay,
+          s.beta1,
+          rounded((1.0 - s.beta1) * s.grad_scale, 45),
+          s.beta2,
+          rounded((1.0 - s.beta2) * s.grad_scale * s.grad_scale, 37),
+          s.lr * correction / (1.0 - std::pow(s.beta1, t)),
+          s.eps * correction};
+}
+
+Narrow narrow_coefficients(const Segment& s) {
   const double t = static_cast<double>(s.step);
   return {static_cast<float>(s.grad_scale),
-          static_cast<Real>(1.0 - s.lr * s.weight_decay),
-          static_cast<Real>(s.beta1),
-          static_cast<Real>(1.0 - s.beta1),
-          static_cast<Real>(s.beta2),
-          static_cast<Real>(1.0 - s.beta2),
-          static_cast<Real>(s.lr / (1.0 - std::pow(s.beta1, t))),
-          static_cast<Real>(1.0 / std::sqrt(1.0 - std::pow(s.beta2, t))),
-          static_cast<Real>(s.eps)};
+          static_cast<float>(1.0 - s.lr * s.weight_decay),
+          static_cast<float>(s.beta1),
+          static_cast<float>(1.0 - s.beta1),
+          static_cast<float>(s.beta2),
+          static_cast<float>(1.0 - s.beta2),
+          static_cast<float>(s.lr / (1.0 - std::pow(s.beta1, t))),
+          static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(s.beta2, t))),
+          static_cast<float>(s.eps)};
 }
 
 constexpr AdamwBody* kBodies[] = {
@@ -68,7 +86,7 @@ void adamw(const std::vector<Segment>& segments, int threads, Isa isa) {
     const Segment& s = segments[i];
     check(s, i);
     add_buffers(buffers, s, i);
-    tasks.push_back({s, coefficients<double>(s), coefficients<float>(s)});
+    tasks.push_back({s, wide_coefficients(s), narrow_coefficients(s)});
     lengths.push_back(s.n);
   }
   buffers.check_apart();

@@ -30,7 +30,7 @@ struct Segment {
   double eps;
   double weight_decay;
   std::int64_t step;  // counted from 1, this step included
-  double grad_scale;  // what the gradient is multiplied by first, in float
+  double grad_scale;  // what the gradient is multiplied by
   std::int64_t first; // the number of the first element in its tensor, a multiple of 64 where the moments are 8-bit
 };
 
@@ -38,18 +38,25 @@ struct Segment {
 // segment. `threads` and `isa` change the time it takes and nothing else. Throws std::invalid_argument before anything
 // is written.
 //
-// With t = step and these coefficients, computed in double:
-//   decay = 1 - lr * weight_decay, step_size = lr / (1 - beta1^t), denom_scale = 1 / sqrt(1 - beta2^t)
-// an element is updated in this order of operations, none of them fused:
-//   g = grad * grad_scale                                (in float)
+// With t = step, decay = 1 - lr * weight_decay and correction = sqrt(1 - beta2^t), an element with float moments is
+// updated in double, between a float load and a float store, in this order of operations, none of them fused:
+//   m = beta1 * m + new1 * grad                          with new1 = (1 - beta1) * grad_scale
+//   v = beta2 * v + new2 * (grad * grad)                 with new2 = (1 - beta2) * grad_scale^2
+//   denom = sqrt(v) + eps * correction
+//   w = w * decay - step_size * m / denom                with step_size = lr * correction / (1 - beta1^t);
+//                                                        the product before the quotient
+// new1 is rounded to 45 bits and new2 to 37 (torch's fused AdamW rounds them to 24): their products with a bfloat16 and
+// its square are exact then, and a fused multiply-add gives the bits of product and sum. Each result is within one ulp of
+// exact arithmetic on the stored values and these factors.
+//
+// An element with 8-bit moments is updated in float, the coefficients rounded to float once:
+//   g = grad * grad_scale
 //   m = beta1 * m + (1 - beta1) * g
 //   v = beta2 * v + (1 - beta2) * (g * g)
-//   denom = sqrt(v) * denom_scale + eps
-//   w = w * decay - step_size * m / denom                (the product before the quotient)
-// With float moments all but the first line is in double between a float load and a float store, so that each result
-// is within one ulp of exact arithmetic on the stored values. With 8-bit moments every line is in float, the
-// coefficients rounded to float once, and v, after its line, is the float with the bits min(bits & 0x7FFFFFFF,
-// 0x7B780000): the update sees the new moments before they are encoded, for element i of the tensor and step t.
+//   denom = sqrt(v) * (1 / correction) + eps
+//   w = w * decay - lr / (1 - beta1^t) * m / denom
+// where v, after its line, is the float with the bits min(bits & 0x7FFFFFFF, 0x7B780000): the update sees the new moments
+// before they are encoded, for element i of the tensor and step t.
 void adamw(const std::vector<Segment>& segments, int threads, Isa isa);
 
 }  // namespace stronghold

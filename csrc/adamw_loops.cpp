@@ -11,13 +11,13 @@ template <class Weight, class Grad>
 STRONGHOLD_INLINE void update(typename Weight::type* __restrict__ weight, std::int16_t* __restrict__ remainder,
                               const typename Grad::type* __restrict__ grad,
                               const std::int16_t* __restrict__ grad_remainder, float* __restrict__ exp_avg,
-                              float* __restrict__ exp_avg_sq, std::int64_t n, const Coefficients<double>& given) {
-  const Coefficients<double> c = given;  // a copy of our own: the compiler need not fear that a store changes it
+                              float* __restrict__ exp_avg_sq, std::int64_t n, const Wide& given) {
+  const Wide c = given;  // a copy of our own: the compiler need not fear that a store changes it
   for (std::int64_t i = 0; i < n; ++i) {
-    const double g = static_cast<double>(Grad::load(grad, grad_remainder, i) * c.grad_scale);
-    const double m = c.beta1 * static_cast<double>(exp_avg[i]) + c.one_minus_beta1 * g;
-    const double v = c.beta2 * static_cast<double>(exp_avg_sq[i]) + c.one_minus_beta2 * (g * g);
-    const double denom = __builtin_sqrt(v) * c.denom_scale + c.eps;
+    const double g = static_cast<double>(Grad::load(grad, grad_remainder, i));
+    const double m = c.beta1 * static_cast<double>(exp_avg[i]) + c.new1 * g;
+    const double v = c.beta2 * static_cast<double>(exp_avg_sq[i]) + c.new2 * (g * g);
+    const double denom = __builtin_sqrt(v) + c.eps;
     const double w = static_cast<double>(Weight::load(weight, remainder, i)) * c.decay - c.step_size * m / denom;
     exp_avg[i] = static_cast<float>(m);
     exp_avg_sq[i] = static_cast<float>(v);
@@ -34,7 +34,7 @@ STRONGHOLD_INLINE void update_block(typename Weight::type* __restrict__ weight, 
                                     std::uint8_t* __restrict__ exp_avg, std::uint8_t* __restrict__ exp_avg_exponent,
                                     std::uint8_t* __restrict__ exp_avg_sq,
                                     std::uint8_t* __restrict__ exp_avg_sq_exponent, int n, std::uint32_t first,
-                                    std::uint32_t step, const Coefficients<float>& c) {
+                                    std::uint32_t step, const Narrow& c) {
   float w[kBlock], g[kBlock], m[kBlock], v[kBlock];
   const std::int32_t m_base = FirstMoment::base_of(*exp_avg_exponent);
   const std::int32_t v_base = SecondMoment::base_of(*exp_avg_sq_exponent);
@@ -77,14 +77,14 @@ struct Loops {
   }
 
   static STRONGHOLD_INLINE void blocks(const Task& task, std::int64_t begin, std::int64_t n) {
-    const Coefficients<float> c = task.narrow;
+    const Narrow c = task.narrow;
     const std::int64_t whole = n - n % kBlock;
     // Twice the same call: where the number of elements is a constant, the loops inside have no remainders.
     for (std::int64_t i = 0; i < whole; i += kBlock) one(task, begin + i, kBlock, c);
     if (whole < n) one(task, begin + whole, static_cast<int>(n - whole), c);
   }
 
-  static STRONGHOLD_INLINE void one(const Task& task, std::int64_t begin, int n, const Coefficients<float>& c) {
+  static STRONGHOLD_INLINE void one(const Task& task, std::int64_t begin, int n, const Narrow& c) {
     const Operands<Weight, Grad> o(task.segment, begin);
     const MomentBlocks b(task.segment, begin);
     update_block<Weight, Grad>(o.weight, o.remainder, o.grad, o.grad_remainder, b.exp_avg, b.exp_avg_exponents,

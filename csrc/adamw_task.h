@@ -7,24 +7,34 @@
 
 namespace stronghold {
 
-// Real is what the arithmetic is in: double between float moments, float between 8-bit ones.
-template <class Real>
-struct Coefficients {
+// What elements with float moments are updated with; adamw.h has the formulas.
+struct Wide {
+  double decay;
+  double beta1;
+  double new1;
+  double beta2;
+  double new2;
+  double step_size;
+  double eps;  // corrected
+};
+
+// What elements with 8-bit moments are updated with.
+struct Narrow {
   float grad_scale;
-  Real decay;
-  Real beta1;
-  Real one_minus_beta1;
-  Real beta2;
-  Real one_minus_beta2;
-  Real step_size;
-  Real denom_scale;
-  Real eps;
+  float decay;
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float step_size;
+  float denom_scale;
+  float eps;
 };
 
 struct Task {
   Segment segment;
-  Coefficients<double> wide;
-  Coefficients<float> narrow;
+  Wide wide;
+  Narrow narrow;
 };
 
 // A body updates n elements of the task's segment from `begin` on, a multiple of kBlock where the moments are 8-bit.

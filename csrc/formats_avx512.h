@@ -1,4 +1,4 @@
-// Loads and stores of formats.h's weights and gradients in AVX-512.
+// Loads and stores of formats.h's weights and gradients in AVX-512, for adamw_avx512.h.
 #pragma once
 
 #include <immintrin.h>
@@ -8,9 +8,10 @@
 // GCC 12's own header says of a vector that is masked away whole that it is used uninitialised.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-#define STRONGHOLD_AVX512_INLINE STRONGHOLD_INLINE STRONGHOLD_AVX512
+#define STRONGHOLD_AVX512_INLINE STRONGHOLD_INLINE STRONGHOLD_TARGET
 
 namespace stronghold {
+namespace {
 
 STRONGHOLD_AVX512_INLINE __m512i every(std::uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
 
@@ -21,7 +22,7 @@ STRONGHOLD_AVX512_INLINE void store_with_nans(typename Format::type* data, std::
   for (int i = 0; i < n; ++i) Format::store(data, remainder, i, values[i]);
 }
 
-// ---- sixteen elements in a vector of floats, or in two of doubles: [0, 8) and [8, 16) ----
+// ---- sixteen elements in two vectors of doubles: [0, 8) and [8, 16) ----
 
 struct Sixteen {
   __m512d low;
@@ -30,7 +31,8 @@ struct Sixteen {
 
 STRONGHOLD_AVX512_INLINE __m512d load_wide(const float* data) { return _mm512_cvtps_pd(_mm256_loadu_ps(data)); }
 
-STRONGHOLD_AVX512_INLINE Sixteen widened(__m512 values) {
+STRONGHOLD_AVX512_INLINE Sixteen widened(__m512i bits) {
+  const __m512 values = _mm512_castsi512_ps(bits);
   return {_mm512_cvtps_pd(_mm512_castps512_ps256(values)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(values, 1))};
 }
 
@@ -38,16 +40,39 @@ STRONGHOLD_AVX512_INLINE __m256i halves(const void* data) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(data));
 }
 
-// For vpermw: the words 16, 0, 17, 1 ...
-STRONGHOLD_AVX512_INLINE __m512i together() {
-  return _mm512_set_epi16(15, 31, 14, 30, 13, 29, 12, 28, 11, 27, 10, 26, 9, 25, 8, 24, 7, 23, 6, 22, 5, 21, 4, 20, 3,
-                          19, 2, 18, 1, 17, 0, 16);
+// Permutations of words. vpermw is two operations on Intel's processors, VBMI's vpermb is one.
+#if STRONGHOLD_VBMI
+constexpr short word(int number) { return static_cast<short>((2 * number + 1) << 8 | 2 * number); }
+STRONGHOLD_AVX512_INLINE __m512i permuted(__m512i words, __m512i order) { return _mm512_permutexvar_epi8(order, words); }
+STRONGHOLD_AVX512_INLINE __m512i permuted_upwards(__m512i words, __m512i order) {
+  return _mm512_maskz_permutexvar_epi8(0xCCCCCCCCCCCCCCCC, order, words);
+}
+#else
+constexpr short word(int number) { return static_cast<short>(number); }
+STRONGHOLD_AVX512_INLINE __m512i permuted(__m512i words, __m512i order) { return _mm512_permutexvar_epi16(order, words); }
+STRONGHOLD_AVX512_INLINE __m512i permuted_upwards(__m512i words, __m512i order) {
+  return _mm512_maskz_permutexvar_epi16(0xAAAAAAAA, order, words);
+}
+#endif
+
+// The words 0, 1, 2 ... to the upper halves of floats.
+STRONGHOLD_AVX512_INLINE __m512i upwards() {
+  return _mm512_set_epi16(word(15), 0, word(14), 0, word(13), 0, word(12), 0, word(11), 0, word(10), 0, word(9), 0,
+                          word(8), 0, word(7), 0, word(6), 0, word(5), 0, word(4), 0, word(3), 0, word(2), 0, word(1), 0,
+                          word(0), 0);
 }
 
-// And back: the words 1, 3, 5 ... and then 0, 2, 4 ...
+// The words 1, 3, 5 ... to the lower half of a vector, 0, 2, 4 ... to the upper.
 STRONGHOLD_AVX512_INLINE __m512i apart() {
-  return _mm512_set_epi16(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0, 31, 29, 27, 25, 23, 21, 19, 17, 15,
-                          13, 11, 9, 7, 5, 3, 1);
+  return _mm512_set_epi16(word(30), word(28), word(26), word(24), word(22), word(20), word(18), word(16), word(14),
+                          word(12), word(10), word(8), word(6), word(4), word(2), word(0), word(31), word(29), word(27),
+                          word(25), word(23), word(21), word(19), word(17), word(15), word(13), word(11), word(9),
+                          word(7), word(5), word(3), word(1));
+}
+
+// Floats of which these are the upper halves, and zeros the lower.
+STRONGHOLD_AVX512_INLINE __m512i upper_halves(const void* data) {
+  return permuted_upwards(_mm512_castsi256_si512(halves(data)), upwards());
 }
 
 template <class Format>
@@ -55,8 +80,7 @@ struct InSixteens;
 
 template <>
 struct InSixteens<F32> {
-  static STRONGHOLD_AVX512_INLINE __m512 load(const float* data, const std::int16_t*) { return _mm512_loadu_ps(data); }
-  static STRONGHOLD_AVX512_INLINE Sixteen load_widened(const float* data, const std::int16_t*) {
+  static STRONGHOLD_AVX512_INLINE Sixteen load(const float* data, const std::int16_t*) {
     return {load_wide(data), load_wide(data + 8)};
   }
   static STRONGHOLD_AVX512_INLINE void store_numbers(float* data, std::int16_t*, __m256 low, __m256 high) {
@@ -67,31 +91,23 @@ struct InSixteens<F32> {
 
 template <>
 struct InSixteens<Bf16> {
-  static STRONGHOLD_AVX512_INLINE __m512 load(const std::uint16_t* data, const std::int16_t*) {
-    constexpr __mmask32 kUpper = 0xAAAAAAAA;
-    const __m512i words = _mm512_castsi256_si512(halves(data));
-    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(kUpper, together(), words));
+  static STRONGHOLD_AVX512_INLINE Sixteen load(const std::uint16_t* data, const std::int16_t*) {
+    return widened(upper_halves(data));
   }
 };
 
-// Between a float's bits and its halves lies one addition: (hi << 16) + lo, where lo has a sign, is
-// ((hi << 16) | (lo ^ 0x8000)) - 0x8000, where it has none.
+// Between a float's bits and its halves lies one addition: (hi << 16) + lo, where lo has a sign.
 template <>
 struct InSixteens<Split> {
-  static STRONGHOLD_AVX512_INLINE __m512 load(const std::uint16_t* data, const std::int16_t* remainder) {
-    const __m512i words = _mm512_inserti64x4(_mm512_castsi256_si512(halves(data)), halves(remainder), 1);
-    const __m512i flipped = _mm512_xor_si512(_mm512_permutexvar_epi16(together(), words), every(0x8000));
-    return _mm512_castsi512_ps(_mm512_sub_epi32(flipped, every(0x8000)));
-  }
-  static STRONGHOLD_AVX512_INLINE Sixteen load_widened(const std::uint16_t* data, const std::int16_t* remainder) {
-    return widened(load(data, remainder));
+  static STRONGHOLD_AVX512_INLINE Sixteen load(const std::uint16_t* data, const std::int16_t* remainder) {
+    return widened(_mm512_add_epi32(upper_halves(data), _mm512_cvtepi16_epi32(halves(remainder))));
   }
   static STRONGHOLD_AVX512_INLINE void store_numbers(std::uint16_t* data, std::int16_t* remainder, __m256 low,
                                                      __m256 high) {
     const __m512i bits = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(low)),
                                             _mm256_castps_si256(high), 1);
     const __m512i flipped = _mm512_xor_si512(_mm512_add_epi32(bits, every(0x8000)), every(0x8000));
-    const __m512i words = _mm512_permutexvar_epi16(apart(), flipped);
+    const __m512i words = permuted(flipped, apart());
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm512_castsi512_si256(words));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(remainder), _mm512_extracti64x4_epi64(words, 1));
   }
@@ -168,4 +184,5 @@ struct InThirtyTwos<Split> {
   }
 };
 
+}  // namespace
 }  // namespace stronghold

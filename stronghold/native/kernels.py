@@ -41,7 +41,7 @@ class Segment:
     rounded to nearest, ties away from zero, and remainder its low half, so that no bit is lost. ``grad`` is float32
     or bfloat16; with ``grad_remainder``, int16, the gradient is the float32 number that the pair holds. ``exp_avg``
     and ``exp_avg_sq`` are both float32 or both :class:`Blocks`. ``step`` counts from 1, this step included.
-    ``grad_scale`` multiplies the gradient in float32 before anything else. ``first`` is the number that the first
+    ``grad_scale`` multiplies the gradient, with 8-bit moments in float32. ``first`` is the number that the first
     element has in the whole tensor, on which an 8-bit moment's dither depends.
     """
 
