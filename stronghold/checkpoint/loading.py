@@ -5,41 +5,36 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from stronghold.checkpoint.in_place import check_in_place, load_in_place
-from stronghold.checkpoint.links import remember
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.random_states import put_random_states
+from stronghold.checkpoint.unit_loading import load_buffers, load_unit
 from stronghold.checkpoint.units import (
-    MOMENTS,
+    Format,
     Names,
     all_groups,
+    check_format,
     engine_for,
     holds,
     name_of,
     names_of,
     persistent_buffers,
-    tensors_of,
 )
 from stronghold.checkpoint_files.lock import locked_to_read
-from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, UnitFileEntry, read_manifest
-from stronghold.checkpoint_files.reader import FileReader, UnitReader
+from stronghold.checkpoint_files.manifest import Manifest, UnitFileEntry
+from stronghold.checkpoint_files.reader import Checkpoint
 from stronghold.checkpoint_files.reader import verify as verify_files
 from stronghold.errors import CheckpointError
-from stronghold.home import Home
-from stronghold.native import BLOCK, Blocks
 from stronghold.offload import Engine
 from stronghold.optim import AdamW
-from stronghold.optim.blocks import decode
-from stronghold.split import join
 
-_PART = 2**20
-"""Elements of an 8-bit moment that are decoded at a time."""
-assert _PART % BLOCK == 0
+if TYPE_CHECKING:
+    from stronghold.checkpoint_files.dcp import DistributedCheckpoint
 
 
 @torch.no_grad()
@@ -50,6 +45,7 @@ def load(
     *,
     scheduler: Any = None,
     verify: bool = True,
+    format: Format = "safetensors",
 ) -> Any:
     """Puts ``model``, ``optimizer``, ``scheduler`` and the random states where :func:`save` found them.
 
@@ -66,33 +62,50 @@ def load(
     verified and stays where it is, and only what belongs in memory is read. A directory that another run has open is
     not read, for that may change it.
 
+    With ``format="dcp"`` it is one of ``torch.distributed.checkpoint``: one that :func:`save` wrote so, or one that
+    another program did, with the parameters' and moments' names under prefixes of any kind ("model." and
+    "optimizer.state."). Of that one the learning rates, betas, eps and weight decays are taken too, the random states
+    left as they are, and None is returned. It has no checksums, and a pickle in it is run: load what you trust.
+
     Raises CheckpointError for a checkpoint that is absent, incomplete or of another model, CorruptionError for altered
     bytes, OffloadedModelError and BudgetError as :class:`AdamW` does, and StoreError for a directory that is in use, or
     to be loaded in place into a store that is placed otherwise.
     """
+    check_format(format)
     engine = engine_for(model, optimizer)
-    directory = Path(os.path.abspath(directory))
-    own = holds(engine, directory)
+    company, directory = engine.company, Path(os.path.abspath(directory))
+    names = names_of(model)
+    forms, groups = _joined(company.everyone(_forms(model, names))), all_groups(company, optimizer, names)
+    own = format == "safetensors" and holds(engine, directory)
     with nullcontext() if own else locked_to_read(directory):
-        manifest = engine.company.together(lambda: read_manifest(directory))
-        _load(manifest, model, engine, optimizer, scheduler, verify=verify, own=own)
-    return from_plain(manifest.extra)
+        checkpoint = company.together(lambda: _open(directory, format, forms, groups))
+        _check_model(checkpoint.manifest, *forms, engine.kind)
+        _check_optimizer(checkpoint.manifest, optimizer, [set(group) for group in groups])
+        _load(checkpoint, model, engine, optimizer, scheduler, names, verify=verify, own=own)
+    return from_plain(checkpoint.manifest.extra)
+
+
+def _open(directory: Path, format: Format, forms: Forms, groups: list[list[str]]) -> Checkpoint | DistributedCheckpoint:
+    if format == "safetensors":
+        return Checkpoint(directory)
+    from stronghold.checkpoint_files.dcp import DistributedCheckpoint  # which takes a while to import
+
+    return DistributedCheckpoint(directory, *forms, groups)
 
 
 def _load(
-    manifest: Manifest,
+    checkpoint: Checkpoint | DistributedCheckpoint,
     model: nn.Module,
     engine: Engine,
     optimizer: AdamW,
     scheduler: Any,
+    names: Names,
     *,
     verify: bool,
     own: bool,
 ) -> None:
     """Loads a checkpoint; ``own`` says whether it is one in the place of the model's own store."""
-    names, company = names_of(model), engine.company
-    _check_model(manifest, *_joined(company.everyone(_forms(model, names))), engine.kind)
-    _check_optimizer(manifest, optimizer, [set(group) for group in all_groups(company, optimizer, names)])
+    manifest, company = checkpoint.manifest, engine.company
     if scheduler is not None and manifest.scheduler is None:
         raise CheckpointError(
             f"the checkpoint has no scheduler's state (got scheduler={type(scheduler).__name__} for "
@@ -101,19 +114,29 @@ def _load(
     if verify:
         files = [f for f, e in manifest.files.items() if not (own and isinstance(e, UnitFileEntry))]
         company.together(lambda: verify_files(manifest, files[company.rank :: company.count]))
-    company.together(lambda: _put(manifest, model, engine, optimizer, names, own))
+    company.together(lambda: _put(checkpoint, model, engine, optimizer, names, own))
     _put_settings(optimizer, manifest)
     if scheduler is not None:
         scheduler.load_state_dict(from_plain(manifest.scheduler))
     states = manifest.random.get("processes", [manifest.random])  # one that was not there has the first one's
+    if not states:
+        return
     own_states = states[company.rank] if company.rank < len(states) else states[0]
     put_random_states(from_plain(own_states), engine.device.torch_device)
     if company.rank >= len(states) and engine.replicas.index:
         torch.manual_seed(torch.initial_seed() + engine.replicas.index)  # replicas draw apart
 
 
-def _put(manifest: Manifest, model: nn.Module, engine: Engine, optimizer: AdamW, names: Names, own: bool) -> None:
+def _put(
+    checkpoint: Checkpoint | DistributedCheckpoint,
+    model: nn.Module,
+    engine: Engine,
+    optimizer: AdamW,
+    names: Names,
+    own: bool,
+) -> None:
     """Puts the units and buffers of this process where they belong."""
+    manifest = checkpoint.manifest
     engine.close_backward()
     optimizer.wait()
     for home in engine.homes:
@@ -136,8 +159,8 @@ def _put(manifest: Manifest, model: nn.Module, engine: Engine, optimizer: AdamW,
             load_in_place(manifest, engine, optimizer, names)
         else:
             for home in engine.homes:
-                _load_unit(manifest, engine, optimizer, home, names[home])
-        _load_buffers(manifest, model)
+                load_unit(checkpoint, engine, optimizer, home, names[home])
+        load_buffers(checkpoint, model)
     except Exception as error:
         raise CheckpointError(
             f"{manifest.directory} could not be loaded to the end, and the model now holds parts of it; load another "
@@ -207,94 +230,6 @@ def _check_optimizer(manifest: Manifest, optimizer: AdamW, here: list[set[str]])
             f"{manifest.directory}); build AdamW with states='fp32', or to round them, load the checkpoint so and hand "
             "its optimizer's state_dict() to the load_state_dict() of an AdamW with states='8bit'"
         )
-
-
-def _load_unit(manifest: Manifest, engine: Engine, optimizer: AdamW, home: Home, names: list[str]) -> None:
-    engine.store.opened(home)
-    with UnitReader(manifest, names) as unit:
-        for place, (name, parameter) in enumerate(zip(names, home.parameters, strict=True)):
-            _load_master(unit, home, place, name)
-            engine.store.drop(home)
-            if manifest.parameters[name].step is not None:
-                _load_moments(unit, optimizer.state[parameter], name)
-                engine.store.drop(home)
-    for target, weight in zip(home.on_device, home.weight, strict=False):
-        target.copy_(weight)
-    home.rewritten()
-    home.generation += 1
-    tensors = tensors_of(home, names, optimizer.state)
-    file, *others = unit.files
-    entry = manifest.files[file]
-    form = {name: (name_of(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
-    if (
-        not others
-        and isinstance(entry, FileEntry)
-        and form == {name: (e.dtype, e.shape) for name, e in entry.tensors.items()}
-    ):
-        remember(home, optimizer, manifest.directory / file, entry)
-
-
-def _load_master(file: UnitReader, home: Home, place: int, name: str) -> None:
-    weight, low = home.weight[place], f"{name}/remainder"
-    if home.dtype == torch.float32:
-        if file.dtype(name) == torch.float32:
-            file.read_to(name, weight)
-        else:
-            weight.copy_(join(file.read(name), file.read(low)) if low in file else file.read(name))
-        return
-    if file.dtype(name) == torch.float32:
-        value = file.read(name).to(weight.device)
-        if place in home.masters.remainders or not torch.equal(value.to(weight.dtype).float(), value):
-            home.remainder(place)
-            home.masters.fill(place, weight, value)
-        else:
-            weight.copy_(value)
-        return
-    file.read_to(name, weight)
-    if low in file:
-        remainder = home.remainder(place)
-        assert remainder is not None
-        file.read_to(low, remainder)
-    elif place in home.masters.remainders:
-        home.masters.remainders[place].zero_()
-
-
-def _load_moments(file: UnitReader, state: dict[str, Any], name: str) -> None:
-    for key in MOMENTS:
-        moment, codes = state[key], f"{name}/{key}"
-        exponents = f"{codes}/exponents"
-        if isinstance(moment, Blocks):
-            file.read_to(codes, moment.codes)
-            file.read_to(exponents, moment.exponents)
-        elif exponents in file:
-            _decode(file.read(codes), file.read(exponents), moment.view(-1), signed=key == "exp_avg")
-        else:
-            file.read_to(codes, moment)
-
-
-def _decode(codes: Tensor, exponents: Tensor, moment: Tensor, *, signed: bool) -> None:
-    for begin in range(0, codes.numel(), _PART):
-        end = min(begin + _PART, codes.numel())
-        part = Blocks(codes=codes[begin:end], exponents=exponents[begin // BLOCK : -(-end // BLOCK)])
-        moment[begin:end].copy_(decode(part, signed=signed))
-
-
-def _load_buffers(manifest: Manifest, model: nn.Module) -> None:
-    if not manifest.buffers:
-        return
-    modules = dict(model.named_modules(remove_duplicate=False))
-    with FileReader(manifest, BUFFERS) as file:
-        for name, entry in manifest.buffers.items():
-            path, _, own = name.rpartition(".")
-            module = modules.get(path)
-            if module is None or own not in module._buffers:
-                continue  # none that state_dict() has: those were compared
-            saved = file.read_buffer(name, entry)
-            present = module._buffers[own]
-            if present is not None and present.shape == saved.shape and present.dtype == saved.dtype:
-                present.copy_(saved)  # in place: others may hold it too
-            else:
-                module._buffers[own] = saved.to(present.device) if present is not None else saved
 
 
 def _put_settings(optimizer: AdamW, manifest: Manifest) -> None:

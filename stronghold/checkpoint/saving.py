@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint.in_place import save_in_place
 from stronghold.checkpoint.links import link_unchanged, remember
-from stronghold.checkpoint.units import all_groups, engine_for, holds, names_of, step_of, tensors_of
+from stronghold.checkpoint.units import (
+    Format,
+    all_groups,
+    check_format,
+    engine_for,
+    holds,
+    names_of,
+    step_of,
+    tensors_of,
+)
 from stronghold.checkpoint.writing import buffers_of, file_names, joined, manifest_of, settings_of, write_file
 from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
 from stronghold.directories import sync_directory
@@ -30,6 +39,7 @@ def save(
     *,
     scheduler: Any = None,
     extra: dict[str, Any] | None = None,
+    format: Format = "safetensors",
 ) -> Path:
     """Writes everything that a training needs to go on to the bit into ``directory``; returns its path.
 
@@ -51,13 +61,19 @@ def save(
     The processes of a model in stages all call it, and write one checkpoint together, each what it has; any number of
     processes loads it, one too.
 
+    With ``format="dcp"`` the checkpoint is one of ``torch.distributed.checkpoint``, which other programs load by that:
+    under "model" and "optimizer" masters and moments in fp32, named as ``get_model_state_dict`` and
+    ``get_optimizer_state_dict`` do, and the rest under "stronghold". It has no checksums, a unit that has not changed
+    is written again, and 8-bit moments become fp32 ones.
+
     Raises ValueError where ``directory`` is in use or something cannot be kept, OffloadedModelError for a model that is
     not offloaded or another one's optimizer, and OSError, with the file's name, where the disk refuses; then nothing
     is left behind. In place also StoreError where somebody holds weights that are on disk, and CorruptionError.
     """
+    check_format(format)
     engine = engine_for(model, optimizer)
     company, directory = engine.company, Path(os.path.abspath(directory))
-    if holds(engine, directory):
+    if holds(engine, directory) and format == "safetensors":
         return save_in_place(model, engine, optimizer, settings_of(optimizer, scheduler, extra))
     partial = directory.with_name(f".{directory.name}.partial")
     rest = company.together(lambda: settings_of(optimizer, scheduler, extra))
@@ -66,6 +82,14 @@ def save(
     engine.close_backward()
     try:
         by_first(company, lambda: _begin(partial))
+        if format == "dcp":
+            from stronghold.checkpoint.dcp_saving import content_of, write_distributed  # which takes a while to import
+
+            content = company.together(lambda: content_of(partial, model, engine, optimizer, groups, rest))
+            manifests = company.everyone(content.manifest)
+            company.together(lambda: write_distributed(content, joined(manifests), alone=company.count == 1))
+            by_first(company, lambda: _name(partial, directory))
+            return directory
         manifest, written = company.together(lambda: _write(partial, model, engine, optimizer, groups, rest))
         parts = company.everyone((manifest, buffers_of(model)))
         by_first(company, lambda: _finish(parts, directory))
@@ -97,7 +121,12 @@ def _finish(parts: list[tuple[Manifest, dict[str, Tensor]]], directory: Path) ->
         entry = write_file(manifest.directory / BUFFERS, "the buffers", buffers)
         manifest = replace(manifest, files={**manifest.files, BUFFERS: entry})
     write_manifest(manifest)
-    manifest.directory.rename(directory)
+    _name(manifest.directory, directory)
+
+
+def _name(partial: Path, directory: Path) -> None:
+    """Gives what is on disk its name."""
+    partial.rename(directory)
     sync_directory(directory.parent)
 
 

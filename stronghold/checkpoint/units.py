@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,14 @@ from stronghold.optim import AdamW
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Names = dict[Home, list[str]]
 """The names of a unit's parameters, by place."""
+Format = Literal["safetensors", "dcp"]
+"""How a checkpoint is written: as our own files, or by ``torch.distributed.checkpoint``."""
+
+
+def check_format(format: str) -> None:
+    """Raises ValueError for one that is not known."""
+    if format not in get_args(Format):
+        raise ValueError(f"format must be one of {', '.join(map(repr, get_args(Format)))} (got {format!r})")
 
 
 def engine_for(model: nn.Module, optimizer: AdamW) -> Engine:

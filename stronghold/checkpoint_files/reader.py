@@ -6,13 +6,21 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 import torch
 from torch import Tensor
 
-from stronghold.checkpoint_files.manifest import BufferEntry, Manifest, TensorEntry, UnitFileEntry
+from stronghold.checkpoint_files.manifest import (
+    BUFFERS,
+    BufferEntry,
+    Manifest,
+    TensorEntry,
+    UnitFileEntry,
+    read_manifest,
+)
 from stronghold.errors import CheckpointError, CorruptionError
 from stronghold.native import crc32c
 from stronghold.stripes import Stripes
@@ -29,6 +37,20 @@ def verify(manifest: Manifest, files: Iterable[str] | None = None) -> None:
         with FileReader(manifest, name) as file:
             for tensor in file.entry.tensors:
                 file.check(tensor)
+
+
+class Checkpoint:
+    """One of our own, in ``directory``. Raises CheckpointError where it is absent or damaged."""
+
+    def __init__(self, directory: Path) -> None:
+        self.manifest = read_manifest(directory)
+
+    def unit(self, names: Iterable[str]) -> UnitReader:
+        """Returns the tensors of the parameters called ``names``, a unit's."""
+        return UnitReader(self.manifest, names)
+
+    def buffers(self) -> FileReader:
+        return FileReader(self.manifest, BUFFERS)
 
 
 class FileReader:

@@ -138,7 +138,7 @@ def test_eight_bit_moments_go_into_fp32_exactly_and_not_back(tmp_path: Any) -> N
 
 
 def test_many_eight_bit_elements_are_decoded_in_parts(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.checkpoint.loading._PART", 64)
+    monkeypatch.setattr("stronghold.checkpoint.unit_loading._PART", 64)
     test_eight_bit_moments_go_into_fp32_exactly_and_not_back(tmp_path)
 
 

@@ -69,7 +69,7 @@ def train(model: nn.Module, optimizer: stronghold.AdamW, steps: slice) -> list[f
     return losses
 
 
-def save_and_load(folder: str, states: str) -> dict[str, Any]:
+def save_and_load(folder: str, states: str, format: Any) -> dict[str, Any]:
     """Saves in several layouts, loads in all what they and one process have saved; returns what each then held."""
     dtype = torch.bfloat16 if states == "8bit" else None
     found: dict[str, Any] = {}
@@ -77,13 +77,13 @@ def save_and_load(folder: str, states: str) -> dict[str, Any]:
     for layout in SAVED:
         model, optimizer = in_layout(layout, states, dtype)
         train(model, optimizer, slice(0, 3))
-        stronghold.checkpoint.save(Path(folder) / layout, model, optimizer, extra=extra)
+        stronghold.checkpoint.save(Path(folder) / layout, model, optimizer, extra=extra, format=format)
         found[f"{layout} saved"] = state_of(model, optimizer)
         found[f"{layout} losses"] = train(model, optimizer, slice(3, 6))
     for layout in LAYOUTS:
         model, optimizer = in_layout(layout, states, dtype)
         for source in (*SAVED, "alone"):
-            assert stronghold.checkpoint.load(Path(folder) / source, model, optimizer) == extra
+            assert stronghold.checkpoint.load(Path(folder) / source, model, optimizer, format=format) == extra
             found[f"{layout} of {source}"] = state_of(model, optimizer)
             found[f"{layout} of {source}, losses"] = train(model, optimizer, slice(3, 6))
     return found

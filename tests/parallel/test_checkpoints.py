@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import stronghold
 from tests.parallel import saved
@@ -16,17 +17,24 @@ def alone(states: str):
     return model, stronghold.AdamW(saved.groups(model), lr=1e-3, states=states)
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_a_checkpoint_loads_in_every_layout_to_the_bit(tmp_path, states):
+def entries(folder) -> dict:
+    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: getattr(entry, "size", None) for name, entry in found.items()}
+
+
+@pytest.mark.parametrize(("states", "format"), [("fp32", "safetensors"), ("8bit", "safetensors"), ("fp32", "dcp")])
+def test_a_checkpoint_loads_in_every_layout_to_the_bit(tmp_path, states, format):
     model, optimizer = alone(states)
     saved.train(model, optimizer, slice(0, 3))
-    stronghold.checkpoint.save(tmp_path / "alone", model, optimizer, extra={"position": 3})
+    stronghold.checkpoint.save(tmp_path / "alone", model, optimizer, extra={"position": 3}, format=format)
     kept = {"alone": saved.state_of(model, optimizer)}
 
-    ranks = launch("tests.parallel.saved", "save_and_load", 2, tmp_path, str(tmp_path), states)
+    ranks = launch("tests.parallel.saved", "save_and_load", 2, tmp_path, str(tmp_path), states, format)
     for source in saved.SAVED:
         kept[source] = {name: tensor for found in ranks for name, tensor in found[f"{source} saved"].items()}
         assert kept[source].keys() == kept["alone"].keys()
+        if format == "dcp":
+            assert entries(tmp_path / source) == entries(tmp_path / "alone")
     for layout in saved.LAYOUTS:
         for source, expected in kept.items():
             seen = set()
@@ -39,7 +47,7 @@ def test_a_checkpoint_loads_in_every_layout_to_the_bit(tmp_path, states):
         assert all(found[f"{source} of {source}, losses"] == found[f"{source} losses"] for found in ranks)
 
         model, optimizer = alone(states)
-        assert stronghold.checkpoint.load(tmp_path / source, model, optimizer) == {"position": 3}
+        assert stronghold.checkpoint.load(tmp_path / source, model, optimizer, format=format) == {"position": 3}
         here = saved.state_of(model, optimizer)
         assert here.keys() == kept[source].keys()
         assert all(torch.equal(here[name], kept[source][name]) for name in here), source

@@ -1,0 +1,157 @@
+"""Writes a checkpoint with ``torch.distributed.checkpoint``, for other programs that train the model."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from stronghold.checkpoint.units import MOMENTS, Names, names_of, persistent_buffers, step_of
+from stronghold.checkpoint.writing import manifest_of
+from stronghold.checkpoint_files.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD, first_failure
+from stronghold.checkpoint_files.manifest import Manifest, ParameterEntry
+from stronghold.home import Home
+from stronghold.native import Blocks
+from stronghold.offload import Engine
+from stronghold.optim import AdamW
+from stronghold.optim.blocks import decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What this process has of a checkpoint: ``state`` without the model's tensors, and what ``take`` each of them."""
+
+    manifest: Manifest
+    state: dict[str, dict[str, Any]]
+    take: dict[str, Callable[[], Tensor]]
+
+
+def content_of(
+    directory: Path,
+    model: nn.Module,
+    engine: Engine,
+    optimizer: AdamW,
+    groups: list[list[str]],
+    rest: dict[str, Any],
+) -> Content:
+    """Returns what this process has to write.
+
+    Masters and moments are in fp32, by the names and in the form that ``get_model_state_dict`` and
+    ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint.state_dict`` give them. ``groups`` are the names of
+    the parameters in each of the optimizer's groups, in all processes, and ``rest`` is what :func:`settings_of`
+    returned.
+    """
+    names, states = names_of(model), optimizer.state  # which waits for the updates under way
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, Tensor]] = {}
+    parameters: dict[str, ParameterEntry] = {}
+    take: dict[str, Callable[[], Tensor]] = {}
+    for home in engine.homes:
+        engine.take_writes(home)
+        for place, (name, parameter) in enumerate(zip(names[home], home.parameters, strict=True)):
+            like = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+            step = step_of(parameter, states)
+            parameters[name] = ParameterEntry(shape=list(parameter.shape), file="", step=step)
+            weights[name] = like
+            take[f"{MODEL}.{name}"] = partial(_master, engine, home, place)
+            if step is not None:
+                moments[name] = {"step": torch.tensor(step), **dict.fromkeys(MOMENTS, like)}
+                for key in MOMENTS:
+                    taken = partial(_moment, engine, home, states[parameter], key, parameter.shape)
+                    take[f"{OPTIMIZER}.state.{name}.{key}"] = taken
+    for alias, name in _aliases(model, names).items():
+        weights[alias], take[f"{MODEL}.{alias}"] = weights[name], take[f"{MODEL}.{name}"]
+    buffers, persistent = dict(model.named_buffers(remove_duplicate=False)), persistent_buffers(model)
+    own = {name: buffer.detach() for name, buffer in buffers.items() if name not in persistent}
+    state: dict[str, dict[str, Any]] = {
+        MODEL: weights | {name: buffer.detach() for name, buffer in buffers.items() if name in persistent},
+        OPTIMIZER: {"state": moments, "param_groups": _groups(optimizer, groups)},
+        OWN: {BUFFERS: own},
+    }
+    manifest = manifest_of(directory, model, engine, optimizer, groups, {}, parameters, rest)
+    return Content(manifest=replace(manifest, states="fp32"), state=state, take=take)
+
+
+def write_distributed(content: Content, manifest: Manifest, *, alone: bool) -> None:
+    """Writes a checkpoint with the ``manifest`` of all processes, who call this together unless one is ``alone``.
+
+    Raises in all what it raises in one: OSError where the disk refuses.
+    """
+    own = {**content.state[OWN], RECORD: _record(manifest)}
+    # With anything to copy ahead, tensors would be taken before those in front of them are written.
+    writer = dcp.FileSystemWriter(manifest.directory, per_thread_copy_ahead=0)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save({**content.state, OWN: own}, storage_writer=writer, planner=_Planner(content.take), no_dist=alone)
+    except dcp.CheckpointException as error:
+        raise first_failure(error) from None
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Takes each tensor of the model when it is written, and where several processes have one, the first's."""
+
+    def __init__(self, take: dict[str, Callable[[], Tensor]]) -> None:
+        super().__init__(dedup_save_to_lowest_rank=True)
+        self._take = take
+        self._written: Tensor | None = None
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.fqn not in self._take:
+            return super().lookup_object(index)
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)  # the writer holds all tensors of a file until it is closed
+        self._written = self._take[index.fqn]()
+        return self._written
+
+
+def _master(engine: Engine, home: Home, place: int) -> Tensor:
+    """Returns a copy of a weight's fp32 master on the host."""
+    master = _on_host(home.master(place).detach(), home.weight[place])
+    engine.store.drop(home)
+    return master
+
+
+def _moment(engine: Engine, home: Home, state: dict[str, Any], key: str, shape: torch.Size) -> Tensor:
+    """Returns a copy of a moment in fp32 on the host."""
+    moment = state[key]
+    if isinstance(moment, Blocks):
+        value = _on_host(decode(moment, signed=key == "exp_avg").view(shape), moment.codes)
+    else:
+        value = _on_host(moment, moment)
+    engine.store.drop(home)
+    return value
+
+
+def _on_host(value: Tensor, held: Tensor) -> Tensor:
+    """Returns ``value`` on the host, in memory that is not that of ``held``."""
+    return value.to("cpu", copy=value.data_ptr() == held.data_ptr())
+
+
+def _aliases(model: nn.Module, names: Names) -> dict[str, str]:
+    """Returns the further names of parameters that have several, which a ``state_dict()`` has, too."""
+    known = {id(p): name for home, own in names.items() for name, p in zip(own, home.parameters, strict=True)}
+    everything = model.named_parameters(remove_duplicate=False)
+    return {name: known[id(p)] for name, p in everything if name != known[id(p)]}
+
+
+def _groups(optimizer: AdamW, names: list[list[str]]) -> list[dict[str, Any]]:
+    return [
+        {key: float(v) if isinstance(v, Tensor) else v for key, v in group.items() if key != "params"} | {"params": own}
+        for group, own in zip(optimizer.param_groups, names, strict=True)
+    ]
+
+
+def _record(manifest: Manifest) -> str:
+    content = asdict(manifest)
+    del content["directory"]
+    return json.dumps(content, allow_nan=False)

@@ -1,0 +1,113 @@
+"""Puts what a checkpoint has of a unit, and of the buffers, where a model has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.checkpoint.links import remember
+from stronghold.checkpoint.units import MOMENTS, name_of, tensors_of
+from stronghold.checkpoint_files.manifest import FileEntry
+from stronghold.checkpoint_files.reader import Checkpoint, UnitReader
+from stronghold.home import Home
+from stronghold.native import BLOCK, Blocks
+from stronghold.offload import Engine
+from stronghold.optim import AdamW
+from stronghold.optim.blocks import decode
+from stronghold.split import join
+
+if TYPE_CHECKING:
+    from stronghold.checkpoint_files.dcp import DistributedCheckpoint, DistributedTensors
+
+_PART = 2**20
+"""Elements of an 8-bit moment that are decoded at a time."""
+assert _PART % BLOCK == 0
+
+
+def load_unit(
+    checkpoint: Checkpoint | DistributedCheckpoint, engine: Engine, optimizer: AdamW, home: Home, names: list[str]
+) -> None:
+    manifest = checkpoint.manifest
+    engine.store.opened(home)
+    with checkpoint.unit(names) as unit:
+        for place, (name, parameter) in enumerate(zip(names, home.parameters, strict=True)):
+            _load_master(unit, home, place, name)
+            engine.store.drop(home)
+            if manifest.parameters[name].step is not None:
+                _load_moments(unit, optimizer.state[parameter], name)
+                engine.store.drop(home)
+    for target, weight in zip(home.on_device, home.weight, strict=False):
+        target.copy_(weight)
+    home.rewritten()
+    home.generation += 1
+    entry = manifest.files[unit.files[0]] if len(unit.files) == 1 else None
+    tensors = tensors_of(home, names, optimizer.state)
+    form = {name: (name_of(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
+    if isinstance(entry, FileEntry) and form == {name: (e.dtype, e.shape) for name, e in entry.tensors.items()}:
+        remember(home, optimizer, manifest.directory / unit.files[0], entry)
+
+
+def _load_master(file: UnitReader | DistributedTensors, home: Home, place: int, name: str) -> None:
+    weight, low = home.weight[place], f"{name}/remainder"
+    if home.dtype == torch.float32:
+        if file.dtype(name) == torch.float32:
+            file.read_to(name, weight)
+        else:
+            weight.copy_(join(file.read(name), file.read(low)) if low in file else file.read(name))
+        return
+    if file.dtype(name) == torch.float32:
+        value = file.read(name).to(weight.device)
+        if place in home.masters.remainders or not torch.equal(value.to(weight.dtype).float(), value):
+            home.remainder(place)
+            home.masters.fill(place, weight, value)
+        else:
+            weight.copy_(value)
+        return
+    file.read_to(name, weight)
+    if low in file:
+        remainder = home.remainder(place)
+        assert remainder is not None
+        file.read_to(low, remainder)
+    elif place in home.masters.remainders:
+        home.masters.remainders[place].zero_()
+
+
+def _load_moments(file: UnitReader | DistributedTensors, state: dict[str, Any], name: str) -> None:
+    for key in MOMENTS:
+        moment, codes = state[key], f"{name}/{key}"
+        exponents = f"{codes}/exponents"
+        if isinstance(moment, Blocks):
+            file.read_to(codes, moment.codes)
+            file.read_to(exponents, moment.exponents)
+        elif exponents in file:
+            _decode(file.read(codes), file.read(exponents), moment.view(-1), signed=key == "exp_avg")
+        else:
+            file.read_to(codes, moment)
+
+
+def _decode(codes: Tensor, exponents: Tensor, moment: Tensor, *, signed: bool) -> None:
+    for begin in range(0, codes.numel(), _PART):
+        end = min(begin + _PART, codes.numel())
+        part = Blocks(codes=codes[begin:end], exponents=exponents[begin // BLOCK : -(-end // BLOCK)])
+        moment[begin:end].copy_(decode(part, signed=signed))
+
+
+def load_buffers(checkpoint: Checkpoint | DistributedCheckpoint, model: nn.Module) -> None:
+    manifest = checkpoint.manifest
+    if not manifest.buffers:
+        return
+    modules = dict(model.named_modules(remove_duplicate=False))
+    with checkpoint.buffers() as file:
+        for name, entry in manifest.buffers.items():
+            path, _, own = name.rpartition(".")
+            module = modules.get(path)
+            if module is None or own not in module._buffers:
+                continue  # none that state_dict() has: those were compared
+            saved = file.read_buffer(name, entry)
+            present = module._buffers[own]
+            if present is not None and present.shape == saved.shape and present.dtype == saved.dtype:
+                present.copy_(saved)  # in place: others may hold it too
+            else:
+                module._buffers[own] = saved.to(present.device) if present is not None else saved
