@@ -47,7 +47,8 @@ class DistributedCheckpoint:
         self._reader = _Reader(directory)
         self._entries = self._told(self._reader.read_metadata).state_dict_metadata
         self._model = self._prefix(self._names, "", f"{MODEL}.")
-        trained = [name for name in self._names if any(_ends(key, f"{name}.exp_avg") for key in self._entries)]
+        moments = {tail for key in self._entries if key.endswith(".exp_avg") for tail in _tails(key)}
+        trained = [name for name in self._names if f"{name}.exp_avg" in moments]
         self._states = self._prefix(trained, ".exp_avg", f"{OPTIMIZER}.state.") if trained else ""
         own = f"{OWN}.{RECORD}" in self._entries
         if not own and not trained:
@@ -103,7 +104,8 @@ class DistributedCheckpoint:
 
     def _prefix(self, names: Sequence[str], suffix: str, usual: str) -> str:
         """Returns what stands before all ``names``."""
-        found = {key.removesuffix(names[0] + suffix) for key in self._entries if _ends(key, names[0] + suffix)}
+        first = names[0] + suffix
+        found = {key.removesuffix(first) for key in self._entries if key == first or key.endswith(f".{first}")}
         absent = {
             prefix: [key for name in names if (key := f"{prefix}{name}{suffix}") not in self._entries]
             for prefix in found or {usual}
@@ -222,8 +224,10 @@ class _Planner(dcp.DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
-def _ends(key: str, name: str) -> bool:
-    return key == name or key.endswith(f".{name}")
+def _tails(key: str) -> list[str]:
+    """Returns ``key`` and what is left of it without its first part, its first two and so on."""
+    parts = key.split(".")
+    return [".".join(parts[begin:]) for begin in range(len(parts))]
 
 
 def _name(dtype: torch.dtype) -> str:
