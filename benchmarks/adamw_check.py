@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +46,11 @@ class Check:
     """Compares one call with AdamW in float64 from the values before it, at the elements of a sample.
 
     As in torch.optim.AdamW, after Loshchilov & Hutter, "Decoupled weight decay regularization", ICLR 2019. Our weights
-    and fp32 moments are within two ulp, with 1 - beta1 to 45 bits and 1 - beta2 to 37 (csrc/adamw.h). With 8-bit
-    moments our arithmetic is in fp32: a weight is then within two ulp of the larger of itself before and after, and
-    1e-6 of its update (before anything cancels); a code is within one of the exact moment, and an exponent is the least
-    that holds its block. Of the others the errors are told, in ulp of the larger of before and after, and wrong is only
-    a step that was not taken: what their fp32 arithmetic does is theirs (DeepSpeed's 1 - beta2 is off by one part in
-    80,000).
+    and fp32 moments are within two ulp. With 8-bit moments our arithmetic is in fp32: a weight is then within two ulp
+    of the larger of itself before and after, and 1e-6 of its update (before anything cancels); a code is within one of
+    the exact moment, and an exponent is the least that holds its block. Of the others the errors are told, in ulp of
+    the larger of before and after, and wrong is only a step that was not taken: what their fp32 arithmetic does is
+    theirs (DeepSpeed's 1 - beta2 is off by one part in 80,000).
     """
 
     def __init__(self, state: State, sample: Sample, *, ours: bool) -> None:
@@ -70,17 +68,14 @@ class Check:
         state, (old, old_first, old_second) = self.state, self._old
         new, new_first, new_second = self._read()
         grad = state.grad[self.sample.positions].double()
-        in_float64 = self.ours and isinstance(state.exp_avg, Tensor)
-        new1, new2 = 1 - BETA1, 1 - BETA2
-        if in_float64:
-            new1, new2 = _rounded(new1, 45), _rounded(new2, 37)
-        first = BETA1 * old_first + new1 * grad
-        second = BETA2 * old_second + new2 * grad * grad
+        first = BETA1 * old_first + (1 - BETA1) * grad
+        second = BETA2 * old_second + (1 - BETA2) * grad * grad
         rate = LR / (1 - BETA1**step) / ((second / (1 - BETA2**step)).sqrt() + EPS)
         weight = old * (1 - LR * WEIGHT_DECAY) - rate * first
 
         larger = torch.maximum(_ulp(old), _ulp(weight))
         narrow = state.weight.dtype is torch.bfloat16 and state.remainder is None
+        in_float64 = self.ours and isinstance(state.exp_avg, Tensor)
         unit = _ulp(weight) if in_float64 else larger * 2**16 if narrow else larger
         if in_float64:
             allowed = OUR_ULP * unit
@@ -167,11 +162,6 @@ def _decode(sizes: Tensor, exponents: Tensor, *, signed: bool) -> Tensor:
     binade, mantissa = sizes >> 4, (sizes & 15).double() / 16
     least = exponents.to(torch.int32).clamp(min=_LEAST_EXPONENT) - 127 - (6 if signed else 14)
     return torch.where(binade == 0, mantissa, 1 + mantissa) * torch.exp2((least + (binade - 1).clamp(min=0)).double())
-
-
-def _rounded(factor: float, bits: int) -> float:
-    mantissa, exponent = math.frexp(factor)
-    return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
 
 
 def _ulp(exact: Tensor) -> Tensor:

@@ -11,21 +11,14 @@
 namespace stronghold {
 namespace {
 
-// Returns x with a mantissa of so many bits.
-double rounded(double x, int bits) {
-  int exponent = 0;
-  const double mantissa = std::frexp(x, &exponent);
-  return std::ldexp(std::nearbyint(std::ldexp(mantissa, bits)), exponent - bits);
-}
-
 Wide wide_coefficients(const Segment& s) {
   const double t = static_cast<double>(s.step);
   const double correction = std::sqrt(1.0 - std::pow(s.beta2, t));
   return {1.0 - s.lr * s.weight_decay,
           s.beta1,
-          rounded((1.0 - s.beta1) * s.grad_scale, 45),
+          (1.0 - s.beta1) * s.grad_scale,
           s.beta2,
-          rounded((1.0 - s.beta2) * s.grad_scale * s.grad_scale, 37),
+          (1.0 - s.beta2) * s.grad_scale * s.grad_scale,
           s.lr * correction / (1.0 - std::pow(s.beta1, t)),
           s.eps * correction};
 }

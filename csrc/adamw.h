@@ -39,15 +39,13 @@ struct Segment {
 // is written.
 //
 // With t = step, decay = 1 - lr * weight_decay and correction = sqrt(1 - beta2^t), an element with float moments is
-// updated in double, between a float load and a float store, in this order of operations, none of them fused:
-//   m = beta1 * m + new1 * grad                          with new1 = (1 - beta1) * grad_scale
-//   v = beta2 * v + new2 * (grad * grad)                 with new2 = (1 - beta2) * grad_scale^2
+// updated in double, between a float load and a float store, in this order of operations:
+//   m = new1 * grad + (beta1 * m)                        fused, with new1 = (1 - beta1) * grad_scale
+//   v = new2 * (grad * grad) + (beta2 * v)               fused, with new2 = (1 - beta2) * grad_scale^2
 //   denom = sqrt(v) + eps * correction
 //   w = w * decay - step_size * m / denom                with step_size = lr * correction / (1 - beta1^t);
 //                                                        the product before the quotient
-// new1 is rounded to 45 bits and new2 to 37 (torch's fused AdamW rounds them to 24): their products with a bfloat16 and
-// its square are exact then, and a fused multiply-add gives the bits of product and sum. Each result is within one ulp of
-// exact arithmetic on the stored values and these factors.
+// so that each result is within one ulp of exact arithmetic on the stored values.
 //
 // An element with 8-bit moments is updated in float, the coefficients rounded to float once:
 //   g = grad * grad_scale

@@ -60,21 +60,13 @@ struct Direction {
   __m512d denom;  // near sqrt(v) + eps
 };
 
-// Returns kept + factor * value. In one operation where the product is exact, for the same bits.
-template <class Grad>
-STRONGHOLD_AVX512_INLINE __m512d added(__m512d kept, __m512d factor, __m512d value) {
-  if (std::is_same_v<Grad, Bf16>) return _mm512_fmadd_pd(factor, value, kept);
-  return _mm512_add_pd(kept, _mm512_mul_pd(factor, value));
-}
-
 // Updates eight moments with their gradients.
-template <class Grad>
 STRONGHOLD_AVX512_INLINE Direction update_moments(__m512d g, float* exp_avg, float* exp_avg_sq, const Constants& c) {
   const __m512d square = _mm512_fmadd_pd(g, g, _mm512_set1_pd(c.tiny));  // exact, or tiny
   const __m512d m_kept = _mm512_mul_pd(_mm512_set1_pd(c.beta1), load_wide(exp_avg));
   const __m512d v_kept = _mm512_mul_pd(_mm512_set1_pd(c.beta2), load_wide(exp_avg_sq));
-  const __m512d m = added<Grad>(m_kept, _mm512_set1_pd(c.new1), g);
-  const __m512d v = added<Grad>(v_kept, _mm512_set1_pd(c.new2), square);
+  const __m512d m = _mm512_fmadd_pd(_mm512_set1_pd(c.new1), g, m_kept);
+  const __m512d v = _mm512_fmadd_pd(_mm512_set1_pd(c.new2), square, v_kept);
   _mm256_storeu_ps(exp_avg, _mm512_cvtpd_ps(m));
   _mm256_storeu_ps(exp_avg_sq, _mm512_cvtpd_ps(v));
   return {m, v, near_denom(v, c)};
@@ -95,8 +87,8 @@ STRONGHOLD_AVX512_INLINE Directions update_moments(const Operands<Weight, Grad>&
   __builtin_prefetch(exp_avg + i + kAhead, 1);
   __builtin_prefetch(exp_avg_sq + i + kAhead, 1);
   const Sixteen grads = InSixteens<Grad>::load(o.grad + i, o.grad_remainder + i);
-  return {update_moments<Grad>(grads.low, exp_avg + i, exp_avg_sq + i, c),
-          update_moments<Grad>(grads.high, exp_avg + i + 8, exp_avg_sq + i + 8, c)};
+  return {update_moments(grads.low, exp_avg + i, exp_avg_sq + i, c),
+          update_moments(grads.high, exp_avg + i + 8, exp_avg_sq + i + 8, c)};
 }
 
 // Eight weights from either end of their denominators' error.

@@ -15,8 +15,8 @@ STRONGHOLD_INLINE void update(typename Weight::type* __restrict__ weight, std::i
   const Wide c = given;  // a copy of our own: the compiler need not fear that a store changes it
   for (std::int64_t i = 0; i < n; ++i) {
     const double g = static_cast<double>(Grad::load(grad, grad_remainder, i));
-    const double m = c.beta1 * static_cast<double>(exp_avg[i]) + c.new1 * g;
-    const double v = c.beta2 * static_cast<double>(exp_avg_sq[i]) + c.new2 * (g * g);
+    const double m = __builtin_fma(c.new1, g, c.beta1 * static_cast<double>(exp_avg[i]));
+    const double v = __builtin_fma(c.new2, g * g, c.beta2 * static_cast<double>(exp_avg_sq[i]));
     const double denom = __builtin_sqrt(v) + c.eps;
     const double w = static_cast<double>(Weight::load(weight, remainder, i)) * c.decay - c.step_size * m / denom;
     exp_avg[i] = static_cast<float>(m);

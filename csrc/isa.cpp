@@ -17,7 +17,7 @@ constexpr Known kKnown[] = {STRONGHOLD_EACH_ISA(STRONGHOLD_ENTRY)};
 bool runs(Isa isa) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (isa == Isa::avx2) return __builtin_cpu_supports("avx2");
+  if (isa == Isa::avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (isa == Isa::avx512 || isa == Isa::avx512vbmi)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&

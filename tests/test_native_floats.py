@@ -22,18 +22,12 @@ def assert_within_two_ulp(got: Tensor, exact: np.ndarray, *operands: np.ndarray)
     assert error.max() <= 2.0, f"{error.max():.3f} ulp at {error.argmax()}"
 
 
-def rounded(factor: float, bits: int) -> float:
-    mantissa, exponent = math.frexp(factor)
-    return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
-
-
 def check_against_float64(before: Segment, after: Segment) -> None:
     s, t = before, before.step
-    grad = s.grad.double().numpy()
+    grad = s.grad.double().numpy() * s.grad_scale
     m, v = s.exp_avg.double().numpy(), s.exp_avg_sq.double().numpy()
-    # The factors as csrc/adamw.h has them.
-    m_kept, m_new = s.beta1 * m, rounded((1 - s.beta1) * s.grad_scale, 45) * grad
-    v_kept, v_new = s.beta2 * v, rounded((1 - s.beta2) * s.grad_scale**2, 37) * grad * grad
+    m_kept, m_new = s.beta1 * m, (1 - s.beta1) * grad
+    v_kept, v_new = s.beta2 * v, (1 - s.beta2) * grad * grad
     denom = np.sqrt(v_kept + v_new) / math.sqrt(1 - s.beta2**t) + s.eps
     kept = s.weight.double().numpy() * (1 - s.lr * s.weight_decay)
     moved = s.lr / (1 - s.beta1**t) * (m_kept + m_new) / denom
