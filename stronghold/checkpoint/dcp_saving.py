@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from stronghold.checkpoint.units import MOMENTS, Names, names_of, persistent_buffers, step_of
 from stronghold.checkpoint.writing import manifest_of
-from stronghold.checkpoint_files.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD, first_failure
+from stronghold.checkpoint_files.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
 from stronghold.checkpoint_files.manifest import Manifest, ParameterEntry
 from stronghold.home import Home
 from stronghold.native import Blocks
@@ -51,6 +55,7 @@ def content_of(
     returned.
     """
     names, states = names_of(model), optimizer.state  # which waits for the updates under way
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     weights: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     parameters: dict[str, ParameterEntry] = {}
@@ -63,11 +68,12 @@ def content_of(
             parameters[name] = ParameterEntry(shape=list(parameter.shape), file="", step=step)
             weights[name] = like
             take[f"{MODEL}.{name}"] = partial(_master, engine, home, place)
-            if step is not None:
-                moments[name] = {"step": torch.tensor(step), **dict.fromkeys(MOMENTS, like)}
-                for key in MOMENTS:
-                    taken = partial(_moment, engine, home, states[parameter], key, parameter.shape)
-                    take[f"{OPTIMIZER}.state.{name}.{key}"] = taken
+            if step is None and not (parameter in trained and parameter.requires_grad):
+                continue
+            moments[name] = {"step": torch.tensor(step or 0.0), **dict.fromkeys(MOMENTS, like)}
+            for key in MOMENTS:  # torch's own programs have moments before a first step, too
+                taken = partial(_moment, engine, home, states.get(parameter), key, parameter.shape)
+                take[f"{OPTIMIZER}.state.{name}.{key}"] = taken
     for alias, name in _aliases(model, names).items():
         weights[alias], take[f"{MODEL}.{alias}"] = weights[name], take[f"{MODEL}.{name}"]
     buffers, persistent = dict(model.named_buffers(remove_duplicate=False)), persistent_buffers(model)
@@ -81,20 +87,56 @@ def content_of(
     return Content(manifest=replace(manifest, states="fp32"), state=state, take=take)
 
 
-def write_distributed(content: Content, manifest: Manifest, *, alone: bool) -> None:
-    """Writes a checkpoint with the ``manifest`` of all processes, who call this together unless one is ``alone``.
+def write_distributed(content: Content, manifest: Manifest, rank: int, count: int) -> None:
+    """Writes a checkpoint with the ``manifest`` of all ``count`` processes, which call this together.
 
-    Raises in all what it raises in one: OSError where the disk refuses.
+    Raises in the process that it fails in, the others return: OSError, with the file's name, where the disk refuses.
     """
     own = {**content.state[OWN], RECORD: _record(manifest)}
     # With anything to copy ahead, tensors would be taken before those in front of them are written.
     writer = dcp.FileSystemWriter(manifest.directory, per_thread_copy_ahead=0)
+    writer.fs = files = _Files()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save({**content.state, OWN: own}, storage_writer=writer, planner=_Planner(content.take), no_dist=alone)
+            state = {**content.state, OWN: own}
+            dcp.save(state, storage_writer=writer, planner=_Planner(content.take), no_dist=count == 1)
     except dcp.CheckpointException as error:
-        raise first_failure(error) from None
+        if files.error is not None:
+            raise files.error from None
+        if rank in error.failures:
+            raise error.failures[rank][0] from None
+
+
+class _Files(FileSystem):
+    """Remembers what the disk refused, which torch's writer of tensors does not pass on."""
+
+    error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        try:
+            with io.BufferedWriter(_File(self, path)) if mode == "wb" else open(path, mode) as stream:
+                yield stream
+        except OSError as error:
+            self.refused(path, error)
+            raise
+
+    def refused(self, path: str | os.PathLike[str], error: OSError) -> None:
+        self.error = self.error or OSError(error.errno, error.strerror, str(path))
+
+
+class _File(io.FileIO):
+    def __init__(self, files: _Files, path: str | os.PathLike[str]) -> None:
+        super().__init__(path, "wb")
+        self._files, self._path = files, path
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._files.refused(self._path, error)
+            raise
 
 
 class _Planner(dcp.DefaultSavePlanner):
@@ -121,8 +163,10 @@ def _master(engine: Engine, home: Home, place: int) -> Tensor:
     return master
 
 
-def _moment(engine: Engine, home: Home, state: dict[str, Any], key: str, shape: torch.Size) -> Tensor:
-    """Returns a copy of a moment in fp32 on the host."""
+def _moment(engine: Engine, home: Home, state: dict[str, Any] | None, key: str, shape: torch.Size) -> Tensor:
+    """Returns a copy of a moment in fp32 on the host; zeros where there is none yet."""
+    if not state:
+        return torch.zeros(shape)
     moment = state[key]
     if isinstance(moment, Blocks):
         value = _on_host(decode(moment, signed=key == "exp_avg").view(shape), moment.codes)

@@ -32,6 +32,7 @@ from stronghold.checkpoint_files.reader import verify as verify_files
 from stronghold.errors import CheckpointError
 from stronghold.offload import Engine
 from stronghold.optim import AdamW
+from stronghold.optim.groups import check_group
 
 if TYPE_CHECKING:
     from stronghold.checkpoint_files.dcp import DistributedCheckpoint
@@ -90,7 +91,16 @@ def _open(directory: Path, format: Format, forms: Forms, groups: list[list[str]]
         return Checkpoint(directory)
     from stronghold.checkpoint_files.dcp import DistributedCheckpoint  # which takes a while to import
 
-    return DistributedCheckpoint(directory, *forms, groups)
+    checkpoint = DistributedCheckpoint(directory, *forms, groups)
+    for group in checkpoint.manifest.optimizer["groups"]:
+        try:
+            if group:
+                check_group(from_plain(group))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"a checkpoint must be of AdamW ({error}, in {directory}); another optimizer saved it"
+            ) from None
+    return checkpoint
 
 
 def _load(

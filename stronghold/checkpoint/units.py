@@ -36,7 +36,8 @@ def engine_for(model: nn.Module, optimizer: AdamW) -> Engine:
             f"a checkpoint is of an offloaded model (got a {type(model).__name__} that is not); call "
             "stronghold.offload(model) first"
         )
-    first = home_of(optimizer.param_groups[0]["params"][0]) if isinstance(optimizer, AdamW) else None
+    groups = optimizer.param_groups if isinstance(optimizer, AdamW) else []
+    first = next((home_of(parameter) for group in groups for parameter in group["params"]), None)
     if first is None or first.owner is not engine:
         raise OffloadedModelError(
             f"a checkpoint needs the model's own optimizer (got a {type(optimizer).__module__}."
@@ -123,10 +124,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
-    """Returns the names of the buffers that ``state_dict()`` has."""
+    """Returns the names of the buffers that ``state_dict()`` has, all that they have."""
     return {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
+        for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._buffers
         if name not in module._non_persistent_buffers_set
     }

@@ -8,10 +8,12 @@ from __future__ import annotations
 import io
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,6 +31,8 @@ MODEL, OPTIMIZER = "model", "optimizer"
 OWN, RECORD, BUFFERS = "stronghold", "manifest", "buffers"
 """What it writes the rest under: the manifest as JSON, and the buffers that no ``state_dict()`` has."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_KINDS = ("amsgrad", "maximize", "decoupled_weight_decay")
+"""What tells AdamW from other optimizers of its family, where it is kept."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -46,17 +50,11 @@ class DistributedCheckpoint:
         self._directory, self._names = directory, list(names)
         self._reader = _Reader(directory)
         self._entries = self._told(self._reader.read_metadata).state_dict_metadata
-        self._model = self._prefix(self._names, "", f"{MODEL}.")
-        moments = {tail for key in self._entries if key.endswith(".exp_avg") for tail in _tails(key)}
-        trained = [name for name in self._names if f"{name}.exp_avg" in moments]
-        self._states = self._prefix(trained, ".exp_avg", f"{OPTIMIZER}.state.") if trained else ""
+        self._model = self._model_prefix()
+        self._states = self._states_prefix()
         own = f"{OWN}.{RECORD}" in self._entries
-        if not own and not trained:
-            raise CheckpointError(
-                f"a checkpoint must have the optimizer's states under the parameters' names (got none in {directory}); "
-                "save get_optimizer_state_dict() of torch.distributed.checkpoint.state_dict with the model"
-            )
-        self.manifest = self._recorded() if own else self._found(set(trained), buffers, groups)
+        self.manifest = self._recorded() if own else self._found(buffers, groups)
+        self._check()
 
     def unit(self, names: Iterable[str]) -> DistributedTensors:
         """Returns the tensors of the parameters called ``names``, by the names that our own files have for them."""
@@ -74,21 +72,33 @@ class DistributedCheckpoint:
 
     def read(self, key: str, target: Tensor | None = None) -> Any:
         """Returns what is called ``key``: a tensor in ``target``, if that is given, in the dtype it has."""
-        if key not in self._entries:
-            raise CheckpointError(
-                f"a checkpoint must have the optimizer's settings (it has no {key}, in {self._directory})"
-            )
-        entry = self._entries[key]
-        if target is None and isinstance(entry, TensorStorageMetadata):
-            target = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
-        state = {key: target}
+        return self._read({key: target})[key]
+
+    def _read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """Returns what has these names, tensors in those that are given."""
+        state: dict[str, Any] = {}
+        for key, target in wanted.items():
+            entry = self._entries.get(key)
+            if entry is None:
+                self._refuse(f"must have all that belongs to AdamW's state (it has no {key})")
+            if target is None and isinstance(entry, TensorStorageMetadata):
+                target = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+            state[key] = target
         self._told(lambda: self._load(state))
-        return state[key]
+        return state
 
     def _load(self, state: dict[str, Any]) -> None:
+        self._reader.wanted = tuple(state)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each process reads for itself
             dcp.load(state, storage_reader=self._reader, planner=_Planner(), no_dist=True)
+
+    def _refuse(self, rule: str) -> NoReturn:
+        raise CheckpointError(
+            f"a checkpoint of torch.distributed.checkpoint {rule}, in {self._directory}; build the model and optimizer "
+            "that were saved, and save get_model_state_dict() and get_optimizer_state_dict() of "
+            "torch.distributed.checkpoint.state_dict"
+        )
 
     def _told(self, action: Callable[[], T]) -> T:
         try:
@@ -102,25 +112,44 @@ class DistributedCheckpoint:
                 f"({type(cause).__name__}: {cause}); pass another one"
             ) from cause
 
-    def _prefix(self, names: Sequence[str], suffix: str, usual: str) -> str:
-        """Returns what stands before all ``names``."""
-        first = names[0] + suffix
+    def _model_prefix(self) -> str:
+        """Returns what stands before the names of all parameters."""
+        first = self._names[0]
         found = {key.removesuffix(first) for key in self._entries if key == first or key.endswith(f".{first}")}
         absent = {
-            prefix: [key for name in names if (key := f"{prefix}{name}{suffix}") not in self._entries]
-            for prefix in found or {usual}
+            prefix: [key for name in self._names if (key := prefix + name) not in self._entries]
+            for prefix in found or {f"{MODEL}."}
         }
         whole = [prefix for prefix in sorted(absent) if not absent[prefix]]
-        if usual in whole:
-            return usual
-        if len(whole) == 1:
-            return whole[0]
-        nearest = min(absent.values(), key=len)
-        got = f"they are under {' and '.join(map(repr, whole))}" if whole else f"it has no {nearest[0]}"
-        raise CheckpointError(
-            f"a checkpoint must have all of the model's parameters once ({got}, in {self._directory}); build the model "
-            f"that was saved, or save it under {usual!r}"
-        )
+        if len(whole) == 1 or f"{MODEL}." in whole:
+            return f"{MODEL}." if f"{MODEL}." in whole else whole[0]
+        got = f"they are under {' and '.join(map(repr, whole))}" if whole else f"no {min(absent.values(), key=len)[0]}"
+        self._refuse(f"must have all of the model's parameters once, or under {MODEL!r} (got {got})")
+
+    def _states_prefix(self) -> str:
+        """Returns what stands before the names of the parameters that have moments."""
+        names, found = set(self._names), Counter[str]()
+        for key in self._entries:
+            if key.endswith(".exp_avg"):
+                state = key.removesuffix(".exp_avg")
+                found.update(state.removesuffix(tail) for tail in _tails(state) if tail in names)
+        usual = f"{OPTIMIZER}.state."
+        return usual if usual in found or not found else found.most_common(1)[0][0]
+
+    def _check(self) -> None:
+        """Refuses what could not be loaded to the end."""
+        for name, parameter in self.manifest.parameters.items():
+            keys = [self._model + name]
+            if parameter.step is not None:
+                keys += [f"{self._states}{name}.{moment}" for moment in _MOMENTS]
+            for key in keys:
+                entry = self._entries.get(key)
+                if not isinstance(entry, TensorStorageMetadata):
+                    self._refuse(f"must have weights and moments of AdamW (got no tensor {key})")
+                if list(entry.size) != parameter.shape:
+                    self._refuse(f"must have moments like their weights (got {key} of shape {list(entry.size)})")
+                if entry.properties.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+                    self._refuse(f"must be in fp32, bf16 or fp16 (got {entry.properties.dtype} for {key})")
 
     def _recorded(self) -> Manifest:
         content = json.loads(self.read(f"{OWN}.{RECORD}"))
@@ -128,14 +157,19 @@ class DistributedCheckpoint:
         content["buffers"] = {name: BufferEntry(**entry) for name, entry in content["buffers"].items()}
         return Manifest(directory=self._directory, **content)
 
-    def _found(self, trained: set[str], buffers: Iterable[str], groups: Sequence[Sequence[str]]) -> Manifest:
+    def _found(self, buffers: Iterable[str], groups: Sequence[Sequence[str]]) -> Manifest:
         """Returns what can be known of a checkpoint that another program saved."""
+        trained = [name for name in self._names if f"{self._states}{name}.exp_avg" in self._entries]
+        if not trained:
+            self._refuse("must have the optimizer's states under the parameters' names (got none)")
+        steps = self._read({f"{self._states}{name}.step": None for name in trained})
         parameters = {}
         for name in self._names:
-            step = float(self.read(f"{self._states}{name}.step")) if name in trained else None
-            parameters[name] = ParameterEntry(shape=list(self.entry(self._model + name).size), file="", step=step)
+            step = steps.get(f"{self._states}{name}.step")
+            shape = list(getattr(self._entries[self._model + name], "size", ()))
+            parameters[name] = ParameterEntry(shape=shape, file="", step=None if step is None else float(step))
         present = {name: self.entry(key) for name in buffers if (key := self._model + name) in self._entries}
-        names, settings = self._groups(groups)
+        names, settings = self._groups(groups, trained)
         return Manifest(
             directory=self._directory,
             model="model",
@@ -153,13 +187,34 @@ class DistributedCheckpoint:
             extra=None,
         )
 
-    def _groups(self, wanted: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[dict[str, Any]]]:
+    def _groups(
+        self, wanted: Sequence[Sequence[str]], trained: Sequence[str]
+    ) -> tuple[list[list[str]], list[dict[str, Any]]]:
         """Returns names and settings of the groups; of a flat state dictionary, which has no groups, the ``wanted``."""
-        key = self._states.removesuffix("state.") + "param_groups"
-        numbers = list(takewhile(lambda number: f"{key}.{number}.params" in self._entries, count()))
-        names = [self.read(f"{key}.{number}.params") for number in numbers] or [list(group) for group in wanted]
-        kept = [f"{key}.{number}" for number in numbers] or [f"{key}.{group[0]}" for group in names]
-        return names, [{setting: self.read(f"{place}.{setting}") for setting in _SETTINGS} for place in kept]
+        root, _, inner = self._states.rpartition("state.")
+        root += "param_groups."
+        numbers = list(takewhile(lambda number: f"{root}{number}.params" in self._entries, count()))
+        if numbers:
+            saved = self._read({f"{root}{number}.params": None for number in numbers})
+            names = [[name.removeprefix(inner) for name in saved[f"{root}{number}.params"]] for number in numbers]
+            return names, self._settings([f"{root}{number}." for number in numbers])
+        known = set(trained)
+        settings = []
+        for group in wanted:
+            own = self._settings([f"{root}{inner}{name}." for name in group if name in known])
+            if any(other != own[0] for other in own):
+                self._refuse(f"must have the optimizer's groups (got several settings within that of {group[0]})")
+            settings.append(own[0] if own else {})
+        return [list(group) for group in wanted], settings
+
+    def _settings(self, places: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns what stands at each of ``places``."""
+        kept = {
+            place: [*_SETTINGS, *(setting for setting in _KINDS if place + setting in self._entries)]
+            for place in places
+        }
+        found = self._read({place + setting: None for place, settings in kept.items() for setting in settings})
+        return [{setting: found[place + setting] for setting in settings} for place, settings in kept.items()]
 
 
 def first_failure(error: dcp.CheckpointException) -> BaseException:
@@ -186,10 +241,8 @@ class DistributedTensors:
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns what :meth:`read` returns of a weight: bfloat16, or float32, which float16 goes into."""
-        dtype = self._checkpoint.entry(self._keys[name]).properties.dtype
-        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise CheckpointError(f"weights must be in fp32, bf16 or fp16 (got {dtype} for {self._keys[name]})")
-        return torch.float32 if dtype == torch.float16 else dtype
+        kept = self._checkpoint.entry(self._keys[name]).properties.dtype
+        return torch.bfloat16 if kept == torch.bfloat16 else torch.float32
 
     def read(self, name: str) -> Tensor:
         key = self._keys[name]
@@ -207,14 +260,18 @@ class DistributedTensors:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata once."""
+    """Reads the metadata once, and shows what is ``wanted`` of them: a plan is made over all that it sees."""
 
     _metadata: Metadata | None = None
+    wanted: tuple[str, ...] | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
             self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
+        if self.wanted is None:
+            return self._metadata
+        entries = self._metadata.state_dict_metadata
+        return replace(self._metadata, state_dict_metadata={key: entries[key] for key in self.wanted})
 
 
 class _Planner(dcp.DefaultLoadPlanner):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import resource
 import shutil
+import signal
 from typing import Any
 
 import pytest
@@ -152,6 +154,62 @@ def test_every_kind_of_model_comes_back(name: str, tmp_path: Any) -> None:
     assert {f"model.{key}" for key in kind.build().state_dict()} <= keys.keys()
 
 
+class _Wrapped(nn.Module):
+    """A model in another, of which one part is frozen; its layers' names end as those of the part do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2)).requires_grad_(False)
+        self.net = sharded.plain()
+        self.norm = nn.BatchNorm1d(6)
+        self.same = self.norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.same(self.layers[0](x)))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_names_that_end_alike_and_modules_with_two_names_go_over_and_come_back(steps: int, tmp_path: Any) -> None:
+    torch.manual_seed(1)
+    model = stronghold.offload(_Wrapped(), device="cpu", window=2, layers="net.layers")
+    optimizer = stronghold.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    sharded.train(model, optimizer, BATCHES[:steps])
+    stronghold.checkpoint.save(tmp_path / "saved", model, optimizer, format="dcp")
+    theirs = _Wrapped()
+    adamw = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=1e-3)
+    state = states_of(theirs, adamw)
+    dcp.load(state, checkpoint_id=tmp_path / "saved")
+    set_state_dict(theirs, adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    kept = masters_of(model, optimizer)
+    assert all(torch.equal(parameter, kept[name]) for name, parameter in theirs.named_parameters())
+    assert adamw.param_groups[0]["lr"] == 1e-2
+    sharded.train(theirs, adamw, BATCHES[steps : steps + 1])
+    expected = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
+    dcp.save(states_of(theirs, adamw), checkpoint_id=tmp_path / "theirs")
+    stronghold.checkpoint.load(tmp_path / "saved", model, optimizer, format="dcp")
+    assert same(masters_of(model, optimizer), kept)
+    stronghold.checkpoint.load(tmp_path / "theirs", model, optimizer, format="dcp")
+    assert same(masters_of(model, optimizer), expected)
+    assert torch.equal(model.norm.running_mean, theirs.norm.running_mean)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_model_that_was_saved_within_another_comes_back(flat: bool, tmp_path: Any) -> None:
+    theirs = nn.ModuleDict({"net": sharded.plain()})
+    adamw = sharded.adamw(theirs)
+    sharded.train(theirs["net"], adamw, BATCHES[:1])
+    adamw.param_groups[1]["lr"] = 7e-3
+    dcp.save(states_of(theirs, adamw, flatten_optimizer_state_dict=flat), checkpoint_id=tmp_path / "saved")
+    model, optimizer = ours(sharded.plain())
+    stronghold.checkpoint.load(tmp_path / "saved", model, optimizer, format="dcp")
+    assert same(masters_of(model, optimizer), {name: p.detach() for name, p in theirs["net"].named_parameters()})
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 7e-3]
+    if flat:
+        optimizer = stronghold.AdamW(model.parameters())
+        with pytest.raises(CheckpointError, match="got several settings within that of"):
+            stronghold.checkpoint.load(tmp_path / "saved", model, optimizer, format="dcp")
+
+
 def test_eight_bit_moments_become_fp32_ones(tmp_path: Any) -> None:
     first, kind = of_kind(states="8bit")
     first.steps(kind.batches(2))
@@ -199,17 +257,28 @@ def test_what_several_processes_have_the_first_writes() -> None:
     ]
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", ["fsync", "write"])
+def test_a_full_disk_leaves_nothing(at: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, kind = of_kind()
     first.steps(kind.batches(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is refused
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as caught:
-        patch.setattr("os.fsync", full)
-        first.save(tmp_path / "saved", format="dcp")
-    assert caught.value.errno == errno.ENOSPC
+    with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
+        if at == "fsync":
+            patch.setattr("os.fsync", full)
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        try:
+            first.save(tmp_path / "saved", format="dcp")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.errno == (errno.ENOSPC if at == "fsync" else errno.EFBIG)
+    assert caught.value.filename.endswith("__0_0.distcp")
     assert list(tmp_path.iterdir()) == []
     first.save(tmp_path / "saved", format="dcp")
 
@@ -251,14 +320,29 @@ def test_what_is_not_such_a_checkpoint_is_refused(tmp_path: Any, capsys: pytest.
     state = states_of(theirs, adamw)
     dcp.save({"model": state["model"]}, checkpoint_id=tmp_path / "weights")
     refused("must have the optimizer's states under the parameters' names", tmp_path / "weights")
+    for other in (torch.optim.Adam, torch.optim.NAdam):
+        theirs = Residual()
+        dcp.save(states_of(theirs, other(theirs.parameters())), checkpoint_id=tmp_path / other.__name__)
+        refused("must be of AdamW .*decoupled_weight_decay", tmp_path / other.__name__)
     dcp.save({**state, "ema": {**state["model"]}}, checkpoint_id=tmp_path / "twice")
     refused("the optimizer must have the groups", tmp_path / "twice")  # and "model." is what is loaded
     two = {"one": state["model"], "ema": state["model"], "optimizer": state["optimizer"]}
     dcp.save(two, checkpoint_id=tmp_path / "2")
     refused(r"they are under 'ema\.' and 'one\.'", tmp_path / "2")
+    moments = state["optimizer"]["state"]["out.weight"]
+    kept = moments["exp_avg_sq"]
+    for wrong, message in (
+        (kept[:1], r"of shape \[1, 16\]"),
+        (kept.double(), r"got torch\.float64"),
+        (None, "no tensor"),
+    ):
+        moments["exp_avg_sq"] = wrong
+        dcp.save(state, checkpoint_id=tmp_path / message)
+        refused(message, tmp_path / message)
+    moments["exp_avg_sq"] = kept
     del state["model"]["layers.1.up.bias"]
     dcp.save(state, checkpoint_id=tmp_path / "less")
-    refused(r"it has no model\.layers\.1\.up\.bias", tmp_path / "less")
+    refused(r"got no model\.layers\.1\.up\.bias", tmp_path / "less")
     other, _ = of_kind("chain")
     other.save(tmp_path / "chain", format="dcp")
     refused("must have all of the model's parameters once", tmp_path / "chain")
