@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,24 +64,45 @@ def watch(process: subprocess.Popen[bytes], limits: Limits, folder: Path) -> Wat
     """Waits for a trial that stores below ``folder``, and kills it where it goes beyond a limit."""
     begin_s = time.monotonic()
     memory, disk_bytes, reason = Memory(process.pid), 0, ""
-    while process.poll() is None:
-        now_s = time.monotonic()
-        disk_bytes = max(disk_bytes, allocated(folder))
-        if memory.poll() > limits.memory_bytes:
-            reason = "over the limit of memory"
-        elif disk_bytes > limits.disk_bytes:
-            reason = "over the limit of disk"
-        elif now_s - begin_s > limits.time_s:
-            reason = f"not done after {format_seconds(limits.time_s)}"
-        if reason:
-            end(process)
-            break
-        time.sleep(POLL_S)
+    with signals_kept() as kept:
+        while process.poll() is None and not kept:
+            now_s = time.monotonic()
+            disk_bytes = max(disk_bytes, allocated(folder))
+            if memory.poll() > limits.memory_bytes:
+                reason = "over the limit of memory"
+            elif disk_bytes > limits.disk_bytes:
+                reason = "over the limit of disk"
+            elif now_s - begin_s > limits.time_s:
+                reason = f"not done after {format_seconds(limits.time_s)}"
+            if reason:
+                end(process)
+                break
+            time.sleep(POLL_S)
     disk_bytes = max(disk_bytes, allocated(folder))
     if not reason and disk_bytes > limits.disk_bytes:
         reason = "over the limit of disk"
     trial_s = time.monotonic() - begin_s
     return Watched(peak_bytes=memory.peak_bytes, disk_bytes=disk_bytes, trial_s=trial_s, reason=reason)
+
+
+@contextmanager
+def signals_kept() -> Iterator[list[int]]:
+    """Keeps SIGTERM and Ctrl-C, and hands them on behind the block. In a thread but the main one they do not arrive.
+
+    A handler that raises within ``Popen.poll`` can leave its lock held, for which whoever ends the process would wait.
+    """
+    kept: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handlers[number] = signal.signal(number, lambda number, _: kept.append(number))
+    try:
+        yield kept
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in kept:
+            signal.raise_signal(number)
 
 
 def exit_reason(code: int, said: str) -> str:

@@ -1,5 +1,7 @@
 """Trials: what they take is counted with their children's, and the search tries what it says."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -85,3 +87,31 @@ def test_the_last_line_is_why_a_trial_failed():
     assert exit_reason(0, "anything") == ""
     assert exit_reason(2, "one\nerror: two\n\n") == "ended with 2: error: two"
     assert exit_reason(-9, "") == "ended with -9: no message"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_heard_while_nothing_else_is_done(number, tmp_path):
+    done = []
+
+    class Process:
+        pid = os.getpid()
+
+        def poll(self):
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)  # a handler that raised would do so here
+            done.append("polled")
+
+    def stop(*_):
+        done.append("stopped")
+        raise SystemExit
+
+    before = signal.signal(number, stop)
+    try:
+        with pytest.raises(SystemExit):
+            watch(Process(), Limits(memory_bytes=2**50, disk_bytes=2**50, time_s=10), tmp_path)
+        assert done == ["polled", "stopped"]
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), number)  # and behind it again at once
+            time.sleep(1)
+    finally:
+        signal.signal(number, before)
