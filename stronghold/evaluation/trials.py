@@ -92,7 +92,7 @@ def signals_kept() -> Iterator[list[int]]:
     A handler that raises within ``Popen.poll`` can leave its lock held, for which whoever ends the process would wait.
     """
     kept: list[int] = []
-    handlers = {}
+    handlers: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             handlers[number] = signal.signal(number, lambda number, _: kept.append(number))
