@@ -101,8 +101,8 @@ def signals_kept() -> Iterator[list[int]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in kept:
-            signal.raise_signal(number)
+        for arrived in kept:
+            signal.raise_signal(arrived)
 
 
 def exit_reason(code: int, said: str) -> str:
