@@ -88,6 +88,7 @@ def save(
             content = company.together(lambda: content_of(partial, model, engine, optimizer, groups, rest))
             manifests = company.everyone(content.manifest)
             company.together(lambda: write_distributed(content, joined(manifests), company.rank, company.count))
+            by_first(company, lambda: sync_directory(partial))
             by_first(company, lambda: _name(partial, directory))
             return directory
         manifest, written = company.together(lambda: _write(partial, model, engine, optimizer, groups, rest))
@@ -126,7 +127,6 @@ def _finish(parts: list[tuple[Manifest, dict[str, Tensor]]], directory: Path) ->
 
 def _name(partial: Path, directory: Path) -> None:
     """Gives what is on disk its name."""
-    sync_directory(partial)
     partial.rename(directory)
     sync_directory(directory.parent)
 
