@@ -375,10 +375,11 @@ def test_a_model_on_disk_never_is_in_memory_whole(tmp_path):
     """Created, saved, loaded, evaluated and looked at: what is resident is a few layers of 28 MB, and PyTorch."""
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("streaming.py"), tmp_path],
-        check=True,
         capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(Path(stronghold.__file__).parents[1])},
     )
+    assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout)
     assert peaks["model"] > 380e6
     for way in ("create", "save", "load", "evaluate", "state_dict", "save again"):

@@ -17,6 +17,7 @@ from stronghold.device.memory import (
 )
 from stronghold.device.streams import Stream, finish_streams
 from stronghold.device.timeline import Timeline
+from stronghold.device.vector_math import find_kernels
 from stronghold.device.waits import Wait, Waits
 
 __all__ = [
@@ -39,6 +40,8 @@ __all__ = [
     "over",
     "return_free_memory",
 ]
+
+find_kernels()  # before anything computes, which may do so in several threads
 
 
 def open_device(device: str | torch.device | Device) -> Device:
