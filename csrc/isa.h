@@ -3,8 +3,8 @@
 // A kernel is one always_inline body that the compiler vectorises; each set compiles it again under a target
 // attribute. All compute the same bits: the compiler contracts no product and sum into a fused multiply-add
 // (-ffp-contract=off), those that are written are the C library's where the processor has none, and every sum has one
-// fixed order. (Which NaN comes of two is open, and so is the sign of a weight that its update cancels to less than a
-// 2^40th of itself and a number below 2^-150.)
+// fixed order. Left open are which NaN comes of two, and the sign of a zero that is left where a weight and its update
+// cancel.
 #pragma once
 
 #include <string>

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from stronghold.checkpoint.units import MOMENTS, Names, names_of, persistent_buffers, step_of
 from stronghold.checkpoint.writing import manifest_of
 from stronghold.checkpoint_files.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
-from stronghold.checkpoint_files.manifest import Manifest, ParameterEntry
+from stronghold.checkpoint_files.manifest import Manifest, ParameterEntry, content_of
 from stronghold.home import Home
 from stronghold.native import Blocks
 from stronghold.offload import Engine
@@ -39,7 +39,7 @@ class Content:
     take: dict[str, Callable[[], Tensor]]
 
 
-def content_of(
+def own_content(
     directory: Path,
     model: nn.Module,
     engine: Engine,
@@ -92,7 +92,7 @@ def write_distributed(content: Content, manifest: Manifest, rank: int, count: in
 
     Raises in the process that it fails in, the others return: OSError, with the file's name, where the disk refuses.
     """
-    own = {**content.state[OWN], RECORD: _record(manifest)}
+    own = {**content.state[OWN], RECORD: json.dumps(content_of(manifest), allow_nan=False)}
     # With anything to copy ahead, tensors would be taken before those in front of them are written.
     writer = dcp.FileSystemWriter(manifest.directory, per_thread_copy_ahead=0)
     writer.fs = files = _Files()
@@ -193,9 +193,3 @@ def _groups(optimizer: AdamW, names: list[list[str]]) -> list[dict[str, Any]]:
         {key: float(v) if isinstance(v, Tensor) else v for key, v in group.items() if key != "params"} | {"params": own}
         for group, own in zip(optimizer.param_groups, names, strict=True)
     ]
-
-
-def _record(manifest: Manifest) -> str:
-    content = asdict(manifest)
-    del content["directory"]
-    return json.dumps(content, allow_nan=False)

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from stronghold.checkpoint.units import MOMENTS, name_of, step_of
-from stronghold.checkpoint_files.manifest import FileEntry
+from stronghold.checkpoint.units import MOMENTS, step_of
+from stronghold.checkpoint_files.manifest import FileEntry, name_of
 from stronghold.home import Home
 from stronghold.native import Blocks
 from stronghold.optim import AdamW

@@ -21,12 +21,11 @@ from stronghold.checkpoint.units import (
     check_format,
     engine_for,
     holds,
-    name_of,
     names_of,
     persistent_buffers,
 )
 from stronghold.checkpoint_files.lock import locked_to_read
-from stronghold.checkpoint_files.manifest import Manifest, UnitFileEntry
+from stronghold.checkpoint_files.manifest import Manifest, UnitFileEntry, name_of
 from stronghold.checkpoint_files.reader import Checkpoint
 from stronghold.checkpoint_files.reader import verify as verify_files
 from stronghold.errors import CheckpointError

@@ -83,9 +83,9 @@ def save(
     try:
         by_first(company, lambda: _begin(partial))
         if format == "dcp":
-            from stronghold.checkpoint.dcp_saving import content_of, write_distributed  # which takes a while to import
+            from stronghold.checkpoint.dcp_saving import own_content, write_distributed  # which takes a while to import
 
-            content = company.together(lambda: content_of(partial, model, engine, optimizer, groups, rest))
+            content = company.together(lambda: own_content(partial, model, engine, optimizer, groups, rest))
             manifests = company.everyone(content.manifest)
             company.together(lambda: write_distributed(content, joined(manifests), company.rank, company.count))
             by_first(company, lambda: sync_directory(partial))

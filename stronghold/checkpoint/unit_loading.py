@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.checkpoint.links import remember
-from stronghold.checkpoint.units import MOMENTS, name_of, tensors_of
-from stronghold.checkpoint_files.manifest import FileEntry
+from stronghold.checkpoint.units import MOMENTS, tensors_of
+from stronghold.checkpoint_files.manifest import FileEntry, name_of
 from stronghold.checkpoint_files.reader import Checkpoint, UnitReader
 from stronghold.home import Home
 from stronghold.native import BLOCK, Blocks

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from stronghold.errors import OffloadedModelError
@@ -117,10 +116,6 @@ def step_of(parameter: Tensor, states: Mapping[Tensor, dict[str, Any]]) -> float
     """Returns how many steps AdamW has taken with a parameter, None where it has no moments."""
     state = states.get(parameter)
     return float(state["step"]) if state else None
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:

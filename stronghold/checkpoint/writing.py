@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint.plain import to_plain
 from stronghold.checkpoint.random_states import take_random_states
-from stronghold.checkpoint.units import name_of, persistent_buffers
+from stronghold.checkpoint.units import persistent_buffers
 from stronghold.checkpoint_files.manifest import (
     BUFFERS,
     BufferEntry,
@@ -21,6 +21,7 @@ from stronghold.checkpoint_files.manifest import (
     ParameterEntry,
     TensorEntry,
     UnitFileEntry,
+    name_of,
 )
 from stronghold.home import Home
 from stronghold.native import crc32c

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from stronghold.checkpoint_files.manifest import BufferEntry, Manifest, ParameterEntry
+from stronghold.checkpoint_files.manifest import BufferEntry, Manifest, ParameterEntry, manifest_from, name_of
 from stronghold.errors import CheckpointError
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class DistributedCheckpoint:
         try:
             return action()
         except (Exception, dcp.CheckpointException) as error:  # a pickle raises anything
-            cause = first_failure(error) if isinstance(error, dcp.CheckpointException) else error
+            cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
             if not isinstance(cause, Exception):
                 raise cause from None  # Ctrl-C
             raise CheckpointError(
@@ -152,10 +152,7 @@ class DistributedCheckpoint:
                     self._refuse(f"must be in fp32, bf16 or fp16 (got {entry.properties.dtype} for {key})")
 
     def _recorded(self) -> Manifest:
-        content = json.loads(self.read(f"{OWN}.{RECORD}"))
-        content["parameters"] = {name: ParameterEntry(**entry) for name, entry in content["parameters"].items()}
-        content["buffers"] = {name: BufferEntry(**entry) for name, entry in content["buffers"].items()}
-        return Manifest(directory=self._directory, **content)
+        return manifest_from(self._directory / OWN, json.loads(self.read(f"{OWN}.{RECORD}")))
 
     def _found(self, buffers: Iterable[str], groups: Sequence[Sequence[str]]) -> Manifest:
         """Returns what can be known of a checkpoint that another program saved."""
@@ -178,7 +175,7 @@ class DistributedCheckpoint:
             files={},
             parameters=parameters,
             buffers={
-                name: BufferEntry(dtype=_name(entry.properties.dtype), shape=list(entry.size), persistent=True)
+                name: BufferEntry(dtype=name_of(entry.properties.dtype), shape=list(entry.size), persistent=True)
                 for name, entry in present.items()
             },
             optimizer={"groups": settings, "group_names": names, "skipped_steps": 0},
@@ -215,11 +212,6 @@ class DistributedCheckpoint:
         }
         found = self._read({place + setting: None for place, settings in kept.items() for setting in settings})
         return [{setting: found[place + setting] for setting in settings} for place, settings in kept.items()]
-
-
-def first_failure(error: dcp.CheckpointException) -> BaseException:
-    """Returns what the first process that failed raised."""
-    return error.failures[min(error.failures)][0]
 
 
 class DistributedTensors:
@@ -285,7 +277,3 @@ def _tails(key: str) -> list[str]:
     """Returns ``key`` and what is left of it without its first part, its first two and so on."""
     parts = key.split(".")
     return [".".join(parts[begin:]) for begin in range(len(parts))]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -135,8 +135,7 @@ def put_partial(directory: Path) -> None:
 
 def write_partial(manifest: Manifest) -> None:
     """Writes ``manifest`` into its directory, under another name. Raises OSError, naming the file."""
-    content = {"format": FORMAT, **asdict(manifest)}
-    del content["directory"]
+    content = content_of(manifest)
     text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=True).removesuffix("\n}")
     data = text.encode("ascii") + f'{_SUM}{_crc(text.encode("ascii")):08x}"\n}}\n'.encode("ascii")
     path = manifest.directory / PARTIAL
@@ -172,16 +171,34 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
             f"{path} is damaged: it is cut off or has been altered since it was written; pass another checkpoint"
         )
     content = json.loads(data)
+    del content["crc32c"]
+    return manifest_from(path, content)
+
+
+def content_of(manifest: Manifest) -> dict[str, Any]:
+    """Returns what JSON keeps of a manifest: all but its directory."""
+    content = {"format": FORMAT, **asdict(manifest)}
+    del content["directory"]
+    return content
+
+
+def manifest_from(path: Path, content: dict[str, Any]) -> Manifest:
+    """Returns the manifest that :func:`content_of` had, from ``path``. Raises CheckpointError for other formats."""
     if content["format"] not in _READ:
         raise CheckpointError(
             f"a checkpoint must be of format {' or '.join(map(str, _READ))} (got format {content['format']} in "
             f"{path}); load it with the version of stronghold that saved it"
         )
-    del content["format"], content["crc32c"]
+    del content["format"]
     content["files"] = {name: _file_entry(file) for name, file in content["files"].items()}
     content["parameters"] = _entries(ParameterEntry, content["parameters"])
     content["buffers"] = _entries(BufferEntry, content["buffers"])
-    return Manifest(directory=Path(directory), **content)
+    return Manifest(directory=path.parent, **content)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns torch's name of a dtype, as entries have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _file_entry(plain: dict[str, Any]) -> FileEntry | UnitFileEntry:

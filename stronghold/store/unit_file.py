@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stronghold.checkpoint_files.manifest import PlacedEntry, UnitFileEntry
+from stronghold.checkpoint_files.manifest import PlacedEntry, UnitFileEntry, name_of
 from stronghold.device import Device
 from stronghold.device.memory import HostBuffer, MappedBuffer
 from stronghold.errors import CorruptionError, DiskError, StoreError
@@ -280,7 +280,7 @@ class UnitFile:
             pages_crc32c=self._sum_of_sums(),
             tensors={
                 name: PlacedEntry(
-                    dtype=str(tensors[name].dtype).removeprefix("torch."),
+                    dtype=name_of(tensors[name].dtype),
                     shape=list(tensors[name].shape),
                     crc32c=crcs[name],
                     offset=offset,
