@@ -5,19 +5,20 @@ from __future__ import annotations
 import io
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from stronghold.checkpoint.units import MOMENTS, Names, names_of, persistent_buffers, step_of
 from stronghold.checkpoint.writing import manifest_of
@@ -25,9 +26,11 @@ from stronghold.checkpoint_files.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECO
 from stronghold.checkpoint_files.manifest import Manifest, ParameterEntry, content_of
 from stronghold.home import Home
 from stronghold.native import Blocks
-from stronghold.offload import Engine
+from stronghold.offload import Company, Engine, by_first
 from stronghold.optim import AdamW
 from stronghold.optim.blocks import decode
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,25 +90,34 @@ def own_content(
     return Content(manifest=replace(manifest, states="fp32"), state=state, take=take)
 
 
-def write_distributed(content: Content, manifest: Manifest, rank: int, count: int) -> None:
-    """Writes a checkpoint with the ``manifest`` of all ``count`` processes, which call this together.
+def write_distributed(content: Content, manifest: Manifest, company: Company) -> None:
+    """Writes a checkpoint with the ``manifest`` of all processes, which call this together.
 
-    Raises in the process that it fails in, the others return: OSError, with the file's name, where the disk refuses.
+    What ``dcp.save`` does, with its planner and writer, but between the steps the processes meet as they do elsewhere:
+    one that hangs or fails is told of. Raises OSError, with the file's name, where the disk refuses.
     """
     own = {**content.state[OWN], RECORD: json.dumps(content_of(manifest), allow_nan=False)}
+    planner, first = _Planner(content.take), company.rank == 0
     # With anything to copy ahead, tensors would be taken before those in front of them are written.
     writer = dcp.FileSystemWriter(manifest.directory, per_thread_copy_ahead=0)
     writer.fs = files = _Files()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            state = {**content.state, OWN: own}
-            dcp.save(state, storage_writer=writer, planner=_Planner(content.take), no_dist=count == 1)
-    except dcp.CheckpointException as error:
-        if files.error is not None:
-            raise files.error from None
-        if rank in error.failures:
-            raise error.failures[rank][0] from None
+
+    def plan_own() -> SavePlan:
+        planner.set_up_planner({**content.state, OWN: own}, writer.storage_meta(), first)
+        writer.set_up_storage_writer(first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all() -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = planner.create_global_plan(wanted)
+        return writer.prepare_global_plan(plans), metadata
+
+    def write() -> list[WriteResult]:
+        return writer.write_data(planner.finish_plan(plans[company.rank]), planner).wait()
+
+    wanted = company.everyone(company.together(plan_own))
+    plans, metadata = by_first(company, plan_all)
+    results = company.everyone(company.together(lambda: files.named(write)))
+    by_first(company, lambda: files.named(lambda: writer.finish(metadata, results)))
 
 
 class _Files(FileSystem):
@@ -121,6 +133,15 @@ class _Files(FileSystem):
         except OSError as error:
             self.refused(path, error)
             raise
+
+    def named(self, action: Callable[[], T]) -> T:
+        """Runs ``action``; what the disk refused in it is raised in place of what torch makes of that."""
+        try:
+            return action()
+        except Exception:
+            if self.error is None:
+                raise
+            raise self.error from None
 
     def refused(self, path: str | os.PathLike[str], error: OSError) -> None:
         self.error = self.error or OSError(error.errno, error.strerror, str(path))

@@ -87,7 +87,7 @@ def save(
 
             content = company.together(lambda: own_content(partial, model, engine, optimizer, groups, rest))
             manifests = company.everyone(content.manifest)
-            company.together(lambda: write_distributed(content, joined(manifests), company.rank, company.count))
+            write_distributed(content, joined(manifests), company)
             by_first(company, lambda: sync_directory(partial))
             by_first(company, lambda: _name(partial, directory))
             return directory

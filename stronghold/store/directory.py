@@ -167,7 +167,7 @@ class Directory:
     def release(self) -> None:
         """Lets other processes use the directories; those that were made for this run and are empty go."""
         for path in self.paths[: len(self._locks)]:
-            if path in self._made and [p.name for p in path.iterdir()] == [LOCK]:
+            if path in self._made and path.exists() and [p.name for p in path.iterdir()] == [LOCK]:
                 (path / LOCK).unlink()
         for descriptor in self._locks:
             os.close(descriptor)

@@ -18,12 +18,18 @@ from stronghold.cli import main
 from stronghold.models.gpt import GPT, Block
 from stronghold.parallel import processes, watch
 
+
+def _raise_unpicklable() -> None:
+    raise ValueError("who can send a lambda?", lambda: None)
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": lambda: time.sleep(1000),
     "raise": lambda: 1 / 0,
     "poison": lambda: float("nan"),
+    "unpicklable": _raise_unpicklable,
 }
 WHERE: dict[str, tuple[Any, str, int]] = {  # what is called, and after how many times
     "beginning": (GPT, "initialize_module", 3),

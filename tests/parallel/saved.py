@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import stronghold
+from stronghold.checkpoint import dcp_saving
 from stronghold.checkpoint.units import names_of, tensors_of
 from stronghold.models.gpt import GPT
 from stronghold.models.gpt_row import GPTRow
-from stronghold.parallel import Processes, in_stages
+from stronghold.parallel import Processes, in_stages, watch
 from tests.parallel.cases import CONFIG, batches
+from tests.parallel.faulty import FAULTS
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "two": {"stages": 2, "balance": [3, 2], "window": 1},
@@ -87,3 +90,21 @@ def save_and_load(folder: str, states: str, format: Any) -> dict[str, Any]:
             found[f"{layout} of {source}"] = state_of(model, optimizer)
             found[f"{layout} of {source}, losses"] = train(model, optimizer, slice(3, 6))
     return found
+
+
+def save_with_fault(folder: str, fault: str) -> None:
+    """Saves by torch.distributed.checkpoint; ``fault`` befalls process 1 when it has written its first tensor."""
+    watch.BEAT_S, watch.LOST_S, watch.STUCK_S = 0.5, 6.0, 4.0
+    model, optimizer = in_layout("two", "fp32")
+    train(model, optimizer, slice(0, 1))
+    if os.environ["RANK"] == "1":
+        lookup, looked = dcp_saving._Planner.lookup_object, []
+
+        def faulty(planner: Any, index: Any) -> Any:
+            looked.append(index)
+            if len(looked) == 2:
+                FAULTS[fault]()
+            return lookup(planner, index)
+
+        dcp_saving._Planner.lookup_object = faulty  # type: ignore[method-assign]
+    stronghold.checkpoint.save(Path(folder) / "saved", model, optimizer, format="dcp")

@@ -49,6 +49,20 @@ def test_the_others_end_with_one_error_that_names_it(tmp_path, parts, fault, ran
     assert len(errors) == 1 and named in errors[0], "\n".join(said)
 
 
+@pytest.mark.parametrize(
+    ("fault", "named"), [("kill", "process 1 "), ("hang", "process 1 hangs"), ("unpicklable", "who can send a lambda?")]
+)
+def test_what_befalls_a_process_in_a_distributed_checkpoint_is_told(tmp_path, fault, named):
+    begin = time.monotonic()
+    command = ["-m", "tests.parallel.launched", "tests.parallel.saved", "save_with_fault", str(tmp_path)]
+    codes, said = start([*command, str(tmp_path), fault], 2, tmp_path)
+    assert time.monotonic() - begin < 60
+    assert 0 not in codes
+    everything = "\n".join(said)
+    assert named in everything, everything
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.fixture
 def taken():
     """A port at which somebody listens."""

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -133,6 +134,13 @@ def test_files_go_with_the_model_and_directories_with_them_if_they_were_made_for
     assert list((tmp_path / "mine").iterdir()) == []
     assert not (tmp_path / "new").exists()
     assert torch.equal(kept, expected), "what somebody still holds stays readable"
+
+
+def test_a_directory_that_somebody_has_removed_is_no_error_when_the_model_goes(tmp_path):
+    store = engine_of(start(tmp_path / "s")).store
+    shutil.rmtree(tmp_path / "s")
+    store.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("store", ["", [], ["/a", "/a"], 3, None])
