@@ -32,6 +32,9 @@ from stronghold.optim.blocks import decode
 
 T = TypeVar("T")
 
+_SYNC_BYTES = 256 * 2**20
+"""What is written of a file between two syncs: one of all of it, at its end, may take so long that it seems to hang."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
@@ -151,10 +154,16 @@ class _File(io.FileIO):
     def __init__(self, files: _Files, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")
         self._files, self._path = files, path
+        self._unsynced_bytes = 0
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data)
+            count = super().write(data)
+            self._unsynced_bytes += count
+            if self._unsynced_bytes >= _SYNC_BYTES:
+                os.fsync(self.fileno())
+                self._unsynced_bytes = 0
+            return count
         except OSError as error:
             self._files.refused(self._path, error)
             raise

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stronghold.checkpoint_files.manifest import name_of
+
 
 def to_plain(value: Any, where: str = "value") -> Any:
     """Returns ``value`` as what JSON knows. Raises ValueError, with its place, for what cannot be kept."""
@@ -27,7 +29,7 @@ def to_plain(value: Any, where: str = "value") -> Any:
         return number if math.isfinite(number) else {"$float": repr(number)}
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = name_of(value.dtype)
         return {"$tensor": {"dtype": dtype, "shape": list(value.shape), "data": _text(flat.numpy().tobytes())}}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {"$array": {"dtype": value.dtype.str, "shape": list(value.shape), "data": _text(value.tobytes())}}

@@ -103,6 +103,8 @@ class DistributedCheckpoint:
     def _told(self, action: Callable[[], T]) -> T:
         try:
             return action()
+        except CheckpointError:
+            raise
         except (Exception, dcp.CheckpointException) as error:  # a pickle raises anything
             cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
             if not isinstance(cause, Exception):
@@ -152,7 +154,8 @@ class DistributedCheckpoint:
                     self._refuse(f"must be in fp32, bf16 or fp16 (got {entry.properties.dtype} for {key})")
 
     def _recorded(self) -> Manifest:
-        return manifest_from(self._directory / OWN, json.loads(self.read(f"{OWN}.{RECORD}")))
+        record = self.read(f"{OWN}.{RECORD}")
+        return self._told(lambda: manifest_from(self._directory / OWN, json.loads(record)))
 
     def _found(self, buffers: Iterable[str], groups: Sequence[Sequence[str]]) -> Manifest:
         """Returns what can be known of a checkpoint that another program saved."""

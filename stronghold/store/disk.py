@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from stronghold.checkpoint_files.manifest import Manifest as Checkpoint
-from stronghold.checkpoint_files.manifest import UnitFileEntry
+from stronghold.checkpoint_files.manifest import UnitFileEntry, name_of
 from stronghold.device import Buffer, Device, Event, Stream, Wait, Waits
 from stronghold.errors import StoreError
 from stronghold.home import Home, Kind
@@ -322,7 +322,7 @@ def _record(number: int, home: Home) -> UnitRecord:
     return UnitRecord(
         file=f"{kind}-{number:05}.bin",
         name=home.name,
-        dtype=str(home.dtype).removeprefix("torch."),
+        dtype=name_of(home.dtype),
         shapes=[list(shape) for shape in home.shapes],
     )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import shutil
 import signal
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -257,6 +259,25 @@ def test_what_several_processes_have_the_first_writes() -> None:
     ]
 
 
+def test_what_is_written_is_synced_on_the_way(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, kind = of_kind()
+    first.steps(kind.batches(1))
+    lengths, fsync = [0], os.fsync
+
+    def noted(file: int) -> None:
+        lengths.append(os.fstat(file).st_size)
+        fsync(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", noted)
+        patch.setattr("stronghold.checkpoint.dcp_saving._SYNC_BYTES", 20_000)
+        first.save(tmp_path / "saved", format="dcp")
+    total = (tmp_path / "saved" / "__0_0.distcp").stat().st_size
+    until = lengths[: lengths.index(total) + 1]
+    assert total > 100_000
+    assert all(after - before < 60_000 for before, after in pairwise(until)), until
+
+
 @pytest.mark.parametrize("at", ["fsync", "write"])
 def test_a_full_disk_leaves_nothing(at: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, kind = of_kind()
@@ -340,6 +361,9 @@ def test_what_is_not_such_a_checkpoint_is_refused(tmp_path: Any, capsys: pytest.
         dcp.save(state, checkpoint_id=tmp_path / message)
         refused(message, tmp_path / message)
     moments["exp_avg_sq"] = kept
+    for record in ("{}", "no JSON", '{"format": 99}'):
+        dcp.save({**state, "stronghold": {"manifest": record}}, checkpoint_id=tmp_path / record)
+        refused("could not be read|must be of format", tmp_path / record)
     del state["model"]["layers.1.up.bias"]
     dcp.save(state, checkpoint_id=tmp_path / "less")
     refused(r"got no model\.layers\.1\.up\.bias", tmp_path / "less")
