@@ -7,7 +7,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=environment.sh
 . "$root/environment.sh"
-stronghold_environment pytest pytest_timeout xdist hypothesis nbclient ipykernel sklearn
+stronghold_environment pytest pytest_timeout xdist hypothesis nbclient ipykernel sklearn peft trl lightning bitsandbytes torchao datasets
 if [[ " $* " == *" --baselines "* ]]; then stronghold_baselines deepspeed ninja || exit 1; fi
 
 # The models of the tests are small: more threads than two only get into one another's way.

@@ -16,6 +16,7 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
   -m METHOD       what trains (default: stronghold), all from the same weights on the same batches:
                     stronghold          a window of layers on the device, the rest in RAM, or by --store on disk
                     megatron-lm         everything on the device
+                    megatron-lm-exact   the same in other rounding, to compare with
                     l2l                 one layer on the device at a time (Pudipeddi et al. 2020)
                     zero-offload        DeepSpeed's ZeRO 2 with its AdamW on the host
                     zero-infinity       DeepSpeed's ZeRO 3 with everything on the host, zero-infinity-nvme on disk
@@ -66,7 +67,7 @@ while (($#)); do
   case "$1" in
     --help) usage; exit 0 ;;
     -m | -l | -h | -b | -w | -p | -r | --micro-batches | --micro-batch | --seq | --steps | --lr | --dtype | --store | --clip | --states | --device | --results)
-      (($# > 1)) || fail "$1 needs a value; see --help"
+      (($# > 1)) && [[ -n "$2" ]] || fail "$1 needs a value; see --help"
       case "$1" in
         -m) method="$2" ;;
         -l) layers="$2" ;;
@@ -90,12 +91,13 @@ done
 # What can be known before anything is set up; the program itself checks the rest.
 methods="$(cd "$root/stronghold/methods" && printf '%s ' [a-z]*.py | sed 's/\.py//g; s/_/-/g')all"
 [[ " $methods " == *" $method "* ]] || fail "-m must be one of: $methods (got '$method')"
-whole() { [[ "$2" =~ ^[1-9][0-9]{0,8}$ ]] || fail "$1 must be a whole number of at least 1 (got '$2')"; }
+whole() { [[ "$2" =~ ^[1-9][0-9]{0,8}$ ]] || fail "$1 must be a whole number of at least 1 and at most 999999999 (got '$2')"; }
 whole -l "$layers"
 whole -h "$hidden"
 whole -b "$batch"
 whole -p "$stages"
 whole -r "$replicas"
+[[ -z "$micro_batches" ]] || whole --micro-batches "$micro_batches"
 [[ -z "$micro_batch" ]] || whole --micro-batch "$micro_batch"
 whole --seq "$seq"
 whole --steps "$steps"

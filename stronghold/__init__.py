@@ -1,7 +1,7 @@
 """Trains models larger than the device's memory: a window of layers on the device, the rest in RAM."""
 
 from stronghold import checkpoint
-from stronghold.offload import offload, report, trace, verify
+from stronghold.offload import close, offload, report, trace, verify, writing
 from stronghold.optim import AdamW
 from stronghold.parallel import pipeline, replicate
 from stronghold.pretrained import load, save
@@ -11,6 +11,7 @@ __all__ = [
     "AdamW",
     "__version__",
     "checkpoint",
+    "close",
     "load",
     "offload",
     "pipeline",
@@ -19,4 +20,5 @@ __all__ = [
     "save",
     "trace",
     "verify",
+    "writing",
 ]

@@ -25,6 +25,7 @@ def run_command(
     ``tell`` hears of an error, with the same, and returns its code. An interrupt, and a reader of the output who has
     gone, are none. What ``run`` gets has the ``arguments`` themselves, too.
     """
+    _open_missing()
     atexit.register(gc.freeze)  # what is left when the process ends is not searched for garbage, most of a second
     options = parser.parse_args(arguments)
     options.arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -39,6 +40,16 @@ def run_command(
         return FAILED
     except Exception as error:
         return tell(error, options)
+
+
+def _open_missing() -> None:
+    """Opens those of the standard streams that the process was started without, to nowhere.
+
+    Else the first files that it opens have their numbers, and libraries would print into them.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (until the process ends)
 
 
 def in_one_line(error: Exception) -> str:

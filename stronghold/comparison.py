@@ -15,7 +15,7 @@ from rich.console import Console
 
 from stronghold.command import WRONG_USAGE
 from stronghold.config import TrainSettings
-from stronghold.evaluation.agreement import comparison_notes, comparison_table
+from stronghold.evaluation.agreement import AGAIN, REFERENCE, comparison_notes, comparison_table
 from stronghold.evaluation.records import Record, append_record, describe_machine, read_records
 from stronghold.evaluation.runlog import check_run_folder
 from stronghold.evaluation.runs import LOG_NAME, read_run
@@ -39,11 +39,16 @@ def compare(settings: TrainSettings, arguments: Sequence[str], *, console: Conso
             raise ValueError(f"{name} is for one method at a time (got {value!r} with method='all'); leave it out")
     if settings.resume:
         raise ValueError("a comparison cannot be resumed (got resume=True with method='all'); begin a new one")
+    settings.check_outputs()
     records = []
     for method in METHODS:
         folder = Path(settings.out) / method
         check_run_folder(folder)
         console.print(f"\n{method}", style="bold", highlight=False)
+        if method == AGAIN:
+            console.print(
+                f"({REFERENCE} once more, in other rounding: verdicts heed what separates the two)", highlight=False
+            )
         error = _run([*arguments, *_own_arguments(settings, method, folder)], folder, console)
         record = _record(replace(settings, method=method, out=str(folder)), folder, error)
         shutil.rmtree(folder / "store", ignore_errors=True)  # memory of a process that has ended
@@ -113,7 +118,7 @@ def _run(arguments: Sequence[str], folder: Path, console: Console) -> str:
 
 @contextmanager
 def _started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Starts ``stronghold`` for the length of the block; it ends with the block, which SIGTERM interrupts."""
+    """Starts ``stronghold`` for the length of the block; it ends with the block, which SIGTERM and SIGHUP interrupt."""
     command = [sys.executable, "-m", "stronghold", *arguments]
     asked = running = False
 
@@ -123,7 +128,8 @@ def _started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         if running:  # before, an exception would leave a process that nobody knows
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in ending}
     try:
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -137,7 +143,8 @@ def _started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
                 process.terminate()
                 raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _record(settings: TrainSettings, folder: Path, error: str) -> Record:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-from stronghold.units import parse_bytes
+import psutil
+
+from stronghold.outputs import check_file, check_folder
+from stronghold.units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,15 @@ class OffloadSettings:
             raise ValueError(
                 f"store must be 'ram', the path of a directory, or a list of such paths (got {self.store!r})"
             )
+        for path in paths:
+            if path == "disk" or (path == "ram" and not isinstance(self.store, str)):
+                raise ValueError(
+                    f"store must be 'ram' alone, or directories on the disks to use (got {path!r} in "
+                    f"store={self.store!r}); pass one such as '/mnt/nvme/run1', or './{path}' for one of that name"
+                )
         named = [os.fspath(path) for path in paths]
+        if not isinstance(self.store, str) and named == ["ram"]:
+            named = [os.path.join(os.curdir, "ram")]  # a directory, where the text would be the word
         if not all(named) or len(set(map(os.path.realpath, named))) < len(named):
             raise ValueError(f"store must name each directory once (got {self.store!r})")
         object.__setattr__(self, "store", os.pathsep.join(named))
@@ -83,8 +95,9 @@ class ModelSettings:
 class DataSettings:
     """What to train on: the text at ``source``, or without one the Python standard library's own source.
 
-    ``tokenizer`` is a folder or a tokenizer.json; without one, bytes are tokens. ``held_out`` samples are kept
-    for a loss on text that was not trained on.
+    ``tokenizer`` is a folder, a tokenizer.json, or "bytes", which are then tokens themselves; without one it is that of
+    the model's folder, and of a reference GPT without any bytes. ``held_out`` samples are kept for a loss on text that
+    was not trained on.
     """
 
     source: str | None = None
@@ -99,12 +112,14 @@ class DataSettings:
 class OptimizerSettings:
     """AdamW and its schedule: the rate rises over ``warmup_steps`` to ``lr`` and falls, as a cosine, to a tenth.
 
+    It has fallen after ``decay_steps`` and stays there. Where either is None it is as :meth:`TrainSettings.begun` says.
     ``max_grad_norm`` clips the norm of all gradients; None leaves them. Parameters of fewer than two
     dimensions, biases and norms, do not decay. ``states``, ``update`` and ``nonfinite`` are as in ``stronghold.AdamW``.
     """
 
     lr: float = 3e-4
-    warmup_steps: int = 0
+    warmup_steps: int | None = 0
+    decay_steps: int | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -114,7 +129,9 @@ class OptimizerSettings:
     nonfinite: str = "raise"
 
     def __post_init__(self) -> None:
-        _check_whole("warmup_steps", self.warmup_steps, at_least=0)
+        for name, least in (("warmup_steps", 0), ("decay_steps", 1)):
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), at_least=least)
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be a positive number (got {self.lr}); pass one such as 3e-4")
         if not 0 <= self.weight_decay < math.inf:
@@ -158,6 +175,11 @@ class ParallelSettings:
                 f"micro_batches and schedule are of a model in stages (got micro_batches={self.micro_batches}, "
                 f"schedule={self.schedule!r} and one stage); pass stages, or micro_batch to have each layer take the "
                 "batch in parts"
+            )
+
+        if self.stages == 1 and self.balance != "layers":
+            raise ValueError(
+                f"balance is of a model in stages (got balance={self.balance!r} and one stage); pass stages"
             )
 
     @property
@@ -211,6 +233,7 @@ class TrainSettings:
         if not self.parallel.alone:
             self._check_parallel()
         _check_whole("sequence", self.sequence, at_least=2)
+        check_batch(self.batch, self.sequence)
         _check_whole("seed", self.seed, at_least=0)
         _check_one_of("dtype", self.dtype, ("fp32", "bf16"))
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
@@ -243,6 +266,33 @@ class TrainSettings:
                 f"multiple of {replicas}"
             )
 
+    def check_outputs(self) -> None:
+        """Raises ValueError for a place that the run is to write to and cannot. Leaves nothing there."""
+        check_folder("out", self.out)
+        if self.save is not None:
+            check_folder("save", self.save)
+            check_folder("save's parent", os.path.dirname(os.path.realpath(self.save)))  # it is written beside its name
+        for name in ("log", "record"):
+            if (path := getattr(self, name)) is not None:
+                check_file(name, path)
+
+    def begun(self, before: Mapping[str, Any] | None = None) -> TrainSettings:
+        """Returns these settings with the schedule of the learning rate in them, as far as it was left open.
+
+        It follows from the number of steps with which a run begins: a warm-up of a tenth of them, at most 100, and a
+        cosine until the last one. A run that goes on keeps it, however many steps it has now: ``before`` is what
+        :meth:`flat` told of it then.
+        """
+        steps = self.steps if before is None else before["steps"]  # an earlier version's has no decay_steps
+        known = {"warmup_steps": min(100, steps // 10), "decay_steps": steps, **(before or {})}
+        warmup, decay = self.optimizer.warmup_steps, self.optimizer.decay_steps
+        schedule = replace(
+            self.optimizer,
+            warmup_steps=known["warmup_steps"] if warmup is None else warmup,
+            decay_steps=known["decay_steps"] if decay is None else decay,
+        )
+        return replace(self, optimizer=schedule)
+
     def flat(self) -> dict[str, object]:
         """Returns every setting by its own name, as a record holds them; no two groups share a name."""
         groups = (self.model, self.data, self.optimizer, self.offload, self.parallel)
@@ -256,6 +306,18 @@ class TrainSettings:
 def _check_whole(name: str, value: int, *, at_least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"{name} must be a whole number of at least {at_least} (got {value!r}); pass one")
+    if value >= 2**63:
+        raise ValueError(f"{name} must be below 2**63 (got a number of {value.bit_length()} bits); pass a smaller one")
+
+
+def check_batch(batch: int, sequence: int) -> None:
+    """Raises ValueError where the ids of a step's samples alone are more than this machine's memory, swap included."""
+    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    if (needed := 8 * batch * sequence) > memory:
+        raise ValueError(
+            f"the ids of a batch, 8 bytes for each token, must fit the memory (got batch={batch}, sequence={sequence}, "
+            f"which is {format_bytes(needed)} of {format_bytes(memory)}); pass a smaller batch or a shorter sequence"
+        )
 
 
 def _check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from stronghold.config import ModelSettings
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.models.gpt_row import GPTRow
+from stronghold.outputs import check_file
 from stronghold.parallel.measuring import measure
 from stronghold.parallel.row import Row, SequentialRow
 from stronghold.parallel.table import partition_lines, partition_table, sizes_of
@@ -83,8 +84,10 @@ class PartitionSettings:
             raise ValueError(f"device {self.device!r} needs a GPU and a CUDA build of torch (got none); pass 'cpu'")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_bytes(self.memory))
-        if self.output is not None and (not Path(self.output).parent.is_dir() or Path(self.output).is_dir()):
-            raise ValueError(f"output must be a file in a folder that is there (got {self.output!r}); pass another")
+        if self.output is not None:
+            if not Path(self.output).absolute().parent.is_dir():
+                raise ValueError(f"output must be a file in a folder that is there (got {self.output!r}); pass another")
+            check_file("output", self.output)
 
 
 def partition_model(settings: PartitionSettings, console: Console) -> Partition:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stronghold.adapters import CONFIG as ADAPTER_CONFIG
+from stronghold.adapters import has_adapters, save_adapters
+from stronghold.data.tokenizer_files import is_tokenizer_file
 from stronghold.home import Home, home_of
 from stronghold.models.files import build, write_config
+from stronghold.offload.compiled import uncompiled
 from stronghold.offload.offload import offload
 from stronghold.tensor_files import TensorFileWriter
 from stronghold.units import parse_bytes
@@ -22,7 +26,15 @@ from stronghold.weights import Checkpoint, Group, from_model
 from stronghold.weights.checkpoint import INDEX, SINGLE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_REPLACED = ("*.safetensors", INDEX, "pytorch_model*", "config.json", "generation_config.json")
+_REPLACED = (
+    "*.safetensors",
+    INDEX,
+    "pytorch_model*",
+    "config.json",
+    "generation_config.json",
+    "adapter_model*",
+    ADAPTER_CONFIG,
+)
 """What saving replaces in a folder; the rest, such as a tokenizer, stays."""
 
 
@@ -80,28 +92,54 @@ def save(
     generation_config.json; a model without a configuration of transformers is written without those. What a
     parameter of several names is called, and names and shapes themselves, are what ``save_pretrained`` would choose.
 
+    Of a model with PEFT's adapters those are saved, as its ``save_pretrained`` saves them: adapter_model.safetensors
+    and adapter_config.json, of several adapters in a folder each. All adapters are in memory at a time.
+
     The folder appears, or changes, only when all of it is written: until then the new files are in a hidden one beside
     it. What else the folder held stays. Raises ValueError for a folder that holds something other than a
-    model, and OSError, naming the folder, where it cannot be written.
+    model, and for a part of a model with PEFT's adapters, and OSError, naming the folder, where it cannot be written.
     """
-    folder = Path(directory)
+    _save(model, Path(directory), dtype, max_shard_size)
+
+
+def save_with_tokenizer(model: nn.Module, directory: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
+    """Saves a model as :func:`save` does, with the tokenizer that it was trained with in the place of any other there.
+
+    ``write`` writes the tokenizer's files into a folder; it writes none for a model that was trained on bytes.
+    """
+    _save(model, Path(directory), None, "5GB", write)
+
+
+def _save(
+    model: nn.Module,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    write_tokenizer: Callable[[Path], None] | None = None,
+) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(
             f"dtype must be torch.float32, torch.bfloat16 or torch.float16 (got {dtype}); pass one of them"
         )
     limit = parse_bytes(max_shard_size)
     check_save_folder(folder)
-    outgoing = _Outgoing(model, dtype)
+    model = uncompiled(model)
+    outgoing = None if has_adapters(model) else _Outgoing(model, dtype)
     partial = folder.with_name(f".{folder.name}.partial")
     replaced = folder.with_name(f".{folder.name}.replaced")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write(outgoing, partial, limit)
-        write_config(model, partial, outgoing.dtype)
         if folder.exists():
-            _keep_others(folder, partial)
-        for written in partial.iterdir():
+            _keep_others(folder, partial, with_tokenizer=write_tokenizer is None)
+        if outgoing is None:
+            _write_adapters(model, partial, dtype)
+        else:
+            _write(outgoing, partial, limit)
+            write_config(model, partial, outgoing.dtype)
+        if write_tokenizer is not None:
+            write_tokenizer(partial)
+        for written in partial.rglob("*"):
             _sync(written)
         _sync(partial)
         if folder.exists():
@@ -119,7 +157,7 @@ def save(
 def check_save_folder(folder: str | os.PathLike[str]) -> None:
     """Raises ValueError if ``folder`` holds something other than a model, which saving would replace."""
     folder = Path(folder)
-    names = ("config.json", SINGLE, INDEX)
+    names = ("config.json", SINGLE, INDEX, ADAPTER_CONFIG)
     if folder.exists() and not (
         folder.is_dir() and (any((folder / name).is_file() for name in names) or not any(folder.iterdir()))
     ):
@@ -142,7 +180,7 @@ class _Item:
         """Returns what is written, in the dtype in which it is."""
         if self.home is None:
             return self.tensor.detach().to(self.dtype)
-        return self.home.settled_value(self.place, exact=self.home.dtype != self.dtype).to(self.dtype)
+        return self.home.settled_value(self.place, exact=self.home.dtypes[self.place] != self.dtype).to(self.dtype)
 
 
 class _Outgoing:
@@ -151,15 +189,7 @@ class _Outgoing:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         parameters = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
         self.dtype = dtype or next(iter(parameters), torch.float32)
-        self._items = {
-            name: _Item(
-                tensor,
-                dtype if dtype and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype,
-                home_of(tensor) if isinstance(tensor, nn.Parameter) else None,
-                tensor.__dict__.get("_place", 0),
-            )
-            for name, tensor in _saved(model)
-        }
+        self._items = {name: _item(tensor, dtype) for name, tensor in _saved(model)}
         if meta := [name for name, item in self._items.items() if item.tensor.is_meta]:
             raise ValueError(
                 f"parameters must have values to be saved ({meta[0]} is on the meta device); load it first"
@@ -190,6 +220,28 @@ class _Outgoing:
 
     def elements(self) -> int:
         return sum(item.tensor.numel() for item in self._items.values() if isinstance(item.tensor, nn.Parameter))
+
+
+def _item(tensor: Tensor, dtype: torch.dtype | None) -> _Item:
+    parameter = isinstance(tensor, nn.Parameter)
+    return _Item(
+        tensor,
+        dtype if dtype and parameter and tensor.is_floating_point() else tensor.dtype,
+        home_of(tensor) if isinstance(tensor, nn.Parameter) else None,
+        tensor.__dict__.get("_place", 0),
+    )
+
+
+def _write_adapters(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+    read: dict[int, _Item] = {}
+
+    def value(tensor: Tensor) -> Tensor:
+        item = read[id(tensor)] = _item(tensor, dtype)
+        return item.value()
+
+    save_adapters(model, folder, value, dtype)
+    for home in {item.home for item in read.values() if item.home is not None}:
+        home.drop()
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -250,10 +302,10 @@ def _bytes(announced: tuple[torch.dtype, torch.Size]) -> int:
     return announced[0].itemsize * announced[1].numel()
 
 
-def _keep_others(folder: Path, partial: Path) -> None:
-    """Puts what ``folder`` holds beside a model, such as a tokenizer, into ``partial`` too."""
+def _keep_others(folder: Path, partial: Path, *, with_tokenizer: bool) -> None:
+    """Puts what ``folder`` holds beside a model, also a tokenizer where it is wanted, into ``partial`` too."""
     for path in folder.iterdir():
-        if any(path.match(pattern) for pattern in _REPLACED):
+        if any(path.match(pattern) for pattern in _REPLACED) or (is_tokenizer_file(path) and not with_tokenizer):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, partial / path.name, symlinks=True)

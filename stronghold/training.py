@@ -3,14 +3,14 @@
 import math
 import os
 import resource
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TextIO, cast
 
 import torch
 from rich.console import Console
@@ -18,11 +18,19 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from stronghold.checkpoint.run import RunCheckpoints
-from stronghold.command import INTERRUPTED
-from stronghold.config import DataSettings, OptimizerSettings, TrainSettings
+from stronghold.config import OptimizerSettings, TrainSettings
 from stronghold.data.batches import Batches
 from stronghold.data.text import read_documents, standard_library
-from stronghold.data.tokens import BYTES, ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, tokenize
+from stronghold.data.tokenizer_files import has_tokenizer, write_files
+from stronghold.data.tokens import (
+    BYTES,
+    BYTES_NAME,
+    ByteTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    tokenize,
+)
 from stronghold.device import Timeline, limit_memory
 from stronghold.errors import ParallelError, StrongholdError
 from stronghold.evaluation.progress import StepDisplay
@@ -35,8 +43,8 @@ from stronghold.methods import Prepared, find_method
 from stronghold.methods.parallel import join, records_of
 from stronghold.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.models.gpt import GPT, GPTConfig
-from stronghold.offload import Company
-from stronghold.pretrained import check_save_folder, save
+from stronghold.pretrained import check_save_folder, save_with_tokenizer
+from stronghold.stops import Output, Stop, taking_signals
 from stronghold.units import format_bytes, format_count
 from stronghold.weights import Weights
 
@@ -57,17 +65,20 @@ class Outcome:
     summary: Summary
     interrupted: bool
     saved: str | None
+    exit_code: int
 
 
 def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome:
     """Trains as ``settings`` say, and shows it on ``console``.
 
-    SIGINT and SIGTERM end it after the step under way, with the model saved, and a checkpoint where such are kept;
-    a second one ends the process at once. Raises ValueError or StrongholdError for settings, data and checkpoints
-    that do not fit, before anything is trained or written; TrainingError for a step that fails, OSError for a file
-    that cannot be written.
+    SIGINT, SIGTERM and SIGHUP end it after the step under way, with the model saved, and a checkpoint where such are
+    kept, and so it ends when nobody reads the standard output any more; a second SIGINT or SIGTERM ends the process at
+    once. Raises ValueError or StrongholdError for settings, data and checkpoints that do not fit, and for places that
+    cannot be written, before anything is trained or written; TrainingError for a step that fails, OSError for a file
+    that cannot be written any more.
     """
-    console = console or Console()
+    stop = Stop()
+    console = console or Console(file=cast(TextIO, Output(stop)))
     method = find_method(settings.method)
     settings, company = join(settings)
     run = settings  # whose records these are: of process 0 for the model, of every other one for itself
@@ -75,15 +86,18 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         run, console = records_of(company.rank, settings), Console(quiet=True)
     if isinstance(settings.device_limit, int):
         limit_memory(settings.device, settings.device_limit)
-    save_folder = run.save or os.path.join(run.out, "model")
+    save_folder = os.path.join(run.out, "model") if run.save is None else run.save
+    run.check_outputs()
     check_save_folder(save_folder)
     if not settings.resume:
         check_run_folder(run.out)
     checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True, markup=False), company)
+    settings = checkpoints.settings
     torch.manual_seed(settings.seed)
     model, weights = _build_model(settings, console)
-    batches = _load_batches(settings, model, console)
-    prepared = method.prepare(model, settings, checkpoints.open(weights, batches))
+    tokenizer = _load_tokenizer(settings, model)
+    batches = _load_batches(settings, tokenizer, console)
+    prepared = method.prepare(model, settings, checkpoints.open(weights, batches, tokenizer))
     scheduler = _scheduler(prepared.optimizer, settings)
     checkpoints.begin(prepared.model, prepared.optimizer, scheduler)
     report = prepared.report()
@@ -100,7 +114,8 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         start["placement"] = {name: getattr(report, name) for name in ("window", "resident", "device_bytes")}
     after = checkpoints.step if settings.resume else None
     timelines: list[Timeline] = []
-    with _stops(company) as stop, RunLog(run.out, text=run.log, after=after) as log:
+    signals = taking_signals(stop, first=company.rank == 0, alone=company.count == 1)
+    with signals, RunLog(run.out, text=run.log, after=after) as log:
         log.start(start)
         steps, done = log.steps, checkpoints.step
         with StepDisplay(console, settings.steps) as display:
@@ -108,7 +123,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
                 steps.append(record)
                 log.step(record)
                 display.step(record)
-                done, stopped = record["step"], prepared.agreed(stop.is_set())
+                done, stopped = record["step"], prepared.agreed(stop.asked)
                 if checkpoints.due(done, last=stopped or done == settings.steps):
                     _save_checkpoint(checkpoints, done, log)
                 if stopped:
@@ -139,7 +154,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
             )
         saved = save_folder if prepared.saves and (interrupted or run.save) else None
         if saved is not None:
-            save(model, saved)
+            save_with_tokenizer(model, saved, partial(write_files, tokenizer.files))
             console.print(f"model saved in {saved}", soft_wrap=True)
         held_out_loss = None if interrupted else _held_out_loss(prepared, batches)
         summary = summarize(start, steps, held_out_loss=held_out_loss)
@@ -154,7 +169,8 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         append_record(run.record, {**start, **found})
     console.print(prepared.report())
     console.print(table("summary", summary.rows()))
-    return Outcome(summary=summary, interrupted=interrupted, saved=saved)
+    exit_code = stop.exit_code if interrupted else 0
+    return Outcome(summary=summary, interrupted=interrupted, saved=saved, exit_code=exit_code)
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup_steps: int) -> float:
@@ -203,9 +219,8 @@ def _build_model(settings: TrainSettings, console: Console) -> tuple[nn.Module, 
     return read, weights
 
 
-def _load_batches(settings: TrainSettings, model: nn.Module, console: Console) -> Batches:
+def _load_batches(settings: TrainSettings, tokenizer: Tokenizer, console: Console) -> Batches:
     data = settings.data
-    tokenizer = _load_tokenizer(data, model)
     documents = standard_library() if data.source is None else read_documents(data.source)
     batches = Batches(
         tokenize(documents, tokenizer),
@@ -222,18 +237,30 @@ def _load_batches(settings: TrainSettings, model: nn.Module, console: Console) -
     return batches
 
 
-def _load_tokenizer(data: DataSettings, model: nn.Module) -> Tokenizer:
+def _load_tokenizer(settings: TrainSettings, model: nn.Module) -> Tokenizer:
+    """Returns the tokenizer that is asked for, by default the model's own. Raises ValueError where there is none."""
+    wanted, path = settings.data.tokenizer, settings.model.path
     separator = model.config.separator if isinstance(model, GPT) else None
-    if data.tokenizer is None:
+    if wanted is None and path is not None:
+        folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+        if has_tokenizer(Path(folder)):
+            wanted = folder
+        elif not isinstance(model, GPT):
+            raise ValueError(
+                f"a model is trained on the ids of its own tokenizer (got none in {folder!r}); pass tokenizer, the "
+                f"folder that has it, or {BYTES_NAME!r} to train on bytes"
+            )
+    if wanted is None or wanted == BYTES_NAME:
         tokenizer: Tokenizer = ByteTokenizer(BYTES if separator is None else separator)
     else:
-        tokenizer = load_tokenizer(data.tokenizer, separator=separator)
+        tokenizer = load_tokenizer(wanted, separator=separator)
     check_vocabulary(tokenizer, vocabulary_of(model))
     return tokenizer
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, settings: TrainSettings) -> LambdaLR:
-    steps, warmup_steps = settings.steps, settings.optimizer.warmup_steps
+    steps, warmup_steps = settings.optimizer.decay_steps, settings.optimizer.warmup_steps
+    assert steps is not None and warmup_steps is not None
     return LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps=steps, warmup_steps=warmup_steps))
 
 
@@ -329,33 +356,3 @@ def _held_out_loss(prepared: Prepared, batches: Batches) -> float | None:
         total += prepared.loss(batch).item() * len(batch)
     prepared.model.train()
     return total / batches.held_out_samples
-
-
-@contextmanager
-def _stops(company: Company) -> Iterator[threading.Event]:
-    """Gives an event that the first SIGINT or SIGTERM sets; the second ends the process at once.
-
-    A launcher passes on to its processes what the terminal has sent them already: within a second that is the first.
-    """
-    stop = threading.Event()
-    first_s = 0.0
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # only the main thread may take signals
-        return
-
-    def take(number: int, _: Any) -> None:
-        nonlocal first_s
-        if not stop.is_set():
-            stop.set()
-            first_s = time.monotonic()
-            if company.rank == 0:  # print is not safe in a handler
-                os.write(2, b"\nending after this step; once more to quit at once\n")
-        elif company.count == 1 or time.monotonic() - first_s > 1:
-            os._exit(INTERRUPTED)
-
-    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -87,9 +87,11 @@ class ThreadReplicas:
         if not common:  # in what they have in common is what the first one has put there
             values.copy_(self.everyone(values.clone())[0])
 
-    def agree(self, done: object, *, here: bool = False) -> None:
+    def agree(self, done: object, *, here: bool = False, batch: int = 0) -> tuple[int, int]:
         if len(set(map(repr, self.everyone(done)))) > 1:
             raise ParallelError("replicas must compute the same")
+        batches = self.everyone(batch)
+        return min(batches), max(batches)
 
     def sum(self, value: float) -> float:
         return sum(self.everyone(value))

@@ -274,3 +274,20 @@ def test_writing(write: Callable[[nn.Module], None], window: int, dtype: torch.d
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     compare(CASES["gpt"], dtype, visit, block=64 if write in (through_a_view, through_detached) else 1, window=window)
+
+
+def test_pruning_and_loading_what_is_there_keeps_bf16_finite() -> None:
+    """Found by random sequences: the zero that ``p.data`` wrote unseen kept its old remainder and became NaN."""
+    case = CASES["llama"]
+    model, optimizer = offloaded(case, window=2, dtype=torch.bfloat16)
+    for batch in case.batches(2):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.data.mul_(torch.rand(parameter.shape) > 0.5)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    model(**case.batches(1)[0]).loss.backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.isfinite(parameter).all(), name

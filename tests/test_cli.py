@@ -173,16 +173,16 @@ def test_train_then_plot(capsys, text, tmp_path):
 
 def test_resume_goes_on_and_tells_what_it_skipped(capsys, text, tmp_path):
     run = tmp_path / "o"
-    command = ["train", *TINY, "--data", text, "--device", "cpu", "--warmup", "1", "--out", str(run)]
+    command = ["train", *TINY, "--data", text, "--device", "cpu", "--out", str(run)]
     command += ["--checkpoint-every", "2", "--resume"]
     assert cli.main([*command, "--steps", "4"]) == 0
     assert "yet: beginning with step 1" in capsys.readouterr().out
     (run / "checkpoints" / "step-000004" / "manifest.json").unlink()
-    assert cli.main([*command, "--steps", "6"]) == 0
+    assert cli.main([*command, "--steps", "60"]) == 0  # a tenth of which would be another warm-up
     shown = capsys.readouterr().out
     assert "skipped " in shown and "step-000004: a checkpoint must be a directory with a manifest.json" in shown
-    assert [step["step"] for step in read_run(run).steps] == [1, 2, 3, 4, 5, 6]
-    error, code = refuse(capsys, *command, "--steps", "8", "--seed", "3")
+    assert [step["step"] for step in read_run(run).steps] == list(range(1, 61))
+    error, code = refuse(capsys, *command, "--steps", "80", "--seed", "3")
     assert "got seed=3, which was 0" in error
     assert code == 2
 
@@ -309,13 +309,18 @@ def run_sh(*arguments):
     [
         (["-m", "magic"], f"-m must be one of: {' '.join(sorted(METHODS))} all (got 'magic')"),
         (["-m", "../x"], f"-m must be one of: {' '.join(sorted(METHODS))} all (got '../x')"),
-        (["-l", "none"], "-l must be a whole number of at least 1 (got 'none')"),
-        (["-b", "0"], "-b must be a whole number of at least 1 (got '0')"),
+        (["-l", "none"], "-l must be a whole number of at least 1 and at most 999999999 (got 'none')"),
+        (["-b", "0"], "-b must be a whole number of at least 1 and at most 999999999 (got '0')"),
         (["-l", "2", "-w", "3"], "-w must not be more than the layers (got -w 3, -l 2)"),
-        (["--micro-batch", "0"], "--micro-batch must be a whole number of at least 1 (got '0')"),
+        (["--micro-batch", "0"], "--micro-batch must be a whole number of at least 1 and at most 999999999 (got '0')"),
         (["--dtype", "fp8"], "--dtype must be fp32 or bf16 (got 'fp8')"),
         (["--steps"], "--steps needs a value"),
         (["--bogus"], "unknown option '--bogus'"),
+        *(
+            ([option, ""], f"{option} needs a value")
+            for option in ("-m", "-l", "--lr", "--store", "--clip", "--results")
+        ),
+        (["-b", str(10**21)], f"-b must be a whole number of at least 1 and at most 999999999 (got '{10**21}')"),
     ],
 )
 def test_run_sh_refuses_in_one_line_with_exit_code_2(arguments, message):
@@ -324,6 +329,13 @@ def test_run_sh_refuses_in_one_line_with_exit_code_2(arguments, message):
     assert result.stderr.startswith(f"run.sh: error: {message}")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_run_sh_refuses_a_folder_of_results_that_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    result = run_sh("-l", "2", "-h", "32", "-w", "1", "--steps", "1", "--results", str(tmp_path / "file" / "below"))
+    assert result.returncode == 2
+    assert "out must be a folder that can be written" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_run_sh_runs_the_main_job_and_leaves_its_log(tmp_path):

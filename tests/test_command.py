@@ -68,6 +68,28 @@ def test_a_reader_who_has_gone_is_no_error(lines):
         assert process.wait() == FAILED
 
 
+CLOSED = """
+import argparse, os, sys
+from stronghold.command import run_command
+
+def run(options):
+    print("to nobody")
+    sys.stdin.read()
+    os.write(3, b"%d" % os.open(os.devnull, os.O_RDONLY))
+    return 0
+
+parser = argparse.ArgumentParser()
+parser.set_defaults(run=run)
+sys.exit(run_command(parser, [], None))
+"""
+
+
+def test_streams_that_are_closed_from_the_beginning_lead_nowhere(tmp_path):
+    command = f"exec {sys.executable} -c '{CLOSED}' 3>{tmp_path}/number <&- >&- 2>{tmp_path}/told"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0, (tmp_path / "told").read_text()
+    assert int((tmp_path / "number").read_text()) > 2, "a file has the number of a standard stream"
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [

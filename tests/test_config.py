@@ -1,8 +1,12 @@
 """The settings of a training run: what is refused, and how they are recorded."""
 
+from pathlib import Path
+
 import pytest
 
+import stronghold
 from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
+from tests.small import Residual
 
 
 @pytest.mark.parametrize(
@@ -24,6 +28,7 @@ from stronghold.config import DataSettings, ModelSettings, OffloadSettings, Opti
         (OptimizerSettings, {"weight_decay": -0.1}, "weight_decay must be 0 or a positive number"),
         (OptimizerSettings, {"max_grad_norm": 0.0}, "max_grad_norm must be a positive number, or None"),
         (OptimizerSettings, {"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0"),
+        (OptimizerSettings, {"decay_steps": 0}, "decay_steps must be a whole number of at least 1 \\(got 0\\)"),
         (OptimizerSettings, {"update": "later"}, "update must be 'deferred' or 'in_backward'"),
         (OptimizerSettings, {"nonfinite": "ignore"}, "nonfinite must be 'raise' or 'skip'"),
         (
@@ -59,3 +64,37 @@ def test_every_setting_is_recorded_by_its_own_name():
     names = [name for group in groups for name in vars(group)]
     assert len(set(names)) == len(names)
     assert set(flat) == {*names, *vars(settings)} - {"model", "data", "optimizer", "offload", "parallel"}
+
+
+def test_the_command_lines_word_for_a_directory_of_the_run_names_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for store in ("disk", ["disk"], [tmp_path, "disk"], ["ram"], ["ram", tmp_path]):
+        with pytest.raises(ValueError, match=r"store must be 'ram' alone, or directories .* or './(disk|ram)'"):
+            OffloadSettings(store=store)
+    for store, directories in (
+        ("./disk", ["./disk"]),
+        (Path("disk"), ["disk"]),
+        ("./ram", ["./ram"]),
+        (Path("ram"), ["./ram"]),
+        ([Path("ram")], ["./ram"]),
+        ("ram", []),
+    ):
+        assert OffloadSettings(store=store).directories == directories
+    with pytest.raises(ValueError, match="store must be 'ram' alone"):
+        stronghold.offload(Residual(), store="disk", device="cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_schedule_that_is_left_open_is_of_the_steps_a_run_begins_with():
+    def schedule(before=None, steps=300, **given):
+        settings = TrainSettings(out="x", steps=steps, optimizer=OptimizerSettings(**given)).begun(before)
+        return settings.optimizer.warmup_steps, settings.optimizer.decay_steps
+
+    assert schedule() == (0, 300)
+    assert schedule(warmup_steps=None) == (30, 300)
+    assert schedule(warmup_steps=None, steps=5000) == (100, 5000)
+    assert schedule(warmup_steps=7, decay_steps=9) == (7, 9)
+    began = {"steps": 50, "warmup_steps": 4, "decay_steps": 40}
+    assert schedule(began, warmup_steps=None) == (4, 40)
+    assert schedule(began, warmup_steps=5) == (5, 40)
+    assert schedule({"steps": 50, "warmup_steps": 4}, warmup_steps=None) == (4, 50)

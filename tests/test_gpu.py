@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
+import warnings
 
 import pytest
 import torch
 
 import stronghold
 from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.offload import engine_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,6 +33,24 @@ def _exact_arithmetic():
     torch.use_deterministic_algorithms(False)
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def take_workspaces() -> int:
+    """Has cuBLAS take the workspaces that it keeps; returns what a product takes beside them while it runs.
+
+    It keeps one for each thread that computes, the caller's and autograd's, of some 32 MiB on a Hopper. They are
+    PyTorch's own, in no report, and come from the allocator whose peak is measured.
+    """
+    linear, x = torch.nn.Linear(1024, 1024, device="cuda"), torch.ones(8, 1024, device="cuda")
+    for _ in range(2):
+        (linear(x).square().sum() + (x @ linear.weight).sum()).backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        linear(x)
+        torch.bmm(x[None], linear.weight[None])
+    return torch.cuda.max_memory_allocated() - before
 
 
 def train(
@@ -139,6 +160,7 @@ def test_resident_layers_stay_out_of_a_step_that_is_not_finite():
 def test_resident_auto_keeps_to_device_memory(states):
     torch.manual_seed(0)
     budget = 200 * 2**20
+    transient = take_workspaces()
     model = GPT(GPTConfig(layers=8, hidden=1024, heads=16, sequence=16, vocabulary=127))
     gc.collect()
     torch.cuda.empty_cache()
@@ -155,12 +177,13 @@ def test_resident_auto_keeps_to_device_memory(states):
         optimizer.step()
         optimizer.zero_grad()
     # An update on the device works on parts of 4 Mi elements at a time.
-    assert torch.cuda.max_memory_allocated() - before <= budget + 8 * 4 * 2**22
+    assert torch.cuda.max_memory_allocated() - before <= budget + 8 * 4 * 2**22 + transient
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_peak_device_memory_is_what_report_promised(window):
     """With next to no activations the peak is slots, gradient slots and edges, to within 2 %."""
+    transient = take_workspaces()
     gc.collect()
     torch.cuda.empty_cache()
     torch.manual_seed(0)
@@ -178,14 +201,16 @@ def test_peak_device_memory_is_what_report_promised(window):
     # Beside what is promised, autograd holds one parameter's gradient until it is in its slot.
     one_gradient = max(p.numel() * 4 for p in model.parameters())
     peak = torch.cuda.max_memory_allocated() - before
-    assert promised <= peak <= 1.02 * promised + one_gradient
+    assert promised <= peak <= 1.02 * promised + one_gradient + transient
 
 
 def test_host_memory_is_what_report_promised_and_pinned_to_the_byte():
     torch.manual_seed(0)
     model = GPT(SMALL)
-    stronghold.offload(model, window=2, device="cuda")
-    optimizer = stronghold.AdamW(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # what the system does not let be pinned is said so
+        stronghold.offload(model, window=2, device="cuda")
+        optimizer = stronghold.AdamW(model.parameters())
     promised = stronghold.report(model)
     tokens = torch.zeros(2, 64, dtype=torch.long, device="cuda")
     for _ in range(3):
@@ -196,8 +221,46 @@ def test_host_memory_is_what_report_promised_and_pinned_to_the_byte():
     assert after.pinned_host_bytes == promised.pinned_host_bytes
     assert after.pageable_host_bytes == promised.pageable_host_bytes
     weights = sum(p.numel() * 4 for p in model.parameters())
-    if promised.pinned_host_bytes:  # weights, gradients, and the staging of two layers
-        assert promised.pinned_host_bytes <= 1.01 * weights * (2 + 2 / SMALL.layers)
+    # Weights, gradients, and the staging of two layers.
+    assert 2 * weights <= promised.pinned_host_bytes <= 1.01 * weights * (2 + 2 / SMALL.layers)
+    for home in engine_of(model).homes:  # PyTorch asks the driver
+        assert all(weight.is_pinned() for weight in home.weight), home.name
+        assert all(home.gradients.view(home.gradients.buffer, place).is_pinned() for place in home.gradients.places)
+
+
+def test_memory_is_unpinned_in_a_thread_that_has_no_context():
+    from stronghold.device import cuda
+
+    held, kept = [stronghold.device.open_device("cuda").host_buffer(2**20)], len(cuda._kept)
+    assert held[0].pinned
+    assert held[0].flat.is_pinned()
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert held == []
+    assert len(cuda._kept) == kept, "the driver did not let go of it"
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host"])
+def test_a_model_that_goes_amid_a_prefetch_leaves_the_device_whole(activations):
+    """What is allocated behind it must not be written by copies that were under way."""
+    expected, _ = train(3, window=1, activations=activations)
+    for _ in range(5):
+        torch.manual_seed(0)
+        model = stronghold.offload(GPT(SMALL), device="cuda", window=1, activations=activations)
+        optimizer = stronghold.AdamW(model.parameters())
+        tokens = torch.zeros(4, 128, dtype=torch.long, device="cuda")
+        model(tokens, labels=tokens).loss.backward()
+        torch.cuda._sleep(50_000_000)  # copies wait for the computation
+        optimizer.step()
+        del model, optimizer
+        gc.collect()
+        new = [torch.full((2**18,), 7.0, device="cuda") for _ in range(64)]
+        torch.cuda.synchronize()
+        assert all(bool((one == 7.0).all()) for one in new)
+        del new
+    again, _ = train(3, window=1, activations=activations)
+    assert again == expected
 
 
 def test_copies_run_under_compute(tmp_path):

@@ -13,6 +13,7 @@ ROOMS = {
     "stripes": 1,
     "errors": 0,
     "layout": 0,
+    "outputs": 0,
     "spans": 0,
     "units": 0,
     "version": 0,
@@ -20,7 +21,9 @@ ROOMS = {
     "config": 1,
     "native": 1,
     "split": 1,
+    "stops": 2,
     "weights": 1,
+    "adapters": 2,
     "tensor_files": 2,
     "checkpoint_files": 2,
     "device": 1,
@@ -38,6 +41,7 @@ ROOMS = {
     "pretrained": 6,
     "parallel": 6,
     "methods": 7,
+    "trainer": 7,
     "comparison": 8,
     "planning": 8,
     "training": 8,
@@ -46,7 +50,7 @@ ROOMS = {
 EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above every room
 # Everything else works on any nn.Module.
 MAY_IMPORT_MODELS = {"models", "methods", "pretrained", "planning", "training", "cli"}
-EVALUATION_MAY_IMPORT = {"evaluation", "errors", "spans", "units", "command", "config"}  # never the engine
+EVALUATION_MAY_IMPORT = {"evaluation", "errors", "outputs", "spans", "units", "command", "config"}  # never the engine
 PURE = {"schedule", "plan"}  # decisions over numbers, without torch
 MAY_READ_ENVIRONMENT = {"cli", "__main__", "parallel"}  # torchrun speaks to its processes by the environment alone
 

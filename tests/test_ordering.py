@@ -281,7 +281,7 @@ def test_replicas_wait_for_one_another(kind, method, setting, monkeypatch):
     """Takes their meetings away, behind an update or a backward pass: what a late replica brings is then missing."""
     expected = undelayed(setting)
     took = []
-    monkeypatch.setattr(kind, method, lambda self, *_, **__: took.append(self))
+    monkeypatch.setattr(kind, method, lambda self, *_, **__: took.append(self) or (0, 0))
     late = [DelayedDevice(seed, updates=2e-2, gradients=2e-2) for seed in range(3)]
     assert any(train(device, **SETTINGS[setting]) != expected for device in late)
     assert took

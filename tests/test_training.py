@@ -135,7 +135,7 @@ def test_weights_and_losses_are_the_same_wherever_the_layers_are(settings, tmp_p
         run(dataclasses.replace(wanted, save=str(tmp_path / f"{name}-saved")))
         losses.append([step["loss"] for step in read_run(tmp_path / name).steps])
     assert losses[0] == losses[1]
-    assert any((tmp_path / "store").iterdir())
+    assert not (tmp_path / "store").exists(), "it was memory, and went with the model"
     states = [load_model(tmp_path / f"{name}-saved")[0].state_dict() for name in "ab"]
     assert all(torch.equal(one, states[1][name]) for name, one in states[0].items())
 
@@ -200,8 +200,9 @@ def test_a_saved_gpt_and_a_transformers_config_are_trained(settings, tmp_path):
     ).save_pretrained(tmp_path / "llama")
     for name in ("gpt", "llama"):
         model = ModelSettings(path=str(tmp_path / name))
+        data = dataclasses.replace(settings.data, tokenizer=None if name == "gpt" else "bytes")
         wanted = dataclasses.replace(
-            settings, model=model, out=str(tmp_path / f"{name}-run"), save=str(tmp_path / f"{name}-saved")
+            settings, model=model, data=data, out=str(tmp_path / f"{name}-run"), save=str(tmp_path / f"{name}-saved")
         )
         outcome, shown = run(wanted)
         assert outcome.summary.last_loss < outcome.summary.first_loss - 0.5, name
@@ -211,6 +212,84 @@ def test_a_saved_gpt_and_a_transformers_config_are_trained(settings, tmp_path):
         assert saved.config.to_dict()["use_cache"] if name == "llama" else saved.config.layers == 2
     with pytest.raises(ValueError, match=r"got sequence=64, the model of .*llama' takes 32"):
         run(dataclasses.replace(wanted, sequence=64, out=str(tmp_path / "new")))
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """The folder of a Llama with a tokenizer of words, and a text of those."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<unk>", "</s>", *map(str, range(90))]
+    tokenizer = Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path / "llama")
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config = LlamaConfig(**shape, num_key_value_heads=2, vocab_size=92, max_position_embeddings=32)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    (tmp_path / "words.txt").write_text(" ".join(str(number % 90) for number in range(2000)))
+    return tmp_path / "llama"
+
+
+def test_a_model_is_trained_on_its_own_tokenizer_which_goes_where_it_goes(settings, llama, tmp_path):
+    from transformers import AutoTokenizer
+
+    (tmp_path / "saved").mkdir()  # which holds another model with another tokenizer
+    for name in ("config.json", "vocab.txt", "notes.txt"):
+        (tmp_path / "saved" / name).write_text("{}")
+    ids = AutoTokenizer.from_pretrained(llama).encode("7 8 89 elephants")
+    assert ids == [9, 10, 91, 0]
+    data = DataSettings(source=str(tmp_path / "words.txt"))
+    wanted = dataclasses.replace(settings, model=ModelSettings(path=str(llama)), data=data, steps=2)
+    _, shown = run(dataclasses.replace(wanted, save=str(tmp_path / "saved")))
+    assert f"words.txt, {llama}: 62 samples of 32 tokens" in shown
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("7 8 89 elephants") == ids
+    assert (tmp_path / "saved" / "notes.txt").exists() and not (tmp_path / "saved" / "vocab.txt").exists()
+
+    again = dataclasses.replace(wanted, model=ModelSettings(path=str(tmp_path / "saved")), out=settings.out + "-2")
+    _, shown = run(dataclasses.replace(again, save=str(tmp_path / "saved")))  # over the model that is trained
+    assert "62 samples of 32 tokens" in shown
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("7 8 89 elephants") == ids
+    (llama / "config.json").rename(llama / "begin.json")
+    _, shown = run(
+        dataclasses.replace(wanted, model=ModelSettings(path=str(llama / "begin.json")), out=wanted.out + "3")
+    )
+    assert "initialised anew" in shown and "62 samples of 32 tokens" in shown
+
+
+def test_bytes_are_asked_for_and_leave_no_tokenizer_beside_the_model(settings, llama, tmp_path):
+    wide = str(tmp_path / "wide")
+    fitting = GPT(GPTConfig(sequence=32, **SHAPE))
+    save(fitting, wide)
+    (Path(wide) / "tokenizer.json").write_bytes((llama / "tokenizer.json").read_bytes())
+    wanted = dataclasses.replace(settings, model=ModelSettings(path=wide), steps=1, save=wide)
+    _, shown = run(dataclasses.replace(wanted, data=dataclasses.replace(settings.data, tokenizer="bytes")))
+    assert "text.txt, bytes: " in shown
+    assert not (Path(wide) / "tokenizer.json").exists()
+    _, shown = run(dataclasses.replace(wanted, out=settings.out + "-2"))
+    assert "text.txt, bytes: " in shown
+
+
+def test_the_reference_gpt_takes_a_tokenizers_file_and_keeps_it(settings, llama, tmp_path):
+    data = DataSettings(source=str(tmp_path / "words.txt"), tokenizer=str(llama / "tokenizer.json"))
+    run(dataclasses.replace(settings, data=data, steps=1, save=str(tmp_path / "saved")))
+    again = ModelSettings(path=str(tmp_path / "saved"))
+    data = dataclasses.replace(data, tokenizer=None)
+    _, shown = run(dataclasses.replace(settings, model=again, data=data, steps=1, out=settings.out + "-2"))
+    assert f"words.txt, {tmp_path / 'saved'}: 62 samples" in shown
+
+
+def test_a_model_without_a_tokenizer_or_with_a_larger_one_is_refused(settings, llama):
+    wanted = dataclasses.replace(settings, model=ModelSettings(path=str(llama)))
+    with pytest.raises(ValueError, match=r"model's vocabulary.*ids up to 256 from 'bytes'"):
+        run(dataclasses.replace(wanted, data=dataclasses.replace(settings.data, tokenizer="bytes")))
+    for file in llama.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"its own tokenizer \(got none in '.*llama'\); pass tokenizer.*or 'bytes'"):
+        run(wanted)
+    assert not os.path.exists(settings.out)
 
 
 def test_a_tokenizer_that_the_model_has_no_rows_for_is_refused_before_anything_is_written(settings):

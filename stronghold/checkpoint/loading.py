@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint.in_place import check_in_place, load_in_place
 from stronghold.checkpoint.plain import from_plain
-from stronghold.checkpoint.random_states import put_random_states
+from stronghold.checkpoint.random_states import check_random_states, put_random_states
 from stronghold.checkpoint.unit_loading import load_buffers, load_unit
 from stronghold.checkpoint.units import (
     Format,
@@ -29,9 +30,9 @@ from stronghold.checkpoint_files.manifest import Manifest, UnitFileEntry, name_o
 from stronghold.checkpoint_files.reader import Checkpoint
 from stronghold.checkpoint_files.reader import verify as verify_files
 from stronghold.errors import CheckpointError
-from stronghold.offload import Engine
+from stronghold.offload import Engine, uncompiled
 from stronghold.optim import AdamW
-from stronghold.optim.groups import check_group
+from stronghold.optim.groups import check_saved_group, check_saved_step, is_number
 
 if TYPE_CHECKING:
     from stronghold.checkpoint_files.dcp import DistributedCheckpoint
@@ -56,7 +57,8 @@ def load(
     is bounded by one tensor beside the model. Gradients are left as they are, and so is a scheduler that is not passed.
 
     With ``verify`` every byte is read and compared with its checksum before anything changes, and again when it is
-    loaded; without it, only then, and a damaged file leaves the model half loaded, which the error says.
+    loaded; without it, only then, and a damaged file leaves the model half loaded, which the error says. So it is with
+    moments that no update can have left, such as NaN.
 
     In the directory of the model's own store, reopened or saved in place and not changed since, what is on disk was
     verified and stays where it is, and only what belongs in memory is read. A directory that another run has open is
@@ -72,6 +74,7 @@ def load(
     to be loaded in place into a store that is placed otherwise.
     """
     check_format(format)
+    model = uncompiled(model)
     engine = engine_for(model, optimizer)
     company, directory = engine.company, Path(os.path.abspath(directory))
     names = names_of(model)
@@ -80,9 +83,11 @@ def load(
     with nullcontext() if own else locked_to_read(directory):
         checkpoint = company.together(lambda: _open(directory, format, forms, groups))
         _check_model(checkpoint.manifest, *forms, engine.kind)
+        _check_settings(checkpoint.manifest)
         _check_optimizer(checkpoint.manifest, optimizer, [set(group) for group in groups])
+        extra = from_plain(checkpoint.manifest.extra)
         _load(checkpoint, model, engine, optimizer, scheduler, names, verify=verify, own=own)
-    return from_plain(checkpoint.manifest.extra)
+    return extra
 
 
 def _open(directory: Path, format: Format, forms: Forms, groups: list[list[str]]) -> Checkpoint | DistributedCheckpoint:
@@ -90,16 +95,7 @@ def _open(directory: Path, format: Format, forms: Forms, groups: list[list[str]]
         return Checkpoint(directory)
     from stronghold.checkpoint_files.dcp import DistributedCheckpoint  # which takes a while to import
 
-    checkpoint = DistributedCheckpoint(directory, *forms, groups)
-    for group in checkpoint.manifest.optimizer["groups"]:
-        try:
-            if group:
-                check_group(from_plain(group))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"a checkpoint must be of AdamW ({error}, in {directory}); another optimizer saved it"
-            ) from None
-    return checkpoint
+    return DistributedCheckpoint(directory, *forms, groups)
 
 
 def _load(
@@ -120,20 +116,46 @@ def _load(
             f"the checkpoint has no scheduler's state (got scheduler={type(scheduler).__name__} for "
             f"{manifest.directory}); leave it out"
         )
+    state = from_plain(manifest.scheduler)
+    everyones = [from_plain(states) for states in manifest.random.get("processes", [manifest.random])]
+    for states in everyones:
+        check_random_states(states, engine.device.torch_device)
     if verify:
         files = [f for f, e in manifest.files.items() if not (own and isinstance(e, UnitFileEntry))]
         company.together(lambda: verify_files(manifest, files[company.rank :: company.count]))
-    company.together(lambda: _put(checkpoint, model, engine, optimizer, names, own))
+        if not isinstance(checkpoint, Checkpoint):
+            company.together(lambda: checkpoint.check_moments(company.rank, company.count))
+    with nullcontext() if scheduler is None else _scheduled(scheduler, state, manifest.directory):
+        company.together(lambda: _put(checkpoint, model, engine, optimizer, names, own))
     _put_settings(optimizer, manifest)
-    if scheduler is not None:
-        scheduler.load_state_dict(from_plain(manifest.scheduler))
-    states = manifest.random.get("processes", [manifest.random])  # one that was not there has the first one's
-    if not states:
+    if not everyones:
         return
-    own_states = states[company.rank] if company.rank < len(states) else states[0]
-    put_random_states(from_plain(own_states), engine.device.torch_device)
-    if company.rank >= len(states) and engine.replicas.index:
+    own_states = everyones[company.rank] if company.rank < len(everyones) else everyones[0]  # one that was not there
+    put_random_states(own_states, engine.device.torch_device)
+    if company.rank >= len(everyones) and engine.replicas.index:
         torch.manual_seed(torch.initial_seed() + engine.replicas.index)  # replicas draw apart
+
+
+@contextmanager
+def _scheduled(scheduler: Any, state: Any, directory: Path) -> Iterator[None]:
+    """Loads the scheduler's state, and puts it back where the block, or the state itself, fails."""
+    before = scheduler.state_dict()
+    try:
+        foreign = [key for key in state if key not in before and hasattr(scheduler, key)]
+        if foreign:
+            raise ValueError(f"{foreign[0]!r} is no part of its state")
+        scheduler.load_state_dict(state)
+    except Exception as error:  # each scheduler refuses in its own way
+        scheduler.load_state_dict(before)
+        raise CheckpointError(
+            f"the scheduler must take the state that it was saved with (got a {type(scheduler).__name__}, and "
+            f"{type(error).__name__}: {error}, in {directory}); build the one that was saved"
+        ) from error
+    try:
+        yield
+    except BaseException:
+        scheduler.load_state_dict(before)
+        raise
 
 
 def _put(
@@ -217,6 +239,21 @@ def _check_model(
                 )
 
 
+def _check_settings(manifest: Manifest) -> None:
+    """Holds a checkpoint, of either format, to the rules for a state dictionary."""
+    try:
+        for group in manifest.optimizer["groups"]:
+            if group:  # none is known where a checkpoint of another program has no states of its parameters
+                check_saved_group(from_plain(group))
+        for name, entry in manifest.parameters.items():
+            check_saved_step(0 if entry.step is None else entry.step, name)
+    except ValueError as error:
+        raise CheckpointError(
+            f"a checkpoint must be of AdamW ({error}, in {manifest.directory}); another optimizer saved it, or it was "
+            "altered"
+        ) from None
+
+
 def _check_optimizer(manifest: Manifest, optimizer: AdamW, here: list[set[str]]) -> None:
     saved = [set(group) for group in manifest.optimizer["group_names"]]
     if len(saved) != len(here):
@@ -232,6 +269,13 @@ def _check_optimizer(manifest: Manifest, optimizer: AdamW, here: list[set[str]])
                 f"{'only there' if name in one else 'only here'} in group {number}, there being "
                 f"{manifest.directory}); build it with the same groups"
             )
+    for group, saved_group in zip(optimizer.param_groups, manifest.optimizer["groups"], strict=True):
+        for key, value in from_plain(saved_group).items():
+            if isinstance(group.get(key), Tensor) and not is_number(value):
+                raise CheckpointError(
+                    f"{key} of a group must be a number where the optimizer has a tensor for it (got {value!r:.100} in "
+                    f"{manifest.directory}); build the optimizer that was saved"
+                )
     has_moments = any(entry.step is not None for entry in manifest.parameters.values())
     if has_moments and manifest.states == "fp32" and optimizer.states == "8bit":
         raise CheckpointError(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stronghold.checkpoint_files.manifest import name_of
+from stronghold.errors import CheckpointError
 
 
 def to_plain(value: Any, where: str = "value") -> Any:
@@ -48,28 +49,38 @@ def to_plain(value: Any, where: str = "value") -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Returns what :func:`to_plain` was given."""
+    """Returns what :func:`to_plain` was given. Raises CheckpointError for what that cannot have returned."""
+    try:
+        return _from_plain(value)
+    except Exception as error:  # numpy, torch, base64 and Python refuse each in its own way
+        raise CheckpointError(
+            f"a checkpoint's values must be as they were written ({type(error).__name__}: {error}); it has been "
+            "altered, pass another one"
+        ) from error
+
+
+def _from_plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [from_plain(item) for item in value]
+        return [_from_plain(item) for item in value]
     if not isinstance(value, dict):
         return value
     kind: str = next(iter(value), "")
     held: Any = value.get(kind)
     if not kind.startswith("$"):
-        return {key: from_plain(item) for key, item in value.items()}
+        return {key: _from_plain(item) for key, item in value.items()}
     if kind == "$float":
         return float(held)
     if kind == "$tuple":
-        return tuple(from_plain(item) for item in held)
+        return tuple(_from_plain(item) for item in held)
     if kind in ("$dict", "$counter"):
-        pairs = {from_plain(key): from_plain(item) for key, item in held}
+        pairs = {_from_plain(key): _from_plain(item) for key, item in held}
         return pairs if kind == "$dict" else Counter(pairs)
-    data = bytearray(base64.b64decode(held["data"]))
+    data = bytearray(base64.b64decode(held["data"], validate=True))
     if kind == "$array":
         return np.frombuffer(data, dtype=np.dtype(held["dtype"])).reshape(held["shape"])
     dtype = getattr(torch, held["dtype"])
     if not data:
-        return torch.empty(held["shape"], dtype=dtype)
+        return torch.empty(0, dtype=dtype).view(held["shape"])
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(held["shape"])
 
 

@@ -19,6 +19,7 @@ from stronghold.checkpoint_files.manifest import NAME, Manifest, read_manifest
 from stronghold.checkpoint_files.reader import verify
 from stronghold.config import TrainSettings
 from stronghold.data.batches import Batches
+from stronghold.data.tokens import Tokenizer
 from stronghold.errors import CheckpointError, StrongholdError
 from stronghold.evaluation.records import read_records
 from stronghold.evaluation.runs import LOG_NAME
@@ -28,8 +29,20 @@ from stronghold.weights import Weights
 
 FOLDER = "checkpoints"
 SAME = (
-    *("method", "path", "layers", "hidden", "heads", "vocabulary", "dropout", "source", "tokenizer", "held_out"),
-    *("lr", "warmup_steps", "betas", "eps", "weight_decay", "max_grad_norm", "dtype", "batch", "sequence", "seed"),
+    *("method", "path", "layers", "hidden", "heads", "vocabulary", "dropout", "source", "held_out"),
+    *(
+        "lr",
+        "warmup_steps",
+        "decay_steps",
+        "betas",
+        "eps",
+        "weight_decay",
+        "max_grad_norm",
+        "dtype",
+        "batch",
+        "sequence",
+        "seed",
+    ),
 )
 """The settings that a run goes on with: what is learned, from what and in which order. Where and how may change."""
 
@@ -48,7 +61,7 @@ class RunCheckpoints:
         self._folder = Path(settings.out) / FOLDER
         self._manifest: Manifest | None = None
         self._skipped: dict[Path, str] = {}
-        self._data: dict[str, int] | None = None
+        self._data: dict[str, Any] | None = None
         self._superseded: Manifest | None = None
         """What the store has kept of this run, where it goes on from another."""
         self._store = Path(settings.offload.directories[0]) if settings.keep_store else None
@@ -57,6 +70,12 @@ class RunCheckpoints:
         """After which step the run goes on."""
         found = by_first(self._company, lambda: self._look(say))
         self.step, self._manifest, self._skipped, self._superseded = found
+        self._settings = settings.begun(None if self._manifest is None else _settings_of(self._manifest))
+
+    @property
+    def settings(self) -> TrainSettings:
+        """The run's settings, with the schedule that it began with."""
+        return self._settings
 
     def _look(self, say: Callable[[str], None]) -> tuple[int, Manifest | None, dict[Path, str], Manifest | None]:
         settings = self._settings
@@ -79,29 +98,35 @@ class RunCheckpoints:
         """Whether the run goes on from a checkpoint, or leaves one."""
         return self._settings.checkpoint_every is not None or self._store is not None or self._manifest is not None
 
-    def open(self, weights: Weights | None, batches: Batches) -> Weights | None:
+    def open(self, weights: Weights | None, batches: Batches, tokenizer: Tokenizer) -> Weights | None:
         """Returns what gives the model its values: ``weights``, or the store's directory where the run is kept there.
 
         A run that the store has kept, and that another checkpoint is chosen over, is one no longer. Raises ValueError
-        where the data are others.
+        where the data or the tokenizer are others.
         """
         found = self._manifest
         if not self._in_use:
             return weights
-        self._data = batches.fingerprint()
+        self._data = {**batches.fingerprint(), "tokenizer": tokenizer.fingerprint}
         if found is None:
             return weights
-        saved = from_plain(found.extra)["data"]
+        saved = self._data | from_plain(found.extra)["data"]  # of earlier versions it does not name the tokenizer
+        if saved["tokenizer"] != tokenizer.fingerprint:
+            raise ValueError(
+                f"a run goes on with the tokenizer it began with (got {tokenizer.name!r}, {tokenizer.fingerprint}; "
+                f"{saved['tokenizer']} in {found.directory}); pass that one, or begin a run in another folder"
+            )
         if saved != self._data:
             raise ValueError(
                 f"a run goes on with the data it began with (got {self._data['tokens']:,} tokens with CRC-32C "
                 f"{self._data['crc32c']:08x}, {saved['tokens']:,} with {saved['crc32c']:08x} in {found.directory}); "
-                "restore the text, or begin a run in another folder"
+                "restore the text and the tokenizer, or begin a run in another folder"
             )
         if found.directory == self._store:
             return str(self._store)
-        if self._superseded is not None and from_plain(self._superseded.extra)["data"] == self._data:
-            forget(self._superseded.directory)
+        kept = self._superseded
+        if kept is not None and self._data | from_plain(kept.extra)["data"] == self._data:
+            forget(kept.directory)
         return weights
 
     def begin(self, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
@@ -164,7 +189,9 @@ class RunCheckpoints:
                 f"a run goes on from a checkpoint of `stronghold train` (got {self._manifest.directory}, which another "
                 "program saved); load it with stronghold.checkpoint.load"
             )
-        here, there = self._settings.flat(), extra["settings"]
+        there = extra["settings"]
+        begun = self._settings.begun(there)
+        here = begun.flat()
         if others := [name for name in SAME if name in there and here[name] != there[name]]:
             listed = ", ".join(f"{name}={here[name]!r}, which was {there[name]!r}" for name in others)
             raise ValueError(
@@ -172,6 +199,11 @@ class RunCheckpoints:
                 "pass the same, or begin a run in another folder"
             )
         self.step = extra["position"]
+        if (decay_steps := begun.optimizer.decay_steps or 0) < begun.steps:
+            say(
+                f"schedule   of the {decay_steps} steps that the run began with; from there to step {begun.steps} a "
+                "tenth of the rate"
+            )
         say(f"resume     from {self._manifest.directory}, after step {self.step}")
 
     def _consider(self, store: Path) -> None:
@@ -190,8 +222,9 @@ class RunCheckpoints:
             self._manifest, self._superseded = kept, None
 
     def _is_this_run(self, kept: Manifest) -> bool:
-        extra, here = from_plain(kept.extra), self._settings.flat()
+        extra = from_plain(kept.extra)
         there = extra.get("settings", {}) if isinstance(extra, dict) else {}
+        here = self._settings.begun(there or None).flat()
         same_folder = os.path.abspath(there.get("out", "")) == os.path.abspath(self._settings.out)
         return same_folder and all(here[name] == there[name] for name in SAME if name in there)
 
@@ -206,6 +239,11 @@ class RunCheckpoints:
                 f"a run goes on from a checkpoint (got {self._settings.out!r}, which has a {LOG_NAME} and no "
                 "checkpoint, so that its run would be overwritten); pass another folder, or remove that one"
             )
+
+
+def _settings_of(manifest: Manifest) -> dict[str, Any]:
+    settings: dict[str, Any] = from_plain(manifest.extra)["settings"]
+    return settings
 
 
 def _position(manifest: Manifest) -> int:

@@ -27,7 +27,7 @@ from stronghold.checkpoint.writing import buffers_of, file_names, joined, manife
 from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
 from stronghold.directories import sync_directory
 from stronghold.home import Home
-from stronghold.offload import Engine, by_first
+from stronghold.offload import Engine, by_first, uncompiled
 from stronghold.optim import AdamW
 
 
@@ -71,6 +71,7 @@ def save(
     is left behind. In place also StoreError where somebody holds weights that are on disk, and CorruptionError.
     """
     check_format(format)
+    model = uncompiled(model)
     engine = engine_for(model, optimizer)
     company, directory = engine.company, Path(os.path.abspath(directory))
     if holds(engine, directory) and format == "safetensors":

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from stronghold.checkpoint.links import remember
 from stronghold.checkpoint.units import MOMENTS, tensors_of
 from stronghold.checkpoint_files.manifest import FileEntry, name_of
+from stronghold.checkpoint_files.moments import wrong_moment
 from stronghold.checkpoint_files.reader import Checkpoint, UnitReader
+from stronghold.errors import CheckpointError
 from stronghold.home import Home
 from stronghold.native import BLOCK, Blocks
 from stronghold.offload import Engine
@@ -51,7 +53,7 @@ def load_unit(
 
 def _load_master(file: UnitReader | DistributedTensors, home: Home, place: int, name: str) -> None:
     weight, low = home.weight[place], f"{name}/remainder"
-    if home.dtype == torch.float32:
+    if home.dtypes[place] == torch.float32:
         if file.dtype(name) == torch.float32:
             file.read_to(name, weight)
         else:
@@ -81,10 +83,19 @@ def _load_moments(file: UnitReader | DistributedTensors, state: dict[str, Any], 
         if isinstance(moment, Blocks):
             file.read_to(codes, moment.codes)
             file.read_to(exponents, moment.exponents)
+            _check(name, key, moment.exponents)
         elif exponents in file:
-            _decode(file.read(codes), file.read(exponents), moment.view(-1), signed=key == "exp_avg")
+            scales = file.read(exponents)
+            _check(name, key, scales)
+            _decode(file.read(codes), scales, moment.view(-1), signed=key == "exp_avg")
         else:
             file.read_to(codes, moment)
+            _check(name, key, moment)
+
+
+def _check(name: str, key: str, values: Tensor) -> None:
+    if rule := wrong_moment(values, key):
+        raise CheckpointError(f"{key} of {name} {rule}, and AdamW would make weights of it")
 
 
 def _decode(codes: Tensor, exponents: Tensor, moment: Tensor, *, signed: bool) -> None:

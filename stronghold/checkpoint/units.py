@@ -35,6 +35,7 @@ def engine_for(model: nn.Module, optimizer: AdamW) -> Engine:
             f"a checkpoint is of an offloaded model (got a {type(model).__name__} that is not); call "
             "stronghold.offload(model) first"
         )
+    engine.check_open()
     groups = optimizer.param_groups if isinstance(optimizer, AdamW) else []
     first = next((home_of(parameter) for group in groups for parameter in group["params"]), None)
     if first is None or first.owner is not engine:
@@ -47,11 +48,18 @@ def engine_for(model: nn.Module, optimizer: AdamW) -> Engine:
 
 
 def names_of(model: nn.Module) -> Names:
-    """Returns the names of all parameters, as ``model.named_parameters()`` has them."""
+    """Returns the names of all parameters, as ``model.named_parameters()`` has them.
+
+    Raises OffloadedModelError for one that was added after ``offload``.
+    """
     places: dict[Home, dict[int, str]] = {}
     for name, parameter in model.named_parameters():
         home = home_of(parameter)
-        assert home is not None
+        if home is None:
+            raise OffloadedModelError(
+                f"every parameter of an offloaded model must have been there at offload() (got {name}, which a "
+                "checkpoint would leave out); add modules and parameters first, then offload"
+            )
         places.setdefault(home, {})[parameter.__dict__["_place"]] = name
     return {home: [named[place] for place in range(len(named))] for home, named in places.items()}
 

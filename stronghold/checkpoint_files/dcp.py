@@ -6,7 +6,6 @@ Nothing in it has a checksum, and its ``.metadata`` is a pickle: read one only f
 from __future__ import annotations
 
 import io
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from stronghold.checkpoint_files.manifest import BufferEntry, Manifest, ParameterEntry, manifest_from, name_of
+from stronghold.checkpoint_files.moments import wrong_moment
 from stronghold.errors import CheckpointError
 
 T = TypeVar("T")
@@ -49,12 +49,12 @@ class DistributedCheckpoint:
     ) -> None:
         self._directory, self._names = directory, list(names)
         self._reader = _Reader(directory)
-        self._entries = self._told(self._reader.read_metadata).state_dict_metadata
-        self._model = self._model_prefix()
-        self._states = self._states_prefix()
+        self._entries = self._told(lambda: dict(self._reader.read_metadata().state_dict_metadata))
+        self._model = self._told(self._model_prefix)
+        self._states = self._told(self._states_prefix)
         own = f"{OWN}.{RECORD}" in self._entries
-        self.manifest = self._recorded() if own else self._found(buffers, groups)
-        self._check()
+        self.manifest = self._recorded() if own else self._told(lambda: self._found(buffers, groups))
+        self._told(self._check)
 
     def unit(self, names: Iterable[str]) -> DistributedTensors:
         """Returns the tensors of the parameters called ``names``, by the names that our own files have for them."""
@@ -63,9 +63,25 @@ class DistributedCheckpoint:
         return DistributedTensors(self, {name: key for name, key in keys.items() if key in self._entries})
 
     def buffers(self) -> DistributedTensors:
-        prefixes = {True: self._model, False: f"{OWN}.{BUFFERS}."}
         known = self.manifest.buffers.items()
-        return DistributedTensors(self, {name: prefixes[entry.persistent] + name for name, entry in known})
+        return DistributedTensors(self, {name: self._prefix(entry) + name for name, entry in known})
+
+    def _prefix(self, buffer: BufferEntry) -> str:
+        return self._model if buffer.persistent else f"{OWN}.{BUFFERS}."
+
+    def check_moments(self, first: int, every: int) -> None:
+        """Reads the moments of each ``every``-th parameter, one after the other; refuses what no update can have left.
+
+        Raises CheckpointError, naming the parameter.
+        """
+        trained = [name for name, entry in self.manifest.parameters.items() if entry.step is not None]
+        for name in trained[first::every]:
+            for moment in _MOMENTS:
+                if rule := wrong_moment(self.read(f"{self._states}{name}.{moment}"), moment):
+                    raise CheckpointError(
+                        f"{moment} of {name} {rule}, in {self._directory}, and AdamW would make weights of it; load "
+                        "another checkpoint"
+                    )
 
     def entry(self, key: str) -> TensorStorageMetadata:
         return self._entries[key]  # type: ignore[return-value]
@@ -152,10 +168,16 @@ class DistributedCheckpoint:
                     self._refuse(f"must have moments like their weights (got {key} of shape {list(entry.size)})")
                 if entry.properties.dtype not in (torch.float16, torch.bfloat16, torch.float32):
                     self._refuse(f"must be in fp32, bf16 or fp16 (got {entry.properties.dtype} for {key})")
+        for name, buffer in self.manifest.buffers.items():
+            key = self._prefix(buffer) + name
+            entry = self._entries.get(key)
+            like = [buffer.dtype, *buffer.shape]
+            if not isinstance(entry, TensorStorageMetadata) or [name_of(entry.properties.dtype), *entry.size] != like:
+                self._refuse(f"must have the buffers that it tells of (got no tensor {key} of {like})")
 
     def _recorded(self) -> Manifest:
         record = self.read(f"{OWN}.{RECORD}")
-        return self._told(lambda: manifest_from(self._directory / OWN, json.loads(record)))
+        return self._told(lambda: manifest_from(self._directory / OWN, record, files=False))
 
     def _found(self, buffers: Iterable[str], groups: Sequence[Sequence[str]]) -> Manifest:
         """Returns what can be known of a checkpoint that another program saved."""

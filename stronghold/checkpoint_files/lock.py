@@ -52,6 +52,11 @@ def _take(descriptor: int, kind: int, directory: Path) -> None:
     except OSError:
         owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
         os.close(descriptor)
+        if owner == str(os.getpid()):
+            raise StoreError(
+                f"the store at {directory} is in use by another model of this process (process {owner}); call "
+                "stronghold.close(model) on that one, or delete it and its optimizer, or pass another directory"
+            ) from None
         raise StoreError(
             f"the store at {directory} is in use by another run (process {owner or 'unknown'}); end that one, or "
             "pass another directory"

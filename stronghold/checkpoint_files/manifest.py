@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 
+from stronghold.checkpoint_files.content import BUFFERS as BUFFERS
+from stronghold.checkpoint_files.content import check_content, parsed
 from stronghold.directories import sync_directory
 from stronghold.errors import CheckpointError
 from stronghold.native import crc32c
@@ -19,7 +22,6 @@ FORMAT = 2
 """1 had no units in a store's own files; it is read as well."""
 _READ = (1, FORMAT)
 NAME = "manifest.json"
-BUFFERS = "buffers.safetensors"
 PARTIAL = f"{NAME}.partial"
 _SUM = ',\n "crc32c": "'
 """What stands before the checksum of everything before it, which ends the file."""
@@ -32,6 +34,10 @@ class TensorEntry:
     dtype: str
     shape: list[int]
     crc32c: int
+
+    @property
+    def length_bytes(self) -> int:
+        return getattr(torch, self.dtype).itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +176,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(
             f"{path} is damaged: it is cut off or has been altered since it was written; pass another checkpoint"
         )
-    content = json.loads(data)
-    del content["crc32c"]
-    return manifest_from(path, content)
+    return manifest_from(path, data)
 
 
 def content_of(manifest: Manifest) -> dict[str, Any]:
@@ -182,14 +186,24 @@ def content_of(manifest: Manifest) -> dict[str, Any]:
     return content
 
 
-def manifest_from(path: Path, content: dict[str, Any]) -> Manifest:
-    """Returns the manifest that :func:`content_of` had, from ``path``. Raises CheckpointError for other formats."""
-    if content["format"] not in _READ:
+def manifest_from(path: Path, data: str | bytes, *, files: bool = True) -> Manifest:
+    """Returns the manifest whose :func:`content_of` is in ``data``, from ``path``.
+
+    Without ``files`` it is one of a checkpoint whose tensors are not in files of ours. Raises CheckpointError for other
+    formats, and for what cannot be one.
+    """
+    try:
+        content = parsed(data)
+    except ValueError as error:
+        raise CheckpointError(f"{path} has been altered: {error}; pass another checkpoint") from None
+    found = content.pop("format", None) if isinstance(content, dict) else None
+    if found not in _READ:
         raise CheckpointError(
-            f"a checkpoint must be of format {' or '.join(map(str, _READ))} (got format {content['format']} in "
+            f"a checkpoint must be of format {' or '.join(map(str, _READ))} (got format {found!r:.100} in "
             f"{path}); load it with the version of stronghold that saved it"
         )
-    del content["format"]
+    content.pop("crc32c", None)
+    check_content(content, path, files=files)
     content["files"] = {name: _file_entry(file) for name, file in content["files"].items()}
     content["parameters"] = _entries(ParameterEntry, content["parameters"])
     content["buffers"] = _entries(BufferEntry, content["buffers"])

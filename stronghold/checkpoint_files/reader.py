@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import operator
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from stronghold.checkpoint_files.content import parsed
 from stronghold.checkpoint_files.manifest import (
     BUFFERS,
     BufferEntry,
@@ -21,6 +22,7 @@ from stronghold.checkpoint_files.manifest import (
     UnitFileEntry,
     read_manifest,
 )
+from stronghold.checkpoint_files.moments import moment_in, wrong_moment
 from stronghold.errors import CheckpointError, CorruptionError
 from stronghold.native import crc32c
 from stronghold.stripes import Stripes
@@ -31,7 +33,8 @@ _READ_BYTES = 16 * 2**20
 def verify(manifest: Manifest, files: Iterable[str] | None = None) -> None:
     """Reads every byte of a checkpoint, or of some of its ``files``.
 
-    Raises CheckpointError or CorruptionError, naming file and unit.
+    Raises CheckpointError or CorruptionError, naming file and unit: the latter for what is not what was written, the
+    former also for moments that are, and that AdamW cannot go on from.
     """
     for name in manifest.files if files is None else files:
         with FileReader(manifest, name) as file:
@@ -61,6 +64,7 @@ class FileReader:
 
     def __init__(self, manifest: Manifest, name: str) -> None:
         self.entry = manifest.files[name]
+        self._parameters = manifest.parameters
         parts, stripe_bytes = [name], max(1, self.entry.length_bytes)
         if isinstance(self.entry, UnitFileEntry):
             parts, stripe_bytes = self.entry.parts, self.entry.stripe_bytes
@@ -86,15 +90,32 @@ class FileReader:
         return getattr(torch, self.entry.tensors[name].dtype)
 
     def check(self, name: str) -> None:
-        """Reads a tensor and forgets it. Raises CorruptionError where it is not what was written."""
+        """Reads a tensor and forgets it.
+
+        Raises CorruptionError where it is not what was written, and CheckpointError where it is not what can be loaded.
+        """
         length = self._length(name)
         piece = torch.empty(min(length, _READ_BYTES), dtype=torch.uint8)
-        crc = 0
+        crc, wrong = 0, None
         for begin in range(0, length, _READ_BYTES):
             part = piece[: min(_READ_BYTES, length - begin)]
             self._fill(part, self._begins[name] + begin)
             crc = crc32c(part, crc)
+            wrong = wrong or self.wrong(name, part)
         self._compare(crc, self.entry.tensors[name].crc32c, self._begins[name], length, name)
+        if wrong:
+            raise wrong
+
+    def wrong(self, name: str, octets: Tensor) -> CheckpointError | None:
+        """Returns what is raised for what a tensor holds, or None; ``octets`` are whole numbers of it."""
+        moment = moment_in(name, self._parameters)
+        whole = moment and not (self.dtype(name) == torch.uint8 and f"{name}/exponents" in self.entry.tensors)
+        if not whole or not (rule := wrong_moment(octets.view(self.dtype(name)), str(moment))):
+            return None
+        return CheckpointError(
+            f"{name} {rule}, in {', '.join(map(str, self.paths))}, and AdamW would make weights of it; load another "
+            "checkpoint"
+        )
 
     def read(self, name: str) -> Tensor:
         """Returns a tensor. Raises CorruptionError where it is not what was written."""
@@ -140,8 +161,21 @@ class FileReader:
         header = torch.empty(header_bytes, dtype=torch.uint8)
         self._fill(header, 0)
         self._compare(crc32c(header), self.entry.header_crc32c, 0, header_bytes, "header")
-        places = json.loads(header.numpy().tobytes()[8:])
-        return {name: header_bytes + places[name]["data_offsets"][0] for name in self.entry.tensors}
+        try:
+            places = parsed(header.numpy().tobytes()[8:])
+            return {name: header_bytes + self._begin(name, places[name]["data_offsets"]) for name in self.entry.tensors}
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the header of {self.paths[0]}, the file of {self.entry.unit}, must have the places of its tensors "
+                f"({type(error).__name__}: {error}); load another checkpoint"
+            ) from error
+
+    def _begin(self, name: str, offsets: Any) -> int:
+        """Returns where a tensor begins behind the header, by what that says. Raises TypeError and ValueError."""
+        begin, end = map(operator.index, offsets)
+        if not (0 <= begin <= end <= self.entry.length_bytes and end - begin == self._length(name)):
+            raise ValueError(f"{name} lies from {begin} to {end}")
+        return begin
 
     def _read_into(self, name: str, target: Tensor) -> None:
         length, entry = self._length(name), self.entry.tensors[name]
@@ -154,7 +188,7 @@ class FileReader:
 
     def _length(self, name: str) -> int:
         entry: TensorEntry = self.entry.tensors[name]
-        return self.dtype(name).itemsize * torch.Size(entry.shape).numel()
+        return entry.length_bytes
 
     def _fill(self, target: Tensor, offset: int) -> None:
         memory = memoryview(target.numpy())  # type: ignore[arg-type]

@@ -3,7 +3,17 @@
 import argparse
 
 from stronghold.cli.parser import Commands, Help
-from stronghold.cli.shared_arguments import SHAPE, Group, add_schedule, add_shape, given_shape, numbers
+from stronghold.cli.shared_arguments import (
+    SHAPE,
+    Group,
+    add_schedule,
+    add_shape,
+    given_shape,
+    numbers,
+    path,
+    source,
+    whole,
+)
 from stronghold.config import ModelSettings
 
 GPT = "gpt"
@@ -48,14 +58,18 @@ def add_partition(commands: Commands) -> None:
     _add_stages(command.add_argument_group("stages"))
     _add_measuring(command.add_argument_group("what is measured"))
     command.add_argument_group("output").add_argument(
-        "-o", "--output", metavar="FILE", help='write {"partition": [26, 23], "recompute_ratio": [1, 1]} there'
+        "-o",
+        "--output",
+        type=path,
+        metavar="FILE",
+        help='write {"partition": [26, 23], "recompute_ratio": [1, 1]} there',
     )
 
 
 def _add_stages(stages: Group) -> None:
-    stages.add_argument("--stages", type=int, metavar="N", help="parts to cut the model into")
+    stages.add_argument("--stages", type=whole, metavar="N", help="parts to cut the model into")
     stages.add_argument(
-        "--processes", type=int, metavar="N", help="that compute them, one stage or several each (default: one each)"
+        "--processes", type=whole, metavar="N", help="that compute them, one stage or several each (default: one each)"
     )
     add_schedule(stages)
     stages.add_argument(
@@ -64,7 +78,9 @@ def _add_stages(stages: Group) -> None:
         metavar="time|memory|N,N,…",
         help="the least time of the slowest stage, the least bytes of the fullest, or so many layers (default: time)",
     )
-    stages.add_argument("--file", metavar="FILE", help="judge the partition in this file, in place of --balance")
+    stages.add_argument(
+        "--file", type=source, metavar="FILE", help="judge the partition in this file, in place of --balance"
+    )
     stages.add_argument(
         "--memory", metavar="SIZE", help="what a stage's weights and activations may take (default: any)"
     )
@@ -78,15 +94,20 @@ def _add_stages(stages: Group) -> None:
 def _add_measuring(measured: Group) -> None:
     measured.add_argument(
         "--micro-batches",
-        type=int,
+        type=whole,
         metavar="N",
         help="parts of the batch (default: as many as divide it, up to four for each stage)",
     )
     measured.add_argument(
-        "--batch", type=int, metavar="N", help="samples in a step (default: one for each micro-batch)"
+        "--batch", type=whole, metavar="N", help="samples in a step (default: one for each micro-batch)"
     )
     measured.add_argument(
-        "--seq", "--sequence", type=int, default=1024, metavar="N", help="the GPT's tokens in a sample (default: 1024)"
+        "--seq",
+        "--sequence",
+        type=whole,
+        default=1024,
+        metavar="N",
+        help="the GPT's tokens in a sample (default: 1024)",
     )
     measured.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute type (default: fp32)")
     measured.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one, else cpu)")
@@ -119,7 +140,7 @@ def _run(options: argparse.Namespace) -> int:
         batch=options.batch,
         sequence=options.seq,
         dtype=options.dtype,
-        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=("cuda" if torch.cuda.is_available() else "cpu") if options.device is None else options.device,
         output=options.output,
     )
     partition_model(settings, Console())

@@ -4,6 +4,8 @@ import argparse
 
 from stronghold.cli.console import print_notes
 from stronghold.cli.parser import Commands, Help
+from stronghold.cli.shared_arguments import path, source
+from stronghold.outputs import check_file
 
 
 def add_plot(commands: Commands) -> None:
@@ -16,15 +18,18 @@ def add_plot(commands: Commands) -> None:
         formatter_class=Help,
     )
     plot.set_defaults(run=_run)
-    plot.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or its log.jsonl")
-    plot.add_argument("-o", "--output", default="runs.png", metavar="FILE", help="the PNG to write (default: runs.png)")
+    plot.add_argument("runs", nargs="+", type=source, metavar="RUN", help="a run's folder, or its log.jsonl")
+    plot.add_argument(
+        "-o", "--output", type=path, default="runs.png", metavar="FILE", help="the PNG to write (default: runs.png)"
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
     from stronghold.evaluation.figures import draw_runs
     from stronghold.evaluation.runs import read_run
 
-    runs = [read_run(path) for path in options.runs]
+    check_file("--output", options.output)
+    runs = [read_run(run) for run in options.runs]
     print_notes(run.truncated for run in runs if run.truncated)
     print(draw_runs(runs, options.output))
     return 0

@@ -4,6 +4,8 @@ import argparse
 
 from stronghold.cli.console import print_notes
 from stronghold.cli.parser import Commands, Help
+from stronghold.cli.shared_arguments import path, source
+from stronghold.outputs import check_file
 
 
 def add_report(commands: Commands) -> None:
@@ -17,8 +19,12 @@ def add_report(commands: Commands) -> None:
         formatter_class=Help,
     )
     report.set_defaults(run=_run)
-    report.add_argument("results", metavar="RESULTS", help="a folder with runs.jsonl, runs' folders, or both")
-    report.add_argument("-o", "--output", default="report.html", metavar="FILE", help="(default: report.html)")
+    report.add_argument(
+        "results", type=source, metavar="RESULTS", help="a folder with runs.jsonl, runs' folders, or both"
+    )
+    report.add_argument(
+        "-o", "--output", type=path, default="report.html", metavar="FILE", help="(default: report.html)"
+    )
     report.add_argument(
         "--run",
         dest="timeline_of",
@@ -31,6 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     from stronghold.evaluation.page.cases import case_figures
     from stronghold.evaluation.page.page import write_page
 
+    check_file("--output", options.output)
     figures, notes = case_figures(options.results)
     print_notes(write_page(options.results, options.output, run=options.timeline_of, figures=figures, notes=notes))
     print(options.output)

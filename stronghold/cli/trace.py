@@ -4,6 +4,8 @@ import argparse
 
 from stronghold.cli.console import print_notes
 from stronghold.cli.parser import Commands, Help
+from stronghold.cli.shared_arguments import path, source
+from stronghold.outputs import check_file
 
 
 def add_trace(commands: Commands) -> None:
@@ -17,14 +19,18 @@ def add_trace(commands: Commands) -> None:
     )
     trace.set_defaults(run=_run)
     trace.add_argument(
-        "folder", metavar="RUN", help="a run's folder, or a folder of results: its newest run that has a timeline"
+        "folder",
+        type=source,
+        metavar="RUN",
+        help="a run's folder, or a folder of results: its newest run that has a timeline",
     )
-    trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="(default: trace.json)")
+    trace.add_argument("-o", "--output", type=path, default="trace.json", metavar="FILE", help="(default: trace.json)")
 
 
 def _run(options: argparse.Namespace) -> int:
     from stronghold.evaluation.trace import write_trace
 
+    check_file("--output", options.output)
     name, notes = write_trace(options.folder, options.output)
     print_notes(notes)
     print(f"{options.output}: a step of {name}")

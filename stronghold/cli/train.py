@@ -8,7 +8,6 @@ from typing import Any
 from stronghold.cli.parser import Commands, Help
 from stronghold.cli.shared_arguments import SHAPE, given_shape
 from stronghold.cli.train_arguments import ALL, add_train_arguments
-from stronghold.command import INTERRUPTED
 from stronghold.config import (
     DataSettings,
     ModelSettings,
@@ -24,8 +23,8 @@ examples:
       a small reference GPT on the source of the Python standard library
   stronghold train --data 'books/**/*.txt' --device cuda --dtype bf16 -l 100 --window 8 --out runs/books
       a 5 billion parameter GPT on text files, on a GPU
-  stronghold train --model Qwen3-8B/ --tokenizer Qwen3-8B/ --data pairs.jsonl --save Qwen3-8B-tuned/
-      fine-tunes a transformers model from a local folder
+  stronghold train --model Qwen3-8B/ --data texts.jsonl --save Qwen3-8B-tuned/
+      fine-tunes a transformers model from a local folder, with its tokenizer
 """
 
 
@@ -48,8 +47,8 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
     shape = _shape(options)
     if options.resume and options.out is None:
         raise ValueError("--resume goes on with the run in a folder (got none); pass --out with that folder")
-    out = options.out or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    return TrainSettings(
+    out = f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}" if options.out is None else options.out
+    settings = TrainSettings(
         method=options.method,
         model=ModelSettings(path=options.model, **shape),
         data=DataSettings(source=options.data, tokenizer=options.tokenizer, held_out=options.held_out),
@@ -79,6 +78,7 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
         # Of several processes no store is a checkpoint: each has only its own part in it.
         keep_store=options.store not in ("ram", "disk") and options.stages == options.replicas == 1,
     )
+    return settings if settings.resume else settings.begun()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -96,8 +96,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     from stronghold.training import train
 
-    outcome = train(settings)
-    return INTERRUPTED if outcome.interrupted else 0
+    return train(settings).exit_code
 
 
 def _shape(options: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +118,7 @@ def _optimizer(options: argparse.Namespace) -> OptimizerSettings:
         clip = 0.0 if update == "in_backward" else 1.0
     return OptimizerSettings(
         lr=options.lr,
-        warmup_steps=min(100, options.steps // 10) if options.warmup is None else options.warmup,
+        warmup_steps=options.warmup,
         weight_decay=options.weight_decay,
         max_grad_norm=clip or None,
         states=options.states,

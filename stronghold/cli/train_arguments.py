@@ -2,7 +2,7 @@
 
 import argparse
 
-from stronghold.cli.shared_arguments import Group, add_schedule, add_shape, numbers
+from stronghold.cli.shared_arguments import Group, add_schedule, add_shape, numbers, path, source, whole
 from stronghold.methods import METHODS
 from stronghold.parallel.partitioning import BALANCES
 
@@ -27,21 +27,27 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
 def _add_data(data: Group) -> None:
     data.add_argument(
         "--data",
+        type=source,
         metavar="PATH",
         help='text files, or .jsonl files with a "text" in each line: a file, a folder or a quoted glob (default: '
         "the source of the Python standard library)",
     )
     data.add_argument(
-        "--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder with a tokenizer (default: bytes)"
+        "--tokenizer",
+        type=source,
+        metavar="PATH|bytes",
+        help="a tokenizer.json, a folder with a tokenizer, or bytes (default: the model's own; of the reference GPT "
+        "bytes)",
     )
     data.add_argument(
-        "--held-out", type=int, default=0, metavar="N", help="samples kept for a loss at the end (default: 0)"
+        "--held-out", type=whole, default=0, metavar="N", help="samples kept for a loss at the end (default: 0)"
     )
 
 
 def _add_model(model: Group) -> None:
     model.add_argument(
         "--model",
+        type=source,
         metavar="PATH",
         help="a model's folder, or a config.json to begin anew from; of transformers, or as --save writes it "
         "(default: the reference GPT, of this shape:)",
@@ -50,13 +56,13 @@ def _add_model(model: Group) -> None:
 
 
 def _add_course(course: Group) -> None:
-    course.add_argument("--batch", type=int, default=4, metavar="N", help="samples in a step (default: 4)")
-    course.add_argument("--seq", type=int, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
-    course.add_argument("--steps", type=int, default=100, metavar="N", help="steps (default: 100)")
+    course.add_argument("--batch", type=whole, default=4, metavar="N", help="samples in a step (default: 4)")
+    course.add_argument("--seq", type=whole, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
+    course.add_argument("--steps", type=whole, default=100, metavar="N", help="steps (default: 100); see --resume")
     course.add_argument("--lr", type=float, default=3e-4, metavar="X", help="highest learning rate (default: 3e-4)")
     course.add_argument(
         "--warmup",
-        type=int,
+        type=whole,
         metavar="N",
         help="steps until it is reached, before a cosine to a tenth (default: a tenth of all, at most 100)",
     )
@@ -73,7 +79,7 @@ def _add_course(course: Group) -> None:
         default="raise",
         help="end at a gradient of NaN or infinity, or skip and count its step (default: raise)",
     )
-    course.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and order (default: 0)")
+    course.add_argument("--seed", type=whole, default=0, metavar="N", help="of weights and order (default: 0)")
 
 
 def _add_device(place: Group) -> None:
@@ -112,6 +118,7 @@ def _add_window(place: Group) -> None:
     )
     place.add_argument(
         "--store",
+        type=path,
         default="ram",
         metavar="ram|disk|DIR",
         help="where the other layers, and all states, are: in memory, in OUT/store, or in that folder, which "
@@ -121,7 +128,7 @@ def _add_window(place: Group) -> None:
 
 def _add_step(place: Group) -> None:
     place.add_argument(
-        "--micro-batch", type=int, metavar="N", help="samples a layer computes at a time (default: the batch)"
+        "--micro-batch", type=whole, metavar="N", help="samples a layer computes at a time (default: the batch)"
     )
     place.add_argument(
         "--activations",
@@ -151,18 +158,18 @@ def _add_budgets(place: Group) -> None:
 
 def _add_stages(stages: Group) -> None:
     stages.add_argument(
-        "--stages", type=int, default=1, metavar="N", help="parts of the model, one or more a process (default: 1)"
+        "--stages", type=whole, default=1, metavar="N", help="parts of the model, one or more a process (default: 1)"
     )
     stages.add_argument(
         "--replicas",
-        type=int,
+        type=whole,
         default=1,
         metavar="N",
         help="that train the whole model, each with a part of the batch (default: 1)",
     )
     stages.add_argument(
         "--micro-batches",
-        type=int,
+        type=whole,
         metavar="N",
         help="parts of the batch that go through the stages one behind the other (default: as many as divide it, up to "
         "four for each stage)",
@@ -181,40 +188,44 @@ def _add_stages(stages: Group) -> None:
 def _add_output(output: Group) -> None:
     output.add_argument(
         "--out",
+        type=path,
         metavar="DIR",
         help="the run's folder: log.jsonl and TensorBoard events (default: runs/ and the time)",
     )
     output.add_argument(
         "--checkpoint-every",
-        type=int,
+        type=whole,
         metavar="N",
         help="save all that the run needs to go on, every N steps and at its end, in OUT/checkpoints (default: never)",
     )
     output.add_argument(
-        "--keep-checkpoints", type=int, default=2, metavar="N", help="how many of them stay (default: 2)"
+        "--keep-checkpoints", type=whole, default=2, metavar="N", help="how many of them stay (default: 2)"
     )
     output.add_argument(
         "--resume",
         action="store_true",
         help="go on from the newest intact checkpoint in OUT, or the run that --store DIR has kept, to the bit as if "
-        "never stopped; begin if there is none yet",
+        "never stopped; begin if there is none yet. --steps may be others: warm-up and cosine stay those of the steps "
+        "that the run began with, and further ones have a tenth of --lr",
     )
-    output.add_argument("--save", metavar="DIR", help="save the model there; on Ctrl-C without it: OUT/model")
-    output.add_argument("--log", metavar="FILE", help="also write a log to read")
-    output.add_argument("--record", metavar="FILE", help="append the run's summary there, as a JSON line")
+    output.add_argument(
+        "--save", type=path, metavar="DIR", help="save the model there; on Ctrl-C without it: OUT/model"
+    )
+    output.add_argument("--log", type=path, metavar="FILE", help="also write a log to read")
+    output.add_argument("--record", type=path, metavar="FILE", help="append the run's summary there, as a JSON line")
 
 
 def _balance(text: str) -> str | tuple[int, ...]:
     # What has a comma is meant as numbers; a file with one in its name is told by its folder, ./a,b.json.
     if text.isdecimal() or ("," in text and "/" not in text):
         return numbers(text, f"{', '.join(BALANCES)}, the file of a partition, or ")
-    return text
+    return source(text)
 
 
 def _layers(text: str) -> int | str:
     if text == "auto":
         return text
     try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of layers or auto (got {text!r})") from None
+        return whole(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be a number of layers or auto (got {text[:30]!r})") from None

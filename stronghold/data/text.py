@@ -7,6 +7,15 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+_LINES = {".jsonl", ".ndjson", ".json"}
+"""What files of JSON lines are called."""
+_TABLES = {".csv", ".tsv", ".parquet", ".arrow", ".feather", ".orc", ".avro", ".xls", ".xlsx"}
+"""What files are called whose text would have to be taken out of columns."""
+_CHATS = ("messages", "conversations", "conversation", "dialog", "prompt", "instruction")
+"""Fields of records that are no text before a template has made them into one."""
+_MEND = "mend or remove that line, write a list of records as one on each line, or leave the file out with a glob"
+_TAKEN = 'data are UTF-8 text files, or JSON lines, each an object with a text under "text"'
+
 # Test suites are no source that anybody reads.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -39,12 +48,24 @@ def read_documents(source: str | Path) -> Iterator[str]:
     """Yields the documents of ``source``, in order: each text file is one, of JSONL each line's "text".
 
     Empty documents are left out. Raises ValueError, naming the file and where it can the line, for what
-    cannot be read.
+    cannot be read, and for what is neither: JSON of another shape, tables, binary files.
     """
-    for file in find_files(source):
-        if file.suffix == ".jsonl":
+    files = find_files(source)
+    for file in files:
+        if file.suffix.lower() in _TABLES:
+            raise ValueError(
+                f"{_TAKEN} (got a table, {str(file)!r}); write the column with the text as JSON lines, or leave the "
+                "file out with a glob such as 'folder/**/*.txt'"
+            )
+    for file in files:
+        if file.suffix.lower() in _LINES:
             yield from _read_jsonl(file)
         elif text := _decode(file, _read_bytes(file)):
+            if found := _as_json(text):
+                raise ValueError(
+                    f"{_TAKEN} (got {found} in {str(file)!r}); call a file of JSON lines .jsonl, or make others into "
+                    "such lines"
+                )
             yield text
 
 
@@ -71,13 +92,30 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def _decode(file: Path, content: bytes) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"a data file must be UTF-8 text (got byte 0x{content[error.start]:02x} at offset {error.start} "
-            f"of {str(file)!r}); convert it, or leave it out with a glob such as 'folder/**/*.txt'"
-        ) from error
+    wrong = content.find(0)  # valid UTF-8, but of no text: a binary file, or UTF-16
+    if wrong < 0:
+        try:
+            return content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            wrong = error.start
+    raise ValueError(
+        f"a data file must be UTF-8 text (got byte 0x{content[wrong]:02x} at offset {wrong} "
+        f"of {str(file)!r}); convert it, or leave it out with a glob such as 'folder/**/*.txt'"
+    )
+
+
+def _as_json(text: str) -> str:
+    """Returns what JSON ``text`` is, or begins with in its first line, if it is any that holds records."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return ""
+    for part, what in ((text, "JSON"), (text.lstrip().partition("\n")[0], "JSON lines")):
+        try:
+            record = json.loads(part)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) or (isinstance(record, list) and record and isinstance(record[0], dict)):
+            return what
+    return ""
 
 
 def _read_jsonl(file: Path) -> Iterator[str]:
@@ -92,15 +130,19 @@ def _read_jsonl(file: Path) -> Iterator[str]:
 
 
 def _text_of(line: bytes, where: str) -> str:
-    rule = 'each line of a .jsonl file must be a JSON object with a text under "text"'
+    rule = 'each line of a file of JSON lines must be an object with a text under "text"'
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{rule} (at {where}: not JSON: {error}); mend or remove that line") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{rule} (at {where}: not JSON: {error}); {_MEND}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{rule} (at {where}: got a {type(record).__name__}); mend or remove that line")
+        raise ValueError(f"{rule} (at {where}: got a {type(record).__name__}); {_MEND}")
     if not isinstance(text := record.get("text"), str):
         fields = ", ".join(map(repr, list(record)[:8])) or "none"
         problem = f'"text" is a {type(text).__name__}' if "text" in record else f"its fields are: {fields}"
-        raise ValueError(f"{rule} (at {where}: {problem}); rename the field, or mend or remove that line")
+        chat = next((field for field in _CHATS if field in record), None)
+        remedy = "rename the field, or mend or remove that line"
+        if chat is not None:
+            remedy = f"write its {chat!r} as one text, such as a tokenizer's apply_chat_template(..., tokenize=False)"
+        raise ValueError(f"{rule} (at {where}: {problem}); {remedy}")
     return text

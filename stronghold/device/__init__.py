@@ -5,6 +5,7 @@ import torch
 from stronghold.device.base import Device
 from stronghold.device.cpu import CpuDevice
 from stronghold.device.events import Event
+from stronghold.device.forks import check_process, forks
 from stronghold.device.heap import keep_freed_memory
 from stronghold.device.memory import (
     Buffer,
@@ -13,6 +14,7 @@ from stronghold.device.memory import (
     HostBuffer,
     available_host_bytes,
     over,
+    resident_host_bytes,
     return_free_memory,
 )
 from stronghold.device.streams import Stream, finish_streams
@@ -33,11 +35,14 @@ __all__ = [
     "Wait",
     "Waits",
     "available_host_bytes",
+    "check_process",
     "finish_streams",
+    "forks",
     "keep_freed_memory",
     "limit_memory",
     "open_device",
     "over",
+    "resident_host_bytes",
     "return_free_memory",
 ]
 

@@ -47,9 +47,21 @@ class Device(ABC):
         self.pageable_bytes = 0
         self.resident_bytes = 0
 
+    def host_stream(self, name: str) -> Stream:
+        """Returns a stream for work on the host, whose thread may touch the device's memory and let go of it."""
+        return Stream(name)
+
+    @property
+    def streams(self) -> list[Stream]:
+        return [self.fetches, self.edges, self.gradients, self.updates, self.disk, self.reads]
+
     @abstractmethod
     def buffer(self, length_bytes: int) -> Tensor:
         """Allocates a flat uint8 tensor on the device, for nobody but the engine to look at."""
+
+    @abstractmethod
+    def copied(self, tensor: Tensor) -> None:
+        """Hears that the copy streams will work on device memory that :meth:`buffer` has not allocated."""
 
     def device_buffer(self, length_bytes: int) -> DeviceBuffer:
         """Allocates device memory for what lives there, all zero, and counts it."""

@@ -40,6 +40,9 @@ class CpuDevice(Device):
         # At a page's beginning, for a disk is read straight into it; by DLPack its storage begins there, too.
         return torch.from_dlpack(HostBuffer(length_bytes, private=True).flat)
 
+    def copied(self, tensor: Tensor) -> None:
+        pass
+
     def device_buffer(self, length_bytes: int) -> DeviceBuffer:
         # Parameters live in it, which a child of fork may look at.
         return self._counted(DeviceBuffer(torch.from_dlpack(HostBuffer(length_bytes).flat)))

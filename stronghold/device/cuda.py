@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import threading
+import mmap
+import os
 import time
 import warnings
 import weakref
@@ -32,7 +33,8 @@ class CudaEvent(Event):
 
     @property
     def happened(self) -> bool:
-        return super().happened and self.cuda.query()
+        # One that has failed was not recorded: the driver knows nothing of it.
+        return super().happened and (self._error is not None or self.cuda.query())
 
     def wait(self) -> None:
         super().wait()  # until it has been recorded at all: a CUDA event that was not is no wait
@@ -99,18 +101,33 @@ class CudaDevice(Device):
         self.fetches = CudaStream("fetches", self.torch_device)
         self.edges = CudaStream("edges", self.torch_device)
         self.gradients = CudaStream("gradients", self.torch_device)
-        self.updates = Stream("updates")
-        self.disk = Stream("disk")
-        self.reads = Stream("reads")
+        self._copies = [self.fetches.cuda, self.edges.cuda, self.gradients.cuda]
+        self.updates = self.host_stream("updates")
+        self.disk = self.host_stream("disk")
+        self.reads = self.host_stream("reads")
+
+    def host_stream(self, name: str) -> Stream:
+        # A thread begins with the first device. Any may come to work on this one: a finalizer runs wherever it is due.
+        device, stream = self.torch_device, Stream(name)
+        stream.submit(lambda: torch.cuda.set_device(device))
+        return stream
 
     def buffer(self, length_bytes: int) -> Tensor:
-        return torch.empty(length_bytes, dtype=torch.uint8, device=self.torch_device)
+        flat = torch.empty(length_bytes, dtype=torch.uint8, device=self.torch_device)
+        self.copied(flat)
+        return flat
+
+    def copied(self, tensor: Tensor) -> None:
+        # Said once, here: when the tensor goes the allocator waits for the copies under way before it lends the memory
+        # out again.
+        for stream in self._copies:
+            tensor.record_stream(stream)
 
     def host_buffer(
         self, length_bytes: int, *, pinned: bool = True, private: bool = False, memory: Common | None = None
     ) -> HostBuffer:
         buffer = HostBuffer(length_bytes, private=private, memory=memory)
-        buffer.pinned = pinned and _pin(buffer, self.torch_device)
+        buffer.pinned = pinned and _pin(buffer, self.torch_device, self._copies)
         return self._counted(buffer)
 
     def compute_wait(self, event: Event) -> None:
@@ -162,38 +179,68 @@ def limit_memory(device: torch.device, limit_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
 
 
-_warned = threading.Event()
+_warned: set[str] = set()
+_kept: list[mmap.mmap] = []
+"""What the driver did not let go of. New memory at such an address would be taken for the old one, pages and all."""
 
 
-def _pin(buffer: HostBuffer, device: torch.device) -> bool:
+def _pin(buffer: HostBuffer, device: torch.device, copies: Sequence[torch.cuda.Stream]) -> bool:
     """Pins ``buffer`` where it lies and returns True; warns once and returns False where the system refuses.
 
-    The driver's call rather than the runtime's: a refusal of the runtime's stays behind as its last error, and the
-    next kernel launch would report it.
+    ``copies`` are the streams whose copies it is for. The driver's call rather than the runtime's: a refusal of the
+    runtime's stays behind as its last error, and the next kernel launch would report it.
     """
     if buffer.length_bytes == 0:
         return False
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    address = ctypes.c_void_p(buffer.flat.data_ptr())
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()  # makes the device's context current in this thread
-        address = ctypes.c_void_p(buffer.flat.data_ptr())
-        result = driver.cuMemHostRegister_v2(address, ctypes.c_size_t(buffer.length_bytes), _PORTABLE)
+        result = driver.cuCtxGetCurrent(ctypes.byref(context))
+        result = result or driver.cuMemHostRegister_v2(address, ctypes.c_size_t(buffer.length_bytes), _PORTABLE)
     if result != 0:
-        if not _warned.is_set():
-            _warned.set()
-            warnings.warn(
-                f"pinning {buffer.length_bytes} bytes of host memory was refused (CUDA driver error {result}); "
-                "training goes on with pageable memory, whose copies are slower and do not overlap as well. "
-                "Raise the locked-memory limit (ulimit -l) or the container's, or ignore this",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        _warn_once(
+            f"pinning {buffer.length_bytes} bytes of host memory was refused (CUDA driver error {result}); training "
+            "goes on with pageable memory, whose copies are slower and do not overlap as well. Raise the locked-memory "
+            "limit (ulimit -l) or the container's, or ignore this",
+            "pin",
+        )
         return False
-    # The mapping outlives the registration: the finalizer holds it until the driver has let go.
-    weakref.finalize(buffer, _unpin, driver, address, buffer.flat)
+    # The registration goes with the last tensor over the memory, and the mapping after it. At the process's end both go
+    # by themselves.
+    handles = [ctypes.c_void_p(stream.cuda_stream) for stream in copies]
+    mapped, process = buffer.mapped, os.getpid()
+    weakref.finalize(buffer.memory, _unpin, driver, context, handles, address, mapped, process).atexit = False
     return True
 
 
-def _unpin(driver: ctypes.CDLL, address: ctypes.c_void_p, memory: Tensor) -> None:
-    # Its result says nothing that could be acted on: the memory goes, and a pin that is left goes with the process.
-    driver.cuMemHostUnregister(address)
+def _unpin(
+    driver: ctypes.CDLL,
+    context: ctypes.c_void_p,
+    copies: Sequence[ctypes.c_void_p],
+    address: ctypes.c_void_p,
+    mapped: mmap.mmap,
+    process: int,
+) -> None:
+    """Called in any thread when no tensor is left over pinned memory, of which no copy is still to be issued."""
+    if os.getpid() != process:  # a child of fork has neither the driver nor the pin
+        return
+    results = [driver.cuCtxPushCurrent_v2(context)]
+    if results == [0]:
+        # Copies that were issued may be under way, from the memory or into it.
+        results += [driver.cuStreamSynchronize(stream) for stream in copies]
+        results.append(driver.cuMemHostUnregister(address))
+        results.append(driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
+    if result := next(filter(None, results), 0):
+        _kept.append(mapped)
+        _warn_once(
+            f"pinned host memory could not be given back ({len(mapped)} bytes, CUDA driver error {result}); it stays "
+            "taken until the process ends. Look for what failed on the device before",
+            "unpin",
+        )
+
+
+def _warn_once(text: str, what: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)

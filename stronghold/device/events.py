@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from stronghold.device.forks import check_process, forks
 from stronghold.errors import StrongholdError
 
 
@@ -11,12 +12,14 @@ class Event:
     """A point in a stream's work that others wait for.
 
     It happens once. Where the work before it failed, the event fails too and everyone who waits for it gets that
-    error: an engine whose copy failed ends with the reason, never in a hang.
+    error: an engine whose copy failed ends with the reason, never in a hang. In a child of fork nobody is left to have
+    it happen, which is an error, too.
     """
 
-    __slots__ = ("__weakref__", "_error", "_happened", "time")
+    __slots__ = ("__weakref__", "_born", "_error", "_happened", "time")
 
     def __init__(self) -> None:
+        self._born = forks()
         self._happened = threading.Event()
         self._error: BaseException | None = None
         self.time = 0.0
@@ -41,8 +44,10 @@ class Event:
 
     def wait(self) -> None:
         """Blocks the calling thread until the event has happened; raises what made it fail."""
+        if not self.happened:
+            check_process(self._born)
         self._happened.wait()
         if isinstance(self._error, StrongholdError):
             raise self._error
-        if self._error is not None:
-            raise RuntimeError(f"a background copy or update failed: {self._error}") from self._error
+        if (error := self._error) is not None:
+            raise RuntimeError(f"a background copy or update failed: {str(error) or type(error).__name__}") from error

@@ -31,12 +31,12 @@ class MappedBuffer:
     """Memory mapped into the process, shared out as tensors.
 
     The views have storages of their own: saving one tensor saves that tensor's bytes, and no library takes neighbours
-    for tied weights.
+    for tied weights. ``memory`` lives as long as any tensor over it.
     """
 
     def __init__(self, memory: mmap.mmap | memoryview, length_bytes: int, offset_bytes: int = 0) -> None:
         self.length_bytes = length_bytes
-        self._memory = memory
+        self.memory = memory
         self._offset_bytes = offset_bytes
         self.flat = torch.frombuffer(memory, dtype=torch.uint8)[offset_bytes : offset_bytes + length_bytes]
 
@@ -45,7 +45,7 @@ class MappedBuffer:
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._offset_bytes + offset_bytes)
+        flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self._offset_bytes + offset_bytes)
         return flat.view(shape).data  # not a view of ``flat``, which would live on as a second user of the storage
 
 
@@ -80,7 +80,8 @@ class HostBuffer(MappedBuffer):
         self.owned_bytes = length_bytes
         self.pinned = False
         if memory is not None:
-            super().__init__(memory.mapped, length_bytes)
+            self.mapped = memory.mapped
+            super().__init__(memoryview(memory.mapped), length_bytes)
             self.owned_bytes = -(-length_bytes // memory.users)
             return
         try:
@@ -93,7 +94,9 @@ class HostBuffer(MappedBuffer):
                 f"the system refused {format_bytes(length_bytes)} of host memory ({error}); raise the process's limit "
                 "(ulimit -v) or the container's, or train a smaller model"
             ) from error
-        super().__init__(mapped, length_bytes, _prepare(mapped, length_bytes) if private else 0)
+        self.mapped = mapped
+        # A view of its own, so that the end of the last tensor over it can be seen while the mapping is there.
+        super().__init__(memoryview(mapped), length_bytes, _prepare(mapped, length_bytes) if private else 0)
 
 
 def _prepare(memory: mmap.mmap, length_bytes: int) -> int:
@@ -140,6 +143,13 @@ class DeviceBuffer:
 def available_host_bytes() -> int:
     """Returns how much host memory can still be had, swap included."""
     return psutil.virtual_memory().available + psutil.swap_memory().free
+
+
+def resident_host_bytes() -> int:
+    """Returns what the process has in RAM that is no file's: what it allocated and touched, shared memory with it."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        lines = (line.split() for line in status)
+        return 1024 * sum(int(line[1]) for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
 
 
 def return_free_memory() -> None:

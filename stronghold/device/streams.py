@@ -14,9 +14,46 @@ import torch
 from torch import Tensor
 
 from stronghold.device.events import Event
+from stronghold.device.forks import check_process, forks
 from stronghold.device.timeline import Stamp
+from stronghold.errors import OffloadedModelError
 
 Task = Callable[[], None]
+Fail = Callable[[BaseException], None]
+"""Tells those who wait for a task why it was not carried out."""
+
+
+class _Line:
+    """What a stream's thread has to do, in order. The thread holds this alone, and so ends with its stream."""
+
+    def __init__(self) -> None:
+        self.tasks: collections.deque[tuple[Task, Fail | None]] = collections.deque()
+        self.wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.ended: BaseException | None = None
+        """Why no thread carries out what is left, or what is still to come."""
+
+    def add(self, task: Task) -> None:
+        """Puts ``task`` behind the others; nobody waits for it itself."""
+        self.tasks.append((task, None))
+
+    def give(self, task: Task, fail: Fail) -> None:
+        """Puts ``task`` behind the others and wakes the thread; where that has ended, ``fail`` is called."""
+        self.tasks.append((task, fail))
+        self.wakes.put(True)
+        # Asked behind the append: a thread that ends meanwhile either sees the task or has said before that it ended.
+        if self.ended is not None:
+            self.end(self.ended)
+
+    def end(self, cause: BaseException) -> None:
+        """Says that the thread has ended; what it has not carried out fails."""
+        self.ended = cause
+        while self.tasks:
+            try:
+                _, fail = self.tasks.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            if fail is not None:
+                fail(cause)
 
 
 class Stream:
@@ -24,20 +61,23 @@ class Stream:
 
     The same class serves both devices. On the CPU its thread does the copying; on CUDA the thread issues copies to a
     CUDA stream, because only a thread can wait for the host's updates before it issues the next one. After a failure
-    nothing more is done and every event recorded from then on fails with the first error.
+    nothing more is done and every event recorded from then on fails with the first error. An event, or a stamp, that
+    cannot happen fails as well: where recording itself raises, and where there is no thread any more.
 
     To wake the thread costs both more than a small copy does. Copies and waits are there for the event that is
-    recorded behind them, and begin with it at the latest.
+    recorded behind them, and begin with it at the latest. A child of fork has not got the thread: to give it work there
+    raises OffloadedModelError.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._born = forks()
         self._error: BaseException | None = None
-        self._tasks: collections.deque[Task] = collections.deque()
-        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._tasks, self._wakes, name), daemon=True)
+        self._ended = False
+        self._line = _Line()
+        self._thread = threading.Thread(target=_work, args=(self._line, name), daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._wakes.put, False).atexit = False
+        weakref.finalize(self, self._line.wakes.put, False).atexit = False
         _open.add(self)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -72,27 +112,69 @@ class Stream:
             else:
                 self._happen(event)
 
-        self._give(happen)
+        self._give(happen, event.fail)
         return event
 
     def stamp(self) -> Stamp:
         """Returns the time at which the work given before it is done, on the clock of the device or of the host."""
         stamp = Stamp()
-        self._give(lambda: stamp.put(self._now()))
+        self._give(lambda: stamp.put(self._now()), stamp.fail)
         return stamp
 
     def submit(self, task: Task) -> None:
         """Runs ``task``, in order."""
         self._queue(task)
-        self._wakes.put(True)
+        self.wake()
 
-    def _give(self, task: Task) -> None:
-        """Runs ``task`` whether the work before it has failed or not."""
-        self._tasks.append(task)
-        self._wakes.put(True)
+    def wake(self) -> None:
+        """Has the thread begin with what was given so far."""
+        self._line.wakes.put(True)
+
+    def end(self) -> None:
+        """Has what was given carried out, and the thread ended then; returns before."""
+        if not self._ended:
+            self._ended = True
+            self.wake()
+            self._line.wakes.put(False)
+
+    def drain(self) -> None:
+        """Blocks until what was given is done, failed or not, and of a stream that was ended its thread is gone."""
+        if not self._ended:
+            done = threading.Event()
+            self._give(done.set, lambda _: done.set())
+            done.wait()
+            return
+        self._thread.join()
+        self._error = None  # its traceback refers to what the work was done with
+
+    def is_thread(self, thread: threading.Thread) -> bool:
+        """Whether the work is done by ``thread``."""
+        return thread is self._thread
+
+    def _give(self, task: Task, fail: Fail) -> None:
+        """Runs ``task`` whether the work before it has failed or not; calls ``fail`` where it cannot be done."""
+        check_process(self._born)
+        self._check_open()
+
+        def guarded() -> None:
+            try:
+                task()
+            except BaseException as error:
+                self._error = self._error or error
+                fail(error)
+
+        self._line.give(guarded, fail)
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise OffloadedModelError(
+                f"the model was closed, or is gone, and nothing can be given to its {self.name} any more; build and "
+                "offload it anew"
+            )
 
     def _queue(self, task: Task) -> None:
         """Puts ``task`` behind the others, unless one of them has failed by then; it does not wake the thread."""
+        check_process(self._born)
 
         def guarded() -> None:
             if self._error is None:
@@ -101,7 +183,8 @@ class Stream:
                 except BaseException as error:
                     self._error = error
 
-        self._tasks.append(guarded)
+        self._check_open()
+        self._line.add(guarded)
 
     def _is_past(self, event: Event) -> bool:
         """Whether there is nothing to wait for."""
@@ -137,15 +220,20 @@ def finish_streams() -> None:
     # A thread that is inside an update when the interpreter goes away would take the process with it.
     streams = list(_open)
     for stream in streams:
-        stream._wakes.put(False)
+        stream._line.wakes.put(False)
     deadline = time.monotonic() + _LAST_WORK_S
     for stream in streams:
         stream._thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _work(tasks: collections.deque[Task], wakes: queue.SimpleQueue[bool], name: str) -> None:
+def _work(line: _Line, name: str) -> None:
     threading.current_thread().name = f"stronghold-{name}"
-    with torch.no_grad():
-        while wakes.get():
-            while tasks:
-                tasks.popleft()()  # a finished task keeps no buffer alive while the thread waits for the next
+    try:
+        with torch.no_grad():
+            while line.wakes.get():
+                while line.tasks:
+                    line.tasks.popleft()[0]()  # a finished task keeps no buffer alive while the thread waits
+    except BaseException as error:
+        line.end(error)
+        raise
+    line.end(RuntimeError(f"the stream {name!r} has ended with its process, or with the model that it worked for"))

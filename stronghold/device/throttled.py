@@ -102,7 +102,7 @@ class _ThrottledStream(Stream):
 
     def stamp(self) -> Stamp:
         stamp, issued_s = Stamp(), self._device.clock_s
-        self._give(lambda: stamp.put(max(self._clock_s, issued_s)))
+        self._give(lambda: stamp.put(max(self._clock_s, issued_s)), stamp.fail)
         return stamp
 
     def _queue(self, task: Task) -> None:

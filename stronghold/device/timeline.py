@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from stronghold.device.events import Event
 from stronghold.spans import Span
 
 if TYPE_CHECKING:
@@ -20,15 +20,21 @@ class Stamp:
     __slots__ = ("_known", "_time")
 
     def __init__(self) -> None:
-        self._known = threading.Event()
+        self._known = Event()
         self._time: object = None
 
     def put(self, time: object) -> None:
         self._time = time
-        self._known.set()
+        self._known.happen()
+
+    def fail(self, error: BaseException) -> None:
+        self._known.fail(error)
 
     def get(self) -> object:
-        """Blocks until the stream has come there, and returns what its device's ``seconds`` takes."""
+        """Blocks until the stream has come there, and returns what its device's ``seconds`` takes.
+
+        Raises what made the stream unable to tell.
+        """
         self._known.wait()
         return self._time
 

@@ -1,6 +1,7 @@
 """What training takes of each memory, and where its last step's time went."""
 
 from dataclasses import dataclass
+from html import escape
 
 from rich.table import Table
 
@@ -40,9 +41,18 @@ class Report:
     ``peak_device_bytes`` is 0 where the device does not count. ``states`` is the format of the optimizer's moments,
     None without one. ``accumulation_bytes`` are not held yet: they are what a second ``backward()`` before ``step()``
     takes, for sums in fp32. ``process_host_bytes`` is what the process had in memory, the interpreter and its libraries
-    with it, before anything was placed, without the model's own parameters. ``on_root_disk`` tells that one of
-    ``disk_paths`` is on the system's disk, which wears with every step; ``weights_on_disk`` and ``states_on_disk`` are
-    numbers of layers. ``step`` is None before the first step.
+    with it, before anything was placed, without the model's own parameters.
+
+    Not counted on the device: ``edge_gradients_device_bytes``, which autograd holds from ``backward()`` to
+    ``zero_grad()``, and for a moment twice where weights are tied; activations; and what the operation under way needs.
+    Where device and host are one memory, all of that is on the host, with what the C library keeps of it for the next
+    step. ``beside_host_bytes`` is what it has come to by now: the process's memory in RAM that is no file's, less what
+    was there before and what is counted. It says nothing before the first step, which first touches what is counted.
+
+    ``on_root_disk`` tells that one of ``disk_paths`` is on the system's disk, which wears with every step;
+    ``weights_on_disk`` and ``states_on_disk`` are numbers of layers. ``other_optimizers`` are those of other kinds than
+    ours that have stepped the model, and ``others_host_bytes`` and ``others_device_bytes`` what their states take.
+    ``step`` is None before the first step.
     """
 
     parameters: int
@@ -69,17 +79,22 @@ class Report:
     step: StepTimes | None
     weights_on_disk: int = 0
     states_on_disk: int = 0
+    other_optimizers: tuple[str, ...] = ()
+    others_host_bytes: int = 0
+    others_device_bytes: int = 0
+    edge_gradients_device_bytes: int = 0
+    beside_host_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
-        """What is held on the device between steps: slots, gradients, edges and resident layers."""
+        """What is held on the device between steps: slots, gradients, edges, resident layers, others' states."""
         streamed = self.slots_device_bytes + self.gradients_device_bytes
-        return streamed + self.edges_device_bytes + self.resident_device_bytes
+        return streamed + self.edges_device_bytes + self.resident_device_bytes + self.others_device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """What is held in host memory: pinned and pageable."""
-        return self.pinned_host_bytes + self.pageable_host_bytes
+        """What is held in host memory: pinned, pageable, and what other optimizers hold."""
+        return self.pinned_host_bytes + self.pageable_host_bytes + self.others_host_bytes
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns the table's lines: (section, name, value); a section's later lines leave it empty."""
@@ -91,18 +106,26 @@ class Report:
             ("model", "parameters", parameters),
             ("", "layers", f"{self.layers}{resident}, {self.window} at a time on {self.device}"),
             ("", "compute type", self.dtype),
-            ("", "moments", self.states or "none yet"),
+            ("", "moments", ", ".join(filter(None, (self.states, *self.other_optimizers))) or "none yet"),
             ("device", "slots", format_bytes(self.slots_device_bytes)),
             ("", "gradients", format_bytes(self.gradients_device_bytes)),
             ("", "edges", format_bytes(self.edges_device_bytes)),
             *([("", "resident layers", format_bytes(self.resident_device_bytes))] if self.resident else []),
+            *([("", "other states", format_bytes(self.others_device_bytes))] if self.others_device_bytes else []),
             ("", "together", format_bytes(self.device_bytes)),
+            (
+                "",
+                "in a step",
+                f"{format_bytes(self.edge_gradients_device_bytes)} more for edges' gradients, and activations",
+            ),
             ("", "peak", format_bytes(self.peak_device_bytes) if self.peak_device_bytes else "not counted"),
             ("host", "pinned", format_bytes(self.pinned_host_bytes)),
             ("", "pageable", format_bytes(self.pageable_host_bytes)),
+            *([("", "other states", format_bytes(self.others_host_bytes))] if self.others_host_bytes else []),
             ("", "together", format_bytes(self.host_bytes)),
             ("", "to accumulate", f"{format_bytes(self.accumulation_bytes)} more"),
-            ("", "process", f"{format_bytes(self.process_host_bytes)} more, and activations"),
+            ("", "process", f"{format_bytes(self.process_host_bytes)} more, before anything was placed"),
+            *([("", "not counted", f"{format_bytes(self.beside_host_bytes)} more by now")] if self.step else []),
             ("disk", "layers and states", format_bytes(self.disk_bytes)),
             *(self._disk_rows() if self.disk_paths else []),
             *([("", "note", "this is the system's own disk: training wears it")] if self.on_root_disk else []),
@@ -139,6 +162,9 @@ class Report:
 
     def __rich__(self) -> Table:
         return table("report", self.rows())
+
+    def _repr_html_(self) -> str:
+        return _in_html(self.rows())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +207,9 @@ class Measured:
     def __rich__(self) -> Table:
         return table("report", self.rows())
 
+    def _repr_html_(self) -> str:
+        return _in_html(self.rows())
+
 
 def table(title: str, rows: list[tuple[str, str, str]]) -> Table:
     """Returns rows of (section, name, value) as a table, with a line above each section."""
@@ -191,6 +220,16 @@ def table(title: str, rows: list[tuple[str, str, str]]) -> Table:
     for index, (section, name, value) in enumerate(rows):
         drawn.add_row(section, name, value, end_section=index + 1 < len(rows) and bool(rows[index + 1][0]))
     return drawn
+
+
+def _in_html(rows: list[tuple[str, str, str]]) -> str:
+    """Returns rows of (section, name, value) as a table for a notebook, with a line above each section."""
+    lines = []
+    for section, name, value in rows:
+        border = " style='border-top: 1px solid'" if section else ""
+        cells = "".join(f"<td style='text-align: left'>{escape(cell)}</td>" for cell in (name, value))
+        lines.append(f"<tr{border}><th style='text-align: left'>{escape(section)}</th>{cells}</tr>")
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _in_lines(rows: list[tuple[str, str, str]]) -> str:

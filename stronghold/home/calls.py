@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 # What tells of a tensor and not of its values: asking for it waits for nothing.
 FACTS = frozenset(
@@ -94,14 +95,24 @@ ALIASES = frozenset(
 _FILLS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 
 
-def written(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors that a function may write into: by torch's naming its first argument, or ``out``."""
+def written(function: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the tensors that a function may write into: by torch's naming its first argument, or ``out``.
+
+    An operator that torch does not have itself may write any of its arguments, whatever it declares.
+    """
+    if isinstance(function, (OpOverload, OpOverloadPacket)) and not _qualified(function).startswith("aten::"):
+        return list(walk((args, tuple(kwargs.values()))))
+    key = key_of(function)
     out = list(walk((kwargs.get("out"),)))
     if key.startswith("_fused_"):
         return [*out, *walk(args)]  # they scale gradients as well
     if (key.endswith("_") and not key.endswith("__")) or key in _FILLS:
         return [*out, *(walk(args[:1]) if args else walk(kwargs.values()))]
     return out
+
+
+def _qualified(function: OpOverload | OpOverloadPacket) -> str:
+    return function.name() if isinstance(function, OpOverload) else function._qualified_op_name
 
 
 def hands_out(key: str, result: Any, value: Tensor) -> bool:
@@ -121,6 +132,8 @@ def _storage(tensor: Tensor) -> int:
 
 def key_of(function: Callable) -> str:
     name = function.__name__
+    if isinstance(function, OpOverload):
+        return name.split(".")[0]  # without its overload's name
     if name in ("__get__", "__set__"):
         return f"{name[2:5]}:{function.__self__.__name__}"  # type: ignore[attr-defined]
     return name

@@ -9,8 +9,9 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from stronghold.errors import OffloadedModelError
 from stronghold.home.calls import FACTS, hands_out, key_of, walk, written
+from stronghold.home.compiler import opaque
+from stronghold.home.consumed import Consumed, ConsumedNorm
 from stronghold.home.home import Home
 
 
@@ -19,12 +20,18 @@ class Collected:
     """One parameter's gradient as an update takes it: complete, contiguous, where the update runs.
 
     With a ``remainder`` it is the fp32 number that ``values`` and it hold. ``squares`` is the sum of its squares, a
-    float64 number.
+    float64 number. What the update uses up is ``consumed``.
     """
 
     values: Tensor
     squares: Tensor
     remainder: Tensor | None = None
+    consumed: Consumed | None = None
+
+    def note(self) -> None:
+        """Called when the squares are there, before the memory of what the update uses up is free for others."""
+        if self.consumed is not None:
+            self.consumed.squares = self.squares.clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +60,16 @@ class OffloadedGradient(Tensor):
     known: Known | None
 
     @classmethod
+    @opaque
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if ConsumedNorm in types:
+            return NotImplemented  # it is asked first
         kwargs = kwargs or {}
         key = key_of(func)
         seen = []
         if key not in FACTS:
             seen = [v for v in walk((args, tuple(kwargs.values()))) if isinstance(v, OffloadedGradient)]
-            targets = {id(target) for target in written(key, args, kwargs)}
+            targets = {id(target) for target in written(func, args, kwargs)}
             for value in seen:
                 if id(value) in targets and (home := value._home()) is not None:
                     home.check_own()
@@ -99,6 +109,12 @@ def _settle(gradient: Tensor, *, forget: bool) -> None:
         gradient.__class__ = Tensor  # type: ignore[assignment]
 
 
+def make_plain(gradient: Tensor | None) -> None:
+    """Makes a gradient of the engine's a plain tensor, once no update reads it: another program may write it."""
+    if gradient is not None:
+        _settle(gradient, forget=True)
+
+
 def note_gradient(gradient: Tensor, home: Home, *, known: Known | None = None, pending: bool = False) -> None:
     """Makes ``gradient``, a plain tensor or one of ours, know what is given; anything else is left as it is."""
     if type(gradient) in (Tensor, OffloadedGradient):
@@ -120,29 +136,3 @@ def known_of(gradient: Tensor | None) -> Known | None:
     home = gradient._home()
     newest = home.gradients.known.get(gradient.known.place) if home is not None else None
     return gradient.known if newest is gradient.known else None
-
-
-class ConsumedGradient(Tensor):
-    """What stands for a gradient that ``update="in_backward"`` has used up: every look at it is an error."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if key_of(func) not in FACTS:
-            raise consumed_error()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-def consumed_error() -> RuntimeError:
-    return OffloadedModelError(
-        "update='in_backward' updates each layer during backward() and frees its gradient, so that no gradient can be "
-        "read, clipped over the whole model, or added to by a second backward() before step() and zero_grad(); "
-        "use update='deferred' for clipping and accumulation"
-    )
-
-
-def consumed_like(parameter: Tensor) -> ConsumedGradient:
-    """Makes the stand-in for the gradient of ``parameter``: its shape and dtype, no memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        return one.expand(parameter.shape).as_subclass(ConsumedGradient)

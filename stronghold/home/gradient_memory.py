@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +23,12 @@ class GradientMemory:
     """
 
     def __init__(self, home: Home) -> None:
-        self._home = home
+        self._unit = weakref.ref(home)
         self.places: tuple[int, ...] = ()
         """Whose gradients have room."""
         self.layout: Layout = lay_out([])
+        self._low: Layout = lay_out([])
+        """Of the low halves of sums, which gradients in fp32 have not."""
         self.buffer: HostBuffer | None = None
         self.known: dict[int, Known] = {}
         """What is known of the newest gradient at each place."""
@@ -33,6 +36,12 @@ class GradientMemory:
         self._sums: Buffer | None = None
         self._sums_host: Buffer | None = None
         self.fit()
+
+    @property
+    def _home(self) -> Home:
+        home = self._unit()
+        assert home is not None  # it owns this
+        return home
 
     def fit(self) -> bool:
         """Makes room for the parameters that are trained now; returns whether the layout has changed."""
@@ -43,6 +52,7 @@ class GradientMemory:
         self.places = tuple(sorted(trained.union(self.places)))
         sizes = [self._home.layout.sizes[place] for place in self.places]
         self.layout = lay_out([*sizes, *[8] * len(sizes)])
+        self._low = lay_out([2 * self._home.counts[p] * (self._home.dtypes[p] != torch.float32) for p in self.places])
         self.release()
         self._sums = self._sums_host = None
         return True
@@ -61,9 +71,15 @@ class GradientMemory:
         self.buffer = None
         self._squares = {}
 
+    def close(self) -> None:
+        """Gives all of it back."""
+        self.release()
+        self.known = {}
+        self._sums = self._sums_host = None
+
     def view(self, buffer: Buffer, place: int) -> Tensor:
         """Returns the gradient of one parameter in a buffer of this layout."""
-        return buffer.view(self._offset(place), self._home.shapes[place], self._home.dtype)
+        return buffer.view(self._offset(place), self._home.shapes[place], self._home.dtypes[place])
 
     def squares(self, buffer: Buffer, place: int) -> Tensor:
         """Returns the sum of squares of one parameter's gradient in a buffer of this layout."""
@@ -84,7 +100,7 @@ class GradientMemory:
 
         They are allocated when a second gradient is added to a first. None with fp32 compute, whose sums need none.
         """
-        if self._home.dtype == torch.float32:
+        if self._home.dtypes[place] == torch.float32:
             return None
         if self._sums is None:
             self._sums = self._sum_buffer(on_device=self._home.resident or self._home.mirrored)
@@ -98,9 +114,7 @@ class GradientMemory:
 
     def sum_bytes(self) -> int:
         """Returns what :meth:`remainder` takes."""
-        if self._home.dtype == torch.float32 or not self.places:
-            return 0
-        return self.layout.offsets[len(self.places)]
+        return self._low.total_bytes
 
     def _offset(self, place: int) -> int:
         return self.layout.offsets[self.places.index(place)]
@@ -120,4 +134,4 @@ class GradientMemory:
         return home.owner.device.host_buffer(size, pinned=False, memory=memory)
 
     def _sum_in(self, buffer: Buffer, place: int) -> Tensor:
-        return buffer.view(self._offset(place), self._home.shapes[place], torch.int16)
+        return buffer.view(self._low.offsets[self.places.index(place)], self._home.shapes[place], torch.int16)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stronghold.device import Buffer, Event
+from stronghold.device import Buffer, Event, check_process, forks
 from stronghold.errors import OffloadedModelError
 from stronghold.home.gradient_memory import GradientMemory
 from stronghold.home.masters import Masters
 from stronghold.home.protocols import Kind, Memory, Owner
 from stronghold.home.replicas import ONE_REPLICA, Replicas
+from stronghold.home.samples import Samples
 from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout, lay_out, round_up, shares
 
 
 class Home:
     """The memory of one unit, and what is under way in it.
 
-    ``index`` is the layer's number, or None for an edge. ``weight`` are views in the compute dtype: what is copied to
-    the device and what the parameter is outside the window. A ``resident`` layer has all of that on the device. A
+    ``index`` is the layer's number, or None for an edge. ``dtype`` is what the parameters compute in, one for all or
+    one for each. ``weight`` are views of that dtype: what is copied to the device and what the parameter is outside the
+    window. A ``resident`` layer has all of that on the device. A
     ``mirrored`` unit is an edge on a device with memory of its own: there the parameter is a copy. ``alignment`` is
     that of its tensors in memory, in bytes. "Place" is a parameter's number in its unit.
+
+    The engine owns its units and the store; a unit refers to both weakly, and so does a parameter to its unit.
     """
 
     def __init__(
@@ -31,37 +37,43 @@ class Home:
         index: int | None,
         name: str,
         parameters: Sequence[nn.Parameter],
-        dtype: torch.dtype,
+        dtype: torch.dtype | Sequence[torch.dtype],
         *,
         resident: bool = False,
         mirrored: bool = False,
         alignment: int = ALIGNMENT_BYTES,
     ) -> None:
+        self._born = forks()
         self.index = index
         self.name = name
         self.parameters = list(parameters)
-        self.dtype = dtype
+        self.dtypes = [dtype] * len(self.parameters) if isinstance(dtype, torch.dtype) else list(dtype)
         self.resident = resident
         self.mirrored = mirrored
         self.shapes = [tuple(p.shape) for p in parameters]
+        self._rounded = [p.dtype != own for p, own in zip(parameters, self.dtypes, strict=True)]
         self.counts = [p.numel() for p in parameters]
         self.elements = sum(self.counts)
         self.alignment = alignment
-        self.layout: Layout = lay_out([count * dtype.itemsize for count in self.counts], alignment)
-        self.owner: Owner | None = None
+        sizes = [count * own.itemsize for count, own in zip(self.counts, self.dtypes, strict=True)]
+        self.layout: Layout = lay_out(sizes, alignment)
+        self._owner: weakref.ref[Owner] | None = None
         self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
         self.on_device: list[Tensor] = []
         """A mirrored edge's memory on the device; a layer has none but its slot."""
         self.masters = Masters()
         self._buffers: list[Buffer] = []
-        self._memory: Memory | None = None
+        self._memory_of: weakref.ref[Memory] | None = None
         self.gradients = GradientMemory(self)
         self.updated: Event | None = None
         """Happens when the update under way is complete; None where none is."""
         self.touched = False
         """Somebody may have written the weights by a way that leaves no trace in the version."""
         self.versions = [0] * len(self.parameters)
+        self._samples: Samples | None = None
+        self._told: set[int] = set()
+        """The parameters of which it is known that somebody writes them, since this was last asked."""
         self.replicas: Replicas = ONE_REPLICA
         """The processes that train the unit; those of a machine have it in common, unless it is resident."""
         self.on_disk: frozenset[Kind] = frozenset()
@@ -70,6 +82,27 @@ class Home:
         """Counts what has changed the weights: updates, and writes that show in the versions."""
         self.writes = 0
         """Counts how often somebody may have written the weights, whether it shows or not."""
+
+    @property
+    def owner(self) -> Owner | None:
+        """The engine that the unit belongs to, as long as there is one."""
+        return None if self._owner is None else self._owner()
+
+    @owner.setter
+    def owner(self, owner: Owner) -> None:
+        self._owner = weakref.ref(owner)
+
+    @property
+    def _memory(self) -> Memory | None:
+        return None if self._memory_of is None else self._memory_of()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What most of the unit's elements compute in."""
+        counts = Counter[torch.dtype]()
+        for dtype, count in zip(self.dtypes, self.counts, strict=True):
+            counts[dtype] += count
+        return counts.most_common(1)[0][0]
 
     @property
     def is_edge(self) -> bool:
@@ -108,11 +141,11 @@ class Home:
 
     def make_room(self, memory: Memory) -> list[int]:
         """Allocates the weights and the remainders, as they are there; returns which parameters have a remainder."""
-        self._memory = memory
+        self._memory_of = weakref.ref(memory)
         self.buffer = self.allocate(self.layout.total_bytes, "weights")
         self.weight = [
-            self.buffer.view(offset, shape, self.dtype)
-            for offset, shape in zip(self.layout.offsets, self.shapes, strict=True)
+            self.buffer.view(offset, shape, dtype)
+            for offset, shape, dtype in zip(self.layout.offsets, self.shapes, self.dtypes, strict=True)
         ]
         places = self.master_places()
         self._place_remainders(places)
@@ -120,19 +153,18 @@ class Home:
 
     def allocate(self, length_bytes: int, kind: Kind) -> Buffer:
         """Allocates memory where this part of the unit lives: on the host, on disk, or on the device."""
-        assert self._memory is not None
-        return self._memory.allocate(self, length_bytes, kind)
+        memory = self._memory
+        assert memory is not None
+        return memory.allocate(self, length_bytes, kind)
 
     def master_places(self) -> list[int]:
-        """Returns which parameters have a remainder: those of bf16 units that are trained, or rounded when placed."""
-        if self.dtype == torch.float32:
-            return []
-        parameters = enumerate(self.parameters)
-        return [place for place, p in parameters if _requires_grad(p) or p.dtype != self.dtype]
+        """Returns which parameters have a remainder: those in bf16 that are trained, or rounded when placed."""
+        places = [place for place, dtype in enumerate(self.dtypes) if dtype != torch.float32]
+        return [p for p in places if _requires_grad(self.parameters[p]) or self.parameters[p].dtype != self.dtypes[p]]
 
     def master(self, place: int) -> Tensor:
         """Returns the fp32 master of a parameter: a copy, or with fp32 compute the weight itself."""
-        if self.dtype == torch.float32:
+        if self.dtypes[place] == torch.float32:
             return self.weight[place]
         if place not in self.masters.remainders:
             return self.weight[place].float()
@@ -140,11 +172,18 @@ class Home:
 
     def remainder(self, place: int) -> Tensor | None:
         """Returns what the optimizer updates beside the weight, or None with fp32 compute."""
-        if self.dtype == torch.float32:
+        if self.dtypes[place] == torch.float32:
             return None
         if place not in self.masters.remainders:  # frozen until now, and its weight exact
             self._place_remainders([place])
         return self.masters.remainders[place]
+
+    def has_finer_master(self, place: int) -> bool:
+        """Whether a parameter that is trained has a master of more bits than its weight, or may get one."""
+        if self.dtypes[place] == torch.float32 or not _requires_grad(self.parameters[place]):
+            return False
+        remainder = self.masters.remainders.get(place)
+        return self._rounded[place] or (remainder is not None and bool(remainder.any()))
 
     def remainder_bytes(self) -> int:
         """Returns what the remainders take when the unit is placed."""
@@ -180,6 +219,21 @@ class Home:
             remainder = buffer.view(offset, self.shapes[place], torch.int16)
             self.masters.place(place, remainder, raw_version(self.parameters[place]))
 
+    def sample(self) -> None:
+        """Notes some elements of the weights, by which a write shows that nothing tells of.
+
+        Not of what needs none: a unit on disk, whose pages tell; one that is computed with where the user writes it
+        and has no masters; and a layer on the device, where a look would wait for the computation.
+        """
+        in_place = (self.resident or (self.is_edge and not self.mirrored)) and not self.masters
+        elsewhere = "weights" in self.on_disk or not all(weight.is_cpu for weight in self.weight)
+        if self.buffer is None or in_place or elsewhere or self.is_common:
+            self._samples = None
+            return
+        if self._samples is None:
+            self._samples = Samples(self.buffer.flat, self.layout, [dtype.itemsize for dtype in self.dtypes])
+        self._samples.take()
+
     def attach(self, place: int) -> None:
         """Hears that a parameter's memory is this unit's from now on."""
         self.versions[place] = raw_version(self.parameters[place])
@@ -197,10 +251,16 @@ class Home:
         self.owner.take_writes(self)
         return self.master(place) if exact else self.weight[place]
 
+    def close(self) -> None:
+        """Gives the unit's memory back."""
+        self.buffer, self.weight, self.on_device, self._buffers = None, [], [], []
+        self.masters, self.updated = Masters(), None
+        self.gradients.close()
+
     def drop(self) -> None:
         """Takes what was looked at of the unit out of the resident set, if it is on disk."""
-        if self._memory is not None:
-            self._memory.drop(self)
+        if (memory := self._memory) is not None:
+            memory.drop(self)
 
     def wait_updated(self) -> None:
         """Blocks until no update of this unit is under way."""
@@ -215,14 +275,15 @@ class Home:
 
     def open(self) -> None:
         """Lets the store hear, beforehand, that what it has of the unit may be written."""
-        if self._memory is not None:
-            self._memory.opened(self)
+        if (memory := self._memory) is not None:
+            memory.opened(self)
 
     def lend(self, place: int, *, unseen: bool) -> None:
         """Hears that somebody gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
         if not self.is_edge:  # an edge's weight is in memory: what is on disk changes when the write is taken over
             self.open()
         self.touched |= unseen
+        self._told.add(place)
         if self.is_common:
             return  # nobody may write it
         # Of a mirrored edge the host has its own copy, to compare with. Marking has read the weight: without drop() a
@@ -233,6 +294,8 @@ class Home:
     def write(self, place: int, task: Callable[[], Any]) -> Any:
         """Runs ``task``, which writes into a parameter. Raises OffloadedModelError where replicas have it in common."""
         self.check_own()
+        self.touched = True  # a function need not count a version
+        self._told.add(place)
         changes = not self.is_edge or (not self.mirrored and place in self.masters.remainders)
         if changes:
             self.open()
@@ -246,7 +309,8 @@ class Home:
         return self.replicas.total > 1 and not self.resident and not self.mirrored
 
     def check_own(self) -> None:
-        """Raises OffloadedModelError where other processes would write the same memory."""
+        """Raises OffloadedModelError where other processes would write the same memory, or this is a child of fork."""
+        check_process(self._born)
         if self.is_common:
             raise OffloadedModelError(
                 f"{self.replicas.total} replicas have the weights and gradients of {self.name} in common, so that each "
@@ -261,11 +325,29 @@ class Home:
     def was_written(self) -> bool:
         """Whether somebody may have written the parameters since this was last asked."""
         versions = self.versions_now()
-        if versions != self.versions:
+        self._told.update(place for place, version in enumerate(versions) if version != self.versions[place])
+        untold = self._untold_writes()
+        if versions != self.versions or untold:
             self.generation += 1
-        written = self.touched or self.masters.marked or self.is_lent or versions != self.versions
+        written = self.touched or self.masters.marked or self.is_lent or versions != self.versions or bool(untold)
         self.touched, self.versions = False, versions
+        self._told.clear()
         self.writes += written
+        return written
+
+    def _untold_writes(self) -> list[int]:
+        """Returns which parameters were written though nothing told of it, as far as their memory shows it."""
+        if self.updated is not None and not self.updated.happened:
+            return []
+        if self._samples is not None and self.on_device:  # what the host has of an edge there is the engine's alone
+            return [] if torch.equal(self._samples.now(self.on_device[0]), self._samples.now()) else [0]
+        found = list(self._samples.written()) if self._samples is not None else []
+        if self._memory is not None and self.on_disk:
+            on_disk, others = self._memory.written(self)
+            found += on_disk
+            self.touched |= others
+        written = [place for place in found if place not in self._told]
+        self.masters.forget(written)
         return written
 
     def take_writes(self, arrived: Sequence[Tensor] = ()) -> None:
@@ -277,10 +359,12 @@ class Home:
         if not self.mirrored and self.masters:
             self.open()
             self.masters.take_writes(self.weight, self.versions, lambda place: is_shared(self.weight[place]))
+        self.sample()
 
     def rewritten(self) -> None:
-        """Hears that an update has written the weights, not the user."""
+        """Called when the engine has written the weights, not the user: an update, or what loads a checkpoint."""
         self.masters.updated(self.weight, lambda place: is_shared(self.weight[place]))
+        self.sample()
 
     def check_unchanged(self, owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
         """Raises where one of the modules that use a parameter no longer holds it by its name."""
@@ -296,6 +380,11 @@ class Home:
 def is_shared(tensor: Tensor) -> bool:
     """Whether the memory of a tensor that has one twin (a parameter, or a detached gradient) is used by a third."""
     return _users(tensor) > _ALONE + 1
+
+
+def has_company(gradient: Tensor) -> bool:
+    """Whether the memory of a gradient, as autograd gave it, is used by another tensor as well."""
+    return _users(gradient) > _ALONE
 
 
 def _octets(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ class Masters:
 
     def write(self, place: int, weight: Tensor, task: Callable[[], object], version: Callable[[], int]) -> object:
         """Runs ``task``, which writes into one weight, and clears the remainders of the elements it changed."""
+        if place in self._marks:
+            self._clear_marked(place, weight)  # what was written unseen before: the marks below forget it
         before = weight.detach().clone()
         seen = version()
         result = task()
@@ -87,16 +89,18 @@ class Masters:
         """Clears the remainders of what was written since this was last asked."""
         for place, remainder in self.remainders.items():
             if place in self._marks:
-                now = _marks(weights[place])
-                if len(written := torch.nonzero(now != self._marks[place]).flatten()):
-                    elements = (written[:, None] * _BLOCK + torch.arange(_BLOCK, device=written.device)).flatten()
-                    remainder.view(-1)[elements[elements < remainder.numel()]] = 0
-                self._marks[place] = now
+                self._clear_marked(place, weights[place])
                 if not shared(place):
                     del self._marks[place]
             elif self._accounted[place] != versions[place]:
                 remainder.zero_()
             self._accounted[place] = versions[place]
+
+    def forget(self, places: Sequence[int]) -> None:
+        """Clears the remainders of weights that were written, it is not known where."""
+        for place in places:
+            if place in self.remainders and place not in self._marks:
+                self.remainders[place].zero_()
 
     def updated(self, weights: list[Tensor], shared: Callable[[int], bool]) -> None:
         """Hears that an update has written the weights."""
@@ -105,6 +109,14 @@ class Masters:
                 self._marks[place] = _marks(weights[place])
             else:
                 del self._marks[place]
+
+    def _clear_marked(self, place: int, weight: Tensor) -> None:
+        """Clears the remainders of the blocks that were written since they were marked, and marks them anew."""
+        now, remainder = _marks(weight), self.remainders[place]
+        if len(written := torch.nonzero(now != self._marks[place]).flatten()):
+            elements = (written[:, None] * _BLOCK + torch.arange(_BLOCK, device=written.device)).flatten()
+            remainder.view(-1)[elements[elements < remainder.numel()]] = 0
+        self._marks[place] = now
 
     def _clear(self, place: int, before: Tensor, after: Tensor) -> None:
         # Bit for bit: a NaN that stayed is no write, and neither is a zero of another sign the same.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, SupportsIndex
 
 import torch
@@ -9,18 +10,28 @@ from torch import Tensor, nn
 
 from stronghold.errors import OffloadedModelError
 from stronghold.home.calls import ALIASES, FACTS, hands_out, key_of, walk, written
+from stronghold.home.compiler import opaque
+from stronghold.home.dtypes import check_mixed
 from stronghold.home.home import Home
 
 
 class _Parameter(nn.Parameter):
     """One whose gradient somebody may look at when a backward pass has failed."""
 
+    _unit: weakref.ref[Home]
+
     @property
+    def _home(self) -> Home | None:
+        return _home_of(self)
+
+    @property
+    @opaque
     def grad(self) -> Tensor | None:  # type: ignore[override]
         _end_failed_backward(self)
         return gradient_of(self)
 
     @grad.setter
+    @opaque
     def grad(self, value: Tensor | None) -> None:
         _end_failed_backward(self)
         set_gradient(self, value)
@@ -33,9 +44,8 @@ class OffloadedParameter(_Parameter):
     values waits until the update under way has written them. ``copy.deepcopy`` and ``pickle`` make plain parameters.
     """
 
-    _home: Home
-
     @classmethod
+    @opaque
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         key = key_of(func)
@@ -44,15 +54,21 @@ class OffloadedParameter(_Parameter):
 
         def call() -> Any:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                try:
+                    return func(*args, **kwargs)
+                except RuntimeError as error:
+                    for value, home in placed:
+                        check_mixed(error, home.name, value.dtype, walk((args, tuple(kwargs.values()))))
+                    raise
 
+        placed: list[tuple[OffloadedParameter, Home]] = []
         if key in FACTS:
             return call()
         used = [v for v in walk((args, tuple(kwargs.values()))) if isinstance(v, OffloadedParameter)]
         placed = [(value, home) for value in used if (home := _home_of(value)) is not None]
         for _, home in placed:
             home.wait_updated()
-        targets = {id(target) for target in written(key, args, kwargs)}
+        targets = {id(target) for target in written(func, args, kwargs)}
         into = [(value, home) for value, home in placed if id(value) in targets]
         if len(into) == 1:
             (value, home), *_ = into
@@ -60,7 +76,7 @@ class OffloadedParameter(_Parameter):
         for _, home in into:
             home.check_own()
         for value, home in into:  # one of many (torch._foreach_*): told apart by blocks, not by copies of all
-            home.lend(value.__dict__["_place"], unseen=False)
+            home.lend(value.__dict__["_place"], unseen=True)
         result = call()
         for value, home in placed:
             if hands_out(key, result, value):
@@ -116,7 +132,8 @@ def _end_failed_backward(parameter: Tensor) -> None:
 
 
 def _home_of(parameter: Tensor) -> Home | None:
-    return parameter.__dict__.get("_home")
+    unit = parameter.__dict__.get("_unit")
+    return None if unit is None else unit()
 
 
 def home_of(parameter: nn.Parameter) -> Home | None:

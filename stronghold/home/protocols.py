@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
@@ -29,6 +30,12 @@ class Memory(Protocol):
     def opened(self, home: Home) -> None:
         """Hears that somebody may write the memory of a unit, now and until the next update."""
 
+    def written(self, home: Home) -> tuple[list[int], bool]:
+        """Returns which parameters, by number, were written on disk by a way that nothing tells of; asked once.
+
+        And whether others may have been, of which it cannot be told.
+        """
+
     def drop(self, home: Home) -> None:
         """Takes what was looked at of a unit on disk out of the resident set."""
 
@@ -40,12 +47,17 @@ class Owner(Protocol):
     homes: Sequence[Home]
     sums_gradients: bool
     """Whether a step has several backward passes, under in_backward too: the sums need memory."""
+    masters_kept: bool
+    """Whether the masters are kept beside a state dictionary, which has none, or the user was told that it has none."""
 
     def agree(self, found: Mapping[Home, Collection[int]]) -> None:
         """Raises ParallelError where replicas have not ``found`` gradients at the same places of the same units."""
 
     def update_threads(self) -> int:
         """Returns how many cores an update may use: all that the process may, but one for the thread that computes."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Returns a block in which no other thread computes with the model."""
 
     def close_backward(self) -> None:
         """Brings down and publishes the gradients of a backward pass that was left unfinished."""
@@ -59,10 +71,10 @@ class Owner(Protocol):
     def take_writes(self, home: Home) -> bool:
         """Brings the host's memory of ``home`` up to what the user wrote into its parameters, if anything."""
 
-    def update(self, home: Home, work: Work, moved_bytes: int, after: Event | None) -> Event | None:
-        """Submits ``work``, the update of ``home``, which moves ``moved_bytes``, behind ``after``.
+    def prepare(self, home: Home, work: Work, moved_bytes: int) -> Prepared:
+        """Makes ``work``, the update of ``home``, which moves ``moved_bytes``, ready; nothing is written.
 
-        Returns the event after which the weights may be used again, or None where that is the computation's order.
+        Raises what refuses it. Updates are submitted in the order in which they were prepared.
         """
 
     def sum_squares(self, found: Mapping[Home, Mapping[int, Collected]], *, finite: bool) -> float:
@@ -80,7 +92,8 @@ class Owner(Protocol):
     def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
         """Raises BudgetError where ``what`` does not fit the budgets beside what is allocated already.
 
-        Raises MemoryError where the system does not have it, StoreError where the disk does not.
+        Raises MemoryError where the machine can never have it, StoreError where the disk does not; warns where the
+        host's memory is not free now.
         """
 
     def step_done(self) -> None:
@@ -91,6 +104,19 @@ class Owner(Protocol):
 
     def wait_updated(self, home: Home) -> None:
         """Waits for the update of ``home`` that is under way: somebody uses its weights or gradients."""
+
+
+class Prepared(Protocol):
+    """An update that nothing refuses any more."""
+
+    def submit(self, after: Event | None) -> Event | None:
+        """Submits it behind ``after``.
+
+        Returns the event after which the weights may be used again, or None where that is the computation's order.
+        """
+
+    def cancel(self) -> None:
+        """Gives it up; nothing has changed."""
 
 
 class Work(Protocol):
@@ -129,3 +155,6 @@ class Updater(Protocol):
 
     def wait(self) -> None:
         """Blocks until every update is complete."""
+
+    def forget(self) -> None:
+        """Gives the states back: the model was closed."""

@@ -66,10 +66,10 @@ class Replicas(Protocol):
         What a machine's replicas have in ``common`` its first one takes; the others see it when all have met.
         """
 
-    def agree(self, done: object, *, here: bool = False) -> None:
+    def agree(self, done: object, *, here: bool = False, batch: int = 0) -> tuple[int, int]:
         """Raises ParallelError unless all replicas, or those ``here`` on this machine, have ``done`` the same.
 
-        Returns when they are here.
+        Returns when they are here, with the least and the greatest ``batch`` of them.
         """
 
 
@@ -106,8 +106,8 @@ class OneReplica:
     def take_first(self, values: Tensor, *, common: bool) -> None:
         pass
 
-    def agree(self, done: object, *, here: bool = False) -> None:
-        pass
+    def agree(self, done: object, *, here: bool = False, batch: int = 0) -> tuple[int, int]:
+        return batch, batch
 
 
 ONE_REPLICA: Replicas = OneReplica()

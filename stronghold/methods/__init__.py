@@ -1,7 +1,7 @@
 """What a model can be trained by: one file each, one shared protocol."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from stronghold.weights import Weights
 METHODS = {
     "stronghold": "stronghold.methods.stronghold:Stronghold",
     "megatron-lm": "stronghold.methods.megatron_lm:MegatronLM",
+    "megatron-lm-exact": "stronghold.methods.megatron_lm_exact:MegatronLMExact",
     "l2l": "stronghold.methods.l2l:L2L",
     "zero-offload": "stronghold.methods.zero_offload:ZeroOffload",
     "zero-infinity": "stronghold.methods.zero_infinity:ZeroInfinity",
@@ -65,10 +66,14 @@ class Prepared:
 
     def step(self) -> None:
         """Clips, updates, and frees the gradients. Raises RuntimeError for a norm that is not finite."""
-        if self.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm, error_if_nonfinite=True)
+        self.clip(self.model.parameters())
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def clip(self, parameters: Iterable[Tensor]) -> None:
+        """Clips their gradients, if they are to be. Raises RuntimeError for a norm that is not finite."""
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self.max_grad_norm, error_if_nonfinite=True)
 
 
 class Method(Protocol):

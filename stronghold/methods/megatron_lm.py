@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from stronghold.config import OptimizerSettings, TrainSettings
 from stronghold.methods import Prepared, decay_groups
 from stronghold.methods.ordinary import measure, recompute_layers, reference_model
 from stronghold.weights import Weights, fill
+
+OptimizerAndPackages = tuple[torch.optim.Optimizer, tuple[str, ...]]
 
 
 class MegatronLM:
@@ -38,7 +41,7 @@ class MegatronLM:
                 group["params"] = [master for _, master in pairs]
                 masters += pairs
             gpt.to(torch.bfloat16)
-        optimizer, package = fused_adamw(groups, settings.optimizer, device)
+        optimizer, package = self.adamw(groups, settings.optimizer, device)
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
         def held_bytes() -> int:
@@ -48,7 +51,7 @@ class MegatronLM:
             held = sum(tensor.nbytes for tensor in [*weights_and_masters.values(), *states])
             return held + gradients * gpt.config.parameters
 
-        return WithMasters(
+        return self.prepared(
             model=gpt,
             optimizer=optimizer,
             report=lambda: measure(settings, gpt.config.parameters, held_device_bytes=held_bytes()),
@@ -57,6 +60,14 @@ class MegatronLM:
             packages=package,
             masters=tuple(masters),
         )
+
+    def adamw(self, groups: list[dict], wanted: OptimizerSettings, device: torch.device) -> OptimizerAndPackages:
+        """Returns what updates ``groups``, and the packages that it is from."""
+        return fused_adamw(groups, wanted, device)
+
+    def prepared(self, **fields: Any) -> WithMasters:
+        """Returns what trains."""
+        return WithMasters(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +84,14 @@ class WithMasters(Prepared):
         for weight, master in self.masters:
             assert weight.grad is not None
             master.grad, weight.grad = weight.grad.float(), None
-        if self.max_grad_norm is not None:
-            masters = [master for _, master in self.masters]
-            nn.utils.clip_grad_norm_(masters, self.max_grad_norm, error_if_nonfinite=True)
+        self.clip([master for _, master in self.masters])
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():
             torch._foreach_copy_([weight for weight, _ in self.masters], [master for _, master in self.masters])
 
 
-def fused_adamw(
-    groups: list[dict], wanted: OptimizerSettings, device: torch.device
-) -> tuple[torch.optim.Optimizer, tuple[str, ...]]:
+def fused_adamw(groups: list[dict], wanted: OptimizerSettings, device: torch.device) -> OptimizerAndPackages:
     """Returns the AdamW that Megatron-LM would take, and the package that it is from.
 
     That is NVIDIA Apex's where it is installed (PyPI's package of that name is another thing), else PyTorch's.

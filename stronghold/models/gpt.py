@@ -13,6 +13,10 @@ from stronghold.models.cross_entropy import linear_cross_entropy
 
 M = TypeVar("M", bound=nn.Module)
 
+_MOST_LAYERS = 2**16
+_MOST_PARAMETERS = 2**50
+"""More than any memory or disk: beyond are slips of the pen, and sizes that PyTorch cannot count."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -34,7 +38,17 @@ class GPTConfig:
             raise ValueError(
                 "hidden must be a multiple of 2 · heads, for rotary positions turn pairs of each head's "
                 f"elements (got hidden={self.hidden}, heads={self.heads}); "
-                f"pass hidden={math.ceil(self.hidden / (2 * self.heads)) * 2 * self.heads} or other heads"
+                f"pass hidden={-(-self.hidden // (2 * self.heads)) * 2 * self.heads} or other heads"
+            )
+        if self.layers > _MOST_LAYERS:
+            raise ValueError(
+                f"layers must be at most {_MOST_LAYERS:,}, for each is modules that Python builds (got "
+                f"{self.layers}); pass fewer, wider ones"
+            )
+        if self.parameters > _MOST_PARAMETERS:
+            raise ValueError(
+                f"a model must have at most 2**50 parameters, 4 PiB in fp32 (got layers={self.layers}, "
+                f"hidden={self.hidden}, vocabulary={self.vocabulary}); pass a smaller shape"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1 (got {self.dropout}); pass one such")

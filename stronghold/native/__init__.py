@@ -17,6 +17,7 @@ from stronghold.native.disk import (
 )
 from stronghold.native.disk_errors import BufferedDiskWarning, UnreservedDiskWarning, warn_of_no_reserve
 from stronghold.native.faults import Fault
+from stronghold.native.host_memory import most_host_bytes
 from stronghold.native.kernels import (
     BLOCK,
     Addition,
@@ -53,6 +54,7 @@ __all__ = [
     "best_isa",
     "checksums",
     "crc32c",
+    "most_host_bytes",
     "squared_norms",
     "stream",
     "usable_cores",

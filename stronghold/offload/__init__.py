@@ -1,14 +1,18 @@
 """Ties an ``nn.Module`` to a window."""
 
+from stronghold.offload import other_optimizers as other_optimizers  # whose hooks see every optimizer's step
 from stronghold.offload.company import Alone, Company, by_first, follow, keep_activations, keep_company
+from stronghold.offload.compiled import uncompiled
 from stronghold.offload.engine import Engine
-from stronghold.offload.offload import engine_of, offload, offload_shared, report, trace, verify
+from stronghold.offload.offload import close, engine_of, offload, offload_shared, report, trace, verify
+from stronghold.offload.writing import writing
 
 __all__ = [
     "Alone",
     "Company",
     "Engine",
     "by_first",
+    "close",
     "engine_of",
     "follow",
     "keep_activations",
@@ -17,5 +21,7 @@ __all__ = [
     "offload_shared",
     "report",
     "trace",
+    "uncompiled",
     "verify",
+    "writing",
 ]

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, SupportsIndex
+from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 from stronghold.device import Device
 from stronghold.errors import OffloadedModelError
-from stronghold.home import Home
+from stronghold.home import Home, check_mixed, opaque
+from stronghold.offload.members import Members
 from stronghold.offload.microbatch import batch_of, join, split
 from stronghold.offload.replay import Hooks, State, structural_copy
+from stronghold.offload.saved import Saved, unwritten
+from stronghold.offload.turns import Turns
 from stronghold.window import HostActivations, Window
 
 
 class Run:
     """One run of a layer in a forward pass; it lives as long as autograd may come back to it."""
 
-    def __init__(self, layer: int, generation: int) -> None:
+    def __init__(self, layer: int, generation: int, batch: int) -> None:
         self.layer = layer
         self.generation = generation
+        self.batch = batch
+        """How many samples the layer's input has."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +54,6 @@ class _SlotTensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Members:
-    """The modules in a part of the model, and how many parameters each has, to notice when that changes."""
-
-    def __init__(self, name: str, modules: Iterable[nn.Module]) -> None:
-        self._name = name
-        self._before = [(m, [id(child) for child in m._modules.values()], len(m._parameters)) for m in modules]
-
-    def check(self) -> None:
-        """Raises OffloadedModelError where modules or parameters were added, removed or replaced."""
-        for module, children, count in self._before:
-            now, parameters = module._modules, len(module._parameters)
-            if parameters != count or [id(child) for child in now.values()] != children:
-                raise OffloadedModelError(
-                    f"{type(module).__name__} in {self._name} has other modules or parameters than at offload() "
-                    f"({len(children)} modules and {count} parameters then, {len(now)} and {parameters} now), and "
-                    "what is new would be left out; add or replace modules before offload()"
-                )
-
-
 class Runner(Protocol):
     """What a block needs of the engine."""
 
@@ -73,6 +61,7 @@ class Runner(Protocol):
     window: Window
     activations: HostActivations | None
     micro_batch: int | None
+    turns: Turns
 
     def enter(self, block: Block) -> list[int]:
         """Hears that a forward computation begins; returns the layers that a backward pass would compute again."""
@@ -80,8 +69,17 @@ class Runner(Protocol):
     def ran(self, run: Run) -> None:
         """Hears that a backward pass may come back to ``run``."""
 
+    def compiled(self) -> None:
+        """Hears that the compiler would have compiled a layer."""
+
+    def begin_backward(self) -> None:
+        """Hears that a backward pass comes to a layer, before any that is within that one."""
+
     def return_to(self, run: Run) -> None:
         """Opens the backward pass of the layer of ``run``, where it is not open."""
+
+    def refuse_changes(self) -> None:
+        """Raises OffloadedModelError, which names what of the model's modules and parameters was changed."""
 
 
 class Block:
@@ -90,62 +88,84 @@ class Block:
     In training the layer runs again in the backward pass by non-reentrant ``torch.utils.checkpoint``, which restores
     random states and autocast; with ``keep`` autograd keeps what it saves, except what lies in a slot, which is fetched
     again when it is asked for.
+
+    The layer holds its block. Neither the block nor autograd's graph holds the layer: a module may keep a graph in an
+    attribute, and the garbage collector does not see the way through one.
     """
 
     def __init__(self, module: nn.Module, home: Home, engine: Runner, *, keep: bool) -> None:
         assert home.index is not None
-        self.module = module
+        self._module = weakref.ref(module)
         self.home = home
         self.layer = home.index
         self.engine = engine
         self.keep = keep
         self._device_type = engine.device.torch_device.type
-        self._forward: Callable[..., Any] = module.forward
+        own = module.forward
+        self._is_method = getattr(own, "__self__", None) is module
+        self._own: Callable[..., Any] = own.__func__ if self._is_method else own  # type: ignore[attr-defined]
+        self._enter_backward = functools.partial(_enter_backward, weakref.ref(self), home.name)
         placed = {id(parameter) for parameter in home.parameters}
         owners = ((m, name, p) for m in module.modules() for name, p in m._parameters.items())
-        self._owners = [(m, name, p) for m, name, p in owners if p is not None and id(p) in placed]
-        self._members = Members(home.name, module.modules())
+        self._owners = [(weakref.ref(m), name, p) for m, name, p in owners if p is not None and id(p) in placed]
+        self.members = Members(module.named_modules(prefix=home.name))
 
-        module.forward = _Forward(self, self._forward)  # type: ignore[method-assign]
+        module.forward = _Forward(self)  # type: ignore[method-assign]
 
+    @property
+    def module(self) -> nn.Module:
+        """The layer. Raises OffloadedModelError where there is none any more."""
+        return _there(self._module, self.home.name)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The layer's own ``forward``."""
+        return self._own.__get__(self.module) if self._is_method else self._own
+
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.turns.taken():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine, training = self.engine, torch.is_grad_enabled()
         behind = engine.enter(self)
         engine.window.begin_forward(self.layer, training=training, behind=behind)
-        run, nodes, returning = Run(self.layer, self.home.generation), set(), False
+        leader = batch_of(args, kwargs)
+        run = Run(self.layer, self.home.generation, 0 if leader is None else leader.shape[0])
+        nodes, returning = set(), False
         try:
             output = self._pieces(run, args, kwargs) if training else self._bare(*args, **kwargs)
             nodes = _nodes(output) if training else set()
             returning = bool(nodes)
+        except RuntimeError as error:
+            inputs: list[Tensor] = []
+            _flatten((args, kwargs), inputs)
+            check_mixed(error, self.home.name, self.home.dtype, inputs)
+            raise
         finally:
             engine.window.end_forward(self.layer, returning=returning)
         if returning:
             engine.ran(run)
             for node in nodes:
-                node.register_prehook(self._refuse_graph)
+                node.register_prehook(self._enter_backward)
         return output
 
     def check(self) -> None:
-        """Raises OffloadedModelError where parameters were added or replaced since ``offload``."""
-        self.home.check_unchanged(self._owners)
-        self._members.check()
-
-    def _refuse_graph(self, gradients: tuple[Tensor | None, ...]) -> None:
-        if torch.is_grad_enabled():
-            raise OffloadedModelError(
-                "create_graph=True keeps the graph of a backward pass, and with it weights on the device that the "
-                f"window takes back (got it in {self.home.name}); compute second derivatives on a model that is not "
-                "offloaded"
-            )
+        """Raises OffloadedModelError where modules or parameters were added or replaced since ``offload``."""
+        there = ((module(), name, parameter) for module, name, parameter in self._owners)
+        self.home.check_unchanged((module, name, p) for module, name, p in there if module is not None)
+        if not self.members.same():
+            self.engine.refuse_changes()
 
     def _bare(self, *args: Any, **kwargs: Any) -> Any:
         # Autocast caches the casts of weights by their identity for as long as it is active: cleared at both ends, it
         # neither keeps every layer's cast weights on the device nor makes the second run differ from the first.
         if not torch.is_autocast_enabled(self._device_type):
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         torch.clear_autocast_cache()
         try:
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         finally:
             torch.clear_autocast_cache()
 
@@ -161,66 +181,122 @@ class Block:
         return join(outputs, leaders)
 
     def _kept(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        window = self.engine.window
-
-        def pack(tensor: Tensor) -> Any:
-            where = window.slot_of(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-            if where is None:
-                return tensor
-            offset = int(tensor.storage_offset()) + where[1] // tensor.element_size()
-            return _SlotTensor(run, tensor.dtype, offset, tensor.shape, tensor.stride())
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            self.engine.return_to(packed.run)
-            return window.part(packed.run.layer, *packed[1:])
-
+        this, name = weakref.ref(self), self.home.name
+        pack, unpack = functools.partial(_pack, this, name, run), functools.partial(_unpack, this, name)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return self._bare(*args, **kwargs)
 
     def _recomputed(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
         arguments = _flatten((args, kwargs), tensors)
-        state, hooks = State(self.module), Hooks(self.module)
         # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
-        first: list[Any] = [(args, kwargs)]
+        again = _Again(run, [(args, kwargs)], arguments, State(self.module), Hooks(self.module))
         del args, kwargs
-
-        def compute(*tensors: Tensor) -> Any:
-            if first:
-                args, kwargs = first.pop()
-                with hooks.first():
-                    output = self._bare(*args, **kwargs)
-                state.ran()
-                return output
-            self.engine.return_to(run)
-            args, kwargs = _fill(arguments, tensors)
-            with state.again(), hooks.again():
-                return self._bare(*args, **kwargs)
-
+        compute = functools.partial(_compute, weakref.ref(self), self.home.name, again)
         with ExitStack() as stack:
             if self.engine.activations is not None:
                 stack.enter_context(self.engine.activations.inputs())
             return checkpoint(compute, *tensors, use_reentrant=False)
 
 
+class _Again(NamedTuple):
+    """What a layer's second run needs; ``first`` is what the first run gets, until then."""
+
+    run: Run
+    first: list[Any]
+    arguments: Any
+    state: State
+    hooks: Hooks
+
+
+# What autograd calls is not made for each run: what keeps a function from the compiler refers to it, and it to that.
+
+
+@opaque
+def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Tensor) -> Any:
+    this = _there(block, layer)
+    if again.first:
+        args, kwargs = again.first.pop()
+        with again.hooks.first():
+            output = this._bare(*args, **kwargs)
+        again.state.ran()
+        return output
+    this.engine.return_to(again.run)
+    args, kwargs = _fill(again.arguments, tensors)
+    with again.state.again(), again.hooks.again(), unwritten(layer):
+        return this._bare(*args, **kwargs)
+
+
+@opaque
+def _pack(block: weakref.ref[Block], layer: str, run: Run, tensor: Tensor) -> _SlotTensor | Saved:
+    window = _there(block, layer).engine.window
+    where = window.slot_of(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+    if where is None:
+        return Saved.of(tensor)
+    offset = int(tensor.storage_offset()) + where[1] // tensor.element_size()
+    return _SlotTensor(run, tensor.dtype, offset, tensor.shape, tensor.stride())
+
+
+@opaque
+def _unpack(block: weakref.ref[Block], layer: str, packed: _SlotTensor | Saved) -> Tensor:
+    if isinstance(packed, Saved):
+        return packed.value(layer)
+    engine = _there(block, layer).engine
+    engine.return_to(packed.run)
+    return engine.window.part(packed.run.layer, *packed[1:])
+
+
+@opaque
+def _enter_backward(block: weakref.ref[Block], layer: str, gradients: tuple[Tensor | None, ...]) -> None:
+    """Called when a backward pass comes to a layer, before anything of it is computed."""
+    if torch.is_grad_enabled():
+        raise OffloadedModelError(
+            "create_graph=True keeps the graph of a backward pass, and with it weights on the device that the window "
+            f"takes back (got it in {layer}); compute second derivatives on a model that is not offloaded"
+        )
+    _there(block, layer).engine.begin_backward()
+
+
 class _Forward:
     """Stands for the ``forward`` of a layer; a copy of the layer, in memory or in a file, gets its own back."""
 
-    def __init__(self, block: Block, own: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, own)
+    def __init__(self, block: Block) -> None:
+        own = block.forward
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(own, name):
+                setattr(self, name, getattr(own, name))
+        self.__dict__.update(getattr(own, "__dict__", {}))
         self._block = block
-        self._own = own
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Where ``inspect`` reads the signature; kept, it would be a way from the layer to itself."""
+        return self._block.forward
+
+    @functools.partial(torch._disable_dynamo, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if callable(get_eval_frame_callback()):  # the compiler would have had this call
+            self._block.engine.compiled()
         return self._block(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Callable[..., Any]:
-        return copy.deepcopy(self._own, memo)
+        return copy.deepcopy(self._block.forward, memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self._own.__reduce_ex__(protocol)
+        return self._block.forward.__reduce_ex__(protocol)
+
+
+_T = TypeVar("_T")
+
+
+def _there(reference: weakref.ref[_T], layer: str) -> _T:
+    """Returns what autograd's graph refers to weakly."""
+    if (found := reference()) is None:
+        raise OffloadedModelError(
+            f"a model must be there as long as it is computed with, in the backward pass too ({layer} is gone); keep "
+            "the model until backward() has returned"
+        )
+    return found
 
 
 def _flatten(value: Any, tensors: list[Tensor]) -> Any:

@@ -4,26 +4,52 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stronghold import native
 from stronghold.config import OffloadSettings
-from stronghold.device import Device, Event, Wait, Waits, available_host_bytes, keep_freed_memory
+from stronghold.device import (
+    Device,
+    Wait,
+    Waits,
+    check_process,
+    forks,
+    keep_freed_memory,
+    resident_host_bytes,
+)
 from stronghold.errors import BudgetError, OffloadedModelError
-from stronghold.home import ONE_REPLICA, Collected, Home, OffloadedParameter, Replicas, Updater, Work
-from stronghold.offload.block import Block, Members, Run
+from stronghold.home import (
+    ONE_REPLICA,
+    Collected,
+    Home,
+    OffloadedParameter,
+    Replicas,
+    Updater,
+    Work,
+    closed_error,
+    opaque,
+)
+from stronghold.offload.block import Block, Run
+from stronghold.offload.closing import end_with
 from stronghold.offload.company import Alone, Company
 from stronghold.offload.hooks import Hooks
+from stronghold.offload.host_memory import HostMemory
+from stronghold.offload.members import Members, refuse_changes
 from stronghold.offload.placement import Placement
 from stronghold.offload.reopening import Reopened
 from stronghold.offload.timing import Stopwatch
-from stronghold.offload.updates import Updates
+from stronghold.offload.turns import Turns
+from stronghold.offload.updates import PreparedUpdate, Updates
+from stronghold.optim.held import held_bytes
 from stronghold.store import DiskStore, RamStore, Store
 from stronghold.units import format_bytes
 from stronghold.weights import Source, give_values
@@ -41,8 +67,12 @@ class Engine:
         settings: OffloadSettings,
         weights: Source | Reopened,
         replicas: Replicas = ONE_REPLICA,
+        *,
+        own_device: bool = True,
     ) -> None:
+        self.closed = False
         self.model = weakref.ref(model)
+        self._born = forks()
         self.device = device
         self.replicas = replicas
         self.homes: Sequence[Home] = placement.homes
@@ -50,16 +80,21 @@ class Engine:
         self.micro_batch = settings.micro_batch
         self.waits = Waits(device)
         self.optimizer: weakref.ref[Updater] | None = None
+        self.other_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those of other kinds than ours that have stepped parameters of this model."""
         self.company: Company = Alone()
         """The processes that train the same model."""
         self.copies: frozenset[int] = frozenset()
         """The parameters, by id, that another process has as well, and answers for."""
         self.kind = type(model).__name__
-        self.sums_gradients = False
+        self.sums_gradients = self.masters_kept = False
         self._runs: list[weakref.ref[Run]] = []
         self._backward_open = False
+        self._told_of_compiling = False
+        self.turns = Turns()
         own = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
         self.process_bytes = max(0, psutil.Process().memory_info().rss - own)
+        self._anonymous_bytes = max(0, resident_host_bytes() - own)
         paths = [Path(path) for path in settings.directories]
         replicas.agree([os.path.realpath(path) for path in paths], here=True)
         replicas.agree([(home.name, home.resident, sorted(home.on_disk)) for home in self.homes])
@@ -104,13 +139,18 @@ class Engine:
         self.stopwatch = Stopwatch(device, self.window.traffic, self.gradients.downlink.traffic, self.store.counters)
         keep = settings.activations == "keep"
         layers = zip(placement.modules, self.layers, strict=True)
-        self.blocks = [Block(module, home, self, keep=keep) for module, home in layers]
-        self._edges = placement.edges
+        # Weakly, as all that is the user's: a layer holds its block, and that holds the engine.
+        self._blocks = [weakref.ref(Block(module, home, self, keep=keep)) for module, home in layers]
+        self._edges = [(home, [(weakref.ref(m), name) for m, name in owners]) for home, owners in placement.edges]
         self._budgets = settings.device_memory, settings.host_memory
+        self._host_memory = HostMemory()
         within = {id(inner) for module in placement.modules for inner in module.modules()}
         for home, _ in self._edges:
             self._hooks.on_edge(home)
-        self._outside = Members(type(model).__name__, (m for m in model.modules() if id(m) not in within))
+        self._outside = Members((n, m) for n, m in model.named_modules() if id(m) not in within)
+        streams = device.streams + ([self._updates.landing] if self._updates.landing is not None else [])
+        # A replica does not wait for others that may be gone: its threads end by themselves.
+        self._end = end_with(self, streams if replicas.total == 1 else [], self.store, own=own_device)
 
     def __deepcopy__(self, memo: dict) -> None:
         """Leaves itself out: a copy of an offloaded model is an ordinary model."""
@@ -118,9 +158,29 @@ class Engine:
     def __reduce__(self) -> tuple[type, tuple]:
         return type(None), ()
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers' blocks, as long as there are layers."""
+        return [block for reference in self._blocks if (block := reference()) is not None]
+
+    def check_open(self) -> None:
+        """Raises OffloadedModelError where the model was closed."""
+        if self.closed:
+            raise closed_error()
+
+    def release(self) -> None:
+        """Ends the threads and gives back memory, locks and files; nothing of the engine can be used after it."""
+        self._end()
+        self.homes = self.layers = []
+        self.activations = None
+        del self.window, self.gradients, self.device_gradients, self._hooks, self._updates, self.stopwatch, self.store
+
     # What blocks say.
 
     def enter(self, block: Block) -> list[int]:
+        self.check_open()
+        if torch.is_grad_enabled() or not block.home.resident:  # a child has neither streams nor slots
+            check_process(self._born)
         if torch._C._current_graph_task_id() == -1:
             self.close_backward()
         else:
@@ -136,14 +196,51 @@ class Engine:
     def ran(self, run: Run) -> None:
         self._runs.append(weakref.ref(run))
 
+    @opaque
+    def compiled(self) -> None:
+        if not self._told_of_compiling:
+            self._told_of_compiling = True
+            warnings.warn(
+                "torch.compile leaves the layers of an offloaded model as they are, for their parameters move while "
+                f"they run, which a graph cannot follow (got a compiled {self.kind}, or a layer or caller of it). They "
+                "run eagerly, exactly and no faster; to compile what is inside of a layer, set "
+                "layer.forward = torch.compile(layer.forward) before offload()",
+                stacklevel=2,
+            )
+
     def return_to(self, run: Run) -> None:
+        self.check_open()
         self._return_to(run.layer, run)
+
+    def put_back(self) -> None:
+        """Puts the model's parameters in the place of those that a loader has made: their values are to be loaded."""
+        for members in (self._outside, *(block.members for block in self.blocks)):
+            members.put_back()
+
+    def refuse_changes(self) -> None:
+        refuse_changes([self._outside, *(block.members for block in self.blocks)])
 
     # What autograd says.
 
+    def begin_backward(self) -> None:
+        """Notes that a backward pass has begun, at whose end the user sees the gradients.
+
+        A reentrant ``torch.utils.checkpoint`` inside a layer has a backward pass of its own within that one.
+        """
+        self.check_open()
+        with self.turns.taken_in_backward():
+            if not self.turns.in_backward:
+                self._end_backward()  # of a pass before, that failed
+                self.turns.begin(self._end_backward)
+            self._backward_open = True
+
     def _return_to(self, layer: int, run: Run | None) -> None:
-        if self.gradients.layer == layer and self.window.is_bound(layer):
-            return
+        check_process(self._born)
+        with self.turns.taken_in_backward():
+            if self.gradients.layer != layer or not self.window.is_bound(layer):
+                self._open(layer, run)
+
+    def _open(self, layer: int, run: Run | None) -> None:
         if torch._C._current_graph_task_id() == -1:
             raise OffloadedModelError(
                 f"what autograd saved for {self.layers[layer].name} was asked for outside a backward pass, where no "
@@ -156,9 +253,9 @@ class Engine:
                 "been updated or written in between); call backward() before step(), or run the forward pass again"
             )
         self._close_layer()
-        if not self._backward_open:
-            self._backward_open = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.close_backward)
+        if run is not None:
+            self.gradients.batches.saw(run.batch)
+        self.begin_backward()
         alive = self._alive()
         numbers = [i for i, other in enumerate(alive) if (other is run if run else other.layer == layer)]
         before = alive[: numbers[-1]] if numbers else alive
@@ -170,7 +267,7 @@ class Engine:
         # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient. It
         # is opened before autograd adds this gradient to one that the user keeps on the host.
         assert home.index is not None
-        if self.gradients.layer != home.index or not self.window.is_bound(home.index):
+        if self.gradients.layer != home.index or not self.window.is_bound(home.index) or self.turns.elsewhere:
             self._return_to(home.index, None)
 
     def _close_layer(self) -> None:
@@ -183,8 +280,14 @@ class Engine:
         if updated is not None:
             self.window.changed([layer])
 
+    @opaque
     def close_backward(self) -> None:
         """Ends a backward pass: its last layer, and the gradients that the user now sees."""
+        self.check_open()
+        self.turns.check()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
         self._close_layer()
         if self._backward_open:
             self._backward_open = False
@@ -208,7 +311,11 @@ class Engine:
         if self.device.is_host and not self.store.paths and not optimizer.in_backward:
             keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 
+    def turn(self) -> AbstractContextManager[None]:
+        return self.turns.taken()
+
     def agree(self, found: Mapping[Home, Collection[int]]) -> None:
+        check_process(self._born)
         if self.replicas.total > 1:
             self.replicas.agree([(home.name, tuple(places)) for home, places in found.items()])
 
@@ -233,8 +340,9 @@ class Engine:
         home.take_writes(arrived)
         return True
 
-    def update(self, home: Home, work: Work, moved_bytes: int, after: Event | None) -> Event | None:
-        return self._updates.run(home, work, moved_bytes, after)
+    def prepare(self, home: Home, work: Work, moved_bytes: int) -> PreparedUpdate:
+        check_process(self._born)
+        return self._updates.prepare(home, work, moved_bytes)
 
     def update_threads(self) -> int:
         # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
@@ -255,12 +363,18 @@ class Engine:
         return self.gradients.take_poison()
 
     def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
+        self.check_open()
         self.store.check_space(disk_bytes, what)
+        self.check_budgets(host_bytes=host_bytes // self.replicas.count, device_bytes=device_bytes, what=what)
+        self._host_memory.check(host_bytes, self._held_host_bytes() * self.replicas.count, what)
+
+    def check_budgets(self, *, host_bytes: int, device_bytes: int, what: str) -> None:
+        """Raises BudgetError where ``what`` does not fit the budgets beside what is held already."""
         device_memory, host_memory = self._budgets
-        held_on_host, share = self.device.pinned_bytes + self.device.pageable_bytes, host_bytes // self.replicas.count
+        _, others_device = self.other_optimizers_bytes()
         for name, budget, held, more in (
-            ("device_memory", device_memory, self.device_bytes(), device_bytes),
-            ("host_memory", host_memory, held_on_host, share),
+            ("device_memory", device_memory, self.device_bytes() + others_device, device_bytes),
+            ("host_memory", host_memory, self._held_host_bytes(), host_bytes),
         ):
             if isinstance(budget, int) and held + more > budget:
                 raise BudgetError(
@@ -268,11 +382,15 @@ class Engine:
                     f"{name}={format_bytes(budget)}); raise {name}, freeze parameters, or see states='8bit' and "
                     "update='in_backward'"
                 )
-        if host_bytes > (available := available_host_bytes()):
-            raise MemoryError(
-                f"{what} takes {format_bytes(host_bytes)} of host memory, and the system has {format_bytes(available)} "
-                "left; use states='8bit' or update='in_backward', freeze parameters, or train a smaller model"
-            )
+
+    def _held_host_bytes(self) -> int:
+        others, _ = self.other_optimizers_bytes()
+        return self.device.pinned_bytes + self.device.pageable_bytes + others
+
+    def other_optimizers_bytes(self) -> tuple[int, int]:
+        """Returns what the states of other optimizers than ours take (on the host, on the device)."""
+        held = [held_bytes(optimizer) for optimizer in self.other_optimizers]
+        return sum(host for host, _ in held), sum(device for _, device in held)
 
     def device_bytes(self) -> int:
         """Returns what is held on the device between steps."""
@@ -284,6 +402,19 @@ class Engine:
         gradients = sum(home.gradients.layout.total_bytes for home in self.layers if home.resident)
         return gradients + self.device.resident_bytes
 
+    def edge_gradient_bytes(self) -> int:
+        """Returns what autograd holds of the edges' gradients on the device, from ``backward()`` to ``zero_grad()``."""
+        counts = (
+            n for home, _ in self._edges for n, p in zip(home.counts, home.parameters, strict=True) if p.requires_grad
+        )
+        return sum(counts) * self.layers[0].dtype.itemsize
+
+    def beside_bytes(self) -> int:
+        """Returns what the process has taken of host memory by now beside what is counted."""
+        counted = self._held_host_bytes()
+        counted += self.device_bytes() if self.device.is_host else 0
+        return max(0, resident_host_bytes() - self._anonymous_bytes - counted)
+
     def changed(self, homes: Sequence[Home]) -> None:
         self.window.changed([home.index for home in homes if home.index is not None])
 
@@ -291,6 +422,7 @@ class Engine:
         self.stopwatch.lap()
 
     def wait_updates(self) -> None:
+        self.check_open()
         begin = self.device.stamp()
         for home in self.homes:
             if home.updated is not None:
@@ -317,11 +449,14 @@ class Engine:
             for place, (parameter, weight) in enumerate(zip(home.parameters, home.weight, strict=True)):
                 give_values(parameter, weight)
                 parameter.__class__ = OffloadedParameter
-                parameter.__dict__.update(_home=home, _place=place)
+                parameter.__dict__.update(_unit=weakref.ref(home), _place=place)
                 home.attach(place)
+        home.sample()
 
     def _check_edges(self) -> None:
         for home, owners in self._edges:
             self._hooks.on_edge(home)
-            home.check_unchanged((module, name, home.parameters[0]) for module, name in owners)
-        self._outside.check()
+            there = ((module(), name) for module, name in owners)
+            home.check_unchanged((module, name, home.parameters[0]) for module, name in there if module is not None)
+        if not self._outside.same():
+            self.refuse_changes()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stronghold.home import Home
+from stronghold.home import Home, opaque
 from stronghold.window import DeviceGradients, Gradients
 
 _Expect = weakref.WeakMethod[Callable[[Home, Tensor], None]]
@@ -46,12 +46,13 @@ class Hooks:
                 self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take)
 
     def on_edge(self, home: Home) -> None:
-        """Has the gradient of an edge summed in fp32, before all hooks of the user, who see the sum."""
+        """Has an edge's gradient summed in fp32, in its own memory, before all hooks of the user, who see the sum."""
         parameter = home.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():
-            if home.dtype == torch.float32 or not parameter.requires_grad or id(parameter) in self._handles:
-                return  # in fp32 autograd's own sum is exact enough
-            parameter.register_hook(_about(home, self._expect_edge))
+            if not parameter.requires_grad or id(parameter) in self._handles:
+                return
+            if home.dtype != torch.float32:  # in fp32 autograd's own sum is exact enough
+                parameter.register_hook(_about(home, self._expect_edge))
             handle = self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_edge)
             hooks = parameter._post_accumulate_grad_hooks
             for number in [number for number in hooks if number != handle.id]:
@@ -61,6 +62,7 @@ class Hooks:
 def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
     call = weakref.WeakMethod(method)
 
+    @opaque
     def hook(parameter: nn.Parameter) -> None:
         if (bound := call()) is not None:
             bound(parameter)
@@ -71,6 +73,7 @@ def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], 
 def _about(home: Home, call: _Expect) -> Callable[[Tensor], None]:
     unit = weakref.ref(home)
 
+    @opaque
     def hook(gradient: Tensor) -> None:
         if (bound := call()) is not None and (its := unit()) is not None:
             bound(its, gradient)

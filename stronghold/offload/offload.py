@@ -16,9 +16,12 @@ from stronghold.device import Device, Timeline, open_device, return_free_memory
 from stronghold.errors import OffloadedModelError
 from stronghold.evaluation.report import Report
 from stronghold.home import ONE_REPLICA, Replicas, home_of
+from stronghold.offload.closing import close_engine
+from stronghold.offload.compiled import uncompiled
 from stronghold.offload.engine import Engine
 from stronghold.offload.placement import plan
 from stronghold.offload.reopening import Reopened
+from stronghold.optim.held import name_of
 from stronghold.weights import Weights, open_weights
 
 
@@ -46,7 +49,7 @@ def offload(
     default the free memory) allows with half of it left to activations. ``device`` is where layers compute; on the CPU,
     where a slot would be a second copy in the same memory, ``"auto"`` means that all layers in RAM are computed with
     where they are (resident), unless there is a budget. ``dtype``
-    is the compute type (torch.float32 or torch.bfloat16; by default the parameters' own); with bf16 the fp32 master is
+    is the compute type (torch.float32 or torch.bfloat16; by default each parameter's own); with bf16 the fp32 master is
     kept exactly, as the weight and a 16-bit remainder. ``layers`` names the containers of the layers where they are not
     found by themselves. ``micro_batch=k`` runs each layer over the batch k samples at a time, so that weights cross the
     bus once however large the batch. ``activations`` says what the backward pass finds: ``"recompute"`` (each layer
@@ -112,6 +115,7 @@ def _offload(
     weights: Weights | None,
     replicas: Replicas,
 ) -> nn.Module:
+    given, model = model, uncompiled(model)
     if engine_of(model) is not None:
         raise OffloadedModelError(
             f"{type(model).__name__} is offloaded already, and a module can be offloaded once; build it anew to change "
@@ -125,12 +129,12 @@ def _offload(
     opened = open_device(device)
     placement = plan(model, layers, dtype, settings, opened, replicas)
     values = Reopened(model) if _same_directory(weights, settings) else open_weights(model, weights)
-    engine = Engine(model, placement, opened, settings, values, replicas)
+    engine = Engine(model, placement, opened, settings, values, replicas, own_device=opened is not device)
     model.__dict__["_stronghold"] = engine
     for module in model.modules():
         module._apply = _Apply(module, engine)  # type: ignore[method-assign]
     return_free_memory()  # the parameters' own, which the store has taken over
-    return model
+    return given
 
 
 def _same_directory(weights: Weights | None, settings: OffloadSettings) -> bool:
@@ -158,20 +162,34 @@ class _Apply:
     def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module | None:
         engine, module = self._engine(), self._module()
         if engine is not None:
-            home = engine.layers[0]
-            probe = torch.empty(0, dtype=home.dtype, device=engine.device.torch_device)
-            result = function(probe)
-            if result.device != probe.device or result.dtype != probe.dtype:
-                raise OffloadedModelError(
-                    f"an offloaded model stays on {probe.device} with dtype {probe.dtype} (got a move to "
-                    f"{result.device}, {result.dtype}); build it anew and pass device= and dtype= to offload()"
-                )
+            engine.check_open()
+            for dtype in sorted({dtype for home in engine.homes for dtype in home.dtypes}, key=str):
+                probe = torch.empty(0, dtype=dtype, device=engine.device.torch_device)
+                result = function(probe)
+                if result.device != probe.device or result.dtype != probe.dtype:
+                    raise OffloadedModelError(
+                        f"an offloaded model stays on {probe.device} with dtype {probe.dtype} (got a move to "
+                        f"{result.device}, {result.dtype}); build it anew and pass device= and dtype= to offload()"
+                    )
         return module
 
 
 def engine_of(model: nn.Module) -> Engine | None:
     """Returns the engine of an offloaded model, or None."""
-    return model.__dict__.get("_stronghold")
+    return uncompiled(model).__dict__.get("_stronghold")
+
+
+def close(model: nn.Module) -> None:
+    """Waits for the updates of an offloaded model and gives back, at once, its memory, threads, locks and files.
+
+    The same happens when nobody refers to the model and its optimizer any more; ``close`` does it while somebody does:
+    a notebook's variables, a trainer. Afterwards model and optimizer cannot be used, which is an OffloadedModelError;
+    to close a model twice changes nothing. Files of a checkpoint in place stay. Tensors that the user got from the
+    model before (a ``state_dict()``, say) keep their values and their memory.
+
+    Raises what made an update fail, when all is given back, and OffloadedModelError for a model that is not offloaded.
+    """
+    close_engine(_known_engine(model, closed=True))
 
 
 def verify(model: nn.Module) -> None:
@@ -183,10 +201,12 @@ def verify(model: nn.Module) -> None:
     _known_engine(model).store.verify()
 
 
-def _known_engine(model: nn.Module) -> Engine:
+def _known_engine(model: nn.Module, *, closed: bool = False) -> Engine:
     engine = engine_of(model)
     if engine is None:
         raise OffloadedModelError(f"{type(model).__name__} is not offloaded; call stronghold.offload(model) first")
+    if not closed:
+        engine.check_open()
     return engine
 
 
@@ -217,6 +237,7 @@ def report(model: nn.Module) -> Report:
     optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
     home, device = engine.layers[0], engine.device
     parameters = [p for h in engine.homes for p in h.parameters]
+    others_host_bytes, others_device_bytes = engine.other_optimizers_bytes()
     return Report(
         parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
@@ -224,16 +245,21 @@ def report(model: nn.Module) -> Report:
         window=engine.window.size,
         resident=sum(h.resident for h in engine.layers),
         device=device.name,
-        dtype=str(home.dtype).removeprefix("torch."),
+        dtype=" and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys([home.dtype, *home.dtypes])),
         states=optimizer.states if optimizer is not None else None,
+        other_optimizers=tuple(sorted(map(name_of, engine.other_optimizers))),
+        others_host_bytes=others_host_bytes,
+        others_device_bytes=others_device_bytes,
         slots_device_bytes=sum(slot.flat.numel() for slot in engine.window.slots),
         gradients_device_bytes=engine.gradients.downlink.device_bytes,
         edges_device_bytes=engine.edge_bytes,
         resident_device_bytes=engine.resident_bytes(),
+        edge_gradients_device_bytes=engine.edge_gradient_bytes(),
         peak_device_bytes=device.peak_bytes(),
         pinned_host_bytes=device.pinned_bytes,
         pageable_host_bytes=device.pageable_bytes,
         process_host_bytes=engine.process_bytes,
+        beside_host_bytes=engine.beside_bytes(),
         disk_bytes=engine.store.disk_bytes,
         disk_paths=tuple(map(str, engine.store.paths)),
         on_root_disk=any(path.stat().st_dev == os.stat("/").st_dev for path in engine.store.paths),

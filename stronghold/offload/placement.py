@@ -15,6 +15,7 @@ from stronghold.device import Device
 from stronghold.home import ONE_REPLICA, Home, Replicas
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.offload.budget import check_host, choose_disk, choose_window, keep_resident
+from stronghold.offload.parameters import check_parameters
 from stronghold.offload.rows import Layer, find_layers
 
 _BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -46,6 +47,7 @@ class Placement:
                 for parameter, weight in zip(home.parameters, home.weight, strict=True):
                     # Not through .to(): on a device that plays one on the CPU that would be the host's own tensor.
                     there = torch.empty(weight.shape, dtype=weight.dtype, device=device.torch_device)
+                    device.copied(there)
                     there.copy_(weight)
                     parameter.data = there
                     home.on_device.append(there)
@@ -70,6 +72,7 @@ def plan(
     the model, is an edge, and so is everything outside the layers. ``replicas`` are the processes that have all of it
     in common. Raises ValueError and BudgetError.
     """
+    check_parameters(model)
     found = find_layers(model, layers)
     alignment = ALIGNMENT_BYTES if not settings.directories else PAGE_BYTES
     _check_memory_is_their_own(model)
@@ -86,8 +89,8 @@ def plan(
     layer_homes: list[Home] = []
     for layer, parameters in zip(found, owned, strict=True):
         if parameters:
-            layer_dtype = _dtype_of(layer.name, parameters, dtype)
-            home = Home(len(modules), layer.name, parameters, layer_dtype, alignment=alignment)
+            dtypes = _dtypes_of(layer.name, parameters, dtype)
+            home = Home(len(modules), layer.name, parameters, dtypes, alignment=alignment)
             modules.append(layer.module)
             layer_homes.append(home)
             homes_by_parameter.update((id(p), home) for p in parameters)
@@ -98,8 +101,8 @@ def plan(
         )
     edge_homes = []
     for name, parameter, owners in edges:
-        edge_dtype = _dtype_of(name, [parameter], dtype)
-        home = Home(None, name, [parameter], edge_dtype, mirrored=not device.is_host, alignment=alignment)
+        dtypes = _dtypes_of(name, [parameter], dtype)
+        home = Home(None, name, [parameter], dtypes, mirrored=not device.is_host, alignment=alignment)
         homes_by_parameter[id(parameter)] = home
         edge_homes.append((home, owners))
     homes = list({id(h): h for p in model.parameters() if (h := homes_by_parameter[id(p)])}.values())
@@ -216,18 +219,16 @@ def _users(model: nn.Module, layers: Sequence[Layer]) -> dict[int, set[int | Non
     return users
 
 
-def _dtype_of(name: str, parameters: Sequence[nn.Parameter], wanted: torch.dtype | None) -> torch.dtype:
-    present = {parameter.dtype for parameter in parameters}
-    if any(not d.is_floating_point for d in present):
-        raise ValueError(
-            f"parameters must be floating-point (got {', '.join(map(str, present))} in {name}); quantised weights "
-            "cannot be trained here, load the model in float32 or bfloat16"
-        )
+def _dtypes_of(
+    name: str, parameters: Sequence[nn.Parameter], wanted: torch.dtype | None
+) -> torch.dtype | list[torch.dtype]:
+    """Returns what the parameters of one unit compute in: what is ``wanted``, or each in its own."""
     if wanted is not None:
         return wanted
-    if len(present) > 1 or not present <= set(COMPUTE_DTYPES):
+    present = {parameter.dtype for parameter in parameters}
+    if not present <= set(COMPUTE_DTYPES):
         raise ValueError(
-            f"a layer's parameters must be all float32 or all bfloat16 (got {', '.join(sorted(map(str, present)))} in "
-            f"{name}); pass dtype=torch.bfloat16 or torch.float32 to offload()"
+            f"parameters must be float32 or bfloat16 (got {', '.join(sorted(map(str, present)))} in {name}); pass "
+            "dtype=torch.bfloat16 or torch.float32 to offload()"
         )
-    return present.pop()
+    return [parameter.dtype for parameter in parameters]

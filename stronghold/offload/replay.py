@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -74,28 +76,31 @@ class State:
     That is buffers and plain attributes. A change shows by the object's identity, in a list, dictionary or set by its
     items', in a tensor by its version; ``batch_norm`` leaves no trace in the version of its statistics, so that of
     tensors with one dimension a change is always taken for granted. What an object of another kind holds is not known.
+
+    It refers to the modules weakly, for autograd's graph holds it, and a module may hold that.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-        self._before = [(names, name, value, _copy(value), _version(value)) for names, name, value in self._all()]
-        self._changed: list[tuple[dict[str, Any], str, Any]] = []
+        self._places = [_Names(weakref.ref(m), buffers) for m in module.modules() for buffers in (True, False)]
+        self._before = [(place, name, value, _copy(value), _version(value)) for place, name, value in self._all()]
+        self._changed: list[tuple[_Names, str, Any]] = []
 
     def ran(self) -> None:
         """Forgets what the first run left alone."""
         known = set()
-        for names, name, value, copy, version in self._before:
-            known.add((id(names), name))
-            if _differs(names.get(name, _ABSENT), value, copy, version):
-                self._changed.append((names, name, _LEFT if _has_graph(copy) else copy))
-        self._changed += [(names, name, _ABSENT) for names, name, _ in self._all() if (id(names), name) not in known]
+        for place, name, value, copy, version in self._before:
+            known.add((id(place), name))
+            if _differs(place.names().get(name, _ABSENT), value, copy, version):
+                self._changed.append((place, name, _LEFT if _has_graph(copy) else copy))
+        self._changed += [(place, name, _ABSENT) for place, name, _ in self._all() if (id(place), name) not in known]
         self._before.clear()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Runs the block with everything as before the first run; what it does to it is forgotten."""
-        present = [(names, name, names.get(name, _ABSENT)) for names, name, _ in self._changed]
-        for names, name, copy in self._changed:
+        changed = [(place.names(), name, copy) for place, name, copy in self._changed]
+        present = [(names, name, names.get(name, _ABSENT)) for names, name, _ in changed]
+        for names, name, copy in changed:
             if copy is not _LEFT:
                 _put(names, name, _copy(copy))
         try:
@@ -104,11 +109,24 @@ class State:
             for names, name, value in present:
                 _put(names, name, value)
 
-    def _all(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        for module in self._modules:
-            yield from ((module._buffers, name, buffer) for name, buffer in module._buffers.items())
-            names = module.__dict__
-            yield from ((names, name, value) for name, value in names.items() if name not in _OF_EVERY_MODULE)
+    def _all(self) -> Iterator[tuple[_Names, str, Any]]:
+        for place in self._places:
+            left_out = () if place.buffers else _OF_EVERY_MODULE
+            yield from ((place, name, value) for name, value in place.names().items() if name not in left_out)
+
+
+@dataclass(frozen=True, eq=False)
+class _Names:
+    """Where a module keeps its buffers, or its plain attributes, by name."""
+
+    module: weakref.ref[nn.Module]
+    buffers: bool
+
+    def names(self) -> dict[str, Any]:
+        module = self.module()
+        if module is None:  # it has been replaced since
+            return {}
+        return module._buffers if self.buffers else module.__dict__
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_apply"}
@@ -166,7 +184,7 @@ class Hooks:
 
     def __init__(self, module: nn.Module) -> None:
         inner = (m for m in module.modules() if m is not module)
-        self._places = [(m, kind) for m in inner for kind in self._KINDS if getattr(m, kind)]
+        self._places = [(weakref.ref(m), kind) for m in inner for kind in self._KINDS if getattr(m, kind)]
         self._lookers: set[tuple[int, int]] = set()
 
     @contextmanager
@@ -189,14 +207,15 @@ class Hooks:
 
     @contextmanager
     def _replaced(self, replace: Callable[[tuple[int, int], Callable], Callable | None]) -> Iterator[None]:
-        originals = [(m, kind, getattr(m, kind)) for m, kind in self._places]
-        for number, (module, kind, hooks) in enumerate(originals):
+        places = ((number, module(), kind) for number, (module, kind) in enumerate(self._places))
+        originals = [(number, m, kind, getattr(m, kind)) for number, m, kind in places if m is not None]
+        for number, module, kind, hooks in originals:
             new = ((handle, replace((number, handle), hook)) for handle, hook in hooks.items())
             setattr(module, kind, OrderedDict((handle, hook) for handle, hook in new if hook is not None))
         try:
             yield
         finally:
-            for module, kind, hooks in originals:
+            for _, module, kind, hooks in originals:
                 setattr(module, kind, hooks)
 
     def _observed(self, key: tuple[int, int], hook: Callable) -> Callable:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stronghold.device import Device, Event, Stream, Wait, Waits
+from stronghold.device import Device, Event, Wait, Waits
 from stronghold.home import Home, Replicas, Work
-from stronghold.store import Store
+from stronghold.store import Passage, Store
 
 
 class Updates:
@@ -12,12 +12,16 @@ class Updates:
 
     def __init__(self, device: Device, store: Store, waits: Waits, replicas: Replicas) -> None:
         self._device, self._store, self.waits, self._replicas = device, store, waits, replicas
-        self._landing = Stream("landing") if replicas.count > 1 else None
+        self.landing = device.host_stream("landing") if replicas.count > 1 else None
         """Where this process waits for the updates of the machine's other replicas."""
 
-    def run(self, home: Home, work: Work, moved_bytes: int, after: Event | None) -> Event | None:
-        """Updates a unit when ``after`` has happened. Returns when the next may use it; None for a resident layer."""
+    def prepare(self, home: Home, work: Work, moved_bytes: int) -> PreparedUpdate:
+        """Makes a unit's update ready, which writes nothing yet."""
         passage = self._store.passage(home, work.operands, work.parts)
+        return PreparedUpdate(self, home, work, moved_bytes, passage)
+
+    def run(self, home: Home, work: Work, moved_bytes: int, passage: Passage, after: Event | None) -> Event | None:
+        """Updates a unit when ``after`` has happened. Returns when the next may use it; None for a resident layer."""
         shared = self._replicas.count > 1 and not home.resident
 
         def task() -> None:
@@ -57,9 +61,23 @@ class Updates:
 
     def _landed_everywhere(self, done: Event, work: Work) -> Event:
         """Returns the event after which the updates of all replicas' shares of a unit are complete."""
-        assert self._landing is not None
+        assert self.landing is not None
         # Of this process's share that was said when it is complete.
-        self.waits.thread(self._landing, done, Wait.SHARE_UPDATED)
-        self._landing.submit(self._replicas.landing.meet)
-        self._landing.submit(work.done)
-        return self._landing.record()
+        self.waits.thread(self.landing, done, Wait.SHARE_UPDATED)
+        self.landing.submit(self._replicas.landing.meet)
+        self.landing.submit(work.done)
+        return self.landing.record()
+
+
+class PreparedUpdate:
+    """One unit's update with its passage through the store, which nothing refuses any more."""
+
+    def __init__(self, updates: Updates, home: Home, work: Work, moved_bytes: int, passage: Passage) -> None:
+        self._updates, self._home, self._work, self._moved_bytes = updates, home, work, moved_bytes
+        self._passage = passage
+
+    def submit(self, after: Event | None) -> Event | None:
+        return self._updates.run(self._home, self._work, self._moved_bytes, self._passage, after)
+
+    def cancel(self) -> None:
+        self._passage.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,10 +21,18 @@ from stronghold.home import (
     gradient_of,
     home_of,
     is_shared,
+    opaque,
     set_gradient,
 )
 from stronghold.optim.exchange import as_saved, checked_states, take_saved
-from stronghold.optim.groups import TORCH_DEFAULTS, check_group, check_one_of, is_number
+from stronghold.optim.groups import (
+    TORCH_DEFAULTS,
+    check_clipping,
+    check_group,
+    check_groups,
+    check_one_of,
+    check_torch_arguments,
+)
 from stronghold.optim.states import FORMATS, Moments
 from stronghold.optim.update import Change, Update
 
@@ -37,7 +46,8 @@ class AdamW(torch.optim.Optimizer):
 
     ``update="deferred"`` updates layer after layer behind ``step()``, under the next forward pass.
     ``update="in_backward"`` updates each layer as soon as its gradient has reached the host and keeps no gradient: it
-    takes no clipping over the whole model and no second ``backward()`` before ``step()``, which are refused.
+    takes no clipping over the whole model and no second ``backward()`` before ``step()``, which are refused. The norm
+    of its gradients may be asked for (``clip_grad_norm_`` with a bound that it does not reach).
 
     ``max_grad_norm`` clips the norm of all gradients, like ``torch.nn.utils.clip_grad_norm_`` but without a pass of
     its own over the gradients. ``nonfinite`` says what becomes of a step whose gradients hold NaN or infinity:
@@ -51,9 +61,13 @@ class AdamW(torch.optim.Optimizer):
     ``threads`` are the cores an update may use; by default all that the process may use (affinity, cgroup quota), less
     one on a GPU for the thread that launches its kernels. It changes no bit of the result.
 
+    Of ``torch.optim.AdamW``'s other arguments (``amsgrad``, ``maximize``, ``foreach``, ``capturable``,
+    ``differentiable``, ``fused``) it takes those values that ask for nothing: False, and None where torch has it.
+
     Raises ValueError for settings out of range, OffloadedModelError for parameters that are not all of one offloaded
-    model, BudgetError where the states do not fit the model's budgets, MemoryError where the system refuses them, and
-    StoreError where the disk has no room for them, or is still taken by those of an optimizer before.
+    model, BudgetError where the states do not fit the model's budgets, MemoryError where the machine can never hold
+    them or the system refuses them, and StoreError where the disk has no room for them, or is still taken by those of
+    an optimizer before. Warns where the host's memory is not free now.
     """
 
     def __init__(
@@ -69,18 +83,12 @@ class AdamW(torch.optim.Optimizer):
         update: str = "deferred",
         nonfinite: str = "raise",
         threads: int | None = None,
+        **of_torch: Any,
     ) -> None:
+        check_torch_arguments(of_torch)
         check_one_of("states", states, FORMATS)
         check_one_of("update", update, ("deferred", "in_backward"))
-        check_one_of("nonfinite", nonfinite, ("raise", "skip"))
-        if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm must be positive, or None for no clipping (got {max_grad_norm!r})")
-        if max_grad_norm is not None and update == "in_backward":
-            raise ValueError(
-                f"max_grad_norm needs all gradients before the first update (got max_grad_norm={max_grad_norm} with "
-                "update='in_backward', which updates each layer during the backward pass); use update='deferred', or "
-                "max_grad_norm=None"
-            )
+        check_clipping(max_grad_norm, nonfinite, in_backward=update == "in_backward")
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
             raise ValueError(
                 f"threads must be a whole number of at least 1 (got {threads!r}); pass None for all usable cores"
@@ -95,6 +103,8 @@ class AdamW(torch.optim.Optimizer):
         self._moments = Moments(states)
         self._in_order: list[Update] = []
         """Updates of the backward pass that were issued to the device before anybody saw their gradients."""
+        self._checked = False
+        """Whether the settings were checked since the last step."""
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_DEFAULTS}
         check_group(defaults)
         super().__init__(params, defaults)
@@ -138,16 +148,26 @@ class AdamW(torch.optim.Optimizer):
         if self._owner is not None:
             self._owner.wait_updates()
 
+    @opaque
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes a step with the gradients at hand; their updates run on behind the return.
 
-        Raises NonFiniteGradientError, or skips the step, where a gradient is not finite.
+        Raises NonFiniteGradientError, or skips the step, where a gradient is not finite, and ValueError where somebody
+        has put a setting into a group that is out of range or not supported.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        assert self._owner is not None
+        self._check_settings()
+        self._checked = False
+        with self._owner.turn():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         assert self._owner is not None
         self._owner.close_backward()
         if self.in_backward:
@@ -157,9 +177,8 @@ class AdamW(torch.optim.Optimizer):
         found = {home: self._collect(home, gradients) for home, gradients in given.items()}
         scale = self._clip_scale(found)
         if scale is not None:
-            updates = [self._update(home, gradients) for home, gradients in found.items()]
-            # What the computation itself updates comes last, so that the host is at work meanwhile.
-            for update in sorted(updates, key=lambda update: update.home.resident):
+            updates = self._prepared(found)
+            for update in updates:
                 update.submit(scale)
             self._owner.changed([update.home for update in updates])
             for update in updates:
@@ -168,24 +187,32 @@ class AdamW(torch.optim.Optimizer):
                     break
                 update.mark_pending()
         self._owner.step_done()
-        return loss
 
     def update_now(self, home: Home, gradients: dict[int, Collected], ready: Event | None) -> Event | None:
         """Updates one layer during the backward pass, behind ``ready``; returns the update's event."""
+        if not self._checked:
+            self._check_settings()
         if home.was_written():
             home.take_writes()
-        update = self._update(home, gradients, checked=True)
+        (update,) = self._prepared({home: gradients}, checked=True)
         done = update.submit(1.0, after=ready)
         if done is None and not home.weight[0].is_cpu:
             self._in_order.append(update)
         return done
 
+    @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, or with ``set_to_none=False`` fills them with zeros, as torch.optim does.
 
-        Those that ``in_backward`` has used are dropped either way: there is no memory to fill.
+        Raises ValueError for the latter under ``in_backward``, which has no memory to fill: a layer that does not run
+        would be decayed by the next step of torch.optim, and moved by its momentum.
         """
         assert self._owner is not None
+        if self.in_backward and not set_to_none:
+            raise ValueError(
+                "update='in_backward' keeps no gradients that could be filled with zeros (got set_to_none=False); call "
+                "zero_grad(), or use update='deferred'"
+            )
         self._owner.close_backward()
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if isinstance(gradient_of(parameter), ConsumedGradient):
@@ -205,7 +232,8 @@ class AdamW(torch.optim.Optimizer):
                 raise OffloadedModelError(
                     f"every parameter must belong to one offloaded model (got one of shape {tuple(parameter.shape)} "
                     f"that belongs to {'no offloaded model' if home is None else 'another'}); call "
-                    "stronghold.offload(model) first and pass that model's parameters()"
+                    "stronghold.offload(model) first, when all its modules are there (PEFT's adapters too), and pass "
+                    "that model's parameters()"
                 )
             self._owner = home.owner
         check_group({**self.defaults, **param_group})
@@ -214,11 +242,31 @@ class AdamW(torch.optim.Optimizer):
             self._groups[id(parameter)] = len(self.param_groups) - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state in ``torch.optim.AdamW``'s format; 8-bit moments as copies in fp32."""
+        """Returns the state in ``torch.optim.AdamW``'s format; 8-bit moments as copies in fp32.
+
+        Warns once per model, after the first step, where the model has fp32 masters beside bf16 weights: neither this
+        dictionary nor the model's holds their low bits.
+        """
         result = super().state_dict()
+        if result["state"]:
+            self._warn_of_masters()
         parameters = [p for group in self.param_groups for p in group["params"]]
         states = result["state"].items()
         return {**result, "state": {n: as_saved(state, parameters[n].shape) for n, state in states}}
+
+    def _warn_of_masters(self) -> None:
+        assert self._owner is not None
+        if self._owner.masters_kept or not any(home.masters for home in self._owner.homes):
+            return
+        self._owner.masters_kept = True
+        warnings.warn(
+            "a training that is saved by its state dictionaries, in bf16, goes on from rounded weights: neither the "
+            "model's state_dict() nor the optimizer's has the low bits of the fp32 masters. To go on to the bit, save "
+            "by stronghold.checkpoint.save, or pass transformers.Trainer(callbacks=[stronghold.trainer."
+            "KeepEverything()])",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dictionary of this class or of ``torch.optim.AdamW``.
@@ -226,7 +274,7 @@ class AdamW(torch.optim.Optimizer):
         Moments keep their fp32 values, whatever the parameters' dtype. Raises ValueError for one of another shape or
         format, before anything has changed.
         """
-        loaded = checked_states(state_dict, self.param_groups)
+        loaded = checked_states(state_dict, self.param_groups, eight_bits=self.states == "8bit")
         missing: dict[Home, list[int]] = {}
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             if number in loaded and (home := home_of(parameter)) is not None:
@@ -264,6 +312,12 @@ class AdamW(torch.optim.Optimizer):
         if not zeroed:
             self._moments.distrust()
 
+    def forget(self) -> None:
+        """Gives the memory of the states back: called when the model is closed."""
+        self._state = defaultdict(dict)
+        self._moments = Moments(self.states)
+        self._in_order.clear()
+
     def _trained(self, home: Home) -> list[int]:
         parameters = enumerate(home.parameters)
         return [place for place, p in parameters if self.updates(home, place) and p.requires_grad]
@@ -285,19 +339,20 @@ class AdamW(torch.optim.Optimizer):
             what="AdamW, its states and gradients,",
         )
 
-    def _provide(self, places: dict[Home, list[int]]) -> None:
+    def _provide(self, places: Mapping[Home, list[int]]) -> None:
         """Allocates moments of parameters that had none when the optimizer was made; refuses what does not fit."""
         assert self._owner is not None
-        for home, wanted in places.items():
-            if size := self._moments.missing_bytes(home, wanted):
-                host_bytes, device_bytes, disk_bytes = (
-                    size if home.lives("moments") == where else 0 for where in ("host", "device", "disk")
-                )
-                what = f"AdamW's state of {home.name}"
-                self._owner.check_memory(
-                    host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes, what=what
-                )
-                self._moments.allocate(home, wanted)
+        missing = {home: size for home, its in places.items() if (size := self._moments.missing_bytes(home, its))}
+        if not missing:
+            return
+        host_bytes, device_bytes, disk_bytes = (
+            sum(size for home, size in missing.items() if home.lives("moments") == where)
+            for where in ("host", "device", "disk")
+        )
+        what = f"AdamW's state of {', '.join(home.name for home in missing)[:200]}"
+        self._owner.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes, what=what)
+        for home in missing:
+            self._moments.allocate(home, places[home])
 
     def _keeps_gradients(self, home: Home) -> bool:
         assert self._owner is not None
@@ -315,29 +370,54 @@ class AdamW(torch.optim.Optimizer):
         return id(home.parameters[place]) in self._groups
 
     def _state_of(self, home: Home, place: int) -> dict[str, Any]:
-        state = self._state[home.parameters[place]]
-        if not state:
-            self._provide({home: [place]})
-            exp_avg, exp_avg_sq = self._moments.begin(home, place)
-            state.update(step=torch.zeros((), dtype=torch.float32), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-        return state
+        """Returns the state of a parameter, or a first one that is not in use yet."""
+        if state := self._state.get(home.parameters[place]):
+            return state
+        exp_avg, exp_avg_sq = self._moments.begin(home, place)
+        return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def _check_settings(self) -> None:
+        """Refuses what somebody has set since the optimizer was made, before anything is updated with it."""
+        check_groups(self.param_groups, self._groups)
+        check_clipping(self.max_grad_norm, self.nonfinite, in_backward=self.in_backward)
+        self._checked = True
 
     def _change(self, home: Home, place: int, gradient: Collected) -> Change:
         """Notes what one parameter's update needs, with the group's settings as they are now."""
         group = self.param_groups[self._groups[id(home.parameters[place])]]
+        beta1, beta2 = group["betas"]
         return Change(
             place=place,
             gradient=gradient,
             state=self._state_of(home, place),
             lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            betas=(float(beta1), float(beta2)),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
         )
 
-    def _update(self, home: Home, gradients: dict[int, Collected], *, checked: bool = False) -> Update:
-        changes = [self._change(home, place, gradient) for place, gradient in gradients.items()]
-        return Update(home, changes, threads=self.threads, checked=checked)
+    def _prepared(self, found: Mapping[Home, Mapping[int, Collected]], *, checked: bool = False) -> list[Update]:
+        """Returns the updates of all units, which nothing refuses any more; where one is refused, nothing changes.
+
+        They are in the order in which they are to be submitted.
+        """
+        without = {home: [p for p in its if not self._state.get(home.parameters[p])] for home, its in found.items()}
+        self._provide(without)
+        updates: list[Update] = []
+        try:
+            # What the computation itself updates comes last, so that the host is at work meanwhile.
+            for home, gradients in sorted(found.items(), key=lambda item: item[0].resident):
+                changes = [self._change(home, place, gradient) for place, gradient in gradients.items()]
+                updates.append(Update(home, changes, threads=self.threads, checked=checked))
+                updates[-1].prepare()
+        except BaseException:
+            for update in updates:
+                update.cancel()
+            raise
+        changed = {update.home: update.changes for update in updates}
+        for home in found:
+            self._state.update((home.parameters[change.place], change.state) for change in changed[home])
+        return updates
 
     def _gradients(self, home: Home) -> dict[int, Tensor]:
         """Returns the gradients that the step uses of one unit, by place."""

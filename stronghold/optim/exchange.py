@@ -8,21 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stronghold.checkpoint_files.moments import wrong_moment
 from stronghold.native import Blocks
-from stronghold.optim.blocks import decode, encode
-from stronghold.optim.groups import check_group
+from stronghold.optim.blocks import LARGEST, decode, encode
+from stronghold.optim.groups import check_saved_group, check_saved_step
 from stronghold.optim.states import Moment
 
 _ENTRIES = ("step", "exp_avg", "exp_avg_sq")
-_STEPS = 2**53
-"""From where on a number of steps has no next one in float64."""
-_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
-def checked_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def checked_states(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], *, eight_bits: bool
+) -> dict[int, dict[str, Any]]:
     """Returns the states by the number of their parameter, counted through ``groups``.
 
-    Raises ValueError where the dictionary's groups, entries, shapes or dtypes are not those of AdamW for these groups.
+    ``eight_bits`` is what their moments are to go into. Raises ValueError where the dictionary's groups, entries,
+    shapes or dtypes are not those of AdamW for these groups, or the values of a moment cannot be.
     """
     try:
         states, saved = dict(state_dict["state"]), [dict(group) for group in state_dict["param_groups"]]
@@ -40,38 +41,25 @@ def checked_states(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> 
             f"groups of {wanted}); build the optimizer with the groups it was saved from"
         )
     for group in saved:
-        _check_settings(group)
+        check_saved_group(group)
     parameters = [p for group in groups for p in group["params"]]
-    numbers = {key: i for i, key in enumerate(key for group in keys for key in group)}
+    try:
+        numbers = {key: i for i, key in enumerate(key for group in keys for key in group)}
+    except TypeError:
+        numbers = {}
+    if len(numbers) < len(parameters):
+        raise ValueError(
+            f"a state dictionary must name each parameter of its groups once (got {keys}); it was altered"[:400]
+        )
     loaded = {}
     for key, state in states.items():
         if key not in numbers:
             raise ValueError(f"the state dictionary has a state for parameter {key!r}, which none of its groups has")
-        loaded[numbers[key]] = _checked_state(key, state, parameters[numbers[key]])
+        loaded[numbers[key]] = _checked_state(key, state, parameters[numbers[key]], eight_bits=eight_bits)
     return loaded
 
 
-def _check_settings(group: dict[str, Any]) -> None:
-    if missing := [name for name in _SETTINGS if name not in group]:
-        raise ValueError(
-            f"every group of the state dictionary must have {', '.join(_SETTINGS)} (got one without "
-            f"{', '.join(missing)}); it was saved by another optimizer than AdamW"
-        )
-    if group.get("amsgrad") or group.get("maximize") or not group.get("decoupled_weight_decay", True):
-        raise ValueError(
-            "a state dictionary with amsgrad, maximize or coupled weight decay (Adam's) cannot be taken over by this "
-            "optimizer"
-        )
-    try:
-        check_group(group)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the settings in the state dictionary's groups must be AdamW's numbers ({error}); it was saved by another "
-            "optimizer, or altered"
-        ) from None
-
-
-def _checked_state(key: Any, state: Any, parameter: Tensor) -> dict[str, Any]:
+def _checked_state(key: Any, state: Any, parameter: Tensor, *, eight_bits: bool) -> dict[str, Any]:
     names = sorted(map(str, state)) if isinstance(state, dict) else [type(state).__name__]
     if names != sorted(_ENTRIES):
         raise ValueError(
@@ -93,15 +81,12 @@ def _checked_state(key: Any, state: Any, parameter: Tensor) -> dict[str, Any]:
                 f"{name} of parameter {key} must be a dense floating-point tensor of shape {tuple(parameter.shape)}, "
                 f"with values (got {got})"
             )
-    try:
-        step = float(state["step"])
-    except (TypeError, ValueError):
-        step = math.nan
-    if not (0 <= step < _STEPS and step.is_integer()):
-        raise ValueError(
-            f"step of parameter {key} must be a whole number from 0 to 2**53 (got {state['step']!r}); "
-            "the state dictionary was altered"
-        )
+        if wrong := wrong_moment(moment, name, largest=LARGEST if eight_bits else math.inf):
+            raise ValueError(
+                f"{name} of parameter {key} {wrong}, and AdamW would make weights of it; load a state that was saved "
+                "before"
+            )
+    check_saved_step(state["step"], key)
     return state
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
+
+from stronghold.errors import OffloadedModelError
 
 TORCH_DEFAULTS = {
     "amsgrad": False,
@@ -25,6 +28,28 @@ def check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))} (got {value!r})")
 
 
+_IMPLEMENTATIONS = "the host's cores update by one fused kernel, whatever is passed: leave it out"
+_OTHERWISE = {
+    "amsgrad": "leave it out, or step the same parameters with torch.optim.AdamW",
+    "maximize": "leave it out, and negate the loss",
+    "differentiable": "leave it out",
+    "foreach": _IMPLEMENTATIONS,
+    "fused": _IMPLEMENTATIONS,
+    "capturable": _IMPLEMENTATIONS,
+}
+
+
+def check_torch_arguments(arguments: dict[str, Any]) -> None:
+    """Raises ValueError for one of torch.optim.AdamW's that asks for something, TypeError for one of nobody's."""
+    for name, value in arguments.items():
+        if name not in _OTHERWISE:
+            raise TypeError(f"AdamW.__init__() got an unexpected keyword argument {name!r}")
+        if value is not False and value is not TORCH_DEFAULTS[name]:
+            raise ValueError(
+                f"{name} must be {TORCH_DEFAULTS[name]} in stronghold.AdamW (got {value!r}); {_OTHERWISE[name]}"
+            )
+
+
 def is_number(value: object) -> bool:
     """Whether ``value`` is a real number, or a tensor of one."""
     if isinstance(value, Tensor):
@@ -32,7 +57,8 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_group(group: dict[str, Any]) -> None:
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raises ValueError for settings that are out of range, or that the update would not heed."""
     lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers (got {betas!r}), such as (0.9, 0.999)")
@@ -41,6 +67,81 @@ def check_group(group: dict[str, Any]) -> None:
         if not all(is_number(value) and 0 <= float(value) < below for value in values):
             rule = "two numbers in [0, 1)" if name == "betas" else "a number, zero or more"
             raise ValueError(f"{name} must be {rule} (got {tuple(betas) if name == 'betas' else values[0]!r})")
-    for name, supported in (("amsgrad", False), ("maximize", False), ("decoupled_weight_decay", True)):
+    for name, supported in _KINDS:
         if bool(group.get(name, supported)) is not supported:
             raise ValueError(f"{name}={not supported} is not supported (got it in a parameter group); leave it out")
+
+
+_KINDS = (("amsgrad", False), ("maximize", False), ("differentiable", False), ("decoupled_weight_decay", True))
+"""What would make another update of it, and what it must be."""
+
+
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_STEPS = 2**53
+"""From where on a number of steps has no next one in float64."""
+
+
+def check_saved_group(group: Mapping[str, Any]) -> None:
+    """Raises ValueError for a group, from wherever it was saved, that is not one of AdamW's."""
+    if missing := [name for name in _SETTINGS if name not in group]:
+        raise ValueError(
+            f"every group of the state dictionary must have {', '.join(_SETTINGS)} (got one without "
+            f"{', '.join(missing)}); it was saved by another optimizer than AdamW"
+        )
+    if group.get("amsgrad") or group.get("maximize") or not group.get("decoupled_weight_decay", True):
+        raise ValueError(
+            "a state dictionary with amsgrad, maximize or decoupled_weight_decay=False (Adam's) cannot be taken over "
+            "by this optimizer"
+        )
+    try:
+        check_group(group)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"the settings in the state dictionary's groups must be AdamW's numbers ({error}); it was saved by another "
+            "optimizer, or altered"
+        ) from None
+
+
+def check_saved_step(step: Any, parameter: object) -> None:
+    """Raises ValueError for what is no number of steps."""
+    try:
+        number = float(step)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not (0 <= number < _STEPS and number.is_integer()):
+        raise ValueError(
+            f"step of parameter {parameter} must be a whole number from 0 to 2**53 (got {step!r}); "
+            "the state dictionary was altered"
+        )
+
+
+def check_clipping(max_grad_norm: float | None, nonfinite: str, *, in_backward: bool) -> None:
+    """Raises ValueError for what a step does with its gradients' norm."""
+    check_one_of("nonfinite", nonfinite, ("raise", "skip"))
+    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm must be positive, or None for no clipping (got {max_grad_norm!r})")
+    if max_grad_norm is not None and in_backward:
+        raise ValueError(
+            f"max_grad_norm needs all gradients before the first update (got max_grad_norm={max_grad_norm} with "
+            "update='in_backward', which updates each layer during the backward pass); use update='deferred', or "
+            "max_grad_norm=None"
+        )
+
+
+def check_groups(groups: Sequence[dict[str, Any]], numbers: Mapping[int, int]) -> None:
+    """Checks the groups as they are now: anybody may write into them, and nobody tells.
+
+    ``numbers`` has the group of each parameter, by its id, as the optimizer was told. Raises ValueError, and
+    OffloadedModelError where the groups have other parameters.
+    """
+    known = 0
+    for number, group in enumerate(groups):
+        check_group(group)
+        known += sum(numbers.get(id(parameter)) == number for parameter in group["params"])
+    given = sum(len(group["params"]) for group in groups)
+    if known != given or known != len(numbers):
+        raise OffloadedModelError(
+            f"the parameter groups must be those that the optimizer was given (got {given} parameters in {len(groups)} "
+            f"groups, {known} of {len(numbers)} where they were); add a group by add_param_group(), freeze parameters "
+            "by requires_grad_(False), or build the optimizer anew"
+        )

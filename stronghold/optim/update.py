@@ -11,9 +11,10 @@ from torch import Tensor
 
 from stronghold import native
 from stronghold.device import Event
-from stronghold.home import Collected, Home, gradient_of, known_of, note_gradient
+from stronghold.home import Collected, Home, Prepared, gradient_of, known_of, note_gradient
 from stronghold.layout import Part
 from stronghold.native import Blocks
+from stronghold.optim.checks import check_changes
 from stronghold.optim.on_device import adamw_on_device
 
 
@@ -60,22 +61,35 @@ class Update:
         self.threads = threads
         self.checked = checked
         self.scale = 1.0
+        self._prepared: Prepared | None = None
         self.operands: Sequence[Sequence[Tensor]] = ()
         self.parts: Sequence[Part] = [Part(number, *home.share(change.place)) for number, change in enumerate(changes)]
 
+    def prepare(self) -> None:
+        """Takes all memory that the update needs and raises what it is refused for; nothing is written."""
+        home = self.home
+        assert home.owner is not None
+        check_changes(home, self.changes)
+        self.operands = [change.operands(home) for change in self.changes]
+        self._prepared = home.owner.prepare(home, self, sum(change.moved_bytes for change in self.changes))
+
+    def cancel(self) -> None:
+        """Gives up what was prepared."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.cancel()
+
     def submit(self, scale: float, after: Event | None = None) -> Event | None:
-        """Gives the update to its place in line, behind ``after``; returns its event, if it has one.
+        """Gives the update, which is prepared, to its place in line, behind ``after``; returns its event, if any.
 
         ``scale`` multiplies the gradients. The unit's weights are stale on the device from now on.
         """
-        home = self.home
-        assert home.owner is not None
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None
         self.scale = scale
-        self.operands = [change.operands(home) for change in self.changes]
-        moved_bytes = sum(change.moved_bytes for change in self.changes)
-        home.generation += 1
-        home.updated = home.owner.update(home, self, moved_bytes, after)
-        return home.updated
+        self.home.generation += 1
+        self.home.updated = prepared.submit(after)
+        return self.home.updated
 
     @property
     def finite(self) -> bool:
@@ -84,6 +98,8 @@ class Update:
 
     def segments(self) -> list[native.Segment] | None:
         """Counts the step and returns what is to be updated, or None where a gradient is not finite."""
+        for change in self.changes:
+            change.gradient.note()
         if self.checked and self.home.weight[0].is_cpu and not self.finite:
             return None
         segments = []

@@ -146,13 +146,13 @@ class ReplicaProcesses:
         if sent is not values:
             values.copy_(sent)
 
-    def agree(self, done: object, *, here: bool = False) -> None:
+    def agree(self, done: object, *, here: bool = False, batch: int = 0) -> tuple[int, int]:
         """Raises ParallelError unless all replicas, or those ``here``, have ``done`` the same."""
         group = self._here if here else self._all
         if group.link is None:
-            return
-        seen = torch.tensor(zlib.crc32(repr(done).encode()), dtype=torch.int64)
-        extremes = torch.stack([seen, -seen])
+            return batch, batch
+        seen = zlib.crc32(repr(done).encode())
+        extremes = torch.tensor([seen, -seen, batch, -batch])
         with self._watch.waiting(group.ranks):
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group.link)
         if extremes[0] != -extremes[1]:
@@ -161,6 +161,7 @@ class ReplicaProcesses:
                 f"(replica {self.index}: {str(done)[:300]}); give each data that take the same way through the model",
                 ours=self.index == 0,
             )
+        return -int(extremes[3]), int(extremes[2])
 
     def _everyone(self, value: T) -> list[T]:
         """Returns the ``value`` of each replica here."""

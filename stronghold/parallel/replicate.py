@@ -43,7 +43,9 @@ def replicate(
     shares of a gradient are added up over the machines (all-reduced) before they come down, and each machine updates
     all weights, to the same bits. With bf16 compute the mean is taken in bf16. Values and buffers are the first one's;
     what buffers become (BatchNorm's statistics) is each one's own, and a checkpoint has the first one's. Random
-    numbers of torch are each replica's own: its generators are seeded anew.
+    numbers of torch are each replica's own: its generators are seeded anew. All replicas weigh the same in the mean, as
+    under DistributedDataParallel, so that batches should have as many samples in each; where they have not, the first
+    replica warns, once, with the numbers.
 
     All replicas must have gradients for the same parameters: where one leaves out a layer that another computes, all
     end with an error. Under ``in_backward`` some layers have been updated with nonsense by then: load a checkpoint.
@@ -78,6 +80,6 @@ def replicated(
     engine = engine_of(model)
     assert engine is not None
     copies = model.parameters() if processes.replica else ()
-    keep_company(engine, processes, shared=(), copies=copies, model=type(model).__name__, passes=1)
+    keep_company(engine, processes, shared=(), copies=copies, model=engine.kind, passes=1)
     processes.draw_apart()
     return model

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from stronghold.device import finish_streams
 from stronghold.errors import LostProcessError
+from stronghold.parallel.lost import identity, in_one_line, kill_stopped
 from stronghold.parallel.machine import this_machine
 
 BEAT_S = 1.0
@@ -65,6 +66,8 @@ class Watch:
         self._ended = False
         """Whether the thread has told why this process ends, and is about to end it."""
         self._told = False
+        self._claimed = threading.RLock()
+        """Taken for good by who tells of a lost process: the main thread or the watch's own."""
         """Whether this process has an error of its own, which it tells."""
         self._done = False
         """Whether it has ended in good order."""
@@ -82,7 +85,9 @@ class Watch:
         self._spent = 0.0, 0.0
         self._store_gone_since: float | None = None
         self._set("who", f"{socket.gethostname()}, process id {os.getpid()}")
+        self._set("process", repr(identity(self._process)))
         atexit.register(self._leave)
+        sys.excepthook = in_one_line(sys.excepthook)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -155,7 +160,9 @@ class Watch:
         deadline = time.monotonic() + LOST_S
         while time.monotonic() < deadline:
             if (lost := self._lost(6 * BEAT_S)) is not None:
-                self._ending = True  # not by the thread too
+                while not self._claimed.acquire(timeout=BEAT_S):
+                    pass  # the thread tells, and ends this process
+                self._ending = True
                 return LostProcessError(self._message(lost), ours=self._is_to_tell(lost))
             time.sleep(BEAT_S / 4)
         self.tell()
@@ -166,8 +173,9 @@ class Watch:
             now = time.monotonic()
             self._beat(now)
             self._look(now)
-            if not self._told and not self._ending and (lost := self._lost(LOST_S)) is not None:
-                self._end(self._message(lost) if self._is_to_tell(lost) else None)
+            lost = None if self._told or self._ending else self._lost(LOST_S)
+            if lost is not None and self._claimed.acquire(blocking=False):
+                self._end(self._message(lost) if self._is_to_tell(lost) else None, lost)
             if self._is_deadlock(now):
                 self._end(self._why_deadlock() if self._rank == 0 else None)
             if self._is_stuck(now):
@@ -273,6 +281,11 @@ class Watch:
     def _message(self, lost: int) -> str:
         who = self._get(lost, "who")
         named = f"process {lost} ({who})" if who else f"process {lost}"
+        if lost in self._beats and self._is_done(lost):
+            return (
+                f"{named} has ended by itself, without an error, and others wait for it: it took fewer steps, or left "
+                "out what all must call; give all processes as many batches, and end the loop of all at the same step"
+            )
         return (
             f"{named} is lost: it was killed or stopped, or its machine or network is gone; see what ended it "
             "(out of memory?), and start again, with --resume from the last checkpoint"
@@ -283,10 +296,12 @@ class Watch:
         last = traceback.extract_stack(frame)[-1] if frame is not None else None
         return "an unknown place" if last is None else f"{last.filename}:{last.lineno}, {last.name}"
 
-    def _end(self, message: str | None) -> None:
+    def _end(self, message: str | None, lost: int | None = None) -> None:
         self._ended = True
         if message is not None:
             os.write(2, f"stronghold: error: {message}\n".encode())
+            if lost in self._neighbours:
+                kill_stopped(self._get(lost, "process"))
         self.linger()
         os._exit(1)  # the main thread waits where no exception reaches it
 

@@ -42,6 +42,13 @@ class Store(ABC):
     def drop(self, home: Home) -> None:
         """Takes what was looked at of a unit out of the resident set, where it has a place beside memory."""
 
+    @abstractmethod
+    def written(self, home: Home) -> tuple[list[int], bool]:
+        """Returns which parameters, by number, were written on disk by a way that nothing tells of; asked once.
+
+        And whether others may have been, of which it cannot be told.
+        """
+
     @property
     def disk_bytes(self) -> int:
         """What the store has on disk."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stronghold.checkpoint_files.content import parsed
 from stronghold.checkpoint_files.lock import LOCK, lock_to_change
 from stronghold.checkpoint_files.manifest import NAME, PARTIAL, put_partial, read_manifest, write_partial
 from stronghold.checkpoint_files.manifest import Manifest as Checkpoint
@@ -24,7 +25,10 @@ _BESIDE = re.compile(r"((layer|edge)-\d{5}|buffers)\.safetensors(\.partial)?")
 
 @dataclass
 class UnitRecord:
-    """What the manifest says of one unit, which has a file of its own in each directory."""
+    """What the manifest says of one unit, which has a file of its own in each directory.
+
+    ``dtype`` is its parameters' compute type, or where they have several each one's, with a space between.
+    """
 
     file: str
     name: str
@@ -83,7 +87,7 @@ class Directory:
     def read(self) -> Manifest | None:
         """Returns the manifest, or None for a directory without a run. Raises StoreError for one that is not ours."""
         try:
-            content = json.loads(self.manifest_path.read_text(encoding="utf-8"))
+            content = parsed(self.manifest_path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise StoreError(
                     f"the store at {self.paths[0]} has format {content['format']}, and this version reads {FORMAT}; "

@@ -23,7 +23,7 @@ from stronghold.store.directory import Directory, Manifest, UnitRecord, check_sa
 from stronghold.store.kept import file_name, open_kept, otherwise
 from stronghold.store.ram import InPlace
 from stronghold.store.ring import DiskPassage, Ring
-from stronghold.store.staging import AHEAD, Staging, staging_bytes
+from stronghold.store.staging import AHEAD, Read, Staging, staging_bytes
 from stronghold.store.unit_file import UnitFile
 from stronghold.units import format_bytes
 
@@ -77,7 +77,7 @@ class DiskStore(Store):
         states = any("moments" in home.on_disk and home.trainable for home in homes)
         self._ring = Ring(device) if states else None
         length = staging_bytes(homes, device)
-        self._staging = Staging(device, waits, self._begin_read, length) if length else None
+        self._staging = Staging(device, waits, _reading_in(self), length) if length else None
         self._reading: dict[Home, Event] = {}
         """When the newest read of each unit's weights is complete."""
 
@@ -148,6 +148,18 @@ class DiskStore(Store):
     def loaded(self) -> None:
         """Hears that all that was reopened is in use: from now on it may change."""
         self.reopened = None
+
+    def written(self, home: Home) -> tuple[list[int], bool]:
+        if (unit := self._unit_of(home)) is None:
+            return [], False
+        pages, others = unit.changed()
+        spans = [(unit.find(weight), weight.nbytes) for weight in home.weight] if pages else []
+        places = [
+            place
+            for place, (begin, length) in enumerate(spans)
+            if begin is not None and any(begin - PAGE_BYTES < page * PAGE_BYTES < begin + length for page in pages)
+        ]
+        return places, others
 
     def drop(self, home: Home) -> None:
         if (unit := self._unit_of(home)) is not None:
@@ -307,6 +319,18 @@ class DiskStore(Store):
         return self._units.get(self._numbers[home])
 
 
+def _reading_in(store: DiskStore) -> Read:
+    """Returns how staging, which the store has, begins a read there."""
+    reference = weakref.ref(store)
+
+    def begin_read(stream: Stream, home: Home, target: Tensor, priority: Priority) -> Event:
+        its = reference()
+        assert its is not None
+        return its._begin_read(stream, home, target, priority)
+
+    return begin_read
+
+
 def capacity_bytes(home: Home) -> int:
     """Returns what a unit can come to take on disk: weights, remainders and fp32 moments of all its parameters.
 
@@ -318,11 +342,11 @@ def capacity_bytes(home: Home) -> int:
 
 
 def _record(number: int, home: Home) -> UnitRecord:
-    kind = "edge" if home.is_edge else "layer"
+    kind, dtypes = "edge" if home.is_edge else "layer", [name_of(dtype) for dtype in home.dtypes]
     return UnitRecord(
         file=f"{kind}-{number:05}.bin",
         name=home.name,
-        dtype=name_of(home.dtype),
+        dtype=" ".join(dtypes if len(set(dtypes)) > 1 else dtypes[:1]),
         shapes=[list(shape) for shape in home.shapes],
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from stronghold.checkpoint_files.manifest import Manifest, PlacedEntry, TensorEntry, UnitFileEntry
 from stronghold.checkpoint_files.reader import FileReader
 from stronghold.device import Device
-from stronghold.errors import CorruptionError, StoreError
+from stronghold.errors import CheckpointError, CorruptionError, StoreError
 from stronghold.home import Home
 from stronghold.native import Disk
 from stronghold.store.base import Store
@@ -47,17 +47,31 @@ def open_kept(
         if file_bytes(capacity) != entry.length_bytes:
             raise otherwise(kept, f"{unit} in a file of {file_bytes(capacity)} bytes", f"{entry.length_bytes}")
         opened = found[number] = UnitFile(disk, device, paths, unit, capacity, kept=entry)
-        if not opened.take_sums(entry):
-            with FileReader(kept, names[0]) as file:
-                for tensor in entry.tensors:
-                    file.check(tensor)
-            where = ", ".join(map(str, paths))
-            raise CorruptionError(
-                f"the file of {unit} is damaged: something beside its tensors is not what was written ({where}); load "
-                "another checkpoint",
-                where,
-            )
+        with FileReader(kept, names[0]) as file:
+            _verify(opened, entry, file)
     return found
+
+
+def _verify(unit: UnitFile, entry: UnitFileEntry, file: FileReader) -> None:
+    """Reads a unit's file once, and once more where something in it is not what was written, to say what."""
+    wrong: list[CheckpointError] = []
+
+    def look(name: str, octets: Tensor) -> None:
+        if (error := file.wrong(name, octets)) is not None:
+            wrong.append(error)
+
+    if unit.take_sums(entry, look):
+        if wrong:
+            raise wrong[0]
+        return
+    for tensor in entry.tensors:
+        file.check(tensor)
+    where = ", ".join(map(str, unit.paths))
+    raise CorruptionError(
+        f"the file of {unit.name} is damaged: something beside its tensors is not what was written ({where}); load "
+        "another checkpoint",
+        where,
+    )
 
 
 def in_memory(

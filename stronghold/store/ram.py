@@ -35,6 +35,9 @@ class RamStore(Store):
     def opened(self, home: Home) -> None:
         pass
 
+    def written(self, home: Home) -> tuple[list[int], bool]:
+        return [], False  # memory keeps no trace of it
+
     def drop(self, home: Home) -> None:
         pass
 

@@ -42,7 +42,12 @@ class _Slot:
 class Chunk:
     """Parts of one unit that are in memory together. ``runs`` are (begin in the file, end there, begin in memory)."""
 
-    passage: DiskPassage
+    unit: UnitFile
+    update: object
+    """The same for all chunks of one update; the chunks of one unit's updates take turns."""
+    first: bool
+    is_lent: Callable[[], bool]
+    """Whether somebody may write the unit without our knowing: what is written back then gets no checksums."""
     parts: list[Part]
     runs: list[tuple[int, int, int]]
     slot: _Slot | None = None
@@ -50,7 +55,7 @@ class Chunk:
 
     def twin(self, tensor: Tensor) -> Tensor:
         """Returns what holds the values of a tensor of the file while the chunk is in memory."""
-        offset = self.passage.unit.find(tensor)
+        offset = self.unit.find(tensor)
         if offset is None or not tensor.numel():
             return tensor
         assert self.slot is not None
@@ -79,15 +84,15 @@ class Ring:
         """Blocks until ``chunk`` is in memory; the next ones are read meanwhile."""
         with self._lock:
             self._read_ahead(until=chunk)
-        chunk.passage.unit.wait(chunk.reads)
+        chunk.unit.wait(chunk.reads)
 
     def give(self, chunk: Chunk) -> None:
         """Begins to write ``chunk`` back and gives its buffer to one that waits."""
         with self._lock:
-            unit, slot = chunk.passage.unit, chunk.slot
+            unit, slot = chunk.unit, chunk.slot
             assert slot is not None
             slot.written = unit
-            summed = not chunk.passage.is_lent()
+            summed = not chunk.is_lent()
             slot.writes = [
                 transfer
                 for begin, end, there in chunk.runs
@@ -102,7 +107,7 @@ class Ring:
                 if chunk.slot is None:
                     self._waiting.remove(chunk)
                     continue
-                chunk.passage.unit.wait(chunk.reads)
+                chunk.unit.wait(chunk.reads)
                 self._release(chunk)
             self._read_ahead()
 
@@ -121,14 +126,14 @@ class Ring:
             self._waiting.popleft()
 
     def _begin(self, chunk: Chunk, *, block: bool) -> bool:
-        unit = chunk.passage.unit
+        unit = chunk.unit
         if any(other.chunk is not None and self._before(other.chunk, chunk) for other in self._slots):
             assert not block, "an update was taken before the one ahead of it on the same unit"
             return False  # it will read what that one is about to write
         slot = self._free() or (self._draining() if block else None)
         if slot is None:
             return False
-        if chunk is chunk.passage.chunks[0] and not unit.settled():
+        if chunk.first and not unit.settled():
             if not block:
                 return False
             unit.settle()
@@ -143,7 +148,7 @@ class Ring:
 
     @staticmethod
     def _before(earlier: Chunk, chunk: Chunk) -> bool:
-        return earlier.passage is not chunk.passage and earlier.passage.unit is chunk.passage.unit
+        return earlier.update is not chunk.update and earlier.unit is chunk.unit
 
     def _free(self) -> _Slot | None:
         idle = (slot for slot in self._slots if slot.chunk is None)
@@ -167,7 +172,6 @@ class DiskPassage:
         self.ring = ring
         self.unit = unit
         self.is_lent = is_lent
-        """Whether somebody may write the unit without our knowing: what is written back then gets no checksums."""
         unit.check_versions([tensor for tensors in operands for tensor in tensors])
         elements = [tensors[0].numel() for tensors in operands]
         arrays = [
@@ -178,7 +182,11 @@ class DiskPassage:
             ]
             for tensors, count in zip(operands, elements, strict=True)
         ]
-        self.chunks = [Chunk(self, one, _packed(spans(one, arrays))) for one in chunks(parts, arrays, SLOT_BYTES)]
+        update = object()
+        self.chunks = [
+            Chunk(unit, update, not number, is_lent, one, _packed(spans(one, arrays)))
+            for number, one in enumerate(chunks(parts, arrays, SLOT_BYTES))
+        ]
         ring.add(self.chunks)
 
     def run(self, segments: list[Segment], kernel: Kernel) -> None:

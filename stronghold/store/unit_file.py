@@ -6,7 +6,7 @@ import gc
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,11 +19,14 @@ from stronghold.errors import CorruptionError, DiskError, StoreError
 from stronghold.home import ONE_REPLICA, Replicas
 from stronghold.layout import PAGE_BYTES, round_up
 from stronghold.native import PIECE_BYTES, Disk, DiskFile, Priority, Transfer, checksums, crc32c, warn_of_no_reserve
+from stronghold.store.looked_at import looked_at
 from stronghold.store.mapping import map_striped
 from stronghold.stripes import Stripes
 from stronghold.units import format_bytes
 
 _READ_AT_ONCE = 32 * 2**20
+_COMPARED_AT_ONCE = 1024
+"""Pages."""
 
 
 def file_bytes(capacity_bytes: int) -> int:
@@ -85,6 +88,10 @@ class UnitFile:
         self.writes: list[Transfer] = []
         """Under way, of the newest update."""
         self._versions: dict[int, int] = {}
+        self._changed: list[int] = []
+        """The pages that were written through the mapping since :meth:`changed` was last called."""
+        self._looked_at = False
+        """Whether pages without a checksum were looked at since, and may have been written."""
 
     def take(self, length_bytes: int, *, as_kept: bool = False) -> MappedBuffer:
         """Reserves the next part of the file and returns it as memory: all zero, or with ``as_kept`` as it was kept.
@@ -166,11 +173,39 @@ class UnitFile:
         """Takes the pages that were looked at out of the process's resident set; their contents stay."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
+    def changed(self) -> tuple[list[int], bool]:
+        """Returns which pages were written through the mapping since this was last called, though nothing told of it.
+
+        And whether others may have been, for they were looked at and have no checksum to compare with. Not while an
+        update is on its way.
+        """
+        self._compare_looks(0, self.taken_bytes)
+        changed, looked_at = self._changed, self._looked_at
+        self._changed, self._looked_at = [], False
+        return changed, looked_at
+
+    def _compare_looks(self, begin: int, end: int) -> None:
+        """Forgets the checksums of pages that were written through the mapping."""
+        if not len(seen := looked_at(self._base + begin, end - begin, PAGE_BYTES)):
+            return
+        memory = torch.frombuffer(self._memory, dtype=torch.uint8, count=self.capacity_bytes).view(-1, PAGE_BYTES)
+        for pages in (torch.from_numpy(seen) + begin // PAGE_BYTES).split(_COMPARED_AT_ONCE):
+            known, sums = self.sums[pages], torch.empty(len(pages), dtype=torch.int32)
+            checksums(memory[pages].view(-1), sums)
+            written = pages[(known != 0) & (known != sums)]
+            self.sums[written] = 0
+            self._changed += written.tolist()
+            self._looked_at |= bool((known == 0).any())
+        self.drop()
+
     def read(self, target: Tensor, begin: int, priority: Priority, *, verify: bool = True) -> list[Transfer]:
         """Begins to fill ``target`` from byte ``begin`` on.
 
-        What arrives is compared with its checksums; without ``verify`` these are set to what arrives.
+        What arrives is compared with its checksums, but for pages that were written through the mapping; without
+        ``verify`` these are set to what arrives.
         """
+        if verify:
+            self._compare_looks(begin, begin + target.numel())
         begun = [
             self._disk.read(
                 self._files[span.file],
@@ -186,7 +221,9 @@ class UnitFile:
         return begun
 
     def write(self, source: Tensor, begin: int, *, summed: bool) -> list[Transfer]:
-        """Begins to write ``source`` from byte ``begin`` on, with new checksums if it is to be ``summed``."""
+        """Begins to write ``source`` from byte ``begin`` on, with new checksums, or none unless it is ``summed``."""
+        if not summed:
+            self.sums_of(begin, begin + source.numel()).zero_()  # those of what was there before
         begun = [
             self._disk.write(
                 self._files[span.file],
@@ -289,10 +326,16 @@ class UnitFile:
             },
         )
 
-    def take_sums(self, entry: UnitFileEntry) -> bool:
-        """Reads all that was kept and sets the checksums; returns whether it is what ``entry`` says."""
-        for _ in self.pieces(verify=False):
-            pass
+    def take_sums(self, entry: UnitFileEntry, look: Callable[[str, Tensor], None]) -> bool:
+        """Reads all that was kept and sets the checksums; returns whether it is what ``entry`` says.
+
+        ``look`` is called with each tensor's name and bytes, part by part.
+        """
+        for begin, piece in self.pieces(verify=False):
+            for name, tensor in entry.tensors.items():
+                first, last = max(begin, tensor.offset), min(begin + len(piece), tensor.offset + tensor.length_bytes)
+                if first < last:
+                    look(name, piece[first - begin : last - begin])
         return self._sum_of_sums() == entry.pages_crc32c
 
     def _sum_of_sums(self) -> int:

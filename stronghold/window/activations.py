@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stronghold.device import Device, Event, HostBuffer, Wait, Waits
+from stronghold.home import opaque
 from stronghold.layout import ALIGNMENT_BYTES
 
 SLOTS = 2
@@ -80,6 +81,7 @@ class HostActivations:
         self._runs.append(weakref.ref(inputs))
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(inputs, tensor), self._unpack)
 
+    @opaque
     def _pack(self, inputs: _Inputs, tensor: Tensor) -> Any:
         """Sends a layer's input down; tensors without gradient (masks, positions) stay where they are."""
         if not tensor.requires_grad or tensor.device != self.device.torch_device or not tensor.numel():
@@ -97,6 +99,7 @@ class HostActivations:
         slot.event = kept.down = down.record()
         return kept
 
+    @opaque
     def _unpack(self, packed: Any) -> Tensor:
         """Returns the input on the device, and begins to bring up those that the backward pass needs next."""
         if isinstance(packed, Tensor):

@@ -136,7 +136,7 @@ def _gradient(flat: Tensor, home: Home, place: int) -> Tensor:
     """Returns the gradient of one parameter in a slot."""
     layout, number = home.gradients.layout, home.gradients.places.index(place)
     begin, size = layout.offsets[number], layout.sizes[number]
-    return flat[begin : begin + size].view(home.dtype).view(home.shapes[place])
+    return flat[begin : begin + size].view(home.dtypes[place]).view(home.shapes[place])
 
 
 def _squares(flat: Tensor, home: Home, place: int) -> Tensor:

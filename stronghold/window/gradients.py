@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from stronghold.errors import OffloadedModelError
 from stronghold.home import (
     ONE_REPLICA,
     Collected,
+    Consumed,
     ConsumedGradient,
     Home,
     Known,
@@ -29,10 +31,11 @@ from stronghold.home import (
     note_gradient,
     set_gradient,
 )
+from stronghold.window.batches import Batches
 from stronghold.window.downlink import DeviceSlot, Downlink
 from stronghold.window.on_device import add_on_device, remainder_of
 from stronghold.window.shared_downlink import SharedDownlink, shared_slot_bytes
-from stronghold.window.sums import write_squares
+from stronghold.window.sums import apart, in_own_memory, write_squares
 
 
 class Gradients:
@@ -47,6 +50,7 @@ class Gradients:
     def __init__(self, homes: Sequence[Home], device: Device, waits: Waits, replicas: Replicas = ONE_REPLICA) -> None:
         self.homes = homes
         self.replicas = replicas
+        self.batches = Batches(replicas)
         self.device = device
         self.waits = waits
         self.updater: weakref.ref[Updater] | None = None
@@ -64,12 +68,13 @@ class Gradients:
         self._known: dict[int, dict[int, Known | None]] = {}
         self._down: Event | None = None
         self._added: Event | None = None
-        self._consumed: set[tuple[int, int]] = set()
+        self._consumed: dict[tuple[int, int], Consumed] = {}
         self._lent: dict[tuple[int, int], StorageWeakRef] = {}
         """The tensors over the homes' gradient buffers that the user got."""
         self._done: list[tuple[int, tuple[int, ...]]] = []
         """The layers of the backward pass so far, with what had gradients: what replicas must have in common."""
         self._poison = torch.zeros((), dtype=torch.float64, device=device.torch_device)
+        device.copied(self._poison)  # where there are replicas, their gradients' stream works on it
 
     def take_poison(self) -> bool:
         """Whether a gradient of the backward pass was not finite, from where on no layer was updated; forgets it."""
@@ -123,7 +128,7 @@ class Gradients:
             if place in self._fresh:
                 self._fresh[place].add_(gradient)
             else:
-                self._fresh[place] = gradient.contiguous()
+                self._fresh[place] = in_own_memory(gradient)
             return
         if not self._written:
             begin = self.device.stamp()
@@ -189,7 +194,7 @@ class Gradients:
         if taken:
             updater = self._updater
             assert updater is not None
-            self._consume(home, taken)
+            consumed = self._consume(home, taken)
             remainders = {}
             if again := {place: gradient for place, gradient in taken.items() if place in held}:
                 add_on_device(self.device, home, held, known, again, self._threads)
@@ -201,7 +206,7 @@ class Gradients:
             self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._poison))
             pairs = zip(taken.items(), parts, strict=True)
             updater.update_now(
-                home, {place: Collected(g, one, remainders.get(place)) for (place, g), one in pairs}, None
+                home, {p: Collected(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs}, None
             )
 
     def _keep(self, layer: int, slot: DeviceSlot, places: Sequence[int]) -> None:
@@ -211,7 +216,8 @@ class Gradients:
         for place in places:
             if place not in held and (lent := self._lent.get((layer, place))) is not None and not lent.expired():
                 home.check_own()  # replicas have no memory in common but the one
-                held[place] = torch.empty(home.shapes[place], dtype=home.dtype)  # the user has kept the one before
+                # The user has kept the one before.
+                held[place] = torch.empty(home.shapes[place], dtype=home.dtypes[place])
                 blank.append(place)
         fresh = [place for place in places if place not in held]
         self.downlink.copy(home, slot, fresh, buffer)
@@ -231,17 +237,20 @@ class Gradients:
         self.waits.host(self._down, Wait.GRADIENT_READ)
         self.waits.host(self._added, Wait.GRADIENT_ADDED)
         self._down = self._added = None
-        self.replicas.agree(self._done)  # and what they see is there once all have brought their shares
+        self.batches.agree(self._done)  # and what they see is there once all have brought their shares
         self._done = []
         for layer, held in self._held.items():
             home = self.homes[layer]
             for place, gradient in held.items():
-                if (known := self._known[layer].get(place)) is not None:
+                known = self._known[layer].get(place)
+                # Without an optimizer of ours nobody asks for squares, and other optimizers compile what they do with
+                # gradients, where one that notes what becomes of it cannot go.
+                if known is not None and (known.remainder is not None or self._updater is not None):
                     note_gradient(gradient, home, known=known)
                 set_gradient(home.parameters[place], gradient)
-        for layer, place in self._consumed:
+        for (layer, place), consumed in self._consumed.items():
             parameter = self.homes[layer].parameters[place]
-            set_gradient(parameter, consumed_like(parameter))
+            set_gradient(parameter, consumed_like(parameter, consumed))
         self._held.clear()
         self._known.clear()
         self._consumed.clear()
@@ -252,10 +261,10 @@ class Gradients:
         Those that somebody may have written since are read once more.
         """
         collected = {}
-        for place, gradient in gradients.items():
-            known = known_of(gradient)
-            with torch._C.DisableTorchFunctionSubclass():
-                values = gradient.detach().contiguous()
+        with torch._C.DisableTorchFunctionSubclass():
+            dense = apart({place: gradient.detach().contiguous() for place, gradient in gradients.items()})
+        for place, values in dense.items():
+            known = known_of(gradients[place])
             if known is None:
                 squares = torch.tensor(
                     native.squared_norms([values], threads=self._host_threads)[0], dtype=torch.float64
@@ -278,7 +287,7 @@ class Gradients:
         assert home.index is not None
         held, known = self._held[home.index], self._known[home.index]
         staging, arrived = self.downlink.stage(home, slot, places)
-        plain = [p for p in places if p not in blank and not _fits(held[p], home)]
+        plain = [p for p in places if p not in blank and not _fits(held[p], home.dtypes[p])]
         if plain:
             home.check_own()
         sums = [p for p in places if p not in blank and p not in plain]
@@ -316,9 +325,10 @@ class Gradients:
     def _down_and_update(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> Event:
         updater = self._updater
         assert updater is not None
-        self._consume(home, places)
+        consumed = self._consume(home, places)
         staging, arrived = self.downlink.stage(home, slot, places)
-        staging.free = updater.update_now(home, arrived, slot.drained)
+        gradients = {place: replace(arrived[place], consumed=consumed[place]) for place in places}
+        staging.free = updater.update_now(home, gradients, slot.drained)
         assert staging.free is not None
         return staging.free
 
@@ -327,7 +337,7 @@ class Gradients:
         assert home.index is not None
         updater, held, known = self._updater, self._held[home.index], self._known[home.index]
         assert updater is not None
-        self._consume(home, places)
+        consumed = self._consume(home, places)
         sums = {}
         for place in places:
             values, its = held.pop(place), known.pop(place)
@@ -336,18 +346,21 @@ class Gradients:
                     f"somebody wrote into a gradient of {home.name} between the backward passes of a step, of which "
                     "update='in_backward' needs the sum as it is; use update='deferred'"
                 )
-            sums[place] = Collected(values, its.squares, its.remainder)
+            sums[place] = Collected(values, its.squares, its.remainder, consumed[place])
         # The additions go before on the updates' own stream; what is there for the first time comes with the copy down.
         return updater.update_now(home, sums, slot.drained)
 
-    def _consume(self, home: Home, places: Iterable[int]) -> None:
+    def _consume(self, home: Home, places: Iterable[int]) -> dict[int, Consumed]:
+        """Notes, and returns by place, what an update uses up. Raises OffloadedModelError for what one has already."""
         assert home.index is not None
-        if not self._consumed.isdisjoint((home.index, place) for place in places):
+        if any((home.index, place) in self._consumed for place in places):
             raise OffloadedModelError(
                 f"{home.name} received gradients twice in one backward pass, and update='in_backward' had already "
                 "used the first; use update='deferred'"
             )
-        self._consumed.update((home.index, place) for place in places)
+        consumed = {place: Consumed(home) for place in places}
+        self._consumed.update({(home.index, place): one for place, one in consumed.items()})
+        return consumed
 
 
 def gradient_slot_bytes(home: Home) -> int:
@@ -360,7 +373,7 @@ def _raw(gradient: Tensor) -> Tensor:
         return gradient.detach()
 
 
-def _fits(gradient: Tensor, home: Home) -> bool:
+def _fits(gradient: Tensor, dtype: torch.dtype) -> bool:
     """Whether a gradient that the user may have put there is one that the host's kernel adds to."""
     with torch._C.DisableTorchFunctionSubclass():
-        return gradient.is_cpu and gradient.dtype == home.dtype and gradient.is_contiguous()
+        return gradient.is_cpu and gradient.dtype == dtype and gradient.is_contiguous()

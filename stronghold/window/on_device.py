@@ -9,9 +9,20 @@ from torch import Tensor, nn
 
 from stronghold import native
 from stronghold.device import Device, Wait, Waits
-from stronghold.home import Collected, Home, Known, gradient_of, known_of, latest, note_gradient, set_gradient
+from stronghold.home import (
+    Collected,
+    Home,
+    Known,
+    gradient_of,
+    has_company,
+    home_of,
+    known_of,
+    latest,
+    note_gradient,
+    set_gradient,
+)
 from stronghold.split import join, split
-from stronghold.window.sums import add, write_squares
+from stronghold.window.sums import add, apart, in_own_memory, write_squares
 
 
 class DeviceGradients:
@@ -38,14 +49,20 @@ class DeviceGradients:
             set_gradient(parameter, None)
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Adds the gradient that autograd has just put into ``parameter.grad`` to the one that was there before."""
-        home = parameter.__dict__["_home"]
+        """Adds the gradient that autograd has just put into ``parameter.grad`` to the one that was there before.
+
+        A first one gets memory of its own, if autograd gave it some that others have too, and would add to all of them.
+        """
+        home = home_of(parameter)
+        assert home is not None
         before = self._held.pop(home, None)
-        if before is None:
-            return
         with torch._C.DisableTorchFunctionSubclass():
             gradient = gradient_of(parameter)
             assert gradient is not None
+            if before is None:
+                if gradient.layout == torch.strided and has_company(gradient):
+                    set_gradient(parameter, in_own_memory(gradient))
+                return
             set_gradient(parameter, before)  # whatever happens, what was there stays
             known = {0: known_of(before)}
             add_on_device(self.device, home, {0: before}, known, {0: gradient}, self._threads)
@@ -64,7 +81,7 @@ class DeviceGradients:
         home.gradients.fit()
         found = {place: known_of(gradient) for place, gradient in gradients.items()}
         with torch._C.DisableTorchFunctionSubclass():
-            values = {place: gradient.detach().contiguous() for place, gradient in gradients.items()}
+            values = apart({place: gradient.detach().contiguous() for place, gradient in gradients.items()})
             if home.replicas.total > 1:
                 found = {place: self._mean(home, place, values[place], one) for place, one in found.items()}
                 for place, gradient in gradients.items():
@@ -134,7 +151,7 @@ def add_on_device(
 ) -> None:
     """Adds ``gradients``, by place, to what is ``held`` there; ``known`` becomes what is known of the sums."""
     with torch._C.DisableTorchFunctionSubclass():
-        places = [p for p in gradients if held[p].is_contiguous() and held[p].dtype == home.dtype]
+        places = [p for p in gradients if held[p].is_contiguous() and held[p].dtype == home.dtypes[p]]
         plain = [p for p in gradients if p not in places]  # the user's own
         sums = [held[p] for p in places]
         remainders = [remainder_of(home, p, known[p]) for p in places]
@@ -157,7 +174,7 @@ def remainder_of(home: Home, place: int, known: Known | None) -> Tensor | None:
     """Returns where the low halves of a sum lie, which are zero for a first gradient."""
     if known is not None and known.remainder is not None:
         return known.remainder
-    if home.dtype == torch.float32:
+    if home.dtypes[place] == torch.float32:
         return None
     home.gradients.fit()
     remainder = home.gradients.remainder(place)

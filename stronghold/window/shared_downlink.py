@@ -18,14 +18,19 @@ from stronghold.window.sums import spread, squares_of
 
 @dataclass(frozen=True)
 class Regions:
-    """How a layer's gradients lie in a slot: a region of ``each_bytes`` for the share of each replica here.
+    """How a layer's gradients lie in a slot: for each dtype a region for the share of each replica here.
 
-    ``spans`` are the (begin, length) in bytes of each replica's share of each of the gradients at ``places``.
+    ``of_dtype`` are the (begin, length) in bytes of a dtype's regions, all of one length one behind the other.
+    ``spans`` are the (begin, length) of each replica's share of each of the gradients at ``places``.
     """
 
     places: tuple[int, ...]
-    each_bytes: int
+    of_dtype: dict[torch.dtype, tuple[int, int]]
     spans: list[list[tuple[int, int]]]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(length for _, length in self.of_dtype.values())
 
 
 class SharedDownlink(Downlink):
@@ -52,17 +57,21 @@ class SharedDownlink(Downlink):
         slot, lane = self.slot, home.replicas.gradients
         gradients = [self._share(slot, home, place, home.replicas.number) for place in places]
         squares = [self._square(slot, home, place) for place in places]
-        flat = slot.flat[: self._squares_begin(home)].view(home.dtype)
+        regions = self._regions_of(home).of_dtype.items()
+        flats = [slot.flat[begin : begin + length].view(dtype) for dtype, (begin, length) in regions]
 
         def reduce() -> None:
-            lane.mean_share(flat)
+            for flat in flats:
+                lane.mean_share(flat)
             total = squares_of(gradients, threads)
             lane.sum(total)
             spread(total, squares, poison)
 
-        replicas, share = home.replicas, flat.numel() // home.replicas.count
-        self.traffic.reduced_bytes += reduce_scatter_bytes(flat.numel(), flat.itemsize, replicas.count)
-        self.traffic.crossed_bytes += all_reduce_bytes(share, flat.itemsize, replicas.total // replicas.count)
+        replicas = home.replicas
+        for flat in flats:
+            share = flat.numel() // replicas.count
+            self.traffic.reduced_bytes += reduce_scatter_bytes(flat.numel(), flat.itemsize, replicas.count)
+            self.traffic.crossed_bytes += all_reduce_bytes(share, flat.itemsize, replicas.total // replicas.count)
         self._turn()
         with self.device.noted(self.device.gradients, f"reduce-scatter {home.name}"):
             self.device.gradients.compute(reduce)
@@ -79,14 +88,14 @@ class SharedDownlink(Downlink):
         """Returns, flat, a replica's share of the gradient of one parameter."""
         regions = self._regions_of(home)
         begin, length = regions.spans[number][home.gradients.places.index(place)]
-        return slot.flat[begin : begin + length].view(home.dtype)
+        return slot.flat[begin : begin + length].view(home.dtypes[place])
 
     def _square(self, slot: DeviceSlot, home: Home, place: int) -> Tensor:
         begin = self._squares_begin(home) + 8 * home.gradients.places.index(place)
         return slot.flat[begin : begin + 8].view(torch.float64).view(())
 
     def _squares_begin(self, home: Home) -> int:
-        return self._regions_of(home).each_bytes * home.replicas.count
+        return self._regions_of(home).total_bytes
 
     def _regions_of(self, home: Home) -> Regions:
         known = self._known.get(home)
@@ -97,17 +106,22 @@ class SharedDownlink(Downlink):
 
 def shared_slot_bytes(home: Home) -> int:
     """Returns what the gradients of a layer take in a slot, region by region, with their squares."""
-    return _regions(home).each_bytes * home.replicas.count + 8 * len(home.gradients.places)
+    return _regions(home).total_bytes + 8 * len(home.gradients.places)
 
 
 def _regions(home: Home) -> Regions:
     count, places = home.replicas.count, home.gradients.places
-    shares = zip(*(home.shares(place) for place in places), strict=True)
-    sizes = [[(end - begin) * home.dtype.itemsize for begin, end in own] for own in shares] or [[]] * count
-    layouts = [lay_out(own) for own in sizes]
-    each = round_up(max(layout.total_bytes for layout in layouts), ALIGNMENT_BYTES)
-    spans = [
-        [(number * each + offset, size) for offset, size in zip(layout.offsets, layout.sizes, strict=True)]
-        for number, layout in enumerate(layouts)
-    ]
-    return Regions(places=places, each_bytes=each, spans=spans)
+    of_dtype: dict[torch.dtype, tuple[int, int]] = {}
+    spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(places) for _ in range(count)]
+    end = 0
+    for dtype in dict.fromkeys(home.dtypes[place] for place in places):
+        numbers = [number for number, place in enumerate(places) if home.dtypes[place] == dtype]
+        shares = zip(*(home.shares(places[number]) for number in numbers), strict=True)
+        layouts = [lay_out([(last - first) * dtype.itemsize for first, last in own]) for own in shares]
+        each = round_up(max(layout.total_bytes for layout in layouts), ALIGNMENT_BYTES)
+        for replica, layout in enumerate(layouts):
+            for number, offset, size in zip(numbers, layout.offsets, layout.sizes, strict=True):
+                spans[replica][number] = (end + replica * each + offset, size)
+        of_dtype[dtype] = (end, each * count)
+        end += each * count
+    return Regions(places=places, of_dtype=of_dtype, spans=spans)

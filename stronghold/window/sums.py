@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from stronghold import native
+from stronghold.home import has_company
 from stronghold.split import join, split
 
 
@@ -60,3 +61,21 @@ def add(
             split(total, target, remainder)
         norms.append(torch.linalg.vector_norm(total, dtype=torch.float32))
     return torch.stack(norms).double().square()
+
+
+def in_own_memory(gradient: Tensor) -> Tensor:
+    """Returns a gradient as autograd gave it, dense, in memory that is no other's: what is written next is it alone.
+
+    Gradients may share memory, as those of parameters that were stacked and summed do.
+    """
+    return gradient.clone(memory_format=torch.contiguous_format) if has_company(gradient) else gradient.contiguous()
+
+
+def apart(gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Returns dense ``gradients``, by place, with copies of those that overlap one before them in memory."""
+    result, reached = dict(gradients), 0
+    for begin, place in sorted((gradient.data_ptr(), place) for place, gradient in gradients.items()):
+        if begin < reached:
+            result[place] = gradients[place].clone()
+        reached = max(reached, begin + gradients[place].nbytes)
+    return result

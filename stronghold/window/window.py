@@ -119,8 +119,10 @@ class Window:
         if layer not in slot.views:
             with torch.inference_mode(False):  # what is made under it cannot be trained with, and these are kept
                 slot.views[layer] = [
-                    slot.flat[offset : offset + size].view(home.dtype).view(shape)
-                    for offset, size, shape in zip(home.layout.offsets, home.layout.sizes, home.shapes, strict=True)
+                    slot.flat[offset : offset + size].view(dtype).view(shape)
+                    for offset, size, dtype, shape in zip(
+                        home.layout.offsets, home.layout.sizes, home.dtypes, home.shapes, strict=True
+                    )
                 ]
         return slot.views[layer]
 

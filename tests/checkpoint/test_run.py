@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import gc
 import io
+import math
 import os
 import re
 import shutil
@@ -226,6 +227,41 @@ def test_more_steps_go_on_and_none_left_need_a_log(settings: TrainSettings) -> N
         run(settings, steps=6, resume=True)
 
 
+@pytest.mark.parametrize("steps", [20, 7])
+def test_the_rates_are_those_of_the_steps_it_began_with_however_many_there_are_now(
+    settings: TrainSettings, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    left_open = dataclasses.replace(settings.optimizer, warmup_steps=None)
+    settings = dataclasses.replace(settings, optimizer=left_open, steps=10)
+    whole = dataclasses.replace(left_open, warmup_steps=1, decay_steps=10)
+    run(settings, out=str(tmp_path / "whole"), optimizer=whole, steps=steps, checkpoint_every=None)
+    with monkeypatch.context() as patch:
+        stop_in(patch, 5, lambda: os.kill(os.getpid(), signal.SIGINT))
+        run(settings)
+    assert kept(settings.out) == [3, 5]
+    with pytest.raises(ValueError, match=r"got warmup_steps=2, which was 1, in .*step-000005"):
+        run(settings, resume=True, steps=steps, optimizer=dataclasses.replace(left_open, warmup_steps=2))
+    _, shown = run(settings, resume=True, steps=steps)
+    assert ("schedule   of the 10 steps that the run began with; from there to step 20" in shown) == (steps == 20)
+    assert losses(settings.out) == losses(str(tmp_path / "whole"))
+    rates = [rate for _, _, rate in losses(settings.out)]
+    factors = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 8)) for step in range(9)]
+    assert rates == pytest.approx([1e-2, *(1e-2 * factor for factor in factors), *[1e-3] * 10][:steps])
+    run(settings, resume=True, steps=steps + 1)  # the checkpoints of the run that went on know it too
+    assert losses(settings.out)[-1][2] == pytest.approx(1e-3 if steps == 20 else 1e-2 * factors[6])
+
+
+def test_a_checkpoint_of_an_earlier_version_names_no_horizon(
+    settings: TrainSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = TrainSettings.flat
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainSettings, "flat", lambda self: {n: v for n, v in flat(self).items() if n != "decay_steps"})
+        run(settings, steps=4)
+    run(settings, steps=8, resume=True)
+    assert [rate for *_, rate in losses(settings.out)][4:] == pytest.approx([1e-3] * 4)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_of_the_last_step(
     settings: TrainSettings, expected: Any, monkeypatch: pytest.MonkeyPatch, number: int
@@ -268,6 +304,28 @@ def test_other_data_under_the_same_name_is_refused(settings: TrainSettings) -> N
         file.write("X")
     with pytest.raises(ValueError, match=r"goes on with the data it began with \(got [\d,]+ tokens with CRC-32C"):
         run(settings, resume=True)
+
+
+def test_another_tokenizer_is_refused_and_the_same_elsewhere_is_not(settings: TrainSettings, tmp_path: Any) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    def written(name: str, last: str) -> DataSettings:
+        # To each the whole text is one unknown word: the tokens are the same.
+        words = {"<unk>": 0, "</s>": 1, last: 2}
+        Tokenizer(WordLevel(words, unk_token="<unk>")).save(str(tmp_path / name))
+        return DataSettings(source=str(tmp_path / "texts"), tokenizer=str(tmp_path / name))
+
+    (tmp_path / "texts").mkdir()
+    for number in range(100):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{number}")
+    run(settings, steps=3, data=written("one.json", "a"))
+    with pytest.raises(
+        ValueError, match=r"the tokenizer it began with \(got '.*two.json', 3 tokens .* and 1; 3 tokens"
+    ):
+        run(settings, resume=True, data=written("two.json", "b"))
+    run(settings, resume=True, data=written("moved.json", "a"))
+    assert [step for step, *_ in losses(settings.out)] == list(range(1, 10))
 
 
 def test_fp32_states_are_not_resumed_in_eight_bits_but_the_other_way(settings: TrainSettings) -> None:

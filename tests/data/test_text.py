@@ -55,6 +55,49 @@ def test_a_file_that_is_not_text_is_refused_with_the_byte_and_its_offset(folder)
         list(read_documents(folder / "b.txt"))
 
 
+@pytest.mark.parametrize("content", [b"MZ\0\0", "text".encode("utf-16-le")])
+def test_a_file_with_zeros_is_no_text_though_it_is_utf_8(folder, content):
+    (folder / "b.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"byte 0x00 at offset \d of '.*b\.txt'"):
+        list(read_documents(folder / "b.txt"))
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.ndjson", "d.JSONL"])
+def test_json_lines_of_texts_are_taken_whatever_they_are_called(tmp_path, name):
+    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert list(read_documents(tmp_path)) == ["one", "two"]
+
+
+CHAT = {"conversations": [{"from": "human", "value": "hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.json", json.dumps([CHAT, CHAT]), r"d\.json:1: got a list\); .*records as one on each line"),
+        ("d.json", json.dumps([CHAT], indent=1), r"d\.json:1: not JSON: .*records as one on each line"),
+        ("d.json", json.dumps(CHAT, indent=1), r"d\.json:1: not JSON: .*records as one on each line"),
+        ("d.jsonl", json.dumps(CHAT), "its fields are: 'conversations'.*write its 'conversations' as one text"),
+        ("d.jsonl", '{"messages": []}', "write its 'messages' as one text, such as a tokenizer's apply_chat_template"),
+        ("d.jsonl", "[" * 100_000, "not JSON"),
+        ("d.txt", json.dumps([CHAT], indent=1), r"got JSON in '.*d\.txt'"),
+        ("d", "\n" + json.dumps(CHAT) + "\n" + json.dumps(CHAT), r"got JSON lines in '.*d'\); call .* \.jsonl"),
+        ("d.csv", "text,id\na,1\n", r"got a table, '.*d\.csv'"),
+        ("d.PARQUET", "PAR1", r"got a table, '.*d\.PARQUET'"),
+    ],
+)
+def test_records_of_another_shape_are_refused_and_not_trained_on_as_text(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        list(read_documents(tmp_path / name))
+
+
+@pytest.mark.parametrize("text", ["[1] A footnote.", "{not: json}", "{{{", "[]", "[" * 100_000, "[1, 2]\n[3, 4]"])
+def test_text_that_only_begins_like_json_is_text(tmp_path, text):
+    (tmp_path / "d.txt").write_text(text)
+    assert list(read_documents(tmp_path)) == [text]
+
+
 @pytest.mark.parametrize("name", ["a.txt", "sub/c.jsonl"])
 def test_a_file_that_cannot_be_read_is_refused_with_its_name(folder, name, monkeypatch):
     def refuse(self, *arguments, **keywords):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from stronghold.data.tokenizer_files import has_tokenizer, write_files
 from stronghold.data.tokens import ByteTokenizer, check_vocabulary, load_tokenizer, tokenize
 
 
@@ -77,8 +78,9 @@ def test_a_tokenizer_json_encodes_and_separates_with_its_end_of_text(tmp_path, w
     assert (known.separator, known.ids) == (4, 6)
     assert known.encode("red green blue").tolist() == [1, 2, 3]
 
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"__type": "AddedToken", "content": "<stop>"}}')
     assert load_tokenizer(tmp_path).separator == 5
+    assert load_tokenizer(tmp_path / "tokenizer.json").separator == 5
 
 
 def test_a_transformers_directory_without_tokenizer_json_is_read_by_transformers(tmp_path):
@@ -98,6 +100,60 @@ def test_a_broken_tokenizer_is_refused_in_one_line(tmp_path, content):
     with pytest.raises(ValueError, match=r"got '.*'.*save it again") as refusal:
         load_tokenizer(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_folder_is_read_as_autotokenizer_reads_it_which_may_differ_from_its_tokenizer_json(tmp_path, word_tokenizer):
+    from transformers import AutoTokenizer, BertTokenizer
+
+    words = ["[UNK]", "[SEP]", "[CLS]", "[PAD]", "[MASK]", "red", "blue"]
+    BertTokenizer(vocab={word: place for place, word in enumerate(words)}).save_pretrained(tmp_path)
+    raw = type(word_tokenizer).from_file(str(tmp_path / "tokenizer.json"))
+    raw.normalizer = None  # as a file that was edited: the class makes its own
+    raw.save(str(tmp_path / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("RED blue").tolist() == theirs.encode("RED blue", add_special_tokens=False)
+    assert loaded.separator == 1
+
+
+def test_the_files_of_a_tokenizer_make_it_again_and_its_fingerprint_is_of_what_it_does(tmp_path, word_tokenizer):
+    from transformers import AutoTokenizer
+
+    for name, more in (("one", []), ("two", []), ("other", ["pink"])):
+        (tmp_path / name).mkdir()
+        tokenizer = type(word_tokenizer).from_str(word_tokenizer.to_str())
+        tokenizer.add_special_tokens(["</s>", *more])
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    one, two, other = (load_tokenizer(tmp_path / name) for name in ("one", "two", "other"))
+    assert one.fingerprint == two.fingerprint != other.fingerprint
+    assert one.fingerprint != ByteTokenizer().fingerprint != ByteTokenizer(300).fingerprint
+    write_files(other.files, tmp_path / "two")
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "two").encode("red pink")
+        == [1, 5]
+        == other.encode("red pink").tolist()
+    )
+    assert other.encode("\ud800 red").tolist() == [0, 1], "a lone surrogate is replaced"
+
+
+def test_a_tokenizer_that_makes_nothing_of_the_text_is_refused():
+    class Mute(ByteTokenizer):
+        def encode(self, text):
+            return np.zeros(0, dtype=np.uint8)
+
+    with pytest.raises(ValueError, match="'bytes' makes no tokens of"):
+        tokenize(["a", "b"], Mute())
+
+
+def test_what_a_tokenizer_of_transformers_is_made_of_is_known_by_its_name(tmp_path):
+    for name in ("tokenizer.json", "vocab.txt", "sentencepiece.bpe.model", "tokenizer.model.v3", "chat_template.jinja"):
+        assert not has_tokenizer(tmp_path)
+        (tmp_path / name).touch()
+        assert has_tokenizer(tmp_path), name
+        (tmp_path / name).unlink()
+    for name in ("config.json", "model.safetensors", "notes.txt"):
+        (tmp_path / name).touch()
+    assert not has_tokenizer(tmp_path) and not has_tokenizer(tmp_path / "config.json")
 
 
 def test_no_tokenizer_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from stronghold.device import CpuDevice, Event, HostBuffer, Stream, open_device
+from stronghold.device import CpuDevice, Event, HostBuffer, Stream, Timeline, open_device
 
 
 def test_work_is_done_in_order_beside_the_thread_that_gives_it():
@@ -59,6 +60,125 @@ def test_a_copy_of_another_shape_fails_as_a_copy_does():
     stream.copy(torch.zeros(2), torch.zeros(3))
     with pytest.raises(RuntimeError, match="background copy or update failed"):
         stream.record().wait()
+
+
+class Unrecordable(Stream):
+    """A stream of a device that has failed: neither an event nor a time can be recorded in it."""
+
+    def _happen(self, event: Event) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def _now(self) -> object:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def within(seconds: float, wait) -> BaseException:
+    """Returns what ``wait`` raises; fails where it still waits after so many seconds."""
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it waits for what cannot happen"
+    assert len(caught) == 1
+    return caught[0]
+
+
+def test_an_event_that_cannot_be_recorded_fails_with_the_cause():
+    stream, other, done = Unrecordable("test"), Stream("other"), []
+    event = stream.record()
+    stream.run(lambda: done.append("after"))
+    other.wait(event)
+    for waiting in (event.wait, stream.record().wait, other.record().wait):
+        assert "an illegal memory access" in str(within(10, waiting))
+    assert event.happened
+    assert not event.passed
+    assert done == []
+
+
+def test_a_time_that_cannot_be_told_fails_with_the_cause():
+    device = CpuDevice()
+    device.fetches = stream = Unrecordable("fetches")
+    timeline = Timeline(device)
+    with timeline.on(stream, "copies"):
+        pass
+    for waiting in (stream.stamp().get, timeline.spans, stream.record().wait):
+        assert "an illegal memory access" in str(within(10, waiting))
+
+
+def test_events_of_a_thread_that_has_died_fail(monkeypatch):
+    """Whatever ends the thread from outside of a task: what it was given, and what it is given later, fails."""
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    stream, gate, entered = Stream("test"), Event(), threading.Event()
+    stream.run(lambda: (entered.set(), gate.wait()))
+    entered.wait(10)
+    first, stamp = stream.record(), stream.stamp()
+    stream._line.tasks.appendleft((None, None))  # what the thread cannot call
+    gate.happen()
+    for waiting in (first.wait, stamp.get, stream.record().wait, stream.stamp().get):
+        assert "background copy or update failed: 'NoneType' object is not callable" in str(within(10, waiting))
+    assert not stream._thread.is_alive()
+
+
+def test_an_error_raised_into_the_thread_reaches_those_who_wait():
+    stream, gate, entered = Stream("test"), threading.Event(), threading.Event()
+
+    def busy() -> None:
+        entered.set()
+        while not gate.wait(0.01):
+            pass
+
+    stream.run(busy)
+    entered.wait(10)
+    event = stream.record()
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(stream._thread.ident), ctypes.py_object(SystemExit))
+    assert "background copy or update failed: SystemExit" in str(within(10, event.wait))
+
+
+def test_after_the_end_of_the_process_s_work_nobody_waits_for_ever():
+    """What ran at exit behind the streams' end, such as an earlier library's handler, hung."""
+    program = """
+import atexit
+
+def late():
+    try:
+        stream.record().wait()
+    except RuntimeError as error:
+        print(error)
+
+atexit.register(late)
+from stronghold.device import Stream
+stream = Stream("fetches")
+stream.record().wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the stream 'fetches' has ended with its process" in done.stdout
+
+
+def test_a_child_of_fork_is_told_that_it_has_no_streams():
+    program = """
+import os
+from stronghold.device import Stream
+stream = Stream("fetches")
+stream.record().wait()
+if child := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+try:
+    stream.record().wait()
+except BaseException as error:
+    print(type(error).__name__, error, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("OffloadedModelError an offloaded model computes and is trained in the process")
 
 
 def test_the_thread_ends_with_its_stream():

@@ -52,6 +52,12 @@ def test_only_runs_that_learn_the_same_are_compared():
     assert disagreements([RESIDENT, record("l2l", [8.0, 5.0, 3.0], window=4)])[1].step == 1
 
 
+def test_a_run_that_went_on_by_the_schedule_it_began_with_is_compared_with_such():
+    earlier = record("megatron-lm", [9.0, 5.0], steps=20)  # of a version that had no other schedule
+    assert compared([earlier, record("l2l", [9.0], steps=20, decay_steps=20)]) == [True, True]
+    assert compared([earlier, record("l2l", [9.0], steps=20, decay_steps=10)]) == [True, False]
+
+
 def test_a_record_is_the_same_before_and_after_its_file():
     here = record("megatron-lm", [9.0, 5.0, 3.0], betas=(0.9, 0.95))
     assert disagreements([json.loads(json.dumps(here)), record("l2l", [8.0], betas=(0.9, 0.95))])[1] is not None
@@ -66,6 +72,32 @@ def test_the_newest_reference_that_ended_counts():
 def test_a_run_that_failed_is_compared_as_far_as_it_came():
     assert disagreements([RESIDENT, record("l2l", [9.0], error="failed: step 2")])[1] is None
     assert disagreements([RESIDENT, record("l2l", [9.1], error="failed: step 2")])[1].step == 1
+
+
+AGAIN = record("megatron-lm-exact", [9.0, 5.0 * (1 + 2e-4), 3.0])
+
+
+def test_a_loss_may_be_twice_as_far_as_the_reference_in_other_rounding_has_been():
+    """From the step on in which that has been so far: what is once apart stays so."""
+    within = record("l2l", [9.0 * (1 + 0.9e-4), 5.0 * (1 - 3.9e-4), 3.0 * (1 + 3.9e-4)])
+    beyond = record("l2l", [9.0, 5.0, 3.0 * (1 + 4.1e-4)])
+    early = record("l2l", [9.0 * (1 + 2e-4), 5.0, 3.0])
+    found = disagreements([RESIDENT, AGAIN, within, beyond, early])
+    assert [one and one.step for one in found] == [None, None, None, 3, 1]
+    assert found[3].tolerance == pytest.approx(4e-4)
+    assert str(found[3]).endswith("tolerance 4e-04)")
+
+
+@pytest.mark.parametrize("loss", [float("nan"), "inf"])
+def test_what_is_no_number_widens_nothing_and_neither_does_what_is_missing(loss):
+    for losses in ([9.0, loss, 3.0], [9.0]):
+        again = record("megatron-lm-exact", losses, error="failed" if losses == [9.0] else None)
+        assert disagreements([RESIDENT, again, record("l2l", [9.0, 5.0 * (1 + 2e-4), 3.0])])[2].step == 2
+
+
+def test_the_other_rounding_counts_for_what_learns_the_same():
+    again = record("megatron-lm-exact", [9.0, 5.1, 3.0], lr=2e-3)
+    assert disagreements([RESIDENT, again, record("l2l", [9.0, 5.0 * (1 + 2e-4), 3.0])])[2].step == 2
 
 
 def drawn(records):
@@ -90,6 +122,14 @@ def test_the_table_has_a_line_for_each_whatever_became_of_it():
     wrong, refused = comparison_notes(records)
     assert wrong.startswith("stronghold WRONG: loss 3.3000 in step 3, megatron-lm has 3.0000")
     assert refused == "zero-offload refused: zero-offload needs DeepSpeed: no"
+
+
+def test_the_table_says_how_far_the_reference_is_from_itself():
+    assert drawn([RESIDENT, AGAIN])[1][-1] == "in other rounding"
+    assert comparison_notes([RESIDENT, AGAIN]) == [
+        "megatron-lm-exact in other rounding: its losses are up to 2.0e-04 from those of megatron-lm, and in each step "
+        "others may be 2 times as far as it has been"
+    ]
 
 
 def test_without_a_reference_the_table_says_so():

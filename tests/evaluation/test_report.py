@@ -2,7 +2,9 @@
 
 import re
 from dataclasses import replace
+from xml.etree import ElementTree
 
+import pytest
 from rich.console import Console
 
 from stronghold.evaluation.report import Measured, Report, StepTimes, table
@@ -37,6 +39,8 @@ def report(**changes):
         "pinned_host_bytes": 2**30,
         "pageable_host_bytes": 2**29,
         "process_host_bytes": 300 * 2**20,
+        "edge_gradients_device_bytes": 2 * 2**20,
+        "beside_host_bytes": 5 * 2**20,
         "disk_bytes": 0,
         "disk_paths": (),
         "on_root_disk": False,
@@ -64,12 +68,13 @@ device  slots              4.00 MiB
         gradients          1.00 MiB
         edges              3.00 MiB
         together           8.00 MiB
+        in a step          2.00 MiB more for edges' gradients, and activations
         peak               not counted
 host    pinned             1.00 GiB
         pageable           512 MiB
         together           1.50 GiB
         to accumulate      256 MiB more
-        process            300 MiB more, and activations
+        process            300 MiB more, before anything was placed
 disk    layers and states  0 B"""
     )
 
@@ -96,6 +101,7 @@ def test_the_last_step_skipped_steps_and_frozen_parameters_are_told_where_there_
         ("waiting for disk", "0 s (0%)"),
         ("fetched", "3.00 GiB in 14 fetches"),
         ("gradients down", "1.00 MiB"),
+        ("not counted", "5.00 MiB more by now"),
         ("skipped", "2, for gradients that were not finite"),
     }
 
@@ -142,3 +148,18 @@ def test_what_is_measured_tells_what_it_cannot_tell():
     assert "held          1.00 MiB" in str(swapping)
     assert "files         2.00 MiB" in str(swapping)
     assert "/mnt/nvme" in str(swapping)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        report(step=STEP, disk_bytes=2, disk_paths=("/mnt/<a>&b",)),
+        Measured(parameters=1, device="<gpu>", dtype="float32", device_bytes=0, peak_device_bytes=0, host_bytes=1),
+    ],
+    ids=["report", "measured"],
+)
+def test_a_notebook_shows_a_table(shown):
+    found = ElementTree.fromstring(shown._repr_html_())  # which is no HTML if a name was not escaped
+    assert found.tag == "table"
+    assert [tuple(cell.text or "" for cell in row) for row in found] == shown.rows()
+    assert [cell.tag for cell in found[0]] == ["th", "td", "td"]

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.errors import OffloadedModelError
-from stronghold.home import ConsumedGradient, OffloadedGradient, consumed_like, known_of, note_gradient
+from stronghold.home import OffloadedGradient, known_of, note_gradient
 from stronghold.split import join
 from tests.small import ADAMW, Residual, numbers, pair
 
@@ -25,6 +24,7 @@ LAYER, EDGE = "layers.0.up.weight", "out.weight"
 def trained(*, backwards=1, dtype=torch.float32, **settings):
     _, model = pair(Residual, dtype=dtype, **settings)
     model.eval()
+    model.__dict__["its"] = stronghold.AdamW(model.parameters())  # without one nothing is kept of what is known
     for batch in numbers(backwards):
         model(batch.to(dtype)).sum().backward()
     return model
@@ -389,6 +389,12 @@ def test_autograd_takes_it_for_a_constant():
 # ---- what is known ----
 
 
+def test_without_an_optimizer_of_ours_a_gradient_is_a_plain_tensor():
+    _, model = pair(Residual)
+    model(numbers(1)[0]).backward()
+    assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
+
+
 def test_what_is_known_is_the_sum_of_squares():
     for case, gradient in every_kind():
         expected = number_in(gradient).double().square().sum()
@@ -484,36 +490,3 @@ def test_written_ones_keep_nothing_of_the_model_alive():
         time.sleep(0.02)
     assert engine() is None
     assert not any(gradient.any() for gradient in gradients)
-
-
-# ---- gradients that are used up ----
-
-
-def test_what_stands_for_a_used_gradient_tells_its_shape_and_refuses_all_else():
-    parameter = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
-    consumed = consumed_like(parameter)
-    assert type(consumed) is ConsumedGradient
-    assert (consumed.shape, consumed.dtype, consumed.device) == ((4, 3), torch.bfloat16, parameter.device)
-    parameter.grad = consumed
-    assert parameter.grad is consumed
-    for use in (
-        repr,
-        copy.deepcopy,
-        pickle.dumps,
-        lambda g: g.norm(),
-        lambda g: g + 1,
-        lambda g: g.zero_(),
-        lambda g: g.data,
-        lambda g: torch._foreach_mul_([g], 2.0),
-        lambda g: torch.zeros(4, 3).add_(g),
-        lambda g: g.tolist(),
-        lambda g: g.clone(),
-    ):
-        with pytest.raises(OffloadedModelError, match="use update='deferred'"):
-            use(consumed)
-
-
-def test_a_used_gradient_takes_no_memory():
-    consumed = consumed_like(torch.nn.Parameter(torch.ones(1000, 1000)))
-    with torch._C.DisableTorchFunctionSubclass():
-        assert consumed.untyped_storage().nbytes() == 4

@@ -34,22 +34,23 @@ def test_weights_are_copied_into_one_buffer():
 
 def test_the_master_of_a_bf16_unit_is_exact_and_takes_two_bytes_more():
     value = torch.randn(50)
-    home, _ = home_of(value, dtype=torch.bfloat16)
+    home = Home(0, "unit", [nn.Parameter(value)], torch.bfloat16)
+    home.place(store := where())
     assert home.weight[0].dtype is torch.bfloat16
     assert torch.equal(home.master(0), value)
     assert torch.equal(home.weight[0], rounded(value))
     assert home.remainder(0).dtype is torch.int16
-    assert home._memory.device.pageable_bytes == 2 * 50 + 2 * 50
+    assert store.device.pageable_bytes == 2 * 50 + 2 * 50
 
 
 def test_a_frozen_exact_parameter_has_a_remainder_only_once_it_is_updated():
     parameter = nn.Parameter(torch.randn(50).bfloat16(), requires_grad=False)
     home = Home(0, "unit", [parameter], torch.bfloat16)
-    home.place(where())
-    assert home._memory.device.pageable_bytes == 2 * 50
+    home.place(store := where())
+    assert store.device.pageable_bytes == 2 * 50
     assert torch.equal(home.master(0), parameter.float())
     assert not home.remainder(0).any()
-    assert home._memory.device.pageable_bytes == 2 * 50 + 2 * 50
+    assert store.device.pageable_bytes == 2 * 50 + 2 * 50
 
 
 def test_a_resident_unit_lives_on_the_device():

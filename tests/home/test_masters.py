@@ -55,6 +55,17 @@ def test_an_unseen_write_costs_its_block_of_64_its_low_bits():
     assert not masters.marked
 
 
+def test_an_unseen_write_before_a_seen_one_counts_too():
+    """The seen one's marks forgot it: a zero kept the low bits of what it had replaced, with a negative one NaN."""
+    masters, weight, value = filled()
+    masters.lend(0, weight)
+    weight.view(-1)[:64] = 0.0
+    masters.write(0, weight, lambda: weight.copy_(weight.clone()), lambda: 0)
+    masters.take_writes([weight], [0], shared=lambda place: False)
+    value.view(-1)[:64] = 0.0
+    assert torch.equal(masters.value(0, weight), value)
+
+
 def test_an_update_of_a_lent_weight_is_no_write_of_the_users():
     masters, weight, value = filled()
     masters.lend(0, weight)

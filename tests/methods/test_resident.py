@@ -1,12 +1,14 @@
 """Methods of PyTorch alone: each has the losses of the loop as a book has it, and refuses what it cannot keep."""
 
 import dataclasses
+import itertools
 import sys
 
 import pytest
 import torch
 
 from stronghold.errors import StrongholdError
+from stronghold.evaluation.agreement import disagreements
 from tests.methods.ordinary import CONFIG, losses_of, plain_losses, prepare, settings_of
 
 
@@ -113,3 +115,73 @@ def test_zero_is_refused_where_deepspeed_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(StrongholdError, match=r"zero-offload needs DeepSpeed .*the extra 'baselines'"):
         prepare("zero-offload", settings_of())
+
+
+def recorded(method, losses):
+    settings = {"method": method, "dtype": "fp32", "lr": 1e-2}
+    return {"settings": settings, "losses": losses, "summary": {}}
+
+
+def stuck_losses(settings):
+    """Returns the losses of the reference when one layer's weights never change."""
+    prepared = prepare("megatron-lm", settings)
+    for parameter in prepared.model.layers[2].parameters():
+        parameter.register_hook(torch.zeros_like)
+    return losses_of(prepared)
+
+
+def late_losses(settings):
+    """Returns the losses of the reference when each update is made with the gradients of the step before."""
+    prepared = prepare("megatron-lm", settings)
+    before = {}
+    for parameter in prepared.model.parameters():
+
+        def late(gradient, parameter=parameter):
+            last, before[parameter] = before.get(parameter, torch.zeros_like(gradient)), gradient.clone()
+            return last
+
+        parameter.register_hook(late)
+    return losses_of(prepared)
+
+
+def test_a_verdict_heeds_what_separates_two_roundings_of_the_reference_and_sees_what_is_wrong(monkeypatch):
+    """As where PyTorch's own norm of large gradients is off on the CPU: here by more, so that small ones show it."""
+    settings = settings_of()
+    clip, calls = torch.nn.utils.clip_grad_norm_, itertools.count()
+
+    def inexact(parameters, max_norm, **more):
+        return clip(parameters, max_norm * (1 + 0.1 * (next(calls) % 2)), **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", inexact)
+        reference = recorded("megatron-lm", losses_of(prepare("megatron-lm", settings)))
+        wrong = {
+            "a layer without updates": stuck_losses(settings),
+            "late gradients": late_losses(settings),
+        }
+    again = recorded("megatron-lm-exact", losses_of(prepare("megatron-lm-exact", settings)))
+    right = recorded("stronghold", losses_of(prepare("stronghold", settings)))
+    wrong["no clipping"] = losses_of(prepare("stronghold", settings_of(clip=None)))
+    assert disagreements([reference, right])[1] is not None, "or this test shows nothing"
+    assert disagreements([reference, again, right])[1:] == [None, None]
+    for name, losses in wrong.items():
+        found = disagreements([reference, again, recorded("stronghold", losses)])[2]
+        assert found is not None, name
+
+
+def test_exact_norms_and_operations_one_by_one_are_the_same_but_for_rounding():
+    for settings in (settings_of(), settings_of(clip=None), settings_of(clip=1e9)):
+        expected, _ = plain_losses(settings)
+        assert losses_of(prepare("megatron-lm-exact", settings)) == pytest.approx(expected, rel=1e-6)
+    rounded = losses_of(prepare("megatron-lm-exact", settings_of(dtype="bf16")))
+    assert rounded == pytest.approx(losses_of(prepare("megatron-lm", settings_of(dtype="bf16"))), rel=2e-3)
+
+
+def test_an_exact_norm_that_is_none_is_refused():
+    prepared = prepare("megatron-lm-exact", settings_of())
+    prepared.backward(prepared.loss(torch.zeros(4, 16, dtype=torch.int64)))
+    prepared.model.embedding.weight.grad[0, 0] = torch.inf
+    before = prepared.model.embedding.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="norm must be finite"):
+        prepared.step()
+    assert torch.equal(prepared.model.embedding.weight, before)

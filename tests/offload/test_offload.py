@@ -236,7 +236,7 @@ def test_parameters_of_another_dtype(dtype):
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     objects = [(id(p), p.dtype) for p in model.parameters()]
-    with pytest.raises(ValueError, match=f"all float32 or all bfloat16 .*{dtype}.*pass dtype="):
+    with pytest.raises(ValueError, match=f"must be float32 or bfloat16 .*{dtype}.*pass dtype="):
         stronghold.offload(model, device="cpu")
     assert [(id(p), p.dtype) for p in model.parameters()] == objects
 
@@ -248,13 +248,6 @@ def test_parameters_of_another_dtype_are_converted_on_request():
         model = stronghold.offload(model, device="cpu", dtype=torch.float32)
         assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
         ordinary_loop(model, stronghold.AdamW(model.parameters()), numbers(2))
-
-
-def test_mixed_dtypes():
-    model = Residual()
-    model.layers[2].down.bfloat16()
-    assert_refused(model, ValueError, r"torch.bfloat16, torch.float32.* in layers.2\).*pass dtype=")
-    stronghold.offload(model, device="cpu", dtype=torch.float32)
 
 
 def test_layers_of_one_dtype_each():
@@ -282,10 +275,6 @@ def test_parameters_without_values():
     with torch.device("meta"):
         model = Residual()
     with pytest.raises(ValueError, match=r"must have values .* meta device"):
-        stronghold.offload(model, device="cpu")
-    model = Residual()
-    model.layers[1].up.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match="must be floating-point"):
         stronghold.offload(model, device="cpu")
 
 
@@ -356,7 +345,7 @@ def test_a_parameter_added_or_replaced_after_offload(change):
     for training in (True, False):
         with (
             torch.set_grad_enabled(training),
-            pytest.raises(OffloadedModelError, match=r"was replaced after offload|other modules or parameters"),
+            pytest.raises(OffloadedModelError, match=r"was replaced after offload|\(got: layers\.\d\.[\w.]+ "),
         ):
             model(numbers(1)[0])
     assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
@@ -367,7 +356,7 @@ def test_a_parameter_added_beside_the_layers_is_refused():
     model.extra = nn.Linear(SIZE, SIZE)
     with pytest.raises(OffloadedModelError, match="one offloaded model"):
         stronghold.AdamW(model.parameters())
-    with pytest.raises(OffloadedModelError, match=r"other modules or parameters|extra"):
+    with pytest.raises(OffloadedModelError, match=r"left out \(got: extra \(Linear\) was added\)\. Change it first"):
         model(numbers(1)[0])
 
 
@@ -375,7 +364,8 @@ def test_a_layer_replaced_after_offload():
     """It would run outside the window, with parameters that nobody updates."""
     _, model = pair(Residual)
     model.layers[2] = Block()
-    with pytest.raises(OffloadedModelError, match=r"other modules or parameters|replaced"):
+    replaced = r"\(got: layers\.2 was another module and is tests\.small\.Block\)"
+    with pytest.raises(OffloadedModelError, match=replaced):
         model(numbers(1)[0])
 
 
@@ -441,17 +431,6 @@ def test_a_model_that_nobody_uses_gives_its_memory_and_its_threads_back(activati
         time.sleep(0.05)
     assert [reference() for reference in left] == [None] * len(left)
     assert threading.active_count() <= before
-
-
-def test_a_loss_keeps_its_model_alive():
-    def loss():
-        _, model = pair(Residual, window=1)
-        return model(numbers(1)[0]), model.layers[1].up.weight
-
-    value, weight = loss()
-    gc.collect()
-    value.backward()
-    assert weight.grad.abs().sum() > 0
 
 
 def test_report_needs_an_offloaded_model():

@@ -226,12 +226,12 @@ def test_a_gradient_that_the_user_put_there_is_added_to(resident):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_added_on_the_host_takes_the_cores_of_an_update(monkeypatch, dtype):
     used = []
-    others = {thread.ident for thread in threading.enumerate()}  # which may still update another test's model
+    others = threading.enumerate()  # which may still update another test's model; one that ends leaves its number
     for name in ("accumulate", "adamw"):
         original = getattr(native, name)
 
         def noted(*arguments, threads, original=original):
-            if threading.get_ident() not in others:
+            if threading.current_thread() not in others:
                 used.append(threads)
             return original(*arguments, threads=threads)
 

@@ -149,7 +149,7 @@ BAD = {
     "a bad learning rate": (_group(lr=-1), "lr must be a number, zero or more"),
     "amsgrad": (_group(amsgrad=True), "amsgrad"),
     "maximize": (_group(maximize=True), "maximize"),
-    "Adam": (_group(decoupled_weight_decay=False), "coupled weight decay"),
+    "Adam": (_group(decoupled_weight_decay=False), "decoupled_weight_decay=False"),
 }
 
 

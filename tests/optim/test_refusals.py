@@ -89,6 +89,15 @@ def replace_state(value):
     return change
 
 
+def moment(name, value, dtype=torch.float32):
+    def change(saved):
+        values = saved["state"][2][name].to(dtype)
+        values.view(-1)[-1] = value
+        saved["state"][2][name] = values
+
+    return change
+
+
 def shape_of(saved, number):
     return saved["state"][number]["exp_avg"].shape
 
@@ -122,8 +131,16 @@ BAD = {
     "a step that the kernel cannot count": entry(0, step=torch.tensor(1e20)),
     "half a step": entry(0, step=1.5),
     "two numbers for a step": entry(0, step=torch.zeros(2)),
+    "NaN in a moment": moment("exp_avg", torch.nan),
+    "infinity in a moment": moment("exp_avg", -torch.inf),
+    "NaN in a second moment": moment("exp_avg_sq", torch.nan),
+    "a negative second moment": moment("exp_avg_sq", -1e-30),
+    "NaN in a half": moment("exp_avg_sq", torch.nan, torch.bfloat16),
+    "a moment too large for fp32": moment("exp_avg", 1e39, torch.float64),
     "a group too few": lambda s: s["param_groups"].pop(),
     "a group too many": lambda s: s["param_groups"].append(copy.deepcopy(s["param_groups"][0])),
+    "a parameter that is there twice": lambda s: s["param_groups"][1]["params"].__setitem__(1, 0),
+    "a list for a parameter": lambda s: s["param_groups"][1]["params"].__setitem__(0, [0]),
     "a parameter too few": lambda s: s["param_groups"][0]["params"].pop(),
     "a parameter too many": lambda s: s["param_groups"][1]["params"].append(77),
     "groups of other lengths": lambda s: s["param_groups"][1]["params"].append(s["param_groups"][0]["params"].pop()),
@@ -162,6 +179,30 @@ def test_a_state_dictionary_that_does_not_fit_is_refused_and_changes_nothing(nam
         assert_all_the_same(before, model, optimizer)
     ordinary_loop(model, optimizer, numbers(1))
     assert {state["step"].item() for state in optimizer.state.values()} == {2}
+
+
+@pytest.mark.parametrize(("name", "value"), [("exp_avg_sq", torch.inf), ("exp_avg", 3e38), ("exp_avg_sq", 2e36)])
+def test_what_eight_bits_do_not_hold_is_refused_there_and_trains_as_pytorch_does_in_fp32(name, value):
+    """A square that was too large for fp32: torch.optim.AdamW leaves such a weight where it is, and so do we."""
+    plain, model = pair(Residual)
+    theirs, ours = (kind(groups(m), **ADAMW) for kind, m in ((torch.optim.AdamW, plain), (stronghold.AdamW, model)))
+    ordinary_loop(plain, theirs, numbers(1))
+    weights, saved = copy.deepcopy(plain.state_dict()), copy.deepcopy(theirs.state_dict())
+    moment(name, value)(saved)
+    moment("exp_avg_sq", torch.inf)(saved)
+    for one, optimizer in ((plain, theirs), (model, ours)):
+        one.load_state_dict(weights)
+        one.zero_grad()
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        torch.manual_seed(3)
+        ordinary_loop(one, optimizer, numbers(2))
+    assert_same_models(model, plain)
+    assert_same_states(ours, theirs)
+    model, optimizer = trained(states="8bit")
+    before = everything(model, optimizer)
+    with pytest.raises(ValueError, match=rf"{name} of parameter 2 .*for eight bits hold no more"):
+        optimizer.load_state_dict({**saved, "state": {2: saved["state"][2]}})
+    assert_all_the_same(before, model, optimizer)
 
 
 @STATES
@@ -372,9 +413,9 @@ def test_parameters_beside_one_another_in_one_piece_of_memory_are_no_aliases(lay
 @pytest.mark.parametrize("layer", range(4))
 def test_types_that_differ_within_a_layer_are_refused_by_the_layers_name(layer, resident):
     model = Residual()
-    model.layers[layer].down.bfloat16()
+    model.layers[layer].down.half()
     before = kept(model)
-    with pytest.raises(ValueError, match=rf"torch.bfloat16, torch.float32.* in layers.{layer}\).*pass dtype="):
+    with pytest.raises(ValueError, match=rf"torch.float16, torch.float32.* in layers.{layer}\).*pass dtype="):
         stronghold.offload(model, device="cpu", resident=resident)
     assert_unchanged(before, model)
     assert not any(isinstance(p, OffloadedParameter) for p in model.parameters())
@@ -637,3 +678,26 @@ def test_under_a_real_limit_the_states_are_refused_and_smaller_ones_train():
     assert "trained on" in done.stdout
     assert "states='8bit'" in done.stdout
     assert re.search(r"\d+(\.\d+)? [MG]iB", done.stdout)
+
+
+def test_torchs_arguments_are_taken_where_they_ask_for_nothing():
+    _, model = pair(Residual)
+    nothing = {"amsgrad": False, "maximize": False, "foreach": None, "fused": None, "capturable": False}
+    expected = stronghold.AdamW(model.parameters())
+    for settings in (nothing, {"fused": False, "foreach": False, "differentiable": False}):
+        assert stronghold.AdamW(model.parameters(), **settings).state_dict() == expected.state_dict()
+    refused = {
+        "amsgrad": "step the same parameters with torch.optim.AdamW",
+        "maximize": "negate the loss",
+        "differentiable": "leave it out",
+        "foreach": "one fused kernel, whatever is passed: leave it out",
+        "fused": "one fused kernel, whatever is passed: leave it out",
+        "capturable": "one fused kernel, whatever is passed: leave it out",
+    }
+    for name, remedy in refused.items():
+        rule = rf"{name} must be (False|None) in stronghold.AdamW \(got True\); .*{remedy}"
+        with pytest.raises(ValueError, match=rule):
+            stronghold.AdamW(model.parameters(), **{name: True})
+    for name in ("momentum", "decoupled_weight_decay"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            stronghold.AdamW(model.parameters(), **{name: True})

@@ -1,5 +1,7 @@
 """The moments: how they lie, and that each parameter has its own."""
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -12,7 +14,8 @@ from stronghold.store import RamStore
 def unit(*shapes):
     home = Home(0, "unit", [nn.Parameter(torch.randn(shape)) for shape in shapes], torch.bfloat16)
     home._device = CpuDevice()
-    home._memory = RamStore(home._device)
+    home._store = RamStore(home._device)  # a unit refers to it weakly
+    home._memory_of = weakref.ref(home._store)
     return home
 
 

@@ -43,7 +43,7 @@ def test_a_manifest_comes_back(tmp_path):
 
 def test_a_directory_has_one_user_at_a_time(tmp_path):
     first = Directory([tmp_path / "a", tmp_path / "b"])
-    with pytest.raises(StoreError, match="in use by another run"):
+    with pytest.raises(StoreError, match="in use by another model of this process"):
         Directory([tmp_path / "c", tmp_path / "b"])
     first.release()
     Directory([tmp_path / "c", tmp_path / "b"]).release()
@@ -137,9 +137,9 @@ def test_files_go_with_the_model_and_directories_with_them_if_they_were_made_for
 
 
 def test_a_directory_that_somebody_has_removed_is_no_error_when_the_model_goes(tmp_path):
-    store = engine_of(start(tmp_path / "s")).store
+    model = start(tmp_path / "s")
     shutil.rmtree(tmp_path / "s")
-    store.close()
+    stronghold.close(model)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -154,7 +154,7 @@ def test_a_file_that_was_cut_is_told(tmp_path):
 
 def test_two_runs_on_one_directory_are_refused_and_the_first_goes_on(tmp_path):
     model, optimizer = start(tmp_path / "store")
-    with pytest.raises(StoreError, match=rf"in use by another run \(process {os.getpid()}\)"):
+    with pytest.raises(StoreError, match=rf"in use by another model .* \(process {os.getpid()}\)"):
         start(tmp_path / "store")
     other = subprocess.run(
         [

@@ -19,6 +19,7 @@ from stronghold.evaluation.cases.points import Shown, in_words, show
 from stronghold.evaluation.cases.reading import read_results
 from stronghold.evaluation.cases.running import Place, run_case
 from stronghold.evaluation.cases.table import csv_text, tables
+from stronghold.outputs import check_file, check_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,8 +49,10 @@ def _tell(error: Exception, options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # so that the process that trains ends, too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    check_folder("--results", options.results)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it for the second
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the process that trains ends, too
     case, preset = CASES[options.case], find_machine(options.machine)
     place = Place(results=options.results, device=options.device or _device(), again=options.again)
     failed = (find_largest if case.largest else run_case)(case, preset, place, lambda line: print(line, flush=True))
@@ -58,11 +61,12 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _extract(options: argparse.Namespace) -> int:
+    path = options.csv or _stem(options).with_suffix(".csv")
+    check_file("--csv", path)
     shown = _shown(options)
     console = Console(width=None if sys.stdout.isatty() else 150)
     for table in tables(shown):
         console.print(table)
-    path = options.csv or _stem(options).with_suffix(".csv")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(csv_text(shown), encoding="utf-8")
     print(path)
@@ -70,7 +74,10 @@ def _extract(options: argparse.Namespace) -> int:
 
 
 def _draw(options: argparse.Namespace) -> int:
-    for path in save_figure(_shown(options), options.output or _stem(options)):
+    stem = options.output or _stem(options)
+    for suffix in (".png", ".svg"):
+        check_file("--output", stem.with_name(stem.name + suffix))
+    for path in save_figure(_shown(options), stem):
         print(path)
     return 0
 
@@ -98,6 +105,12 @@ def _stem(options: argparse.Namespace) -> Path:
     """Returns where a case's table and figure go, without the suffix: into the first folder of results."""
     folder = next((path for path in options.results or [] if path.is_dir()), Path("results"))
     return Path(folder) / f"case{options.case}_{options.machine}"
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path (got '')")
+    return Path(text)
 
 
 def _device() -> str:
@@ -128,17 +141,19 @@ def _parser() -> argparse.ArgumentParser:
         add("case", type=int, choices=tuple(CASES), metavar="CASE", help="the case's number, 1 to 5")
         add("--machine", choices=tuple(MACHINES), default="cpu", help="the settings to measure in (default: cpu)")
         if name == "run":
-            add("--results", type=Path, default=Path("results"), metavar="DIR", help="where they go (default: results)")
+            add(
+                "--results", type=_path, default=Path("results"), metavar="DIR", help="where they go (default: results)"
+            )
             add("--device", help="cpu, cuda or cuda:N (default: cuda where there is one, else cpu)")
             add("--again", action="store_true", help="also make those that are there, of this machine and this commit")
             continue
         results = "folders of results, records, or logs of the paper's artifact (default: results)"
-        add("--results", type=Path, nargs="+", metavar="PATH", help=results)
+        add("--results", type=_path, nargs="+", metavar="PATH", help=results)
         add("--measured-on", metavar="TEXT", help="a part of the name of the one machine to show, of several")
         if name == "extract":
-            add("--csv", type=Path, metavar="FILE", help="(default: caseN_MACHINE.csv among the results)")
+            add("--csv", type=_path, metavar="FILE", help="(default: caseN_MACHINE.csv among the results)")
         else:
-            add("-o", "--output", type=Path, metavar="STEM", help="without suffix (default: caseN_MACHINE, likewise)")
+            add("-o", "--output", type=_path, metavar="STEM", help="without suffix (default: caseN_MACHINE, likewise)")
     return parser
 
 

@@ -15,6 +15,7 @@ class Series:
 # Okabe and Ito's palette, told apart by people of every colour vision.
 SERIES = {
     "megatron-lm": Series(label="Megatron-LM", colour="#666666", marker="s"),
+    "megatron-lm-exact": Series(label="Megatron-LM, exact norms", colour="#999999", marker="x"),
     "l2l": Series(label="L2L", colour="#E69F00", marker="v"),
     "zero-offload": Series(label="ZeRO-Offload", colour="#009E73", marker="^"),
     "zero-infinity": Series(label="ZeRO-Infinity", colour="#56B4E9", marker="D"),

@@ -100,7 +100,12 @@ def test_a_table_that_cannot_be_written_is_named(results, capsys, tmp_path):
     (tmp_path / "file").touch()
     folder = results(make_record())
     extract = ["extract", "5", "--machine", "tiny", "--results", folder, "--csv"]
-    assert main([*extract, f"{tmp_path}/file/x.csv"]) == 1
-    assert f"case 5: error: File exists: {tmp_path}/file\n" in capsys.readouterr().err
+    assert main([*extract, f"{tmp_path}/file/x.csv"]) == 2
+    refused = f"case 5: error: --csv must be a file that can be written (got '{tmp_path}/file/x.csv': Not a directory)"
+    assert refused in capsys.readouterr().err
+    assert main(["draw", "5", "--machine", "tiny", "--results", folder, "-o", f"{tmp_path}/file/x"]) == 2
+    assert f"--output must be a file that can be written (got '{tmp_path}/file/x.png'" in capsys.readouterr().err
+    assert main(["run", "5", "--machine", "tiny", "--results", f"{tmp_path}/file"]) == 2
+    assert "--results must be a folder that can be written" in capsys.readouterr().err
     assert main([*extract, "/dev/full"]) == 1
     assert "case 5: error: [Errno 28] No space left on device\n" in capsys.readouterr().err

@@ -1,0 +1,55 @@
+"""Some elements of each weight of a unit, by which a write is found that nothing told the engine of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stronghold.layout import Layout
+
+_PER_PARAMETER = 64
+_PER_UNIT = 4096
+
+
+class Samples:
+    """Up to 64 elements of each parameter, its first and last among them, and their bits when they were last taken.
+
+    An optimizer, a clamp or a mask that an extension of the user's writes through a bare pointer changes nearly all
+    elements, and so some of these, in whatever order it goes. A write of single elements may miss them.
+    """
+
+    def __init__(self, flat: Tensor, layout: Layout, itemsizes: Sequence[int]) -> None:
+        self._bits = {2: torch.int16, 4: torch.int32}[min(itemsizes)]
+        self._flat = flat
+        most = max(2, min(_PER_PARAMETER, _PER_UNIT // max(1, len(itemsizes))))
+        places, unit = [], min(itemsizes)
+        for offset, size, itemsize in zip(layout.offsets, layout.sizes, itemsizes, strict=True):
+            chosen = (offset + itemsize * _spread(size // itemsize, most)) // unit
+            places.append((chosen[:, None] + torch.arange(itemsize // unit)).flatten())  # a longer element has several
+        self._counts = [len(one) for one in places]
+        self._places = torch.cat(places)
+        self._taken: Tensor | None = None
+
+    def take(self) -> None:
+        """Notes what the elements are now."""
+        self._taken = self.now()
+
+    def written(self) -> Sequence[int]:
+        """Returns the numbers of the parameters that have changed since the elements were taken."""
+        if self._taken is None or torch.equal(now := self.now(), self._taken):
+            return ()
+        changed = (now != self._taken).split(self._counts)
+        return [place for place, one in enumerate(changed) if bool(one.any())]
+
+    def now(self, elsewhere: Tensor | None = None) -> Tensor:
+        """Returns the bits of the elements; of a copy of all the weights ``elsewhere``, if one is given."""
+        flat = self._flat if elsewhere is None else elsewhere.view(-1).view(torch.uint8)
+        return torch.index_select(flat.view(self._bits), 0, self._places.to(flat.device)).cpu()
+
+
+def _spread(size: int, most: int) -> Tensor:
+    if size <= most:
+        return torch.arange(size)
+    return torch.linspace(0, size - 1, most, dtype=torch.float64).long()

@@ -1,0 +1,106 @@
+"""The modules of an offloaded model as they were, to notice when some are added, removed or replaced."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from stronghold.errors import OffloadedModelError
+
+_NAMED = 4
+"""How many changes an error names."""
+
+
+class Members:
+    """The modules in a part of the model, by their qualified names, with the modules and parameters in each."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        # Weakly: a layer holds its block, which holds this.
+        modules = list(modules)
+        self._before = [
+            (
+                name,
+                weakref.ref(module),
+                {n: _Held(inner) for n, inner in module._modules.items()},
+                module._parameters.copy(),
+            )
+            for name, module in modules
+        ]
+        self._ids = [(weakref.ref(m), _ids(m._modules), _ids(m._parameters)) for _, m in modules]
+
+    def same(self) -> bool:
+        """Whether each module still holds the same modules and parameters; one that is gone was in another."""
+        return all(
+            (m := reference()) is None or (_ids(m._modules) == inner and _ids(m._parameters) == own)
+            for reference, inner, own in self._ids
+        )
+
+    def put_back(self) -> None:
+        """Makes each module hold the parameters again that it held, in the place of others."""
+        for _, reference, _, parameters in self._before:
+            if (module := reference()) is not None:
+                kept = {name: parameter for name, parameter in parameters.items() if name in module._parameters}
+                module._parameters.update(kept)
+
+    def changes(self) -> Iterator[str]:
+        """Yields what was added, removed or replaced, by its qualified name."""
+        for prefix, reference, references, parameters in self._before:
+            if (module := reference()) is None:
+                continue
+            modules = {name: held.module() for name, held in references.items()}
+            for before, now in ((modules, module._modules), (parameters, module._parameters)):
+                for name in [*now, *(name for name in before if name not in now)]:
+                    then, there = before.get(name), now.get(name)
+                    if then is not there:
+                        yield f"{prefix}.{name} {_change(then, there)}" if prefix else f"{name} {_change(then, there)}"
+
+
+def refuse_changes(parts: Iterable[Members]) -> None:
+    """Raises OffloadedModelError, which names the first changes in ``parts`` and counts the others."""
+    changes = [change for part in parts for change in part.changes()]
+    more = f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
+    raise OffloadedModelError(
+        "an offloaded model must keep the modules and parameters that it had at offload(), for what is new would be "
+        f"left out (got: {'; '.join(changes[:_NAMED])}{more}). Change it first (peft.get_peft_model, then offload), or "
+        "have the trainer change it (peft_config=...), then offload(trainer.model) and set trainer.optimizer"
+    )
+
+
+class _Gone:
+    """Stands for a module that nobody holds any more."""
+
+
+class _Held:
+    """A module's child, or None, held weakly."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._reference = None if module is None else weakref.ref(module)
+
+    def module(self) -> nn.Module | _Gone | None:
+        if self._reference is None:
+            return None
+        found = self._reference()
+        return _Gone() if found is None else found
+
+
+def _change(then: Any, now: Any) -> str:
+    if then is None:
+        return f"({_kind(now)}) was added"
+    if now is None:
+        return "was removed"
+    was = "was another module" if isinstance(then, _Gone) else f"was {_kind(then)}"
+    return f"{was} and is {_kind(now)}"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, nn.Parameter):
+        return "a parameter"
+    kind = type(value)
+    return kind.__name__ if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}.{kind.__name__}"
+
+
+def _ids(values: Mapping[str, object]) -> list[int]:
+    return list(map(id, values.values()))

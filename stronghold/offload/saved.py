@@ -1,0 +1,58 @@
+"""What autograd saves of a layer's run, and that nobody writes it before the backward pass has read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Saved(NamedTuple):
+    """A saved tensor and its version, which autograd does not compare where there are saved-tensor hooks.
+
+    An operation's own output refers to the operation, which refers to what it saved: kept as it is, the graph of a
+    forward pass that no backward pass follows would never go. Its detached twin shares memory and version.
+    """
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Saved:
+        kept = tensor if tensor.grad_fn is None else tensor.detach()
+        return cls(kept, _version(kept))
+
+    def value(self, layer: str) -> Tensor:
+        """Returns the tensor. Raises RuntimeError, as autograd does without hooks, where it has been written."""
+        if (now := _version(self.tensor)) != self.version:
+            raise RuntimeError(
+                f"what autograd saved in {layer} must be the same in the backward pass (a tensor of shape "
+                f"{tuple(self.tensor.shape)} was at version {self.version} and is at {now}: an in-place operation has "
+                "written it); use the operation that makes a new tensor, or clone() before it"
+            )
+        return self.tensor
+
+
+@contextmanager
+def unwritten(layer: str) -> Iterator[None]:
+    """Raises RuntimeError where the block writes what autograd saves in it, under the hooks that hold there."""
+    hold, look = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    saved: list[Saved] = []
+
+    def pack(tensor: Tensor) -> Any:
+        saved.append(Saved.of(tensor))
+        return hold(saved[-1].tensor)
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, look):
+            yield
+    finally:  # also where checkpoint has all that it needs and stops the run
+        for one in saved:
+            one.value(layer)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,98 @@
+"""One thread at a time computes with an offloaded model: the others wait for a layer, and are refused a backward pass.
+
+A layer's computation is one call, and a lock is held for it. A backward pass is many calls of autograd's, in a thread
+of its choice, whose end it tells of only where nothing failed: it is under way as long as autograd keeps the callback
+for its end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from stronghold.errors import OffloadedModelError
+from stronghold.home import opaque
+
+_ENDING_S = 0.2
+"""How long a pass that has just failed may take to be gone in the thread that ran it."""
+_LAYER_S = 60.0
+"""How long a backward pass waits for another thread's layer: for ever, where that waits for the pass in its turn."""
+
+
+class Turns:
+    """Whose turn it is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._pass: weakref.ref[_Pass] | None = None
+        self._thread = 0
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way."""
+        return self._pass is not None and self._pass() is not None
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a backward pass is under way in another thread."""
+        return self._thread != threading.get_ident() and self.in_backward
+
+    def check(self) -> None:
+        """Raises OffloadedModelError where another thread is in a backward pass."""
+        deadline = time.monotonic() + _ENDING_S
+        while self.elsewhere:
+            if time.monotonic() > deadline:
+                raise _refusal()
+            time.sleep(0.001)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Runs the block while no other thread computes. Raises OffloadedModelError as :meth:`check` does."""
+        while True:
+            self.check()
+            with self._lock:
+                if not self.elsewhere:
+                    yield
+                    return
+
+    @contextmanager
+    def taken_in_backward(self) -> Iterator[None]:
+        """The same for what autograd calls, where the thread that called backward() may be waiting."""
+        if not self._lock.acquire(timeout=_LAYER_S):
+            raise _refusal()
+        try:
+            if self.elsewhere:
+                raise _refusal()
+            yield
+        finally:
+            self._lock.release()
+
+    def begin(self, end: Callable[[], None]) -> None:
+        """Notes that a backward pass has begun in this thread; ``end`` is called when it has ended without an error."""
+        begun = _Pass(end)
+        self._pass, self._thread = weakref.ref(begun), threading.get_ident()
+        torch.autograd.Variable._execution_engine.queue_callback(begun)
+
+
+class _Pass:
+    """What autograd keeps as long as a backward pass goes on, and calls at its end."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    @opaque
+    def __call__(self) -> None:
+        self._end()
+
+
+def _refusal() -> OffloadedModelError:
+    return OffloadedModelError(
+        "an offloaded model computes in one thread at a time (a backward pass is under way in one, and "
+        f"{threading.current_thread().name} uses the model or its gradients); let threads take turns with forward, "
+        "backward and step, and call backward() of a loss on a layer's parameters themselves apart from the model's"
+    )

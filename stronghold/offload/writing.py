@@ -1,0 +1,57 @@
+"""Writes that the parameters themselves do not see, and that the user tells of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from stronghold.home import Home, OffloadedParameter, home_of
+
+Units = dict[Home, list[int]]
+"""Parameters of offloaded models, by their number in their unit."""
+
+
+@contextmanager
+def writing(target: nn.Module | Iterable[Tensor]) -> Iterator[None]:
+    """Tells that the block writes parameters by a way that torch does not see, such as a pointer in an extension.
+
+    ``target`` is an offloaded model or some of its parameters; others are ignored. Before the block the updates under
+    way are complete, and after it every copy of the parameters on the device is fetched again. In bf16 a written weight
+    becomes its own fp32 master, in blocks of 64 elements. What torch itself does (operators, ``p.data``, views, numpy)
+    and the step of every ``torch.optim.Optimizer`` need no such block.
+
+    Raises OffloadedModelError where replicas have the parameters in common.
+    """
+    units = units_of(target.parameters() if isinstance(target, nn.Module) else target)
+    begin(units)
+    try:
+        yield
+    finally:
+        note(units)
+
+
+def begin(units: Units) -> None:
+    """Completes the updates of ``units`` and has their stores and masters expect writes."""
+    for home in units:
+        home.check_own()
+        home.wait_updated()
+    note(units)
+
+
+def note(units: Units) -> None:
+    """Has the units fetched again; also when the writing ends, for a computation amid it has asked already."""
+    for home, places in units.items():
+        for place in places:
+            home.lend(place, unseen=True)
+
+
+def units_of(parameters: Iterable[Any]) -> Units:
+    """Returns those of ``parameters`` that belong to offloaded models."""
+    units: Units = {}
+    for parameter in parameters:
+        if isinstance(parameter, OffloadedParameter) and (home := home_of(parameter)) is not None:
+            units.setdefault(home, []).append(parameter.__dict__["_place"])
+    return units

@@ -1,0 +1,39 @@
+"""How many samples each replica has had in a backward pass: that all had as many is noticed as they meet anyway."""
+
+from __future__ import annotations
+
+import warnings
+
+from stronghold.home import Replicas
+
+
+class Batches:
+    """Warns, once and in the first replica, where replicas have batches of different sizes.
+
+    It is no error, for whether the mean is then the wrong one depends on what the user's loss divides by.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._most = 0
+        self._warned = replicas.index != 0
+
+    def saw(self, size: int) -> None:
+        """Hears that a layer's backward pass begins whose input had ``size`` samples."""
+        self._most = max(self._most, size)
+
+    def agree(self, done: object) -> None:
+        """Meets the other replicas at the end of a backward pass; raises ParallelError unless they have ``done`` it."""
+        size, self._most = self._most, 0
+        least, most = self._replicas.agree(done, batch=size)
+        if least == most or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"replicas should have batches of the same size (got {least} to {most} samples in one backward pass, by "
+            "the first dimension of a layer's input): all replicas' gradients weigh the same in the mean, as under "
+            "DistributedDataParallel, so that a sample of a smaller batch counts for more than in one process with all "
+            "the data. Pass drop_last=True to the DataLoader and its sampler, or weigh each replica's loss",
+            RuntimeWarning,
+            stacklevel=2,
+        )

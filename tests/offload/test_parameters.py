@@ -1,0 +1,113 @@
+"""Parameters of other kinds are refused as what they are, by name and with the remedy, before anything has changed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import stronghold
+from stronghold.home import OffloadedParameter
+from tests.small import Residual
+
+
+class Tagged(nn.Parameter):
+    """A parameter that its owner tells by its class."""
+
+
+def quantized(weight):
+    return nn.Parameter(torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), requires_grad=False)
+
+
+def nested(layout):
+    return lambda weight: nn.Parameter(torch.nested.nested_tensor([weight, weight[:3]], layout=layout))
+
+
+def masked(weight):
+    return nn.Parameter(torch.masked.masked_tensor(weight, weight > 0))
+
+
+def fake(weight):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return nn.Parameter(torch.empty(weight.shape))
+
+
+def inference(weight):
+    with torch.inference_mode():
+        return nn.Parameter(weight.clone())
+
+
+def frozen(dtype):
+    return lambda weight: nn.Parameter(weight.to(dtype), requires_grad=False)
+
+
+KINDS = [
+    ("of torch.qint8); quantised weights", quantized),
+    ("of torch.int8); register it as a buffer", frozen(torch.int8)),
+    ("of torch.bool); register it as a buffer", frozen(torch.bool)),
+    ("of torch.complex64); keep its torch.view_as_real()", frozen(torch.complex64)),
+    ("of layout torch.sparse_coo); make it dense", lambda weight: nn.Parameter(weight.to_sparse())),
+    ("of layout torch.sparse_csr); make it dense", lambda weight: nn.Parameter(weight.to_sparse_csr())),
+    ("of layout torch._mkldnn); make it dense", lambda weight: nn.Parameter(weight.to_mkldnn(), requires_grad=False)),
+    ("a nested tensor); pad it", nested(torch.strided)),
+    ("a nested tensor); pad it", nested(torch.jagged)),
+    ("a torch.masked.maskedtensor.core.MaskedTensor); its class would be lost", masked),
+    (
+        "a torch.testing._internal.two_tensor.TwoTensor); its class would",
+        lambda w: nn.Parameter(TwoTensor(w, w.clone())),
+    ),
+    ("Tagged); its class would be lost: make it an nn.Parameter", Tagged),
+    ("FakeTensor); build the model outside of FakeTensorMode", fake),
+    ("made under torch.inference_mode()); build or load", inference),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("where", ["layers.1.up", "into"])
+@pytest.mark.parametrize(("message", "kind"), KINDS)
+def test_each_other_kind_is_refused_as_what_it_is(message, kind, where):
+    model = Residual()
+    owner = model.get_submodule(where)
+    owner._parameters["weight"] = kind(owner.weight.detach())
+    with pytest.raises(ValueError, match=r"a parameter must be a plain nn.Parameter") as refusal:
+        stronghold.offload(model, device="cpu", dtype=torch.float32)
+    assert f"(got {where}.weight, " in str(refusal.value)
+    assert message in str(refusal.value)
+    assert not any(isinstance(parameter, OffloadedParameter) for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_torchao_has_quantised():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = Residual()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(ValueError, match=r"got into.weight, a torchao\..*Int8Tensor.*quantised weights cannot be off"):
+        stronghold.offload(model, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["Params4bit", "Int8Params"])
+@pytest.mark.parametrize("is_quantised", [False, True], ids=["as built", "quantised"])
+def test_weights_that_bitsandbytes_quantises(kind, is_quantised):
+    modules = pytest.importorskip("bitsandbytes.nn")
+    model = Residual()
+    for layer in model.layers:
+        layer.up = modules.Linear4bit(16, 32) if kind == "Params4bit" else modules.Linear8bitLt(16, 32, False, False)
+    if is_quantised:
+        model.to("cpu")
+    with pytest.raises(ValueError, match=rf"got layers.0.up.weight, a bitsandbytes\..*{kind}.*quantised weights"):
+        stronghold.offload(model, device="cpu", layers="layers")
+
+
+def test_lazy_parameters_and_buffers_have_no_shape_yet():
+    model = Residual()
+    model.layers[2].up = nn.LazyLinear(32)
+    with pytest.raises(ValueError, match=r"must be initialised \(got layers.2.up.weight"):
+        stronghold.offload(model, device="cpu")
+    model.layers[2].up = nn.LazyBatchNorm1d(affine=False)
+    with pytest.raises(ValueError, match=r"must be initialised \(got layers.2.up.running_mean"):
+        stronghold.offload(model, device="cpu")
+    model.layers[2].up = nn.LazyLinear(32)
+    model(torch.zeros(1, 1, 16))
+    assert stronghold.offload(model, device="cpu") is model

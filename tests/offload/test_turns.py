@@ -1,0 +1,145 @@
+"""Several threads at one model: they take turns, or are told to; no number is wrong."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import stronghold
+from stronghold.errors import OffloadedModelError
+from tests.small import ADAMW, Residual, assert_close, assert_same_models, numbers, pair
+
+THREADS = 4
+
+
+def in_another_thread(task):
+    """Runs ``task`` in a thread of its own; returns what it returns or raises."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(task).result(timeout=30)
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 1}, {"resident": 2}, {"store": "disk"}], ids=str)
+def test_threads_that_evaluate_get_what_one_thread_gets(settings, tmp_path):
+    if "store" in settings:
+        settings = {"store": tmp_path}
+    plain, model = pair(Residual, **settings)
+    plain.eval()
+    model.eval()
+    batches = numbers(60)
+    begin = threading.Barrier(THREADS)
+
+    def evaluate(number):
+        begin.wait()
+        with torch.no_grad():
+            return [model.features(batch) for batch in batches[number::THREADS]]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(evaluate, range(THREADS)))
+    with torch.no_grad():
+        for number, outputs in enumerate(found):
+            assert_close(outputs, [plain.features(batch) for batch in batches[number::THREADS]])
+
+
+def test_threads_that_train_at_once_are_right_or_refused():
+    model = pair(Residual)[1]
+    begin = threading.Barrier(2)
+
+    def train(number):
+        begin.wait()
+        refused = 0
+        for batch in numbers(8, seed=number):
+            try:
+                model(batch).backward()
+            except OffloadedModelError:
+                refused += 1
+        return refused
+
+    with ThreadPoolExecutor(2) as pool:
+        for refused in pool.map(train, range(2)):
+            assert refused < 8
+    model.zero_grad()
+    plain = pair(Residual)[0]
+    plain.eval()
+    model.eval()
+    for one in (plain, model):
+        one(numbers(1)[0]).backward()
+    assert_same_models(model, plain)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("use", ["forward", "backward", "gradient", "step", "close", "a loss on parameters"])
+def test_what_another_thread_does_in_a_backward_pass_is_refused(use, activations):
+    """A loss on parameters is one that autograd computes in the caller's thread, beside that of the device."""
+    plain, model = (one.eval() for one in pair(Residual, activations=activations))
+    optimizer = stronghold.AdamW(model.parameters(), **ADAMW)
+    batch, other = numbers(2)
+    hidden = []
+    model.layers[2].register_forward_hook(lambda module, args, output: hidden.append(output))
+    another, penalty = model(other), model.layers[2].up.weight.square().sum()
+    hidden.clear()
+    loss = model(batch)
+    uses = {
+        "forward": lambda: model(other),
+        "backward": another.backward,
+        "gradient": lambda: model.layers[3].up.weight.grad,
+        "step": optimizer.step,
+        "close": lambda: stronghold.close(model),
+        "a loss on parameters": penalty.backward,
+    }
+    refused = []
+
+    def meanwhile(gradient):
+        with pytest.raises(OffloadedModelError, match="one thread at a time"):
+            in_another_thread(uses[use])
+        refused.append(use)
+
+    hidden.pop().register_hook(meanwhile)
+    loss.backward()
+    assert refused == [use]
+    if use == "backward":
+        model.out.zero_grad()  # it has got that far before it was refused
+    plain(batch).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if parameter.grad is not None:
+            assert_close(parameter.grad, expected.grad, name)
+        else:
+            assert use == "backward" and name.startswith("out.")
+
+
+def test_a_step_waits_for_the_layer_that_another_thread_computes():
+    model = pair(Residual)[1]
+    optimizer = stronghold.AdamW(model.parameters(), **ADAMW)
+    model(numbers(1)[0]).backward()
+    inside, go, order = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        inside.set()
+        assert go.wait(30)
+        order.append("layer")
+
+    model.layers[1].down.register_forward_hook(wait)
+
+    def step():
+        optimizer.step()
+        order.append("step")
+
+    with ThreadPoolExecutor(2) as pool, torch.no_grad():
+        computing = pool.submit(torch.no_grad()(model), numbers(1)[0])
+        assert inside.wait(30)
+        stepping = pool.submit(step)
+        stepping_early = threading.Event().wait(0.1) or stepping.done()
+        go.set()
+        computing.result(30)
+        stepping.result(30)
+    assert not stepping_early and order[0] == "layer"
+
+
+def test_a_backward_pass_that_failed_keeps_no_thread_from_its_turn():
+    model = pair(Residual)[1]
+    output = model.features(numbers(1)[0])
+    output.register_hook(lambda gradient: None)
+    model.layers[0].up.weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    in_another_thread(lambda: model(numbers(1)[0]))

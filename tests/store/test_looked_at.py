@@ -1,0 +1,133 @@
+"""Pages of a mapped file tell who looked at them, and checksums what was written there: no such write is corruption."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import stronghold
+from stronghold.errors import CorruptionError
+from stronghold.layout import PAGE_BYTES
+from stronghold.offload import engine_of
+from stronghold.store.looked_at import looked_at
+from tests.small import Residual, numbers
+
+PAGES = 200
+
+
+def test_pages_that_were_read_or_written_are_told_until_they_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PAGES * PAGE_BYTES))
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), PAGES * PAGE_BYTES)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+    def pages(begin: int = 0, end: int = PAGES) -> list[int]:
+        return looked_at(address + begin * PAGE_BYTES, (end - begin) * PAGE_BYTES, PAGE_BYTES).tolist()
+
+    memory.madvise(mmap.MADV_DONTNEED)
+    assert pages() == []
+    memory[150 * PAGE_BYTES] = 1
+    assert 150 in pages()
+    assert pages(0, 100) == []
+    assert pages(150, 151) == [0]
+    assert memory[3 * PAGE_BYTES + 5] == 0
+    assert {3, 150} <= set(pages())
+    memory.madvise(mmap.MADV_DONTNEED)
+    assert pages() == []
+
+
+def test_pages_smaller_than_the_systems_are_all_told() -> None:
+    memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory[mmap.PAGESIZE] = 1
+    half = mmap.PAGESIZE // 2
+    assert looked_at(address, 4 * mmap.PAGESIZE, half).tolist() == [2, 3]
+    assert looked_at(address, 4 * mmap.PAGESIZE, 2 * mmap.PAGESIZE).dtype == np.int64
+
+
+def step(model, optimizer, count=1):
+    for batch in numbers(count):
+        model(batch.to(next(model.parameters()).dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture(params=["fp32", "bf16"])
+def trained(request, tmp_path):
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[request.param]
+    torch.manual_seed(0)
+    model = stronghold.offload(Residual(layers=4).eval(), window=2, device="cpu", store=tmp_path / "s", dtype=dtype)
+    optimizer = stronghold.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    return model, optimizer
+
+
+HELD = {
+    "a state dictionary": lambda model: model.state_dict(),
+    "data of a root parameter": lambda model: model.out.weight.data,
+    "a detached root parameter": lambda model: model.into.weight.detach(),
+    "data of a layer's": lambda model: model.layers[1].up.weight.data,
+}
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_what_the_user_holds_does_not_end_training(trained, what):
+    model, optimizer = trained
+    held = HELD[what](model)
+    step(model, optimizer, 3)
+    stronghold.verify(model)
+    del held
+    step(model, optimizer, 2)
+    stronghold.verify(model)
+
+
+def test_a_write_into_a_moment_by_any_way_is_no_corruption(trained):
+    model, optimizer = trained
+    for parameter in (model.layers[0].up.weight, model.out.weight):
+        optimizer.state[parameter]["exp_avg"].data.zero_()
+        optimizer.state[parameter]["exp_avg_sq"].numpy()[:] = 0.0
+    stronghold.verify(model)
+    before = model.layers[0].up.weight.detach().clone()
+    step(model, optimizer)
+    stronghold.verify(model)
+    assert not torch.equal(model.layers[0].up.weight, before)
+
+
+def test_a_look_alone_changes_no_low_bit(tmp_path):
+    """A page that was read is compared, not taken for written: in bf16 its masters keep their low bits."""
+
+    def masters(look):
+        torch.manual_seed(0)
+        model = stronghold.offload(
+            Residual(layers=4).eval(), window=2, device="cpu", store=tmp_path / str(look), dtype=torch.bfloat16
+        )
+        optimizer = stronghold.AdamW(model.parameters(), lr=0.01)
+        for number in range(4):
+            step(model, optimizer)
+            if look:
+                assert all(p.detach().clone().any() for p in model.parameters())
+                if number == 1:
+                    assert model.layers[2].down.weight.data.any()  # whose pages have no checksum from here on
+                    assert model.layers[2].up.weight.sum().item() != 0.0
+        optimizer.wait()
+        return [home.master(place).clone() for home in engine_of(model).homes for place in range(len(home.parameters))]
+
+    for got, expected in zip(masters(True), masters(False), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_disk_that_alters_what_was_written_is_still_found(trained):
+    model, optimizer = trained
+    optimizer.wait()
+    unit = engine_of(model).store._unit_of(engine_of(model).layers[3])
+    with unit.paths[0].open("r+b") as file:
+        file.seek(17)
+        file.write(b"\xff")
+    with pytest.raises(CorruptionError, match=r"layers\.3"):
+        stronghold.verify(model)

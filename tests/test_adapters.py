@@ -1,0 +1,146 @@
+"""Models with adapters of PEFT's are saved as PEFT saves them, from wherever they live."""
+
+import json
+import os
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import stronghold
+from stronghold.home import home_of
+from tests.reference import CASES, train
+
+CASE = CASES["llama"]
+TARGETS = ["q_proj", "v_proj"]
+
+
+def lora(**settings):
+    return peft.LoraConfig(r=4, target_modules=TARGETS, **settings)
+
+
+def adapted(config=None, more=()):
+    torch.manual_seed(1)
+    model = peft.get_peft_model(CASE.model(3), config or lora())
+    for name in more:
+        model.add_adapter(name, lora())
+    return model
+
+
+def learned(model, steps=2, **settings):
+    """Offloads and trains; the last update is under way."""
+    model = stronghold.offload(model, device="cpu", window=2, **settings)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = stronghold.AdamW(trained, lr=1e-2)
+    train(model, optimizer, CASE.batches(steps))
+    return model, optimizer
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype is other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("store", ["ram", "disk"])
+@pytest.mark.parametrize("modules_to_save", [None, ["lm_head"]])
+def test_adapters_are_saved_as_peft_saves_them(tmp_path, store, modules_to_save):
+    store = store if store == "ram" else str(tmp_path / "store")
+    model, _ = learned(adapted(lora(modules_to_save=modules_to_save)), store=store)
+    stronghold.save(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
+    assert not (tmp_path / "ours" / "config.json").exists()
+    written = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    assert_same(written, load_file(tmp_path / "theirs" / "adapter_model.safetensors"))
+    assert len(written) == 16 + bool(modules_to_save)  # of four layers, two matrices of each of two targets
+    again = peft.PeftModel.from_pretrained(CASE.model(3), tmp_path / "ours").train()
+    assert_same(dict(again.state_dict()), {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+def test_several_adapters_go_into_folders_of_their_names_and_saving_again_replaces_them(tmp_path):
+    model, _ = learned(adapted(more=["other"]))
+    stronghold.save(adapted(more=["other"]), tmp_path / "ours")
+    (tmp_path / "ours" / "tokenizer.json").write_text("kept")
+    stronghold.save(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    for folder in (".", "other"):
+        name = f"{folder}/adapter_model.safetensors"
+        assert_same(load_file(tmp_path / "ours" / name), load_file(tmp_path / "theirs" / name))
+    assert (tmp_path / "ours" / "tokenizer.json").read_text() == "kept"
+    stronghold.save(CASE.model(), tmp_path / "ours")  # a whole model in their place
+    assert not list((tmp_path / "ours").glob("adapter_*"))
+
+
+@pytest.mark.parametrize("own", ["peft", "transformers"])
+def test_in_bf16_the_masters_are_written_to_the_bit(tmp_path, own):
+    if own == "peft":
+        model = adapted()
+    else:
+        torch.manual_seed(1)
+        model = CASE.model(3)
+        model.add_adapter(lora())
+    model, _ = learned(model, dtype=torch.bfloat16)
+    before = model.config.to_dict()
+    stronghold.save(model, tmp_path / "masters", dtype=torch.float32)
+    stronghold.save(model, tmp_path / "bf16")
+    assert model.config.to_dict() == before
+    masters = load_file(tmp_path / "masters" / "adapter_model.safetensors")
+    written = load_file(tmp_path / "bf16" / "adapter_model.safetensors")
+    model.save_pretrained(tmp_path / "theirs")
+    assert_same(written, load_file(tmp_path / "theirs" / "adapter_model.safetensors"))
+    found = 0
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            continue
+        name = name.replace(".default", "") if own == "peft" else f"base_model.model.{name.replace('.default', '')}"
+        master = home_of(parameter).master(parameter.__dict__["_place"])
+        assert torch.equal(masters[name], master), name
+        assert torch.equal(written[name], parameter), name
+        found += not torch.equal(master.bfloat16().float(), master)
+    assert found == len(masters) == 16
+    if own == "transformers":
+        again = CASE.model(3)
+        again.load_adapter(str(tmp_path / "masters"))
+        assert torch.equal(
+            again.state_dict()["model.layers.1.self_attn.v_proj.lora_B.default.weight"],
+            masters["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"],
+        )
+
+
+def test_prompts_are_saved_as_peft_computes_them_or_refused_in_another_type(tmp_path):
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    torch.manual_seed(1)
+    model = stronghold.offload(peft.get_peft_model(CASE.model(3), config), device="cpu", dtype=torch.bfloat16)
+    stronghold.save(model, tmp_path / "ours")
+    (prompts,) = load_file(tmp_path / "ours" / "adapter_model.safetensors").values()
+    assert torch.equal(prompts, model.get_parameter("prompt_encoder.default.embedding.weight"))
+    with pytest.raises(ValueError, match=r"dtype must be None .*got torch\.float32 for prompt_embeddings"):
+        stronghold.save(model, tmp_path / "masters", dtype=torch.float32)
+    assert not (tmp_path / "masters").exists()
+
+
+@pytest.mark.parametrize("part", ["base_model", "base_model.model"])
+def test_a_part_of_a_model_with_adapters_is_refused(tmp_path, part):
+    model, _ = learned(adapted())
+    with pytest.raises(ValueError, match=r"must be saved by the PeftModel around it .*q_proj.*get_peft_model\(\) ret"):
+        stronghold.save(model.get_submodule(part), tmp_path / "ours")
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_adapters_of_transformers_own_are_refused(tmp_path):
+    model = CASE.model(3)
+    model.add_adapter(lora(), "one")
+    model.add_adapter(lora(), "two")
+    with pytest.raises(ValueError, match=r"saved with the one that is active \(got one, two\); delete the others"):
+        stronghold.save(model, tmp_path / "ours")
+
+
+def test_a_merged_model_is_saved_whole(tmp_path):
+    merged = adapted().merge_and_unload()
+    stronghold.save(stronghold.offload(merged, device="cpu"), tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "llama"
+    again = type(merged).from_pretrained(tmp_path / "ours")
+    assert_same(dict(again.state_dict()), dict(merged.state_dict()))

@@ -1,0 +1,111 @@
+"""TRL's trainers train an offloaded model as they train any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import trl
+from torch import nn
+
+import stronghold
+from stronghold.errors import OffloadedModelError
+from tests.reference import CASES
+from tests.tools.text import SETTINGS, preferences, texts, tokenizer
+
+CASE = CASES["llama"]
+LORA = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+
+
+def ours(model: nn.Module) -> stronghold.AdamW:
+    return stronghold.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+
+
+def theirs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+
+
+def sft(directory: Path, model: nn.Module, **more: Any) -> trl.SFTTrainer:
+    arguments = trl.SFTConfig(str(directory), **SETTINGS)
+    return trl.SFTTrainer(model=model, args=arguments, train_dataset=texts(), processing_class=tokenizer(), **more)
+
+
+def dpo(directory: Path, model: nn.Module, reference: nn.Module | None, **more: Any) -> trl.DPOTrainer:
+    arguments = trl.DPOConfig(str(directory), **SETTINGS)
+    return trl.DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=arguments,
+        train_dataset=preferences(),
+        processing_class=tokenizer(),
+        **more,
+    )
+
+
+def losses(trainer: Any) -> list[float]:
+    torch.manual_seed(5)  # its own seed was set when it was made, and dropout has been drawn since
+    trainer.train()
+    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(found) == 6
+    assert len(set(found)) > 1
+    return found
+
+
+def assert_alike(trainer: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(losses(trainer), losses(expected), rtol=tolerance, atol=1e-6)
+    for (name, parameter), other in zip(trainer.model.named_parameters(), expected.model.parameters(), strict=True):
+        assert torch.dist(parameter, other) <= 1e-4 * other.norm(), name
+
+
+@pytest.fixture
+def plain() -> nn.Module:
+    return CASE.model()
+
+
+@pytest.fixture
+def offloaded() -> nn.Module:
+    return stronghold.offload(CASE.model(), device="cpu", window=2)
+
+
+def test_sft_trains_an_offloaded_model(tmp_path: Path, plain: nn.Module, offloaded: nn.Module) -> None:
+    trainer = sft(tmp_path, offloaded, optimizers=(ours(offloaded), None))
+    assert_alike(trainer, sft(tmp_path, plain, optimizers=(theirs(plain), None)))
+
+
+def test_sft_trains_adapters_that_were_there_before(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(CASE.model(), LORA)
+    torch.manual_seed(1)
+    model = stronghold.offload(peft.get_peft_model(CASE.model(), LORA), device="cpu", window=2)
+    trainer = sft(tmp_path, model, optimizers=(ours(model), None))
+    assert_alike(trainer, sft(tmp_path, plain, optimizers=(theirs(plain), None)))
+
+
+def test_the_trainer_adds_adapters_first_and_its_model_is_offloaded_then(tmp_path: Path, plain: nn.Module) -> None:
+    made: list[trl.SFTTrainer] = []
+    for model in (CASE.model(), plain):
+        torch.manual_seed(1)
+        made.append(sft(tmp_path, model, peft_config=LORA))
+    trainer, expected = made
+    stronghold.offload(trainer.model, device="cpu", window=2)
+    trainer.optimizer, expected.optimizer = ours(trainer.model), theirs(expected.model)
+    assert_alike(trainer, expected)
+
+
+def test_adapters_that_the_trainer_adds_to_an_offloaded_model_are_named(tmp_path: Path, offloaded: nn.Module) -> None:
+    with pytest.raises(OffloadedModelError, match=r"0\.self_attn\.q_proj was Linear .*offload\(trainer\.model\)"):
+        sft(tmp_path, offloaded, peft_config=LORA).train()
+
+
+@pytest.mark.parametrize("reference_is", ["offloaded", "plain"])
+def test_dpo_trains_an_offloaded_model(
+    tmp_path: Path, plain: nn.Module, offloaded: nn.Module, reference_is: str
+) -> None:
+    reference = CASE.model()
+    if reference_is == "offloaded":
+        stronghold.offload(reference, device="cpu", window=1)
+    trainer = dpo(tmp_path, offloaded, reference, optimizers=(ours(offloaded), None))
+    assert_alike(trainer, dpo(tmp_path, plain, CASE.model(), optimizers=(theirs(plain), None)))
