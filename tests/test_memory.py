@@ -111,9 +111,13 @@ def test_what_a_process_takes_is_what_report_counts_and_what_it_says_beside(upda
         [sys.executable, "-c", BESIDE, settings], capture_output=True, text=True, check=True, timeout=120
     ).stdout
     counted, gradients, beside, peak, now = map(int, output.split())
-    assert gradients == (8000 + 64 + 2) * 384 * (4 if dtype == "float32" else 2)
+    size = 4 if dtype == "float32" else 2
+    assert gradients == (8000 + 64 + 2) * 384 * size
     assert counted + beside == pytest.approx(now, rel=0.03)
-    assert peak <= 1.12 * (counted + gradients + beside), "and the peak is no more, but for what a moment takes"
+    # For a moment there are also the logits, their logarithms and their gradients, the table's second gradient, the
+    # layers' inputs, and what one layer's backward pass holds: up to 24 times its input.
+    moment = 3 * batch * 64 * 8000 * 4 + 8000 * 384 * size + (6 + 24) * batch * 64 * 384 * 4
+    assert peak <= 1.03 * (counted + gradients + beside) + moment
     assert peak > counted, "or this test shows nothing"
 
 

@@ -38,8 +38,8 @@ def test_what_is_left_out_is_said(tmp_path):
     assert [note.removeprefix(f"{tmp_path}/").split(" (got")[0] for note in found.notes] == [
         "runs.jsonl:4 was cut off and is left out",
         "runs.jsonl, record 2 is left out: it has no settings and no summary: a record of another or an older format",
-        "runs.jsonl, record 3 is left out: a method must be one of megatron-lm, l2l, zero-offload, zero-infinity, "
-        "zero-infinity-nvme, fsdp-offload, torchao-offload, stronghold",
+        "runs.jsonl, record 3 is left out: a method must be one of megatron-lm, megatron-lm-exact, l2l, "
+        "zero-offload, zero-infinity, zero-infinity-nvme, fsdp-offload, torchao-offload, stronghold",
         "log_cut.txt is left out: it was cut short before its first ten iterations, or has another format",
         "log_garbage.txt is left out: it is no log of a run, or was cut short before it said anything",
     ]
