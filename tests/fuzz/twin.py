@@ -161,6 +161,7 @@ class Twin:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         set_to_none |= "stacked" in self.program.model.layers  # in place, plain PyTorch adds to each gradient thrice
+        set_to_none |= "in_backward" in self.program.updates  # which refuses the other, whatever the program is
         if isinstance(self.optimizer, MasterAdamW):
             self.model.zero_grad(set_to_none)  # its own has no such choice
         else:
