@@ -24,7 +24,7 @@ from stronghold.offload.microbatch import batch_of, join, split
 from stronghold.offload.replay import Hooks, State, structural_copy
 from stronghold.offload.saved import Saved, unwritten
 from stronghold.offload.turns import Turns
-from stronghold.window import HostActivations, Window
+from stronghold.window import Accumulators, HostActivations, Window
 
 
 class Run:
@@ -66,7 +66,7 @@ class Runner(Protocol):
     def enter(self, block: Block) -> list[int]:
         """Hears that a forward computation begins; returns the layers that a backward pass would compute again."""
 
-    def ran(self, run: Run) -> None:
+    def ran(self, run: Run, accumulators: Accumulators) -> None:
         """Hears that a backward pass may come back to ``run``."""
 
     def compiled(self) -> None:
@@ -137,7 +137,8 @@ class Block:
         try:
             output = self._pieces(run, args, kwargs) if training else self._bare(*args, **kwargs)
             nodes = _nodes(output) if training else set()
-            returning = bool(nodes)
+            if returning := bool(nodes):
+                accumulators = Accumulators(self.home, run)
         except RuntimeError as error:
             inputs: list[Tensor] = []
             _flatten((args, kwargs), inputs)
@@ -146,9 +147,9 @@ class Block:
         finally:
             engine.window.end_forward(self.layer, returning=returning)
         if returning:
-            engine.ran(run)
+            engine.ran(run, accumulators)
             for node in nodes:
-                node.register_prehook(self._enter_backward)
+                node.register_prehook(functools.partial(self._enter_backward, accumulators))
         return output
 
     def check(self) -> None:
@@ -247,8 +248,10 @@ def _unpack(block: weakref.ref[Block], layer: str, packed: _SlotTensor | Saved) 
 
 
 @opaque
-def _enter_backward(block: weakref.ref[Block], layer: str, gradients: tuple[Tensor | None, ...]) -> None:
-    """Called when a backward pass comes to a layer, before anything of it is computed."""
+def _enter_backward(
+    block: weakref.ref[Block], layer: str, held: Accumulators, gradients: tuple[Tensor | None, ...]
+) -> None:
+    """Called when a backward pass comes to a layer, before anything of it is computed; the graph holds ``held``."""
     if torch.is_grad_enabled():
         raise OffloadedModelError(
             "create_graph=True keeps the graph of a backward pass, and with it weights on the device that the window "

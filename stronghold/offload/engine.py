@@ -53,7 +53,7 @@ from stronghold.optim.held import held_bytes
 from stronghold.store import DiskStore, RamStore, Store
 from stronghold.units import format_bytes
 from stronghold.weights import Source, give_values
-from stronghold.window import DeviceGradients, Gradients, HostActivations, Window
+from stronghold.window import Accumulators, DeviceGradients, Gradients, HostActivations, Window
 
 
 class Engine:
@@ -193,8 +193,9 @@ class Engine:
             self._hooks.on_layer(block.home)
         return [run.layer for run in self._alive()]
 
-    def ran(self, run: Run) -> None:
+    def ran(self, run: Run, accumulators: Accumulators) -> None:
         self._runs.append(weakref.ref(run))
+        self.gradients.parts.ran(run.layer, accumulators)
 
     @opaque
     def compiled(self) -> None:
@@ -248,6 +249,8 @@ class Engine:
             )
         home = self.layers[layer]
         if run is not None and (home.generation != run.generation or home.versions_now() != home.versions):
+            if self.gradients.has_updated(layer):
+                raise self.gradients.too_late(home)
             raise OffloadedModelError(
                 f"the weights of {home.name} must be the same in the backward pass as in its forward pass (they have "
                 "been updated or written in between); call backward() before step(), or run the forward pass again"
@@ -262,13 +265,16 @@ class Engine:
         self._runs = [weakref.ref(other) for other in before]
         self.window.begin_backward(layer, [other.layer for other in reversed(before)])
         self.gradients.open(layer)
+        if self.gradients.parts.several(layer):
+            self._hooks.on_layer(home)  # the user may have added some since the forward pass
 
-    def _expect(self, home: Home, gradient: Tensor) -> None:
+    def _expect(self, home: Home, place: int, gradient: Tensor | None) -> Tensor | None:
         # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient. It
         # is opened before autograd adds this gradient to one that the user keeps on the host.
         assert home.index is not None
         if self.gradients.layer != home.index or not self.window.is_bound(home.index) or self.turns.elsewhere:
             self._return_to(home.index, None)
+        return self.gradients.parts.arriving(home, place, gradient)
 
     def _close_layer(self) -> None:
         layer = self.gradients.layer
@@ -293,6 +299,7 @@ class Engine:
             self._backward_open = False
             self.gradients.publish()
         self.device_gradients.close()
+        self.gradients.parts.forget()
 
     def begin_pass(self, number: int, passes: int) -> None:
         """Hears that backward pass ``number`` (from 0) of the ``passes`` of a step begins, in a part of the model."""

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stronghold.home import Home, opaque
-from stronghold.window import DeviceGradients, Gradients
+from stronghold.window import DeviceGradients, Gradients, OfSums
 
-_Expect = weakref.WeakMethod[Callable[[Home, Tensor], None]]
+_Expect = weakref.WeakMethod[Callable[[Home, int, Tensor | None], Tensor | None]]
 
 
 class Hooks:
     """Hooks on the parameters of layers and edges.
 
-    ``expect`` hears of a layer's gradient before autograd adds it to one that is there. Nothing is kept alive: the
-    garbage collector does not see through hooks of a parameter, and a model without users must go.
+    ``expect`` hears of a layer's gradient before all hooks of the user, and before autograd adds it to one that is
+    there. The user's hooks on a layer's parameters hear of whole gradients alone. Nothing is kept alive: the garbage
+    collector does not see through hooks of a parameter, and a model without users must go.
     """
 
     def __init__(
-        self, expect: Callable[[Home, Tensor], None], gradients: Gradients, device_gradients: DeviceGradients
+        self,
+        expect: Callable[[Home, int, Tensor | None], Tensor | None],
+        gradients: Gradients,
+        device_gradients: DeviceGradients,
     ) -> None:
+        self._parts = gradients.parts
         self._handles: dict[int, RemovableHandle] = {}
         self._expect: _Expect = weakref.WeakMethod(expect)
         self._expect_edge: _Expect = weakref.WeakMethod(device_gradients.expect)
@@ -33,17 +39,31 @@ class Hooks:
     def on_layer(self, home: Home) -> None:
         """Has the gradients of a layer that is about to compute taken, after all hooks of the user."""
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in home.parameters:
+            for place, parameter in enumerate(home.parameters):
                 if not parameter.requires_grad:
                     continue
                 handle = self._handles.get(id(parameter))
                 if handle is None:
-                    parameter.register_hook(_about(home, self._expect))
-                elif next(reversed(parameter._post_accumulate_grad_hooks), None) == handle.id:
-                    continue
-                else:
+                    expecting = parameter.register_hook(_about(home, place, self._expect))
+                    _first(parameter._backward_hooks or {}, expecting)
+                elif next(reversed(parameter._post_accumulate_grad_hooks), None) != handle.id:
                     handle.remove()  # the user has added a hook since, which is to see the gradient before it goes
-                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take)
+                    handle = None
+                if handle is None:
+                    self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take)
+                self._of_sums(home, place, parameter)
+
+    def _of_sums(self, home: Home, place: int, parameter: nn.Parameter) -> None:
+        """Keeps parts of gradients from the user's hooks: all but the first that go before and the last behind."""
+        assert home.index is not None
+        before: dict[int, Any] = parameter._backward_hooks or {}
+        behind: dict[int, Any] = parameter._post_accumulate_grad_hooks
+        for hooks, own in (before, 0), (behind, len(behind) - 1):
+            if len(hooks) == 1:
+                continue
+            for index, (number, hook) in enumerate(list(hooks.items())):
+                if index != own and not isinstance(hook, OfSums):
+                    hooks[number] = OfSums(hook, self._parts, (home.index, place))
 
     def on_edge(self, home: Home) -> None:
         """Has an edge's gradient summed in fp32, in its own memory, before all hooks of the user, who see the sum."""
@@ -52,11 +72,15 @@ class Hooks:
             if not parameter.requires_grad or id(parameter) in self._handles:
                 return
             if home.dtype != torch.float32:  # in fp32 autograd's own sum is exact enough
-                parameter.register_hook(_about(home, self._expect_edge))
+                parameter.register_hook(_about(home, 0, self._expect_edge))
             handle = self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_edge)
-            hooks = parameter._post_accumulate_grad_hooks
-            for number in [number for number in hooks if number != handle.id]:
-                hooks[number] = hooks.pop(number)  # behind ours
+            _first(parameter._post_accumulate_grad_hooks, handle)
+
+
+def _first(hooks: dict[int, Any], handle: RemovableHandle) -> None:
+    """Puts a hook before the others of a parameter."""
+    for number in [number for number in hooks if number != handle.id]:
+        hooks[number] = hooks.pop(number)
 
 
 def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
@@ -70,12 +94,13 @@ def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], 
     return hook
 
 
-def _about(home: Home, call: _Expect) -> Callable[[Tensor], None]:
+def _about(home: Home, place: int, call: _Expect) -> Callable[[Tensor | None], Tensor | None]:
     unit = weakref.ref(home)
 
     @opaque
-    def hook(gradient: Tensor) -> None:
-        if (bound := call()) is not None and (its := unit()) is not None:
-            bound(its, gradient)
+    def hook(gradient: Tensor | None) -> Tensor | None:
+        if (bound := call()) is None or (its := unit()) is None:
+            return None
+        return bound(its, place, gradient)
 
     return hook

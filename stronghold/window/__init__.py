@@ -4,7 +4,19 @@ from stronghold.window.activations import HostActivations
 from stronghold.window.downlink import RING
 from stronghold.window.gradients import Gradients, gradient_slot_bytes
 from stronghold.window.on_device import DeviceGradients
+from stronghold.window.parts import Accumulators, OfSums, Parts
 from stronghold.window.traffic import Traffic
 from stronghold.window.window import Window
 
-__all__ = ["RING", "DeviceGradients", "Gradients", "HostActivations", "Traffic", "Window", "gradient_slot_bytes"]
+__all__ = [
+    "RING",
+    "Accumulators",
+    "DeviceGradients",
+    "Gradients",
+    "HostActivations",
+    "OfSums",
+    "Parts",
+    "Traffic",
+    "Window",
+    "gradient_slot_bytes",
+]

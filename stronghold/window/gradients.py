@@ -34,6 +34,7 @@ from stronghold.home import (
 from stronghold.window.batches import Batches
 from stronghold.window.downlink import DeviceSlot, Downlink
 from stronghold.window.on_device import add_on_device, remainder_of
+from stronghold.window.parts import Parts
 from stronghold.window.shared_downlink import SharedDownlink, shared_slot_bytes
 from stronghold.window.sums import apart, in_own_memory, write_squares
 
@@ -51,6 +52,7 @@ class Gradients:
         self.homes = homes
         self.replicas = replicas
         self.batches = Batches(replicas)
+        self.parts = Parts()
         self.device = device
         self.waits = waits
         self.updater: weakref.ref[Updater] | None = None
@@ -111,7 +113,9 @@ class Gradients:
         home = self.homes[self._layer]
         place = parameter.__dict__["_place"]
         gradient = gradient_of(parameter)
-        assert gradient is not None
+        if gradient is None:  # a function's backward gave none
+            self.parts.keep(home, place, None)
+            return
         set_gradient(parameter, None)
         if gradient.requires_grad:
             raise OffloadedModelError(
@@ -124,6 +128,9 @@ class Gradients:
                 f"{home.name} produced a gradient of layout {gradient.layout}, and only dense gradients travel; "
                 "pass sparse=False to its embedding"
             )
+        if self.parts.is_part((self._layer, place)):
+            self.parts.keep(home, place, gradient)
+            return
         if home.resident:
             if place in self._fresh:
                 self._fresh[place].add_(gradient)
@@ -273,6 +280,17 @@ class Gradients:
             collected[place] = Collected(values, known.squares, known.remainder)
         return collected
 
+    def has_updated(self, layer: int) -> bool:
+        """Whether the backward pass under way has updated parameters of ``layer``."""
+        return any(number == layer for number, _ in self._consumed)
+
+    def too_late(self, home: Home) -> OffloadedModelError:
+        """Returns the error for a run of a layer that comes when its update has been."""
+        return OffloadedModelError(
+            f"{home.name} runs several times in one backward pass, not all of its runs use each of its parameters, and "
+            "update='in_backward' has already updated those that no other run uses; use update='deferred'"
+        )
+
     @property
     def layer(self) -> int | None:
         """The layer whose backward pass is open."""
@@ -354,10 +372,7 @@ class Gradients:
         """Notes, and returns by place, what an update uses up. Raises OffloadedModelError for what one has already."""
         assert home.index is not None
         if any((home.index, place) in self._consumed for place in places):
-            raise OffloadedModelError(
-                f"{home.name} received gradients twice in one backward pass, and update='in_backward' had already "
-                "used the first; use update='deferred'"
-            )
+            raise self.too_late(home)
         consumed = {place: Consumed(home) for place in places}
         self._consumed.update({(home.index, place): one for place, one in consumed.items()})
         return consumed

@@ -38,12 +38,14 @@ class DeviceGradients:
         self._threads = native.usable_cores()
         self._held: dict[Home, Tensor] = {}
 
-    def expect(self, home: Home, gradient: Tensor) -> None:
+    def expect(self, home: Home, place: int, gradient: Tensor | None) -> None:
         """Hears, before autograd does, that an edge gets a gradient: the one it has is kept out of the way."""
         parameter = home.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():
             before = gradient_of(parameter)
-            if before is None or gradient.requires_grad or {before.layout, gradient.layout} != {torch.strided}:
+            if before is None or gradient is None or gradient.requires_grad:
+                return
+            if {before.layout, gradient.layout} != {torch.strided}:
                 return
             self._held[home] = before
             set_gradient(parameter, None)
@@ -58,7 +60,8 @@ class DeviceGradients:
         before = self._held.pop(home, None)
         with torch._C.DisableTorchFunctionSubclass():
             gradient = gradient_of(parameter)
-            assert gradient is not None
+            if gradient is None:  # a function's backward gave none
+                return
             if before is None:
                 if gradient.layout == torch.strided and has_company(gradient):
                     set_gradient(parameter, in_own_memory(gradient))

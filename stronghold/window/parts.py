@@ -1,0 +1,156 @@
+"""Gradients that come in parts: those of a layer that runs several times in one backward pass.
+
+Autograd adds up what an accumulator receives in a pass, and fires its hooks once. But a parameter gets a new one when
+its data moves to another device (``VariableHooks::set_data``), so that each run of a layer in the window has its own,
+which fires for that run alone. The parts wait on the host, in the dtype in which autograd would have added them up; the
+last one brings the sum, and only then do the user's hooks and the update hear of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from stronghold.errors import OffloadedModelError
+from stronghold.home import Home, opaque, set_gradient
+
+
+class Accumulators:
+    """The accumulators of one run of a layer, whose graph holds this; made while the layer is on the device.
+
+    ``saved`` is what lives as long as the graph has what autograd saved for the run.
+    """
+
+    def __init__(self, home: Home, saved: object) -> None:
+        self._together: Node = _Together.apply(*home.parameters).grad_fn
+        self._saved = weakref.ref(saved)
+        self.counted = False
+
+    @property
+    def spent(self) -> bool:
+        """Whether a backward pass has come to the run and freed its graph."""
+        return self.counted and self._saved() is None
+
+    def awaited(self) -> list[Node | None]:
+        """Returns, by place, the accumulators to which the backward pass under way comes."""
+        execute = torch._C._will_engine_execute_node
+        return [node if node and execute(node) else None for node, _ in self._together.next_functions]
+
+
+class Parts:
+    """Which gradients of the backward passes under way are parts, and what has come of them."""
+
+    def __init__(self) -> None:
+        self._runs: defaultdict[int, weakref.WeakSet[Accumulators]] = defaultdict(weakref.WeakSet)
+        self._left: dict[tuple[int, int], list[int]] = {}
+        """By graph task and layer, how many parts have not come, at each place."""
+        self._waiting: dict[tuple[int, int], Tensor] = {}
+        self._coming: set[tuple[int, int]] = set()
+        """The parameters of which autograd is handing over a part that is not the last."""
+
+    def ran(self, layer: int, accumulators: Accumulators) -> None:
+        """Hears that a backward pass may come back to a run of ``layer``."""
+        self._runs[layer].add(accumulators)
+
+    def several(self, layer: int) -> bool:
+        """Whether autograd may come back to several runs of ``layer``."""
+        return len(self._runs[layer]) > 1
+
+    def arriving(self, home: Home, place: int, gradient: Tensor | None) -> Tensor | None:
+        """Hears of a gradient before all hooks of the user; returns what comes in its stead, or None for itself.
+
+        It is None where a function's backward gave none.
+        """
+        assert home.index is not None
+        task, key = torch._C._current_graph_task_id(), (home.index, place)
+        counts = self._left.get((task, home.index))
+        if counts is None:
+            if not self.several(home.index):
+                return None
+            counts = self._left[task, home.index] = self._count(home)
+        left, counts[place] = counts[place], counts[place] - 1
+        if left > 1:
+            self._coming.add(key)
+            return None
+        before = self._waiting.pop(key, None) if left == 1 else None
+        if before is None:
+            return None
+        if gradient is not None:
+            return before.to(gradient.device) + gradient
+        parameter = home.parameters[place]
+        if len(parameter._backward_hooks or ()) > 1:  # None is passed to these, and none may give something for it
+            raise OffloadedModelError(
+                f"{home.name} runs several times in one backward pass, and the last of its runs gave None for the "
+                "gradient of a parameter with a hook, which is to hear of the sum; return zeros instead of None, or "
+                "use register_post_accumulate_grad_hook"
+            )
+        set_gradient(parameter, before.to(parameter.device))
+        return None
+
+    def _count(self, home: Home) -> list[int]:
+        """Returns, by place, to how many accumulators the backward pass under way comes."""
+        assert home.index is not None
+        awaited: list[set[Node]] = [set() for _ in home.parameters]
+        for run in list(self._runs[home.index]):
+            nodes = run.awaited()
+            for known, node in zip(awaited, nodes, strict=True):
+                if node is not None:
+                    known.add(node)
+            if any(nodes):
+                run.counted = True
+            elif run.spent:  # of a loss that the user has kept
+                self._runs[home.index].discard(run)
+        return [len(known) for known in awaited]
+
+    def is_part(self, key: tuple[int, int]) -> bool:
+        """Whether what autograd hands over for the parameter at this layer and place is a part, and not the last."""
+        return key in self._coming
+
+    def keep(self, home: Home, place: int, gradient: Tensor | None) -> None:
+        """Keeps a part, if there is one, until the last one comes."""
+        assert home.index is not None
+        key = (home.index, place)
+        self._coming.discard(key)
+        if gradient is None:
+            return
+        before = self._waiting.get(key)
+        whole = gradient if before is None else before.to(gradient.device) + gradient
+        self._waiting[key] = torch.empty_like(whole, device="cpu").copy_(whole)
+
+    def forget(self) -> None:
+        """Forgets a backward pass; of one that failed also the parts, as autograd forgets what it had added up."""
+        self._left.clear()
+        self._waiting.clear()
+        self._coming.clear()
+
+
+class OfSums:
+    """A hook of the user's on a parameter of a layer, which hears of whole gradients alone.
+
+    It takes the hook's place among the parameter's, under its number, so that the user's handle still removes it.
+    """
+
+    def __init__(self, hook: Callable[[Any], Any], parts: Parts, key: tuple[int, int]) -> None:
+        self._hook, self._parts, self._key = hook, parts, key
+
+    @opaque
+    def __call__(self, value: Tensor | nn.Parameter) -> Any:
+        return None if self._parts.is_part(self._key) else self._hook(value)
+
+
+class _Together(torch.autograd.Function):
+    """Has all parameters of a layer as inputs, which is the cheapest way to all of their accumulators."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise AssertionError("nobody computes with its output")
