@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from stronghold.errors import OffloadedModelError
 
 _ATOMS = (
     Tensor,
@@ -71,34 +73,49 @@ def structural_copy(value: Any, tensor: Callable[[Tensor], Tensor] = lambda t: t
 
 
 class State:
-    """What a layer's modules keep between runs, as it was before the first run; held where that run changed it.
+    """What a layer's modules keep between runs, as it was before the first run, whoever changes it then.
 
-    That is buffers and plain attributes. A change shows by the object's identity, in a list, dictionary or set by its
-    items', in a tensor by its version; ``batch_norm`` leaves no trace in the version of its statistics, so that of
-    tensors with one dimension a change is always taken for granted. What an object of another kind holds is not known.
+    That is buffers and plain attributes: ``training``, a count, what a mask is made from. A change shows by the
+    object's identity, in a list, dictionary or set by its items', in a tensor by its version; ``batch_norm`` leaves no
+    trace in the version of its statistics, so that of tensors with one dimension a change by the first run is always
+    taken for granted, and one after it is not seen. What an object of another kind holds is not known.
 
-    It refers to the modules weakly, for autograd's graph holds it, and a module may hold that.
+    It refers to the modules weakly, and to all that may refer to them, for autograd's graph holds it, and a module may
+    hold that.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = [_Names(weakref.ref(m), buffers) for m in module.modules() for buffers in (True, False)]
-        self._before = [(place, name, value, _copy(value), _version(value)) for place, name, value in self._all()]
+        places = [_Names(weakref.ref(m), buffers) for m in module.modules() for buffers in (True, False)]
+        self._before = [(place, *_sorted(place)) for place in places]
         self._changed: list[tuple[_Names, str, Any]] = []
+        self._left: list[tuple[_Names, dict[str, Any], list[tuple[str, Any, int]]]] = []
+        """What the first run left alone: values that nothing can change, and others with their versions."""
 
     def ran(self) -> None:
-        """Forgets what the first run left alone."""
-        known = set()
-        for place, name, value, copy, version in self._before:
-            known.add((id(place), name))
-            if _differs(place.names().get(name, _ABSENT), value, copy, version):
-                self._changed.append((place, name, _LEFT if _has_graph(copy) else copy))
-        self._changed += [(place, name, _ABSENT) for place, name, _ in self._all() if (id(place), name) not in known]
+        """Forgets the copies of what the first run left alone."""
+        for place, atoms, others in self._before:
+            names, left = place.names(), []
+            known = atoms.keys() | {name for name, *_ in others}
+            added = [name for name in names if name not in known and not place.leaves_out(name)]
+            self._changed += [(place, name, _ABSENT) for name in added]
+            for name, value in _differing(atoms, names):
+                self._changed.append((place, name, value))
+                del atoms[name]
+            for name, value, copy, version in others:
+                if _differs(names.get(name, _ABSENT), value, copy, version):
+                    self._changed.append((place, name, _LEFT if _has_graph(copy) else copy))
+                elif not _has_graph(value):
+                    left.append((name, _held(value), _version(value)))
+            self._left.append((place, atoms, left))
         self._before.clear()
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Runs the block with everything as before the first run; what it does to it is forgotten."""
-        changed = [(place.names(), name, copy) for place, name, copy in self._changed]
+        """Runs the block with everything as before the first run; what it does to it is forgotten.
+
+        Raises OffloadedModelError where the user has changed, since that run, what cannot be put back.
+        """
+        changed = [(place.names(), name, copy) for place, name, copy in [*self._changed, *self._changed_since()]]
         present = [(names, name, names.get(name, _ABSENT)) for names, name, _ in changed]
         for names, name, copy in changed:
             if copy is not _LEFT:
@@ -109,10 +126,21 @@ class State:
             for names, name, value in present:
                 _put(names, name, value)
 
-    def _all(self) -> Iterator[tuple[_Names, str, Any]]:
-        for place in self._places:
-            left_out = () if place.buffers else _OF_EVERY_MODULE
-            yield from ((place, name, value) for name, value in place.names().items() if name not in left_out)
+    def _changed_since(self) -> Iterator[tuple[_Names, str, Any]]:
+        for place, atoms, left in self._left:
+            names = place.names()
+            yield from ((place, name, value) for name, value in _differing(atoms, names))
+            for name, held, version in left:
+                now = names.get(name, _ABSENT)
+                if now is held:
+                    if version != _version(now) and now.ndim != 1:
+                        raise place.refusal(name, "written")
+                elif type(held) is not _Reference:
+                    yield place, name, held
+                elif id(now) != held.number:
+                    if (value := held.weak and held.weak()) is None:
+                        raise place.refusal(name, "replaced")
+                    yield place, name, value
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +156,19 @@ class _Names:
             return {}
         return module._buffers if self.buffers else module.__dict__
 
+    def leaves_out(self, name: str) -> bool:
+        return not self.buffers and name in _OF_EVERY_MODULE
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_apply"}
+    def refusal(self, name: str, what: str) -> OffloadedModelError:
+        module = self.module()
+        return OffloadedModelError(
+            "a layer runs again in the backward pass, and must find what it found in the forward pass (the "
+            f"{'buffer' if self.buffers else 'attribute'} {name} of a {type(module).__name__} has been {what} in "
+            "between); change it after backward(), or use offload(..., activations='keep')"
+        )
+
+
+_OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "_apply"}
 _ABSENT = object()
 _LEFT = object()
 """Stands for a value with a graph: to hold it would keep the graph of every step before."""
@@ -158,6 +197,48 @@ def _differs(now: Any, value: Any, copy: Any, version: int) -> bool:
     return False
 
 
+class _Reference(NamedTuple):
+    """What may refer to a module: held by its identity, and weakly where that is possible."""
+
+    number: int
+    weak: weakref.ref[Any] | None
+
+
+_ATOMIC = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def _sorted(place: _Names) -> tuple[dict[str, Any], list[tuple[str, Any, Any, int]]]:
+    """Returns what is at a place: values that nothing can change, and others with their copies and versions."""
+    atoms: dict[str, Any] = {}
+    others = []
+    for name, value in place.names().items():
+        if place.leaves_out(name):
+            continue
+        if type(value) in _ATOMIC:
+            atoms[name] = value
+        else:
+            others.append((name, value, _copy(value), _version(value)))
+    return atoms, others
+
+
+def _differing(atoms: dict[str, Any], names: dict[str, Any]) -> list[tuple[str, Any]]:
+    if atoms.items() <= names.items():
+        return []
+    return [(name, value) for name, value in atoms.items() if names.get(name, _ABSENT) is not value]
+
+
+def _held(value: Any) -> Any:
+    """Returns what can be kept beside a graph in the place of ``value``, and stands for it."""
+    if type(value) in _ATOMIC or isinstance(value, (Tensor, Enum)):
+        return value
+    if type(value) in (list, tuple, set) and len(value) <= 8 and all(type(item) in _ATOMIC for item in value):
+        return value
+    try:
+        return _Reference(id(value), weakref.ref(value))
+    except TypeError:
+        return _Reference(id(value), None)
+
+
 def _has_graph(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.requires_grad
@@ -174,7 +255,7 @@ def _put(names: dict[str, Any], name: str, value: Any) -> None:
 
 
 class Hooks:
-    """Keeps forward hooks that only look from looking twice.
+    """Runs the forward hooks of the first run again, but for those that only look.
 
     A hook that returned None in the first run and left its arguments and its module as they were records something; a
     second call would record it twice. One that changed them belongs to the computation and runs again.
@@ -183,48 +264,56 @@ class Hooks:
     _KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
     def __init__(self, module: nn.Module) -> None:
-        inner = (m for m in module.modules() if m is not module)
-        self._places = [(weakref.ref(m), kind) for m in inner for kind in self._KINDS if getattr(m, kind)]
-        self._lookers: set[tuple[int, int]] = set()
+        self._inner = [weakref.ref(m) for m in module.modules() if m is not module]
+        self._changing: set[tuple[int, int, str]] = set()
+        """Those that have changed something: each hook's number, its module's, and its kind."""
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Runs the block and notes which hooks only look."""
-        if not self._places:
-            yield
-            return
-        with self._replaced(self._observed):
+        """Runs the block and notes which hooks do more than look."""
+        with self._instead(self._observed):
             yield
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Runs the block without the hooks that only look."""
-        if not self._lookers:
-            yield
-            return
-        with self._replaced(lambda key, hook: None if key in self._lookers else hook):
+        """Runs the block with those alone. Raises OffloadedModelError where the user has removed one since."""
+        here = {key for _, _, _, keys in self._there() for key in keys}
+        if gone := self._changing - here:
+            module = self._inner[min(gone)[1]]()
+            raise OffloadedModelError(
+                "a layer runs again in the backward pass, with the hooks that changed something in its forward pass "
+                f"(one of a {type(module).__name__} has been removed in between); remove it after backward(), or use "
+                "offload(..., activations='keep')"
+            )
+        with self._instead(lambda key, hook: hook if key in self._changing else None):
             yield
 
+    def _there(self) -> Iterator[tuple[nn.Module, str, dict[int, Callable], list[tuple[int, int, str]]]]:
+        for number, reference in enumerate(self._inner):
+            if (module := reference()) is not None and (module._forward_hooks or module._forward_pre_hooks):
+                for kind in self._KINDS:
+                    hooks = getattr(module, kind)
+                    yield module, kind, hooks, [(handle, number, kind) for handle in hooks]
+
     @contextmanager
-    def _replaced(self, replace: Callable[[tuple[int, int], Callable], Callable | None]) -> Iterator[None]:
-        places = ((number, module(), kind) for number, (module, kind) in enumerate(self._places))
-        originals = [(number, m, kind, getattr(m, kind)) for number, m, kind in places if m is not None]
-        for number, module, kind, hooks in originals:
-            new = ((handle, replace((number, handle), hook)) for handle, hook in hooks.items())
+    def _instead(self, replace: Callable[[tuple[int, int, str], Callable], Callable | None]) -> Iterator[None]:
+        originals = list(self._there())
+        for module, kind, hooks, keys in originals:
+            new = ((key[0], replace(key, hook)) for key, hook in zip(keys, hooks.values(), strict=True))
             setattr(module, kind, OrderedDict((handle, hook) for handle, hook in new if hook is not None))
         try:
             yield
         finally:
-            for _, module, kind, hooks in originals:
+            for module, kind, hooks, _ in originals:
                 setattr(module, kind, hooks)
 
-    def _observed(self, key: tuple[int, int], hook: Callable) -> Callable:
+    def _observed(self, key: tuple[int, int, str], hook: Callable) -> Callable:
         def observe(module: nn.Module, *rest: Any) -> Any:
             before = _versions(rest), dict(vars(module))
             result = hook(module, *rest)
             values = [before[1].get(name, _ABSENT) is value for name, value in vars(module).items()]
-            if result is None and _versions(rest) == before[0] and all(values) and len(values) == len(before[1]):
-                self._lookers.add(key)
+            if result is not None or _versions(rest) != before[0] or not all(values) or len(values) != len(before[1]):
+                self._changing.add(key)
             return result
 
         return observe

@@ -135,6 +135,20 @@ def forward_twice_backward_twice(model, optimizer, batches):
     return losses
 
 
+def evaluated_before_backward(model, optimizer, batches):
+    """A callback sets the model to evaluation, and something that the layers read, between the two passes."""
+    losses = []
+    for batch in batches:
+        model.train()
+        loss = model(batch)
+        model.eval()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
 def retained(model, optimizer, batches):
     losses = []
     for batch in batches:
@@ -295,6 +309,7 @@ LOOPS = [
     trained_in_evaluation_mode,
     forward_twice_backward_once,
     forward_twice_backward_twice,
+    evaluated_before_backward,
     retained,
     dropped,
     clipped,
@@ -315,7 +330,9 @@ def test_every_loop_does_what_it_does_in_plain_pytorch(loop, window, activations
 
 
 @every_way
-@pytest.mark.parametrize("loop", [evaluated_between, forward_twice_backward_twice, retained, accumulated])
+@pytest.mark.parametrize(
+    "loop", [evaluated_between, forward_twice_backward_twice, evaluated_before_backward, retained, accumulated]
+)
 @pytest.mark.parametrize("kind", ["normed", "stateful", "encoder_decoder", "experts", "looped", "torch_encoder"])
 def test_loops_over_layers_with_a_state_or_several_inputs(kind, loop, activations):
     follow(KINDS[kind].build, KINDS[kind].batches(4), loop, window=2, activations=activations)

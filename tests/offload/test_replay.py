@@ -3,9 +3,11 @@
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from stronghold.errors import OffloadedModelError
 from stronghold.offload.replay import Hooks, State, structural_copy
 from tests.small import Cache, assert_close
 
@@ -224,3 +226,73 @@ def test_hooks_that_look_run_once_and_hooks_that_change_run_twice():
     assert_close(again, first)
     assert calls == ["changes the input", "sets an attribute", "changes the output", "changes in place"]
     assert [dict(m._forward_hooks) for m in (module.one, module.other)] == kept
+
+
+class Plain(nn.Module):
+    """What a layer may be made of that a user changes between two passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.kinds, self.inner = 2.0, ["a"], nn.Dropout(0.0)
+        self.register_buffer("mask", torch.ones(2, 2))
+        self.plan = nn.Identity  # of a kind that can be referred to weakly
+        self.tables = {"deep": [1, [2]]}
+
+
+def ran(module):
+    state = State(module)
+    state.ran()
+    return state
+
+
+def test_what_the_user_changes_after_the_first_run_is_put_back_for_the_second():
+    module = Plain()
+    state, mask, kinds = ran(module), module.mask, module.kinds
+    module.eval()
+    module.factor, module.kinds, module.plan = 3.0, ["b"], nn.Linear
+    module.mask = torch.zeros(2, 2)
+    now = module.mask
+    with state.again():
+        assert module.training
+        assert module.inner.training
+        assert (module.factor, module.plan) == (2.0, nn.Identity)
+        assert_close([module.mask, module.kinds], [mask, kinds])
+    assert not module.training
+    assert not module.inner.training
+    assert (module.factor, module.kinds, module.plan) == (3.0, ["b"], nn.Linear)
+    assert module.mask is now
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda module: module.mask.zero_(), r"buffer mask of a Plain has been written"),
+        (lambda module: setattr(module, "tables", {}), r"attribute tables of a Plain has been replaced"),
+        (lambda module: delattr(module, "tables"), r"attribute tables of a Plain has been replaced"),
+    ],
+    ids=["written", "replaced", "deleted"],
+)
+def test_what_cannot_be_put_back_is_refused(change, what):
+    module = Plain()
+    state = ran(module)
+    change(module)
+    with pytest.raises(OffloadedModelError, match=what), state.again():
+        pass
+
+
+def test_hooks_that_come_or_go_after_the_first_run():
+    module, x = Two(), torch.ones(1, 2)
+    module.one.register_forward_hook(lambda m, a, output: output + 1)
+    looks = module.one.register_forward_hook(lambda m, a, output: None)
+    changes = module.other.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
+    hooks = Hooks(module)
+    with hooks.first():
+        first = module.forward(x)
+    late = module.other.register_forward_hook(lambda m, a, output: output * 100)
+    looks.remove()
+    with hooks.again():
+        assert_close(module.forward(x), first)
+    assert late.id in module.other._forward_hooks
+    changes.remove()
+    with pytest.raises(OffloadedModelError, match=r"one of a Linear has been removed in between"), hooks.again():
+        pass
