@@ -172,10 +172,6 @@ def _put(
     optimizer.wait()
     for home in engine.homes:
         engine.take_writes(home)  # now, for what is found later would be taken for a write into what is loaded here
-    for slot in engine.window.slots:
-        if slot.ready is not None:
-            slot.ready.wait()  # a fetch under way reads what is about to be written
-    engine.device.reads.record().wait()  # and so does one that is read ahead
     steps: dict[Tensor, float] = {
         parameter: step
         for home, named in names.items()

@@ -19,6 +19,7 @@ class Wait(Enum):
     FETCHED = "a computation reads a slot: its fetch must be complete"
     UPDATED = "a fetch reads the host's weights: their update must be complete"
     WEIGHTS_READ = "somebody reads a layer's weights on the host: their update must be complete"
+    UPDATE_READ = "the host reads or writes what an update writes, by a way that nobody watches: it must be complete"
     GRADIENT_SLOT_FREE = "a computation refills a gradient slot: its last copy down must be complete"
     GRADIENT_WRITTEN = "a copy down reads a gradient slot: the computation must have filled it"
     GRADIENT_READ = "gradients are published on the host: their copy down must be complete"

@@ -245,8 +245,7 @@ class Home:
         What the user wrote is in it. It is where the unit lives, and may be its memory: for reading, and until then.
         """
         assert self.owner is not None
-        if self.updated is not None:
-            self.owner.device.host_wait(self.updated)  # of an edge, the host's own copy is read here
+        self.owner.wait_on_host(self)  # of an edge, the host's own copy is read here
         self.wait_updated()
         self.owner.take_writes(self)
         return self.master(place) if exact else self.weight[place]

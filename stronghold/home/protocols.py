@@ -102,6 +102,9 @@ class Owner(Protocol):
     def wait_updates(self) -> None:
         """Blocks the host until every update under way is complete: somebody reads or writes what they write."""
 
+    def wait_on_host(self, home: Home) -> None:
+        """Blocks the host until the update of ``home`` that is under way is complete, whatever the device waits for."""
+
     def wait_updated(self, home: Home) -> None:
         """Waits for the update of ``home`` that is under way: somebody uses its weights or gradients."""
 

@@ -54,8 +54,7 @@ def close_engine(engine: Engine) -> None:
     try:
         engine.close_backward()
         for home in engine.homes:
-            if home.updated is not None:
-                home.updated.wait()
+            engine.wait_on_host(home)
     finally:
         engine.closed = True
         if (optimizer := engine.optimizer() if engine.optimizer is not None else None) is not None:

@@ -432,9 +432,11 @@ class Engine:
         self.check_open()
         begin = self.device.stamp()
         for home in self.homes:
-            if home.updated is not None:
-                home.updated.wait()  # for the host's sake: somebody is to read or write what the update writes
+            self.wait_on_host(home)
         self.window.traffic.update_waits.append((begin, self.device.stamp()))
+
+    def wait_on_host(self, home: Home) -> None:
+        self.waits.host(home.updated, Wait.UPDATE_READ)
 
     def wait_updated(self, home: Home) -> None:
         event, begin = home.updated, self.device.stamp()

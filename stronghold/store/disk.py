@@ -236,8 +236,8 @@ class DiskStore(Store):
         """Reads everything and compares checksums. Raises CorruptionError, which names file and unit."""
         for home in self._numbers:
             if (unit := self._unit_of(home)) is not None:
-                if home.updated is not None:
-                    home.updated.wait()  # the host reads what the update under way writes
+                if (owner := home.owner) is not None:
+                    owner.wait_on_host(home)
                 unit.verify()
 
     def close(self) -> None:
