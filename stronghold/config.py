@@ -7,12 +7,16 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import Any
 
 import psutil
 
 from stronghold.outputs import check_file, check_folder
 from stronghold.units import format_bytes, parse_bytes
+
+STATES = ("fp32", "8bit")
+"""The formats of AdamW's moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,20 +140,7 @@ class OptimizerSettings:
             raise ValueError(f"lr must be a positive number (got {self.lr}); pass one such as 3e-4")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must be 0 or a positive number (got {self.weight_decay}); pass 0.1")
-        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
-            raise ValueError(
-                f"max_grad_norm must be a positive number, or None for no clipping (got {self.max_grad_norm}); "
-                "pass one such as 1.0"
-            )
-        _check_one_of("states", self.states, ("fp32", "8bit"))
-        _check_one_of("update", self.update, ("deferred", "in_backward"))
-        _check_one_of("nonfinite", self.nonfinite, ("raise", "skip"))
-        if self.update == "in_backward" and self.max_grad_norm is not None:
-            raise ValueError(
-                "max_grad_norm needs all gradients before the first update (got "
-                f"max_grad_norm={self.max_grad_norm} with update='in_backward', which updates each layer during "
-                "the backward pass); use update='deferred', or no clipping"
-            )
+        check_optimizer(self.states, self.update, self.nonfinite, self.max_grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +226,7 @@ class TrainSettings:
         _check_whole("sequence", self.sequence, at_least=2)
         check_batch(self.batch, self.sequence)
         _check_whole("seed", self.seed, at_least=0)
-        _check_one_of("dtype", self.dtype, ("fp32", "bf16"))
+        check_one_of("dtype", self.dtype, ("fp32", "bf16"))
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device must be cpu, cuda or cuda:N (got {self.device!r}); pass one of them")
         if self.device_limit is not None:
@@ -320,6 +311,28 @@ def check_batch(batch: int, sequence: int) -> None:
         )
 
 
-def _check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_optimizer(states: str, update: str, nonfinite: str, max_grad_norm: float | None) -> None:
+    """Raises ValueError for what ``stronghold.AdamW`` does not know."""
+    check_one_of("states", states, STATES)
+    check_one_of("update", update, ("deferred", "in_backward"))
+    check_one_of("nonfinite", nonfinite, ("raise", "skip"))
+    if max_grad_norm is None:
+        return
+    number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
+    if not (number and 0 < max_grad_norm < math.inf):
+        raise ValueError(
+            f"max_grad_norm must be a positive number, or None for no clipping (got {max_grad_norm!r}); pass one such "
+            "as 1.0"
+        )
+    if update == "in_backward":
+        raise ValueError(
+            f"max_grad_norm needs all gradients before the first update (got max_grad_norm={max_grad_norm} with "
+            "update='in_backward', which updates each layer during the backward pass); use update='deferred', or no "
+            "clipping"
+        )
+
+
+def check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises ValueError where ``value`` is not one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))} (got {value!r}); pass one of them")

@@ -31,8 +31,9 @@ from stronghold.native.extension import _C
 from stronghold.native.faults import Fault, system_of
 
 PIECE_BYTES = _C.PIECE_BYTES
-DISK_THREADS = _C.DISK_THREADS
 """Bytes of a file that one thread transfers at a time, unless a disk is told otherwise."""
+DISK_THREADS = _C.DISK_THREADS
+"""Threads that transfer, unless a disk is told otherwise."""
 SUM_BYTES = 4096
 """Bytes that share a checksum."""
 

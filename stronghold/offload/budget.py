@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stronghold.config import OffloadSettings
+from stronghold.config import STATES, OffloadSettings
 from stronghold.device import Device
 from stronghold.errors import BudgetError
 from stronghold.home import Home, Kind
-from stronghold.optim.states import FORMATS, lay_out_moments
+from stronghold.optim.states import lay_out_moments
 from stronghold.store import RING_BYTES, staging_bytes
 from stronghold.units import format_bytes
 from stronghold.window import RING, gradient_slot_bytes
@@ -147,7 +147,7 @@ def choose_disk(homes: Sequence[Home], settings: OffloadSettings, device: Device
 
 def _most_moment_bytes(home: Home) -> int:
     """Returns what moments may take, whichever their format: of small tensors each array takes whole pages."""
-    return max(lay_out_moments(home, home.gradients.places, states).total_bytes for states in FORMATS)
+    return max(lay_out_moments(home, home.gradients.places, states).total_bytes for states in STATES)
 
 
 def _moment_bytes(home: Home) -> int:

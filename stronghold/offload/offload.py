@@ -1,4 +1,4 @@
-"""The public face: ``offload(model)`` and ``report(model)``."""
+"""``offload(model)`` and what is asked of the model that it returns."""
 
 from __future__ import annotations
 

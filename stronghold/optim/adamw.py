@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stronghold.config import check_optimizer
 from stronghold.device import Event
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
 from stronghold.home import (
@@ -27,13 +28,11 @@ from stronghold.home import (
 from stronghold.optim.exchange import as_saved, checked_states, take_saved
 from stronghold.optim.groups import (
     TORCH_DEFAULTS,
-    check_clipping,
     check_group,
     check_groups,
-    check_one_of,
     check_torch_arguments,
 )
-from stronghold.optim.states import FORMATS, Moments
+from stronghold.optim.states import Moments
 from stronghold.optim.update import Change, Update
 
 
@@ -86,9 +85,7 @@ class AdamW(torch.optim.Optimizer):
         **of_torch: Any,
     ) -> None:
         check_torch_arguments(of_torch)
-        check_one_of("states", states, FORMATS)
-        check_one_of("update", update, ("deferred", "in_backward"))
-        check_clipping(max_grad_norm, nonfinite, in_backward=update == "in_backward")
+        check_optimizer(states, update, nonfinite, max_grad_norm)
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
             raise ValueError(
                 f"threads must be a whole number of at least 1 (got {threads!r}); pass None for all usable cores"
@@ -379,7 +376,8 @@ class AdamW(torch.optim.Optimizer):
     def _check_settings(self) -> None:
         """Refuses what somebody has set since the optimizer was made, before anything is updated with it."""
         check_groups(self.param_groups, self._groups)
-        check_clipping(self.max_grad_norm, self.nonfinite, in_backward=self.in_backward)
+        update = "in_backward" if self.in_backward else "deferred"
+        check_optimizer(self.states, update, self.nonfinite, self.max_grad_norm)
         self._checked = True
 
     def _change(self, home: Home, place: int, gradient: Collected) -> Change:

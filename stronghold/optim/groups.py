@@ -23,11 +23,6 @@ TORCH_DEFAULTS = {
 """What torch.optim.AdamW keeps in its groups beside ours, so that state dictionaries fit both ways."""
 
 
-def check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))} (got {value!r})")
-
-
 _IMPLEMENTATIONS = "the host's cores update by one fused kernel, whatever is passed: leave it out"
 _OTHERWISE = {
     "amsgrad": "leave it out, or step the same parameters with torch.optim.AdamW",
@@ -112,19 +107,6 @@ def check_saved_step(step: Any, parameter: object) -> None:
         raise ValueError(
             f"step of parameter {parameter} must be a whole number from 0 to 2**53 (got {step!r}); "
             "the state dictionary was altered"
-        )
-
-
-def check_clipping(max_grad_norm: float | None, nonfinite: str, *, in_backward: bool) -> None:
-    """Raises ValueError for what a step does with its gradients' norm."""
-    check_one_of("nonfinite", nonfinite, ("raise", "skip"))
-    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
-        raise ValueError(f"max_grad_norm must be positive, or None for no clipping (got {max_grad_norm!r})")
-    if max_grad_norm is not None and in_backward:
-        raise ValueError(
-            f"max_grad_norm needs all gradients before the first update (got max_grad_norm={max_grad_norm} with "
-            "update='in_backward', which updates each layer during the backward pass); use update='deferred', or "
-            "max_grad_norm=None"
         )
 
 

@@ -13,7 +13,6 @@ from stronghold.layout import BLOCK, Layout, lay_out
 from stronghold.native import Blocks
 from stronghold.optim.blocks import exponents_of
 
-FORMATS = ("fp32", "8bit")
 Moment = Tensor | Blocks
 
 

@@ -1,4 +1,4 @@
-"""The public face: a model cut into stages over the processes that torchrun has started."""
+"""``pipeline(model)``: a model cut into stages over the processes that torchrun has started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public face: a whole model in every process that torchrun has started."""
+"""``replicate(model)``: a whole model in every process that torchrun has started."""
 
 from __future__ import annotations
 
