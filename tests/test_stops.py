@@ -29,7 +29,7 @@ def started(tmp_path):
         out = str(tmp_path / "out")
         wanted = [*SHAPE, "--data", str(tmp_path / "text.txt"), "--device", "cpu", "--steps", steps, "--out", out]
         command = [*prefix, sys.executable, "-m", "stronghold", "train", *wanted]
-        processes.append(subprocess.Popen(command, cwd=ROOT, **streams))
+        processes.append(subprocess.Popen(command, cwd=ROOT, preexec_fn=_heed, **streams))
         wait_for_steps(tmp_path / "out" / "log.jsonl", 3, processes[0])
         return processes[0]
 
@@ -37,6 +37,10 @@ def started(tmp_path):
     for process in processes:
         process.kill()
         process.wait()
+
+
+def _heed():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, which a run heeds, the tests would not be heard
 
 
 def steps(log):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -229,14 +231,29 @@ def _differing(atoms: dict[str, Any], names: dict[str, Any]) -> list[tuple[str, 
 
 def _held(value: Any) -> Any:
     """Returns what can be kept beside a graph in the place of ``value``, and stands for it."""
-    if type(value) in _ATOMIC or isinstance(value, (Tensor, Enum)):
-        return value
-    if type(value) in (list, tuple, set) and len(value) <= 8 and all(type(item) in _ATOMIC for item in value):
+    if isinstance(value, Tensor) or _refers_to_no_module(value):
         return value
     try:
         return _Reference(id(value), weakref.ref(value))
     except TypeError:
         return _Reference(id(value), None)
+
+
+def _refers_to_no_module(value: Any, depth: int = 3) -> bool:
+    if type(value) in _ATOMIC or isinstance(value, (type, Enum, BuiltinFunctionType)):
+        return True
+    if isinstance(value, FunctionType):
+        return getattr(sys.modules.get(value.__module__), value.__name__, None) is value  # it is there for ever
+    inner: tuple[Any, ...]
+    if isinstance(value, partial):
+        inner = (value.func, *value.args, *value.keywords.values())
+    elif type(value) in (list, tuple, set):
+        inner = tuple(value)
+    elif type(value) is dict:
+        inner = tuple(value.values())
+    else:
+        return False
+    return bool(depth) and len(inner) <= 8 and all(_refers_to_no_module(item, depth - 1) for item in inner)
 
 
 def _has_graph(value: Any) -> bool:

@@ -61,6 +61,8 @@ def run(program: Program) -> Failure | None:
     REFUSALS.update(f"{outcome.error} {outcome.place}" for outcome in ours if outcome.refused)
     plain = _outcomes(program, None, skipped=ours)
     for number, (one, other, tolerance) in enumerate(zip(ours, plain, _tolerances(program), strict=False)):
+        if tolerance is FINITE and "experts" in program.model.layers:
+            return None  # the last bits decide which experts a token goes to, and so which are trained at all
         if not one.refused and (failure := _differ(one, other, tolerance, _named(program, number), "plain")):
             return failure
     return None
@@ -148,6 +150,8 @@ def _run(twin: Twin, program: Program, skipped: Sequence[Outcome]) -> Iterator[O
         yield outcome
         if twin.plain and refused in ("backward", "step") and "in_backward" in updates:
             return
+        if len(updates) > 1 and outcome.refused and outcome.stage in ("backward", "step"):
+            return  # in_backward has updated the layers before the one whose gradient was not finite
     yield attempt(twin, lambda: final(twin, gradients_too="in_backward" not in updates))
 
 
