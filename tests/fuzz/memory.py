@@ -53,7 +53,8 @@ def _foreach(twin: Twin, name: str, parameter: Tensor, factor: float) -> None:
 
 def _vector(twin: Twin, name: str, parameter: Tensor, factor: float) -> None:
     for p in (parameter,):  # vector_to_parameters, which sets p.data
-        vector = nn.utils.parameters_to_vector([p]).detach() * factor
+        lying = p if p.is_contiguous() else p.contiguous()  # others it refuses in plain PyTorch
+        vector = nn.utils.parameters_to_vector([lying]).detach() * factor
         if not twin.plain:
             nn.utils.vector_to_parameters(vector, [p])
         else:

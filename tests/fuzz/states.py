@@ -114,7 +114,7 @@ class Checkpoint(Operation):
     def run(self, twin: Twin) -> Any:
         if twin.name != OURS:
             return None
-        twin.zero_grad()
+        twin.model.zero_grad()  # also those of parameters that the optimizer has not yet
         if twin.plain:
             twin.replace(twin.model, twin.optimizer)
             return None
