@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from stronghold.errors import OffloadedModelError
 from stronghold.home import Home, gradient_of, make_plain, opaque
 from stronghold.offload.engine import Engine
-from stronghold.offload.writing import Units, begin, note, units_of
+from stronghold.offload.writing import Units, begin, end, units_of
 from stronghold.optim import AdamW
 from stronghold.optim.held import held_bytes, name_of
 
@@ -32,7 +32,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @opaque
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     units = _stepped(optimizer)
-    note(units)
+    end(units)
     for engine in {id(home.owner): home.owner for home in units}.values():
         if isinstance(engine, Engine) and optimizer not in engine.other_optimizers:
             host_bytes, device_bytes = held_bytes(optimizer)

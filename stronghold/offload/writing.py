@@ -30,7 +30,7 @@ def writing(target: nn.Module | Iterable[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        note(units)
+        end(units)
 
 
 def begin(units: Units) -> None:
@@ -38,11 +38,20 @@ def begin(units: Units) -> None:
     for home in units:
         home.check_own()
         home.wait_updated()
-    note(units)
+    _expect_writes(units)
 
 
-def note(units: Units) -> None:
-    """Has the units fetched again; also when the writing ends, for a computation amid it has asked already."""
+def end(units: Units) -> None:
+    """Has the units fetched again: a computation amid the writing may have asked already.
+
+    A backward pass to a forward pass from before is refused.
+    """
+    _expect_writes(units)
+    for home in units:
+        home.generation += 1
+
+
+def _expect_writes(units: Units) -> None:
     for home, places in units.items():
         for place in places:
             home.lend(place, unseen=True)
