@@ -61,6 +61,13 @@ def _vector(twin: Twin, name: str, parameter: Tensor, factor: float) -> None:
             p.copy_(vector.view_as(p))
 
 
+def _init(twin: Twin, name: str, parameter: Tensor, factor: float) -> None:
+    if "scale" in twin.program.model.layers:  # a transposed parameter is filled in the order of its memory
+        parameter.copy_(nn.init.normal_(torch.empty(parameter.shape), std=0.1))
+    else:
+        nn.init.normal_(parameter, std=0.1)
+
+
 WRITES: dict[str, Callable[[Twin, str, Tensor, float], Any]] = {
     "mul_": lambda t, n, p, f: p.mul_(f),
     "copy_": lambda t, n, p, f: p.copy_(p.clone() * f),
@@ -73,7 +80,7 @@ WRITES: dict[str, Callable[[Twin, str, Tensor, float], Any]] = {
     "detached view": lambda t, n, p, f: _first(p.detach()).mul_(f),
     "load_state_dict": lambda t, n, p, f: t.model.load_state_dict({n: p * f}, strict=False),
     "state_dict": lambda t, n, p, f: t.model.state_dict()[n].mul_(f),
-    "init": lambda t, n, p, f: nn.init.normal_(p, std=0.1),
+    "init": _init,
     "out": lambda t, n, p, f: torch.mul(p.clone(), f, out=p),
     "foreach": _foreach,
     "numpy": _by_numpy,

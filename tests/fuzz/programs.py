@@ -32,7 +32,8 @@ class Program(Plainly):
     @property
     def updates(self) -> set[str]:
         """How the offloaded twins update: "deferred", "in_backward"."""
-        if self.optimizer != OURS:
+        ours = self.optimizer == OURS or any(getattr(item, "how", "") == OURS for item in self.operations)
+        if not ours:
             return {"deferred"}
         return {way.update for way in self.ways}
 
