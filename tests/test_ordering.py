@@ -291,8 +291,8 @@ NO_EVENTS = {
     "checkpoint/dcp_saving.py: writer.write_data(planner.finish_plan(plans[company.rank]), planner).wait",
     "checkpoint/loading.py: optimizer.wait",  # these go through Wait.UPDATE_READ
     "optim/adamw.py: self.wait",
-    "store/disk.py: unit.wait",  # and these are for transfers that the same thread has submitted
-    "store/ring.py: chunk.unit.wait",
+    "store/disk.py: file.wait",  # and these are for transfers that the same thread has submitted
+    "store/ring.py: chunk.file.wait",
     "store/ring.py: self.written.wait",
     "store/unit_file.py: self.wait",
     "store/unit_file.py: transfer.wait",

@@ -77,9 +77,9 @@ def load_in_place(kept: Manifest, engine: Engine, optimizer: AdamW, names: Names
     for home in engine.homes:
         tensors = tensors_of(home, names[home], optimizer.state)
         wanted = in_memory(kept, engine.store, home, names[home], tensors, whole=True)
-        with UnitReader(kept, names[home]) as unit:
+        with UnitReader(kept, names[home]) as reader:
             for name in wanted:
-                unit.read_to(name, tensors[name])
+                reader.read_to(name, tensors[name])
         for target, weight in zip(home.on_device, home.weight, strict=False):
             target.copy_(weight)
         home.rewritten()

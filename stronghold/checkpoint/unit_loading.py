@@ -33,22 +33,22 @@ def load_unit(
 ) -> None:
     manifest = checkpoint.manifest
     engine.store.opened(home)
-    with checkpoint.unit(names) as unit:
+    with checkpoint.unit(names) as reader:
         for place, (name, parameter) in enumerate(zip(names, home.parameters, strict=True)):
-            _load_master(unit, home, place, name)
+            _load_master(reader, home, place, name)
             engine.store.drop(home)
             if manifest.parameters[name].step is not None:
-                _load_moments(unit, optimizer.state[parameter], name)
+                _load_moments(reader, optimizer.state[parameter], name)
                 engine.store.drop(home)
     for target, weight in zip(home.on_device, home.weight, strict=False):
         target.copy_(weight)
     home.rewritten()
     home.generation += 1
-    entry = manifest.files[unit.files[0]] if len(unit.files) == 1 else None
+    entry = manifest.files[reader.files[0]] if len(reader.files) == 1 else None
     tensors = tensors_of(home, names, optimizer.state)
     form = {name: (name_of(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
     if isinstance(entry, FileEntry) and form == {name: (e.dtype, e.shape) for name, e in entry.tensors.items()}:
-        remember(home, optimizer, manifest.directory / unit.files[0], entry)
+        remember(home, optimizer, manifest.directory / reader.files[0], entry)
 
 
 def _load_master(file: UnitReader | DistributedTensors, home: Home, place: int, name: str) -> None:

@@ -23,7 +23,7 @@ class GradientMemory:
     """
 
     def __init__(self, home: Home) -> None:
-        self._unit = weakref.ref(home)
+        self._unit_reference = weakref.ref(home)
         self.places: tuple[int, ...] = ()
         """Whose gradients have room."""
         self.layout: Layout = lay_out([])
@@ -39,7 +39,7 @@ class GradientMemory:
 
     @property
     def _home(self) -> Home:
-        home = self._unit()
+        home = self._unit_reference()
         assert home is not None  # it owns this
         return home
 

@@ -18,7 +18,7 @@ from stronghold.home.home import Home
 class _Parameter(nn.Parameter):
     """One whose gradient somebody may look at when a backward pass has failed."""
 
-    _unit: weakref.ref[Home]
+    _unit_reference: weakref.ref[Home]
 
     @property
     def _home(self) -> Home | None:
@@ -132,8 +132,8 @@ def _end_failed_backward(parameter: Tensor) -> None:
 
 
 def _home_of(parameter: Tensor) -> Home | None:
-    unit = parameter.__dict__.get("_unit")
-    return None if unit is None else unit()
+    reference = parameter.__dict__.get("_unit_reference")
+    return None if reference is None else reference()
 
 
 def home_of(parameter: nn.Parameter) -> Home | None:

@@ -458,7 +458,7 @@ class Engine:
             for place, (parameter, weight) in enumerate(zip(home.parameters, home.weight, strict=True)):
                 give_values(parameter, weight)
                 parameter.__class__ = OffloadedParameter
-                parameter.__dict__.update(_unit=weakref.ref(home), _place=place)
+                parameter.__dict__.update(_unit_reference=weakref.ref(home), _place=place)
                 home.attach(place)
         home.sample()
 

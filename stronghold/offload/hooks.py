@@ -95,11 +95,11 @@ def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], 
 
 
 def _about(home: Home, place: int, call: _Expect) -> Callable[[Tensor | None], Tensor | None]:
-    unit = weakref.ref(home)
+    reference = weakref.ref(home)
 
     @opaque
     def hook(gradient: Tensor | None) -> Tensor | None:
-        if (bound := call()) is None or (its := unit()) is None:
+        if (bound := call()) is None or (its := reference()) is None:
             return None
         return bound(its, place, gradient)
 

@@ -43,9 +43,9 @@ class Reopened:
                 if place in home.masters.remainders:
                     tensors[f"{name}/remainder"] = home.masters.remainders[place]
             wanted = in_memory(kept, store, home, named, tensors, whole=False)
-            with UnitReader(kept, named) as unit:
+            with UnitReader(kept, named) as reader:
                 for name in wanted:
-                    unit.read_to(name, tensors[name])
+                    reader.read_to(name, tensors[name])
 
     def buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """Yields the buffers that get a value, by owner and name."""

@@ -58,19 +58,19 @@ class DiskStore(Store):
         self.disk = Disk(threads=DISK_THREADS * len(paths))  # before the directory is taken: it may be refused
         self._records = {home: _record(number, home) for number, home in enumerate(homes)}
         self._numbers = {home: number for number, home in enumerate(homes)}
-        self._units: dict[int, UnitFile] = {}
+        self._files: dict[int, UnitFile] = {}
         """By the unit's number."""
         self.reopened: Checkpoint | None = None
         """What was reopened, until its optimizer's states are in use as well."""
         self._directory = Directory(paths, ours=False)
         self._replicas.by_first(lambda: self._begin(reopen))
         # Not a method: it would keep the store alive.
-        owned = self._units if self._replicas.number == 0 else {}
+        owned = self._files if self._replicas.number == 0 else {}
         self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, owned, os.getpid())
         if self.reopened is not None:
             try:
                 files = [(home.name, self._paths(home), capacity_bytes(home)) for home in homes]
-                self._units.update(open_kept(self.disk, device, self.reopened, files))
+                self._files.update(open_kept(self.disk, device, self.reopened, files))
             except BaseException:
                 self.close()
                 raise
@@ -87,14 +87,14 @@ class DiskStore(Store):
 
     @property
     def disk_bytes(self) -> int:
-        return sum(unit.used_bytes for unit in self._units.values()) // self._replicas.count
+        return sum(file.used_bytes for file in self._files.values()) // self._replicas.count
 
     def counters(self) -> DiskCounters:
         return self.disk.counters()
 
     def check_space(self, needed_bytes: int, what: str) -> None:
         """Raises StoreError where the directories' file systems do not have ``needed_bytes`` left."""
-        needed_bytes -= sum(unit.used_bytes - unit.taken_bytes for unit in self._units.values())  # kept, not yet taken
+        needed_bytes -= sum(file.used_bytes - file.taken_bytes for file in self._files.values())  # kept, not yet taken
         # Units are dealt out over the directories, which therefore each take about as much.
         for path in self.paths:
             needed, free = needed_bytes // len(self.paths), shutil.disk_usage(path).free
@@ -106,10 +106,10 @@ class DiskStore(Store):
 
     def place(self, home: Home, values: Iterable[Tensor] | None = None) -> None:
         super().place(home, values)
-        if (unit := self._unit_of(home)) is not None:
+        if (file := self._file_of(home)) is not None:
             if self._replicas.number == 0:
-                unit.sum_up()
-            unit.drop()
+                file.sum_up()
+            file.drop()
 
     def place_kept(self, home: Home) -> None:
         """Gives a unit the memory that it had when it was kept: what is on disk is there, what is not is to be read."""
@@ -119,9 +119,9 @@ class DiskStore(Store):
         return os.path.realpath(directory) == os.path.realpath(self.paths[0])
 
     def find(self, home: Home, tensor: Tensor) -> tuple[str, int] | None:
-        unit = self._unit_of(home)
-        offset = None if unit is None else unit.find(tensor)
-        return None if unit is None or offset is None else (file_name(unit.paths[0], self.paths[0]), offset)
+        file = self._file_of(home)
+        offset = None if file is None else file.find(tensor)
+        return None if file is None or offset is None else (file_name(file.paths[0], self.paths[0]), offset)
 
     def entry(self, home: Home, tensors: Mapping[str, Tensor]) -> tuple[str, UnitFileEntry] | None:
         """Syncs and reads a unit's file; returns its name in a checkpoint in place and what to say of it there.
@@ -130,7 +130,7 @@ class DiskStore(Store):
         or somebody holds its weights and may write them. Raises DiskError and CorruptionError.
         """
         self._check_loaded()
-        if (unit := self._unit_of(home)) is None or not unit.used_bytes:
+        if (file := self._file_of(home)) is None or not file.used_bytes:
             return None
         if "weights" in home.on_disk and home.is_lent:
             raise StoreError(
@@ -138,8 +138,8 @@ class DiskStore(Store):
                 "p.data or state_dict() give), for what is written through it would change the checkpoint; drop it, or "
                 "save into another directory"
             )
-        names = [file_name(path, self.paths[0]) for path in unit.paths]
-        return names[0], unit.entry(tensors, names)
+        names = [file_name(path, self.paths[0]) for path in file.paths]
+        return names[0], file.entry(tensors, names)
 
     def seal(self, checkpoint: Checkpoint, beside: Sequence[Path]) -> None:
         """Makes the directories a checkpoint; ``beside`` are what is not in units' files, named ``.partial`` so far."""
@@ -150,10 +150,10 @@ class DiskStore(Store):
         self.reopened = None
 
     def written(self, home: Home) -> tuple[list[int], bool]:
-        if (unit := self._unit_of(home)) is None:
+        if (file := self._file_of(home)) is None:
             return [], False
-        pages, others = unit.changed()
-        spans = [(unit.find(weight), weight.nbytes) for weight in home.weight] if pages else []
+        pages, others = file.changed()
+        spans = [(file.find(weight), weight.nbytes) for weight in home.weight] if pages else []
         places = [
             place
             for place, (begin, length) in enumerate(spans)
@@ -162,8 +162,8 @@ class DiskStore(Store):
         return places, others
 
     def drop(self, home: Home) -> None:
-        if (unit := self._unit_of(home)) is not None:
-            unit.drop()
+        if (file := self._file_of(home)) is not None:
+            file.drop()
 
     def allocate(self, home: Home, length_bytes: int, kind: Kind) -> Buffer:
         if home.resident:
@@ -172,7 +172,7 @@ class DiskStore(Store):
             home.wait_updated()  # what an update works on is still somebody's
             if self.reopened is None:
                 self._directory.unseal()  # it may be a part that was given back, which is what was saved
-            return self._unit(home).take(length_bytes, as_kept=self.reopened is not None)
+            return self._file(home).take(length_bytes, as_kept=self.reopened is not None)
         memory = home.replicas.memory(length_bytes)
         return self.device.host_buffer(length_bytes, pinned=kind == "weights", memory=memory)
 
@@ -203,23 +203,23 @@ class DiskStore(Store):
 
     def passage(self, home: Home, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
         self._check_loaded()
-        if (unit := self._unit_of(home)) is None:
+        if (file := self._file_of(home)) is None:
             return InPlace(parts)
         self._directory.unseal()
         if self._ring is None:  # of a model that was frozen when it was placed
             self._ring = Ring(self.device)
-        return DiskPassage(self._ring, unit, operands, parts, lambda: home.is_lent)
+        return DiskPassage(self._ring, file, operands, parts, lambda: home.is_lent)
 
     def landed(self, home: Home, done: Event) -> Event:
-        if (unit := self._unit_of(home)) is None:
+        if (file := self._file_of(home)) is None:
             return done
         # Whoever waits for the update reads the file: what the update wrote must have arrived there.
         self.waits.stream(self.device.disk, done, Wait.UPDATE_DONE)
-        self.device.disk.submit(unit.settle)
+        self.device.disk.submit(file.settle)
         return self.device.disk.record()
 
     def opened(self, home: Home) -> None:
-        if (unit := self._unit_of(home)) is None:
+        if (file := self._file_of(home)) is None:
             return
         self._check_loaded()
         if self._directory.sealed:
@@ -230,15 +230,15 @@ class DiskStore(Store):
                 stacklevel=2,
             )
             self._directory.unseal()
-        unit.forget_sums()
+        file.forget_sums()
 
     def verify(self) -> None:
         """Reads everything and compares checksums. Raises CorruptionError, which names file and unit."""
         for home in self._numbers:
-            if (unit := self._unit_of(home)) is not None:
+            if (file := self._file_of(home)) is not None:
                 if (owner := home.owner) is not None:
                     owner.wait_on_host(home)
-                unit.verify()
+                file.verify()
 
     def close(self) -> None:
         self._finalizer()
@@ -299,24 +299,24 @@ class DiskStore(Store):
         return self._directory.files(self._numbers[home], self._records[home].file)
 
     def _read(self, home: Home, target: Tensor, priority: Priority) -> None:
-        unit, length = self._unit(home), home.slot_bytes
+        file, length = self._file(home), home.slot_bytes
         assert home.buffer is not None
-        begin = unit.find(home.buffer.flat)
+        begin = file.find(home.buffer.flat)
         assert begin is not None
-        unit.wait(unit.read(target[:length], begin, priority))
-        unit.drop()  # what somebody may have looked at since it was last here
+        file.wait(file.read(target[:length], begin, priority))
+        file.drop()  # what somebody may have looked at since it was last here
 
-    def _unit(self, home: Home) -> UnitFile:
+    def _file(self, home: Home) -> UnitFile:
         number = self._numbers[home]
-        if number not in self._units:
+        if number not in self._files:
             paths = self._paths(home)
             capacity, replicas = capacity_bytes(home), self._replicas
-            self._units[number] = UnitFile(self.disk, self.device, paths, home.name, capacity, replicas=replicas)
-        return self._units[number]
+            self._files[number] = UnitFile(self.disk, self.device, paths, home.name, capacity, replicas=replicas)
+        return self._files[number]
 
-    def _unit_of(self, home: Home) -> UnitFile | None:
+    def _file_of(self, home: Home) -> UnitFile | None:
         """Returns the file of a unit, or None for one that has nothing on disk."""
-        return self._units.get(self._numbers[home])
+        return self._files.get(self._numbers[home])
 
 
 def _reading_in(store: DiskStore) -> Read:
@@ -357,10 +357,10 @@ def _close(directory: Directory, disk: Disk, units: dict[int, UnitFile], process
         if not directory.is_ours:
             return
         if not directory.sealed:
-            directory.remove([path for unit in units.values() for path in unit.paths])
+            directory.remove([path for file in units.values() for path in file.paths])
             return
-        for unit in units.values():
-            if not unit.kept_bytes:
-                for path in unit.paths:
+        for file in units.values():
+            if not file.kept_bytes:
+                for path in file.paths:
                     path.unlink(missing_ok=True)
         directory.release()

@@ -52,7 +52,7 @@ def open_kept(
     return found
 
 
-def _verify(unit: UnitFile, entry: UnitFileEntry, file: FileReader) -> None:
+def _verify(opened: UnitFile, entry: UnitFileEntry, file: FileReader) -> None:
     """Reads a unit's file once, and once more where something in it is not what was written, to say what."""
     wrong: list[CheckpointError] = []
 
@@ -60,15 +60,15 @@ def _verify(unit: UnitFile, entry: UnitFileEntry, file: FileReader) -> None:
         if (error := file.wrong(name, octets)) is not None:
             wrong.append(error)
 
-    if unit.take_sums(entry, look):
+    if opened.take_sums(entry, look):
         if wrong:
             raise wrong[0]
         return
     for tensor in entry.tensors:
         file.check(tensor)
-    where = ", ".join(map(str, unit.paths))
+    where = ", ".join(map(str, opened.paths))
     raise CorruptionError(
-        f"the file of {unit.name} is damaged: something beside its tensors is not what was written ({where}); load "
+        f"the file of {opened.name} is damaged: something beside its tensors is not what was written ({where}); load "
         "another checkpoint",
         where,
     )

@@ -42,7 +42,7 @@ class _Slot:
 class Chunk:
     """Parts of one unit that are in memory together. ``runs`` are (begin in the file, end there, begin in memory)."""
 
-    unit: UnitFile
+    file: UnitFile
     update: object
     """The same for all chunks of one update; the chunks of one unit's updates take turns."""
     first: bool
@@ -55,7 +55,7 @@ class Chunk:
 
     def twin(self, tensor: Tensor) -> Tensor:
         """Returns what holds the values of a tensor of the file while the chunk is in memory."""
-        offset = self.unit.find(tensor)
+        offset = self.file.find(tensor)
         if offset is None or not tensor.numel():
             return tensor
         assert self.slot is not None
@@ -84,19 +84,19 @@ class Ring:
         """Blocks until ``chunk`` is in memory; the next ones are read meanwhile."""
         with self._lock:
             self._read_ahead(until=chunk)
-        chunk.unit.wait(chunk.reads)
+        chunk.file.wait(chunk.reads)
 
     def give(self, chunk: Chunk) -> None:
         """Begins to write ``chunk`` back and gives its buffer to one that waits."""
         with self._lock:
-            unit, slot = chunk.unit, chunk.slot
+            file, slot = chunk.file, chunk.slot
             assert slot is not None
-            slot.written = unit
+            slot.written = file
             summed = not chunk.is_lent()
             slot.writes = [
                 transfer
                 for begin, end, there in chunk.runs
-                for transfer in unit.write(slot.buffer.flat[there : there + end - begin], begin, summed=summed)
+                for transfer in file.write(slot.buffer.flat[there : there + end - begin], begin, summed=summed)
             ]
             self._release(chunk)
 
@@ -107,7 +107,7 @@ class Ring:
                 if chunk.slot is None:
                     self._waiting.remove(chunk)
                     continue
-                chunk.unit.wait(chunk.reads)
+                chunk.file.wait(chunk.reads)
                 self._release(chunk)
             self._read_ahead()
 
@@ -126,29 +126,29 @@ class Ring:
             self._waiting.popleft()
 
     def _begin(self, chunk: Chunk, *, block: bool) -> bool:
-        unit = chunk.unit
+        file = chunk.file
         if any(other.chunk is not None and self._before(other.chunk, chunk) for other in self._slots):
             assert not block, "an update was taken before the one ahead of it on the same unit"
             return False  # it will read what that one is about to write
         slot = self._free() or (self._draining() if block else None)
         if slot is None:
             return False
-        if chunk.first and not unit.settled():
+        if chunk.first and not file.settled():
             if not block:
                 return False
-            unit.settle()
+            file.settle()
         slot.drain()
         slot.chunk, chunk.slot = chunk, slot
         chunk.reads = [
             transfer
             for begin, end, there in chunk.runs
-            for transfer in unit.read(slot.buffer.flat[there : there + end - begin], begin, Priority.PREFETCH)
+            for transfer in file.read(slot.buffer.flat[there : there + end - begin], begin, Priority.PREFETCH)
         ]
         return True
 
     @staticmethod
     def _before(earlier: Chunk, chunk: Chunk) -> bool:
-        return earlier.update is not chunk.update and earlier.unit is chunk.unit
+        return earlier.update is not chunk.update and earlier.file is chunk.file
 
     def _free(self) -> _Slot | None:
         idle = (slot for slot in self._slots if slot.chunk is None)
@@ -164,27 +164,27 @@ class DiskPassage:
     def __init__(
         self,
         ring: Ring,
-        unit: UnitFile,
+        file: UnitFile,
         operands: Sequence[Sequence[Tensor]],
         parts: Sequence[Part],
         is_lent: Callable[[], bool],
     ) -> None:
         self.ring = ring
-        self.unit = unit
+        self.file = file
         self.is_lent = is_lent
-        unit.check_versions([tensor for tensors in operands for tensor in tensors])
+        file.check_versions([tensor for tensors in operands for tensor in tensors])
         elements = [tensors[0].numel() for tensors in operands]
         arrays = [
             [
                 Array(offset, tensor.element_size(), 1 if tensor.numel() == count else BLOCK)
                 for tensor in tensors
-                if count and (offset := unit.find(tensor)) is not None
+                if count and (offset := file.find(tensor)) is not None
             ]
             for tensors, count in zip(operands, elements, strict=True)
         ]
         update = object()
         self.chunks = [
-            Chunk(unit, update, not number, is_lent, one, _packed(spans(one, arrays)))
+            Chunk(file, update, not number, is_lent, one, _packed(spans(one, arrays)))
             for number, one in enumerate(chunks(parts, arrays, SLOT_BYTES))
         ]
         ring.add(self.chunks)
@@ -195,7 +195,7 @@ class DiskPassage:
             kernel([segments[p.number].mapped(over).part(p.begin, p.end).mapped(chunk.twin) for p in chunk.parts])
             self.ring.give(chunk)
         if self.is_lent():
-            self.unit.settle()  # the weights are looked at next, through the mapping, to tell later writes from these
+            self.file.settle()  # the weights are looked at next, through the mapping, to tell later writes from these
 
     def cancel(self) -> None:
         self.ring.cancel(self.chunks)

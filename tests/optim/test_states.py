@@ -11,7 +11,7 @@ from stronghold.optim.states import Moments, lay_out_moments
 from stronghold.store import RamStore
 
 
-def unit(*shapes):
+def made(*shapes):
     home = Home(0, "unit", [nn.Parameter(torch.randn(shape)) for shape in shapes], torch.bfloat16)
     home._device = CpuDevice()
     home._store = RamStore(home._device)  # a unit refers to it weakly
@@ -20,7 +20,7 @@ def unit(*shapes):
 
 
 def test_moments_are_fp32_and_zero_in_the_parameters_shape_and_overlap_nowhere():
-    home = unit((3, 5), (), (0, 2), (7,))
+    home = made((3, 5), (), (0, 2), (7,))
     device = home._device
     moments = Moments("fp32")
     moments.allocate(home, range(4))
@@ -35,7 +35,7 @@ def test_moments_are_fp32_and_zero_in_the_parameters_shape_and_overlap_nowhere()
 
 
 def test_only_what_is_asked_for_takes_memory_and_once():
-    home = unit((100,), (1000,))
+    home = made((100,), (1000,))
     device = home._device
     moments = Moments("fp32")
     moments.allocate(home, [0])
@@ -47,7 +47,7 @@ def test_only_what_is_asked_for_takes_memory_and_once():
 
 
 def test_a_state_that_was_dropped_begins_at_zero_again():
-    moments, home = Moments("fp32"), unit((4,))
+    moments, home = Moments("fp32"), made((4,))
     one, other = moments.begin(home, 0)
     one.fill_(3.0)
     other.fill_(4.0)

@@ -122,10 +122,10 @@ def test_a_flipped_bit_is_found_before_it_is_used(tmp_path, where):
     engine = engine_of(model)
     home = engine.layers[3]
     tensor = home.weight[0] if where == "weights" else optimizer.state[home.parameters[0]]["exp_avg"]
-    unit = engine.store._unit_of(home)
+    stored = engine.store._file_of(home)
     # As the device would: past the page cache, and without our knowing.
-    position = unit.find(tensor)
-    with open(unit.paths[0], "r+b") as file:
+    position = stored.find(tensor)
+    with open(stored.paths[0], "r+b") as file:
         file.seek(position + 100)
         byte = file.read(1)[0]
         file.seek(position + 100)
@@ -137,7 +137,7 @@ def test_a_flipped_bit_is_found_before_it_is_used(tmp_path, where):
     with pytest.raises(CorruptionError, match="the data on disk was altered") as caught:
         step_and_verify()
         optimizer.wait()
-    assert caught.value.path == str(unit.paths[0])
+    assert caught.value.path == str(stored.paths[0])
     assert str(caught.value).startswith("3: ")
     assert caught.value.offset == (position + 100) // 4096 * 4096
 
@@ -146,8 +146,8 @@ def test_a_file_that_was_cut_is_told(tmp_path):
     model, optimizer = start(tmp_path / "store")
     step(model, optimizer)
     optimizer.wait()
-    unit = engine_of(model).store._unit_of(engine_of(model).layers[2])
-    os.truncate(unit.paths[0], 4096)
+    file = engine_of(model).store._file_of(engine_of(model).layers[2])
+    os.truncate(file.paths[0], 4096)
     with pytest.raises(DiskError, match=r"^2: .*ends at byte"):
         engine_of(model).store.verify()
 

@@ -125,8 +125,8 @@ def test_a_look_alone_changes_no_low_bit(tmp_path):
 def test_a_disk_that_alters_what_was_written_is_still_found(trained):
     model, optimizer = trained
     optimizer.wait()
-    unit = engine_of(model).store._unit_of(engine_of(model).layers[3])
-    with unit.paths[0].open("r+b") as file:
+    file = engine_of(model).store._file_of(engine_of(model).layers[3])
+    with file.paths[0].open("r+b") as file:
         file.seek(17)
         file.write(b"\xff")
     with pytest.raises(CorruptionError, match=r"layers\.3"):
