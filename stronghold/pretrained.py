@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from stronghold.adapters import CONFIG as ADAPTER_CONFIG
 from stronghold.adapters import has_adapters, save_adapters
 from stronghold.data.tokenizer_files import is_tokenizer_file
-from stronghold.home import Home, home_of
 from stronghold.models.files import build, write_config
 from stronghold.offload.compiled import uncompiled
 from stronghold.offload.offload import offload
 from stronghold.tensor_files import TensorFileWriter
+from stronghold.unit import Unit, unit_of
 from stronghold.units import parse_bytes
 from stronghold.weights import Checkpoint, Group, from_model
 from stronghold.weights.checkpoint import INDEX, SINGLE
@@ -173,14 +173,14 @@ class _Item:
 
     tensor: Tensor
     dtype: torch.dtype
-    home: Home | None
+    unit: Unit | None
     place: int
 
     def value(self) -> Tensor:
         """Returns what is written, in the dtype in which it is."""
-        if self.home is None:
+        if self.unit is None:
             return self.tensor.detach().to(self.dtype)
-        return self.home.settled_value(self.place, exact=self.home.dtypes[self.place] != self.dtype).to(self.dtype)
+        return self.unit.settled_value(self.place, exact=self.unit.dtypes[self.place] != self.dtype).to(self.dtype)
 
 
 class _Outgoing:
@@ -195,7 +195,7 @@ class _Outgoing:
                 f"parameters must have values to be saved ({meta[0]} is on the meta device); load it first"
             )
         self.groups = from_model(model, self._items)
-        self._last: Home | None = None
+        self._last: Unit | None = None
 
     def announce(self, group: Group) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Returns dtype and shape of what a group becomes, by name."""
@@ -207,10 +207,10 @@ class _Outgoing:
         """Returns what a group becomes, by name."""
         values = []
         for item in (self._items[source] for source in group.sources):
-            if item.home is not self._last:
+            if item.unit is not self._last:
                 self.drop()
             values.append(item.value())
-            self._last = item.home
+            self._last = item.unit
         return group.convert(values)
 
     def drop(self) -> None:
@@ -227,7 +227,7 @@ def _item(tensor: Tensor, dtype: torch.dtype | None) -> _Item:
     return _Item(
         tensor,
         dtype if dtype and parameter and tensor.is_floating_point() else tensor.dtype,
-        home_of(tensor) if isinstance(tensor, nn.Parameter) else None,
+        unit_of(tensor) if isinstance(tensor, nn.Parameter) else None,
         tensor.__dict__.get("_place", 0),
     )
 
@@ -240,8 +240,8 @@ def _write_adapters(model: nn.Module, folder: Path, dtype: torch.dtype | None) -
         return item.value()
 
     save_adapters(model, folder, value, dtype)
-    for home in {item.home for item in read.values() if item.home is not None}:
-        home.drop()
+    for unit in {item.unit for item in read.values() if item.unit is not None}:
+        unit.drop()
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -147,4 +147,4 @@ def _load(folder: Path, model: nn.Module, optimizer: AdamW, engine: Engine) -> N
 
 
 def _has_masters(engine: Engine) -> bool:
-    return any(home.masters for home in engine.homes)
+    return any(unit.masters for unit in engine.units)

@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor, nn
 
 import stronghold
-from stronghold.home import home_of
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.native import Blocks
+from stronghold.unit import unit_of
 
 VOCABULARY = 61
 SEQUENCE = 12
@@ -380,8 +380,8 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tens
                 )
             elif key in state:
                 found[name][key] = state[key].detach().cpu().float().clone()
-        if (home := home_of(parameter)) is not None and home.masters:
-            found[name]["master"] = home.master(parameter.__dict__["_place"]).cpu().clone()
+        if (unit := unit_of(parameter)) is not None and unit.masters:
+            found[name]["master"] = unit.master(parameter.__dict__["_place"]).cpu().clone()
     found.update((name, {"buffer": buffer.detach().cpu().clone()}) for name, buffer in model.named_buffers())
     return found
 

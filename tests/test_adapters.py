@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import stronghold
-from stronghold.home import home_of
+from stronghold.unit import unit_of
 from tests.reference import CASES, train
 
 CASE = CASES["llama"]
@@ -96,7 +96,7 @@ def test_in_bf16_the_masters_are_written_to_the_bit(tmp_path, own):
         if "lora" not in name:
             continue
         name = name.replace(".default", "") if own == "peft" else f"base_model.model.{name.replace('.default', '')}"
-        master = home_of(parameter).master(parameter.__dict__["_place"])
+        master = unit_of(parameter).master(parameter.__dict__["_place"])
         assert torch.equal(masters[name], master), name
         assert torch.equal(written[name], parameter), name
         found += not torch.equal(master.bfloat16().float(), master)

@@ -265,7 +265,7 @@ def test_writing(write: Callable[[nn.Module], None], window: int, dtype: torch.d
     """Layers and edges, on steps 1 and 2; the engine must notice, whatever way the values went.
 
     What goes through the parameter counts element by element; what goes by an alias of the host's memory in bf16 counts
-    by blocks of 64 (:mod:`stronghold.home.masters`).
+    by blocks of 64 (:mod:`stronghold.unit.masters`).
     """
 
     def visit(model: nn.Module, step: int) -> list[Tensor]:

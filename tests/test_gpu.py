@@ -223,9 +223,9 @@ def test_host_memory_is_what_report_promised_and_pinned_to_the_byte():
     weights = sum(p.numel() * 4 for p in model.parameters())
     # Weights, gradients, and the staging of two layers.
     assert 2 * weights <= promised.pinned_host_bytes <= 1.01 * weights * (2 + 2 / SMALL.layers)
-    for home in engine_of(model).homes:  # PyTorch asks the driver
-        assert all(weight.is_pinned() for weight in home.weight), home.name
-        assert all(home.gradients.view(home.gradients.buffer, place).is_pinned() for place in home.gradients.places)
+    for unit in engine_of(model).units:  # PyTorch asks the driver
+        assert all(weight.is_pinned() for weight in unit.weight), unit.name
+        assert all(unit.gradients.view(unit.gradients.buffer, place).is_pinned() for place in unit.gradients.places)
 
 
 def test_memory_is_unpinned_in_a_thread_that_has_no_context():

@@ -28,7 +28,7 @@ ROOMS = {
     "checkpoint_files": 2,
     "device": 1,
     "schedule": 2,
-    "home": 2,
+    "unit": 2,
     "models": 2,
     "data": 2,
     "evaluation": 2,

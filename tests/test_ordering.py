@@ -285,7 +285,7 @@ def test_every_wait_is_needed(wait, monkeypatch):
     pytest.fail(f"nothing went wrong without {wait.name}: {wait.value}")
 
 
-ROOMS = ("home", "optim", "store", "window", "offload", "checkpoint")
+ROOMS = ("unit", "optim", "store", "window", "offload", "checkpoint")
 """Where waits are the engine's own: below are streams and events themselves, above other processes."""
 NO_EVENTS = {
     "checkpoint/dcp_saving.py: writer.write_data(planner.finish_plan(plans[company.rank]), planner).wait",

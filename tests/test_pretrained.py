@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import stronghold
-from stronghold.home import home_of
 from stronghold.models.files import load_model
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.pretrained import check_save_folder
+from stronghold.unit import unit_of
 from tests.reference import CASES, decay_groups, train
 from tests.small import Residual
 
@@ -168,8 +168,8 @@ def test_bf16_is_written_as_computed_with_or_its_masters_to_the_bit(tmp_path, st
     masters = tensors_of(tmp_path / "fp32")
     assert json.loads((tmp_path / "fp32" / "config.json").read_text())["dtype"] == "float32"
     for name, parameter in model.named_parameters():
-        home = home_of(parameter)
-        assert torch.equal(masters[name], home.master(parameter.__dict__["_place"]).cpu()), name
+        unit = unit_of(parameter)
+        assert torch.equal(masters[name], unit.master(parameter.__dict__["_place"]).cpu()), name
         assert torch.equal(masters[name] != written[name].float(), masters[name].bfloat16().float() != masters[name])
     assert masters["transformer.h.2.mlp.c_fc.weight"][0, 0] == 0.5
     assert masters["transformer.wpe.weight"][1, 2] == -3.0

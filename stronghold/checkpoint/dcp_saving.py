@@ -24,11 +24,11 @@ from stronghold.checkpoint.units import MOMENTS, Names, names_of, persistent_buf
 from stronghold.checkpoint.writing import manifest_of
 from stronghold.checkpoint_files.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
 from stronghold.checkpoint_files.manifest import Manifest, ParameterEntry, content_of
-from stronghold.home import Home
 from stronghold.native import Blocks
 from stronghold.offload import Company, Engine, by_first
 from stronghold.optim import AdamW
 from stronghold.optim.blocks import decode
+from stronghold.unit import Unit
 
 T = TypeVar("T")
 
@@ -66,19 +66,19 @@ def own_content(
     moments: dict[str, dict[str, Tensor]] = {}
     parameters: dict[str, ParameterEntry] = {}
     take: dict[str, Callable[[], Tensor]] = {}
-    for home in engine.homes:
-        engine.take_writes(home)
-        for place, (name, parameter) in enumerate(zip(names[home], home.parameters, strict=True)):
+    for unit in engine.units:
+        engine.take_writes(unit)
+        for place, (name, parameter) in enumerate(zip(names[unit], unit.parameters, strict=True)):
             like = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
             step = step_of(parameter, states)
             parameters[name] = ParameterEntry(shape=list(parameter.shape), file="", step=step)
             weights[name] = like
-            take[f"{MODEL}.{name}"] = partial(_master, engine, home, place)
+            take[f"{MODEL}.{name}"] = partial(_master, engine, unit, place)
             if step is None and not (parameter in trained and parameter.requires_grad):
                 continue
             moments[name] = {"step": torch.tensor(step or 0.0), **dict.fromkeys(MOMENTS, like)}
             for key in MOMENTS:  # torch's own programs have moments before a first step, too
-                taken = partial(_moment, engine, home, states.get(parameter), key, parameter.shape)
+                taken = partial(_moment, engine, unit, states.get(parameter), key, parameter.shape)
                 take[f"{OPTIMIZER}.state.{name}.{key}"] = taken
     for alias, name in _aliases(model, names).items():
         weights[alias], take[f"{MODEL}.{alias}"] = weights[name], take[f"{MODEL}.{name}"]
@@ -186,14 +186,14 @@ class _Planner(dcp.DefaultSavePlanner):
         return self._written
 
 
-def _master(engine: Engine, home: Home, place: int) -> Tensor:
+def _master(engine: Engine, unit: Unit, place: int) -> Tensor:
     """Returns a copy of a weight's fp32 master on the host."""
-    master = _on_host(home.master(place).detach(), home.weight[place])
-    engine.store.drop(home)
+    master = _on_host(unit.master(place).detach(), unit.weight[place])
+    engine.store.drop(unit)
     return master
 
 
-def _moment(engine: Engine, home: Home, state: dict[str, Any] | None, key: str, shape: torch.Size) -> Tensor:
+def _moment(engine: Engine, unit: Unit, state: dict[str, Any] | None, key: str, shape: torch.Size) -> Tensor:
     """Returns a copy of a moment in fp32 on the host; zeros where there is none yet."""
     if not state:
         return torch.zeros(shape)
@@ -202,7 +202,7 @@ def _moment(engine: Engine, home: Home, state: dict[str, Any] | None, key: str, 
         value = _on_host(decode(moment, signed=key == "exp_avg").view(shape), moment.codes)
     else:
         value = _on_host(moment, moment)
-    engine.store.drop(home)
+    engine.store.drop(unit)
     return value
 
 
@@ -213,7 +213,7 @@ def _on_host(value: Tensor, held: Tensor) -> Tensor:
 
 def _aliases(model: nn.Module, names: Names) -> dict[str, str]:
     """Returns the further names of parameters that have several, which a ``state_dict()`` has, too."""
-    known = {id(p): name for home, own in names.items() for name, p in zip(own, home.parameters, strict=True)}
+    known = {id(p): name for unit, own in names.items() for name, p in zip(own, unit.parameters, strict=True)}
     everything = model.named_parameters(remove_duplicate=False)
     return {name: known[id(p)] for name, p in everything if name != known[id(p)]}
 

@@ -36,19 +36,19 @@ def save_in_place(model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict
         return beside[-1]
 
     try:
-        for home in engine.homes:
-            engine.take_writes(home)
-        for home, name in file_names(engine).items():
-            tensors = tensors_of(home, names[home], states)
+        for unit in engine.units:
+            engine.take_writes(unit)
+        for unit, name in file_names(engine).items():
+            tensors = tensors_of(unit, names[unit], states)
             own = []
-            if (found := store.entry(home, tensors)) is not None:
+            if (found := store.entry(unit, tensors)) is not None:
                 files[found[0]] = found[1]
                 own.append(found[0])
-            rest_of_it = {name: tensor for name, tensor in tensors.items() if store.find(home, tensor) is None}
+            rest_of_it = {name: tensor for name, tensor in tensors.items() if store.find(unit, tensor) is None}
             if rest_of_it:
-                files[name] = write_file(partial(name), home.name, rest_of_it)
+                files[name] = write_file(partial(name), unit.name, rest_of_it)
                 own.append(name)
-            for parameter_name, parameter in zip(names[home], home.parameters, strict=True):
+            for parameter_name, parameter in zip(names[unit], unit.parameters, strict=True):
                 parameters[parameter_name] = ParameterEntry(
                     shape=list(parameter.shape),
                     file=own[0],
@@ -67,22 +67,22 @@ def save_in_place(model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict
 
 def check_in_place(kept: Manifest, engine: Engine, optimizer: AdamW, names: Names) -> None:
     """Raises StoreError where the model and its optimizer do not lie in their store as it was kept."""
-    for home in engine.homes:
-        tensors = tensors_of(home, names[home], optimizer.state)
-        in_memory(kept, engine.store, home, names[home], tensors, whole=True)
+    for unit in engine.units:
+        tensors = tensors_of(unit, names[unit], optimizer.state)
+        in_memory(kept, engine.store, unit, names[unit], tensors, whole=True)
 
 
 def load_in_place(kept: Manifest, engine: Engine, optimizer: AdamW, names: Names) -> None:
     """Reads what a unit has in memory; what it has on disk is there, and was verified when the store was opened."""
-    for home in engine.homes:
-        tensors = tensors_of(home, names[home], optimizer.state)
-        wanted = in_memory(kept, engine.store, home, names[home], tensors, whole=True)
-        with UnitReader(kept, names[home]) as reader:
+    for unit in engine.units:
+        tensors = tensors_of(unit, names[unit], optimizer.state)
+        wanted = in_memory(kept, engine.store, unit, names[unit], tensors, whole=True)
+        with UnitReader(kept, names[unit]) as reader:
             for name in wanted:
                 reader.read_to(name, tensors[name])
-        for target, weight in zip(home.on_device, home.weight, strict=False):
+        for target, weight in zip(unit.on_device, unit.weight, strict=False):
             target.copy_(weight)
-        home.rewritten()
-        home.generation += 1
+        unit.rewritten()
+        unit.generation += 1
     assert isinstance(engine.store, DiskStore)
     engine.store.loaded()

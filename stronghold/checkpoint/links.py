@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stronghold.checkpoint.units import MOMENTS, step_of
 from stronghold.checkpoint_files.manifest import FileEntry, name_of
-from stronghold.home import Home
 from stronghold.native import Blocks
 from stronghold.optim import AdamW
+from stronghold.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -27,27 +27,27 @@ class _Kept:
     state: tuple[Any, ...]
 
 
-_KEPT: weakref.WeakKeyDictionary[Home, _Kept] = weakref.WeakKeyDictionary()
+_KEPT: weakref.WeakKeyDictionary[Unit, _Kept] = weakref.WeakKeyDictionary()
 
 
-def remember(home: Home, optimizer: AdamW, path: Path, entry: FileEntry) -> None:
+def remember(unit: Unit, optimizer: AdamW, path: Path, entry: FileEntry) -> None:
     """Notes that ``path`` holds a unit as it is now."""
-    _KEPT[home] = _Kept(path, entry, _identity(path), weakref.ref(optimizer), _state(home, optimizer))
+    _KEPT[unit] = _Kept(path, entry, _identity(path), weakref.ref(optimizer), _state(unit, optimizer))
 
 
-def link_unchanged(home: Home, optimizer: AdamW, tensors: Mapping[str, Tensor], target: Path) -> FileEntry | None:
+def link_unchanged(unit: Unit, optimizer: AdamW, tensors: Mapping[str, Tensor], target: Path) -> FileEntry | None:
     """Makes ``target`` the same file as that of the last checkpoint beside it, where the unit is still as there.
 
     Returns None where it is not, or the system has no such links, or the file has changed hands since. What the user
     wrote must have been taken over before.
     """
-    kept = _KEPT.get(home)
+    kept = _KEPT.get(unit)
     if kept is None or kept.path.parent.parent != target.parent.parent:
         return None
     form = {name: (name_of(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
     same = (
         kept.optimizer() is optimizer
-        and kept.state == _state(home, optimizer)
+        and kept.state == _state(unit, optimizer)
         and form == {name: (entry.dtype, entry.shape) for name, entry in kept.entry.tensors.items()}
     )
     if not same:
@@ -66,11 +66,11 @@ def _identity(path: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _state(home: Home, optimizer: AdamW) -> tuple[Any, ...]:
+def _state(unit: Unit, optimizer: AdamW) -> tuple[Any, ...]:
     """What changes whenever a unit does: by an update, a write that its parameters noticed, a write into a moment."""
     states = optimizer.state
     found: list[Any] = []
-    for parameter in home.parameters:
+    for parameter in unit.parameters:
         state = states.get(parameter)
         for key in MOMENTS if state else ():
             assert state is not None
@@ -79,4 +79,4 @@ def _state(home: Home, optimizer: AdamW) -> tuple[Any, ...]:
                 m._version for m in ((moment.codes, moment.exponents) if isinstance(moment, Blocks) else (moment,))
             ]
         found.append(step_of(parameter, states))
-    return home.generation, home.writes, *found
+    return unit.generation, unit.writes, *found

@@ -170,12 +170,12 @@ def _put(
     manifest = checkpoint.manifest
     engine.close_backward()
     optimizer.wait()
-    for home in engine.homes:
-        engine.take_writes(home)  # now, for what is found later would be taken for a write into what is loaded here
+    for unit in engine.units:
+        engine.take_writes(unit)  # now, for what is found later would be taken for a write into what is loaded here
     steps: dict[Tensor, float] = {
         parameter: step
-        for home, named in names.items()
-        for name, parameter in zip(named, home.parameters, strict=True)
+        for unit, named in names.items()
+        for name, parameter in zip(named, unit.parameters, strict=True)
         if (step := manifest.parameters[name].step) is not None
     }
     optimizer.restart(steps, zeroed=not own)
@@ -185,8 +185,8 @@ def _put(
         if own:
             load_in_place(manifest, engine, optimizer, names)
         else:
-            for home in engine.homes:
-                load_unit(checkpoint, engine, optimizer, home, names[home])
+            for unit in engine.units:
+                load_unit(checkpoint, engine, optimizer, unit, names[unit])
         load_buffers(checkpoint, model)
     except Exception as error:
         raise CheckpointError(
@@ -194,7 +194,7 @@ def _put(
             f"checkpoint before anything else: {error}"
         ) from error
     finally:
-        engine.changed(engine.homes)
+        engine.changed(engine.units)
 
 
 Forms = tuple[dict[str, list[int]], dict[str, list[Any]]]
@@ -204,8 +204,8 @@ Forms = tuple[dict[str, list[int]], dict[str, list[Any]]]
 def _forms(model: nn.Module, names: Names) -> Forms:
     parameters = {
         name: list(parameter.shape)
-        for home, named in names.items()
-        for name, parameter in zip(named, home.parameters, strict=True)
+        for unit, named in names.items()
+        for name, parameter in zip(named, unit.parameters, strict=True)
     }
     persistent, buffers = persistent_buffers(model), dict(model.named_buffers())
     return parameters, {n: [name_of(b.dtype), *b.shape] for n, b in buffers.items() if n in persistent}

@@ -26,9 +26,9 @@ from stronghold.checkpoint.units import (
 from stronghold.checkpoint.writing import buffers_of, file_names, joined, manifest_of, settings_of, write_file
 from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
 from stronghold.directories import sync_directory
-from stronghold.home import Home
 from stronghold.offload import Engine, by_first, uncompiled
 from stronghold.optim import AdamW
+from stronghold.unit import Unit
 
 
 @torch.no_grad()
@@ -99,8 +99,8 @@ def save(
         if company.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    for home, (name, entry) in written.items():
-        remember(home, optimizer, directory / name, entry)
+    for unit, (name, entry) in written.items():
+        remember(unit, optimizer, directory / name, entry)
     return directory
 
 
@@ -147,22 +147,22 @@ def _write(
     optimizer: AdamW,
     groups: list[list[str]],
     rest: dict[str, Any],
-) -> tuple[Manifest, dict[Home, tuple[str, FileEntry]]]:
+) -> tuple[Manifest, dict[Unit, tuple[str, FileEntry]]]:
     names, states = names_of(model), optimizer.state  # which waits for the updates under way
     files: dict[str, FileEntry] = {}
     parameters: dict[str, ParameterEntry] = {}
-    written: dict[Home, tuple[str, FileEntry]] = {}
-    for home, file in file_names(engine).items():
-        if all(id(parameter) in engine.copies for parameter in home.parameters):
+    written: dict[Unit, tuple[str, FileEntry]] = {}
+    for unit, file in file_names(engine).items():
+        if all(id(parameter) in engine.copies for parameter in unit.parameters):
             continue
-        engine.take_writes(home)
-        tensors = tensors_of(home, names[home], states)
-        entry = link_unchanged(home, optimizer, tensors, directory / file)
+        engine.take_writes(unit)
+        tensors = tensors_of(unit, names[unit], states)
+        entry = link_unchanged(unit, optimizer, tensors, directory / file)
         if entry is None:
-            entry = write_file(directory / file, home.name, tensors, lambda home=home: engine.store.drop(home))
+            entry = write_file(directory / file, unit.name, tensors, lambda unit=unit: engine.store.drop(unit))
         files[file] = entry
-        written[home] = file, entry
-        for name, parameter in zip(names[home], home.parameters, strict=True):
+        written[unit] = file, entry
+        for name, parameter in zip(names[unit], unit.parameters, strict=True):
             step = step_of(parameter, states)
             parameters[name] = ParameterEntry(shape=list(parameter.shape), file=file, step=step)
     return manifest_of(directory, model, engine, optimizer, groups, files, parameters, rest), written

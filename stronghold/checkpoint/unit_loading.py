@@ -13,12 +13,12 @@ from stronghold.checkpoint_files.manifest import FileEntry, name_of
 from stronghold.checkpoint_files.moments import wrong_moment
 from stronghold.checkpoint_files.reader import Checkpoint, UnitReader
 from stronghold.errors import CheckpointError
-from stronghold.home import Home
 from stronghold.native import BLOCK, Blocks
 from stronghold.offload import Engine
 from stronghold.optim import AdamW
 from stronghold.optim.blocks import decode
 from stronghold.split import join
+from stronghold.unit import Unit
 
 if TYPE_CHECKING:
     from stronghold.checkpoint_files.dcp import DistributedCheckpoint, DistributedTensors
@@ -29,31 +29,31 @@ assert _PART % BLOCK == 0
 
 
 def load_unit(
-    checkpoint: Checkpoint | DistributedCheckpoint, engine: Engine, optimizer: AdamW, home: Home, names: list[str]
+    checkpoint: Checkpoint | DistributedCheckpoint, engine: Engine, optimizer: AdamW, unit: Unit, names: list[str]
 ) -> None:
     manifest = checkpoint.manifest
-    engine.store.opened(home)
+    engine.store.opened(unit)
     with checkpoint.unit(names) as reader:
-        for place, (name, parameter) in enumerate(zip(names, home.parameters, strict=True)):
-            _load_master(reader, home, place, name)
-            engine.store.drop(home)
+        for place, (name, parameter) in enumerate(zip(names, unit.parameters, strict=True)):
+            _load_master(reader, unit, place, name)
+            engine.store.drop(unit)
             if manifest.parameters[name].step is not None:
                 _load_moments(reader, optimizer.state[parameter], name)
-                engine.store.drop(home)
-    for target, weight in zip(home.on_device, home.weight, strict=False):
+                engine.store.drop(unit)
+    for target, weight in zip(unit.on_device, unit.weight, strict=False):
         target.copy_(weight)
-    home.rewritten()
-    home.generation += 1
+    unit.rewritten()
+    unit.generation += 1
     entry = manifest.files[reader.files[0]] if len(reader.files) == 1 else None
-    tensors = tensors_of(home, names, optimizer.state)
+    tensors = tensors_of(unit, names, optimizer.state)
     form = {name: (name_of(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
     if isinstance(entry, FileEntry) and form == {name: (e.dtype, e.shape) for name, e in entry.tensors.items()}:
-        remember(home, optimizer, manifest.directory / reader.files[0], entry)
+        remember(unit, optimizer, manifest.directory / reader.files[0], entry)
 
 
-def _load_master(file: UnitReader | DistributedTensors, home: Home, place: int, name: str) -> None:
-    weight, low = home.weight[place], f"{name}/remainder"
-    if home.dtypes[place] == torch.float32:
+def _load_master(file: UnitReader | DistributedTensors, unit: Unit, place: int, name: str) -> None:
+    weight, low = unit.weight[place], f"{name}/remainder"
+    if unit.dtypes[place] == torch.float32:
         if file.dtype(name) == torch.float32:
             file.read_to(name, weight)
         else:
@@ -61,19 +61,19 @@ def _load_master(file: UnitReader | DistributedTensors, home: Home, place: int, 
         return
     if file.dtype(name) == torch.float32:
         value = file.read(name).to(weight.device)
-        if place in home.masters.remainders or not torch.equal(value.to(weight.dtype).float(), value):
-            home.remainder(place)
-            home.masters.fill(place, weight, value)
+        if place in unit.masters.remainders or not torch.equal(value.to(weight.dtype).float(), value):
+            unit.remainder(place)
+            unit.masters.fill(place, weight, value)
         else:
             weight.copy_(value)
         return
     file.read_to(name, weight)
     if low in file:
-        remainder = home.remainder(place)
+        remainder = unit.remainder(place)
         assert remainder is not None
         file.read_to(low, remainder)
-    elif place in home.masters.remainders:
-        home.masters.remainders[place].zero_()
+    elif place in unit.masters.remainders:
+        unit.masters.remainders[place].zero_()
 
 
 def _load_moments(file: UnitReader | DistributedTensors, state: dict[str, Any], name: str) -> None:

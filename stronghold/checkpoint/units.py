@@ -9,13 +9,13 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from stronghold.errors import OffloadedModelError
-from stronghold.home import Home, home_of
 from stronghold.native import Blocks
 from stronghold.offload import Company, Engine, engine_of
 from stronghold.optim import AdamW
+from stronghold.unit import Unit, unit_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Names = dict[Home, list[str]]
+Names = dict[Unit, list[str]]
 """The names of a unit's parameters, by place."""
 Format = Literal["safetensors", "dcp"]
 """How a checkpoint is written: as our own files, or by ``torch.distributed.checkpoint``."""
@@ -37,7 +37,7 @@ def engine_for(model: nn.Module, optimizer: AdamW) -> Engine:
         )
     engine.check_open()
     groups = optimizer.param_groups if isinstance(optimizer, AdamW) else []
-    first = next((home_of(parameter) for group in groups for parameter in group["params"]), None)
+    first = next((unit_of(parameter) for group in groups for parameter in group["params"]), None)
     if first is None or first.owner is not engine:
         raise OffloadedModelError(
             f"a checkpoint needs the model's own optimizer (got a {type(optimizer).__module__}."
@@ -52,22 +52,22 @@ def names_of(model: nn.Module) -> Names:
 
     Raises OffloadedModelError for one that was added after ``offload``.
     """
-    places: dict[Home, dict[int, str]] = {}
+    places: dict[Unit, dict[int, str]] = {}
     for name, parameter in model.named_parameters():
-        home = home_of(parameter)
-        if home is None:
+        unit = unit_of(parameter)
+        if unit is None:
             raise OffloadedModelError(
                 f"every parameter of an offloaded model must have been there at offload() (got {name}, which a "
                 "checkpoint would leave out); add modules and parameters first, then offload"
             )
-        places.setdefault(home, {})[parameter.__dict__["_place"]] = name
-    return {home: [named[place] for place in range(len(named))] for home, named in places.items()}
+        places.setdefault(unit, {})[parameter.__dict__["_place"]] = name
+    return {unit: [named[place] for place in range(len(named))] for unit, named in places.items()}
 
 
 def group_names(optimizer: AdamW, names: Names) -> list[list[str]]:
     """Returns the names of the parameters of every group of ``optimizer``."""
     return [
-        [names[home][p.__dict__["_place"]] for p in group["params"] if (home := home_of(p)) is not None]
+        [names[unit][p.__dict__["_place"]] for p in group["params"] if (unit := unit_of(p)) is not None]
         for group in optimizer.param_groups
     ]
 
@@ -98,17 +98,17 @@ def holds(engine: Engine, directory: Path) -> bool:
     return everyone[0]
 
 
-def tensors_of(home: Home, names: list[str], states: Mapping[Tensor, dict[str, Any]]) -> dict[str, Tensor]:
+def tensors_of(unit: Unit, names: list[str], states: Mapping[Tensor, dict[str, Any]]) -> dict[str, Tensor]:
     """Returns what is kept of a unit, by the names in its file; the tensors are the unit's own memory.
 
     A weight has its parameter's name; ``/remainder``, ``/exp_avg`` and ``/exp_avg_sq`` follow it where there is one,
     and ``/exponents`` these where their moment is in eight bits.
     """
     found: dict[str, Tensor] = {}
-    for place, (name, parameter) in enumerate(zip(names, home.parameters, strict=True)):
-        found[name] = home.weight[place]
-        if place in home.masters.remainders:
-            found[f"{name}/remainder"] = home.masters.remainders[place]
+    for place, (name, parameter) in enumerate(zip(names, unit.parameters, strict=True)):
+        found[name] = unit.weight[place]
+        if place in unit.masters.remainders:
+            found[f"{name}/remainder"] = unit.masters.remainders[place]
         state = states.get(parameter)
         for key in MOMENTS if state else ():
             assert state is not None

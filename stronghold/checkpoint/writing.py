@@ -23,21 +23,21 @@ from stronghold.checkpoint_files.manifest import (
     UnitFileEntry,
     name_of,
 )
-from stronghold.home import Home
 from stronghold.native import crc32c
 from stronghold.offload import Engine
 from stronghold.optim import AdamW
 from stronghold.tensor_files import DTYPES, TensorFileWriter
+from stronghold.unit import Unit
 
 
-def file_names(engine: Engine) -> dict[Home, str]:
+def file_names(engine: Engine) -> dict[Unit, str]:
     """Returns the name of each unit's file, in the safetensors format."""
     names, edges = {}, 0
     whose = f"process-{engine.company.rank}-" if engine.company.count > 1 else ""
-    for home in engine.homes:
-        kind, number = ("edge", edges) if home.index is None else ("layer", home.index)
-        edges += home.is_edge
-        names[home] = f"{whose}{kind}-{number:05}.safetensors"
+    for unit in engine.units:
+        kind, number = ("edge", edges) if unit.index is None else ("layer", unit.index)
+        edges += unit.is_edge
+        names[unit] = f"{whose}{kind}-{number:05}.safetensors"
     return names
 
 

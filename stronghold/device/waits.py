@@ -12,7 +12,7 @@ from stronghold.device.streams import Stream
 class Wait(Enum):
     """Every wait of the engine for what its own process does, with its reason. There is none without one of these.
 
-    Where replicas wait for one another they meet (stronghold.home.replicas).
+    Where replicas wait for one another they meet (stronghold.unit.replicas).
     """
 
     SLOT_FREE = "a fetch overwrites a slot: the last computation with it must have read it"

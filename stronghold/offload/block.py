@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from stronghold.device import Device
 from stronghold.errors import OffloadedModelError
-from stronghold.home import Home, check_mixed, opaque
 from stronghold.offload.members import Members
 from stronghold.offload.microbatch import batch_of, join, split
 from stronghold.offload.replay import Hooks, State, structural_copy
 from stronghold.offload.saved import Saved, unwritten
 from stronghold.offload.turns import Turns
+from stronghold.unit import Unit, check_mixed, opaque
 from stronghold.window import Accumulators, HostActivations, Window
 
 
@@ -93,29 +93,29 @@ class Block:
     attribute, and the garbage collector does not see the way through one.
     """
 
-    def __init__(self, module: nn.Module, home: Home, engine: Runner, *, keep: bool) -> None:
-        assert home.index is not None
+    def __init__(self, module: nn.Module, unit: Unit, engine: Runner, *, keep: bool) -> None:
+        assert unit.index is not None
         self._module = weakref.ref(module)
-        self.home = home
-        self.layer = home.index
+        self.unit = unit
+        self.layer = unit.index
         self.engine = engine
         self.keep = keep
         self._device_type = engine.device.torch_device.type
         own = module.forward
         self._is_method = getattr(own, "__self__", None) is module
         self._own: Callable[..., Any] = own.__func__ if self._is_method else own  # type: ignore[attr-defined]
-        self._enter_backward = functools.partial(_enter_backward, weakref.ref(self), home.name)
-        placed = {id(parameter) for parameter in home.parameters}
+        self._enter_backward = functools.partial(_enter_backward, weakref.ref(self), unit.name)
+        placed = {id(parameter) for parameter in unit.parameters}
         owners = ((m, name, p) for m in module.modules() for name, p in m._parameters.items())
         self._owners = [(weakref.ref(m), name, p) for m, name, p in owners if p is not None and id(p) in placed]
-        self.members = Members(module.named_modules(prefix=home.name))
+        self.members = Members(module.named_modules(prefix=unit.name))
 
         module.forward = _Forward(self)  # type: ignore[method-assign]
 
     @property
     def module(self) -> nn.Module:
         """The layer. Raises OffloadedModelError where there is none any more."""
-        return _there(self._module, self.home.name)
+        return _there(self._module, self.unit.name)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -132,17 +132,17 @@ class Block:
         behind = engine.enter(self)
         engine.window.begin_forward(self.layer, training=training, behind=behind)
         leader = batch_of(args, kwargs)
-        run = Run(self.layer, self.home.generation, 0 if leader is None else leader.shape[0])
+        run = Run(self.layer, self.unit.generation, 0 if leader is None else leader.shape[0])
         nodes, returning = set(), False
         try:
             output = self._pieces(run, args, kwargs) if training else self._bare(*args, **kwargs)
             nodes = _nodes(output) if training else set()
             if returning := bool(nodes):
-                accumulators = Accumulators(self.home, run)
+                accumulators = Accumulators(self.unit, run)
         except RuntimeError as error:
             inputs: list[Tensor] = []
             _flatten((args, kwargs), inputs)
-            check_mixed(error, self.home.name, self.home.dtype, inputs)
+            check_mixed(error, self.unit.name, self.unit.dtype, inputs)
             raise
         finally:
             engine.window.end_forward(self.layer, returning=returning)
@@ -155,7 +155,7 @@ class Block:
     def check(self) -> None:
         """Raises OffloadedModelError where modules or parameters were added or replaced since ``offload``."""
         there = ((module(), name, parameter) for module, name, parameter in self._owners)
-        self.home.check_unchanged((module, name, p) for module, name, p in there if module is not None)
+        self.unit.check_unchanged((module, name, p) for module, name, p in there if module is not None)
         if not self.members.same():
             self.engine.refuse_changes()
 
@@ -182,7 +182,7 @@ class Block:
         return join(outputs, leaders)
 
     def _kept(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        this, name = weakref.ref(self), self.home.name
+        this, name = weakref.ref(self), self.unit.name
         pack, unpack = functools.partial(_pack, this, name, run), functools.partial(_unpack, this, name)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return self._bare(*args, **kwargs)
@@ -193,7 +193,7 @@ class Block:
         # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
         again = _Again(run, [(args, kwargs)], arguments, State(self.module), Hooks(self.module))
         del args, kwargs
-        compute = functools.partial(_compute, weakref.ref(self), self.home.name, again)
+        compute = functools.partial(_compute, weakref.ref(self), self.unit.name, again)
         with ExitStack() as stack:
             if self.engine.activations is not None:
                 stack.enter_context(self.engine.activations.inputs())

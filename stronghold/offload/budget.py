@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from stronghold.config import STATES, OffloadSettings
 from stronghold.device import Device
 from stronghold.errors import BudgetError
-from stronghold.home import Home, Kind
 from stronghold.optim.states import lay_out_moments
 from stronghold.store import RING_BYTES, staging_bytes
+from stronghold.unit import Kind, Unit
 from stronghold.units import format_bytes
 from stronghold.window import RING, gradient_slot_bytes
 
@@ -25,27 +25,27 @@ def spread(layers: int, resident: int) -> list[int]:
     return [i * layers // resident for i in range(resident)]
 
 
-def resident_bytes(home: Home) -> int:
+def resident_bytes(unit: Unit) -> int:
     """Returns what a resident layer takes on the device: weights, remainders, gradients and fp32 moments."""
-    states = _moment_bytes(home)
-    return home.layout.total_bytes + home.remainder_bytes() + home.gradients.layout.total_bytes + states
+    states = _moment_bytes(unit)
+    return unit.layout.total_bytes + unit.remainder_bytes() + unit.gradients.layout.total_bytes + states
 
 
-def keep_resident(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> None:
+def keep_resident(units: Sequence[Unit], edge_bytes: int, settings: OffloadSettings, device: Device) -> None:
     """Marks the layers that stay on the device; raises ValueError and BudgetError."""
     wanted = settings.resident
     limit = settings.device_memory
-    if _need_no_slots(settings, device, homes):
-        wanted = len(homes)
+    if _need_no_slots(settings, device, units):
+        wanted = len(units)
     if isinstance(wanted, int):
-        if not 0 <= wanted <= len(homes):
+        if not 0 <= wanted <= len(units):
             raise ValueError(
-                f"resident must be between 0 and the number of layers (got resident={wanted}, layers={len(homes)}); "
+                f"resident must be between 0 and the number of layers (got resident={wanted}, layers={len(units)}); "
                 "pass a smaller number, or 'auto'"
             )
-        _mark(homes, wanted)
+        _mark(units, wanted)
         budget = settings.device_memory
-        if wanted and isinstance(budget, int) and (needed := _fixed_bytes(homes, edge_bytes)) > budget:
+        if wanted and isinstance(budget, int) and (needed := _fixed_bytes(units, edge_bytes)) > budget:
             raise BudgetError(
                 f"{wanted} resident layers need {format_bytes(needed)} on the device with edges and gradient slots, "
                 f"before any window and activations (got device_memory={format_bytes(budget)}); pass a smaller "
@@ -56,41 +56,41 @@ def keep_resident(homes: Sequence[Home], edge_bytes: int, settings: OffloadSetti
         free = device.free_bytes()
         limit = free // 2 if free is not None else 0  # half is left to activations, whose size depends on the batch
     assert isinstance(limit, int)
-    for number in range(len(homes), -1, -1):
-        _mark(homes, number)
-        streamed = [home for home in homes if not home.resident]
+    for number in range(len(units), -1, -1):
+        _mark(units, number)
+        streamed = [unit for unit in units if not unit.resident]
         window = settings.window if isinstance(settings.window, int) else 2
         slots = min(window, len(streamed)) * _longest(streamed)
-        if number == 0 or _fixed_bytes(homes, edge_bytes) + slots <= limit:
+        if number == 0 or _fixed_bytes(units, edge_bytes) + slots <= limit:
             return
 
 
-def _need_no_slots(settings: OffloadSettings, device: Device, homes: Sequence[Home]) -> bool:
+def _need_no_slots(settings: OffloadSettings, device: Device, units: Sequence[Unit]) -> bool:
     """Whether layers are best computed with where they are: slots would be a second copy in the same memory.
 
     Replicas have layers in common, but resident ones each for itself.
     """
     bounded = settings.device_memory is not None or settings.host_memory is not None or settings.directories
     asked = (settings.window, settings.resident)
-    alone = homes[0].replicas.total == 1
+    alone = units[0].replicas.total == 1
     return device.is_host and alone and not bounded and (asked == ("auto", 0) or settings.resident == "auto")
 
 
-def choose_window(homes: Sequence[Home], edge_bytes: int, settings: OffloadSettings, device: Device) -> int:
+def choose_window(units: Sequence[Unit], edge_bytes: int, settings: OffloadSettings, device: Device) -> int:
     """Returns the number of slots; raises ValueError and BudgetError."""
-    streamed = [home for home in homes if not home.resident]
-    layers, slot, fixed = len(streamed), _longest(streamed), _fixed_bytes(homes, edge_bytes)
+    streamed = [unit for unit in units if not unit.resident]
+    layers, slot, fixed = len(streamed), _longest(streamed), _fixed_bytes(units, edge_bytes)
     budget = settings.device_memory
     assert budget is None or isinstance(budget, int)
-    resident = " and resident layers" if layers < len(homes) else ""
+    resident = " and resident layers" if layers < len(units) else ""
     needed = (
         f"edges, gradient slots{resident} take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
     )
     if isinstance(settings.window, int):
         window = settings.window
-        if not 1 <= window <= len(homes):
+        if not 1 <= window <= len(units):
             raise ValueError(
-                f"window must be between 1 and the number of layers (got window={window}, layers={len(homes)}); "
+                f"window must be between 1 and the number of layers (got window={window}, layers={len(units)}); "
                 "pass a smaller window, or 'auto'"
             )
         window = min(window, layers)
@@ -117,44 +117,44 @@ def choose_window(homes: Sequence[Home], edge_bytes: int, settings: OffloadSetti
     return max(1, min(layers, (limit - fixed) // slot))
 
 
-def choose_disk(homes: Sequence[Home], settings: OffloadSettings, device: Device) -> None:
+def choose_disk(units: Sequence[Unit], settings: OffloadSettings, device: Device) -> None:
     """Marks what of each unit is on disk: all but the edges' weights, or what ``host_memory`` does not hold.
 
     Weights are the first to stay in host memory, as a step reads them there three times and writes them once; then the
     remainders and moments, layer by layer, which an update reads and writes once. Gradients come first of all, as if
     none were used up in the backward pass, where they fit.
     """
-    on_host = [home for home in homes if not home.resident]
-    for home in on_host:
-        home.on_disk = _STATES if home.is_edge else _STATES | {"weights"}
+    on_host = [unit for unit in units if not unit.resident]
+    for unit in on_host:
+        unit.on_disk = _STATES if unit.is_edge else _STATES | {"weights"}
     budget = settings.host_memory
     if not isinstance(budget, int):
         return
-    layers = [home for home in on_host if not home.is_edge]
-    count = homes[0].replicas.count  # what they have in common each counts a part of
+    layers = [unit for unit in on_host if not unit.is_edge]
+    count = units[0].replicas.count  # what they have in common each counts a part of
     room = count * (budget - RING_BYTES - RING * max((h.gradients.layout.total_bytes for h in layers), default=0))
-    room -= sum(home.gradients.layout.total_bytes for home in on_host)
-    room -= sum(home.layout.total_bytes for home in on_host if home.is_edge)
-    if sum(home.layout.total_bytes for home in layers) > room:  # some weights will be on disk
+    room -= sum(unit.gradients.layout.total_bytes for unit in on_host)
+    room -= sum(unit.layout.total_bytes for unit in on_host if unit.is_edge)
+    if sum(unit.layout.total_bytes for unit in layers) > room:  # some weights will be on disk
         room -= count * staging_bytes(layers, device)
     for part in (frozenset({"weights"}), _STATES):
-        for home in layers if "weights" in part else on_host:
-            size = home.layout.total_bytes if "weights" in part else home.remainder_bytes() + _most_moment_bytes(home)
+        for unit in layers if "weights" in part else on_host:
+            size = unit.layout.total_bytes if "weights" in part else unit.remainder_bytes() + _most_moment_bytes(unit)
             if size <= room:
-                home.on_disk -= part
+                unit.on_disk -= part
                 room -= size
 
 
-def _most_moment_bytes(home: Home) -> int:
+def _most_moment_bytes(unit: Unit) -> int:
     """Returns what moments may take, whichever their format: of small tensors each array takes whole pages."""
-    return max(lay_out_moments(home, home.gradients.places, states).total_bytes for states in STATES)
+    return max(lay_out_moments(unit, unit.gradients.places, states).total_bytes for states in STATES)
 
 
-def _moment_bytes(home: Home) -> int:
-    return lay_out_moments(home, home.gradients.places, "fp32").total_bytes
+def _moment_bytes(unit: Unit) -> int:
+    return lay_out_moments(unit, unit.gradients.places, "fp32").total_bytes
 
 
-def check_host(homes: Sequence[Home], settings: OffloadSettings, device: Device) -> None:
+def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device) -> None:
     """Refuses a host budget that cannot hold the model with the smallest optimizer there is.
 
     That is 8-bit states, updated in the backward pass; what another one takes, it asks for when it is made.
@@ -163,15 +163,15 @@ def check_host(homes: Sequence[Home], settings: OffloadSettings, device: Device)
     if budget is None:
         return
     assert isinstance(budget, int)
-    on_host = [home for home in homes if not home.resident]
-    weights = sum(home.layout.total_bytes for home in on_host if home.lives("weights") == "host")
-    weights += sum(home.remainder_bytes() for home in on_host if home.lives("remainders") == "host")
-    count = homes[0].replicas.count  # what they have in common each counts a part of
+    on_host = [unit for unit in units if not unit.resident]
+    weights = sum(unit.layout.total_bytes for unit in on_host if unit.lives("weights") == "host")
+    weights += sum(unit.remainder_bytes() for unit in on_host if unit.lives("remainders") == "host")
+    count = units[0].replicas.count  # what they have in common each counts a part of
     weights = weights // count + staging_bytes(on_host, device)
-    gradients = sum(home.gradients.layout.total_bytes for home in on_host if home.mirrored) // count
-    gradients += RING * max((home.gradients.layout.total_bytes for home in on_host if not home.is_edge), default=0)
-    in_memory = [home for home in on_host if home.lives("moments") == "host"]
-    states = sum(lay_out_moments(home, home.gradients.places, "8bit").total_bytes for home in in_memory) // count
+    gradients = sum(unit.gradients.layout.total_bytes for unit in on_host if unit.mirrored) // count
+    gradients += RING * max((unit.gradients.layout.total_bytes for unit in on_host if not unit.is_edge), default=0)
+    in_memory = [unit for unit in on_host if unit.lives("moments") == "host"]
+    states = sum(lay_out_moments(unit, unit.gradients.places, "8bit").total_bytes for unit in in_memory) // count
     ring = RING_BYTES if len(in_memory) < len(on_host) else 0
     total = weights + gradients + states + ring
     if total > budget:
@@ -183,18 +183,18 @@ def check_host(homes: Sequence[Home], settings: OffloadSettings, device: Device)
         )
 
 
-def _mark(homes: Sequence[Home], resident: int) -> None:
-    rows = set(spread(len(homes), resident))
-    for row, home in enumerate(homes):
-        home.resident = row in rows
+def _mark(units: Sequence[Unit], resident: int) -> None:
+    rows = set(spread(len(units), resident))
+    for row, unit in enumerate(units):
+        unit.resident = row in rows
 
 
-def _fixed_bytes(homes: Sequence[Home], edge_bytes: int) -> int:
+def _fixed_bytes(units: Sequence[Unit], edge_bytes: int) -> int:
     """Returns what edges, gradient slots and resident layers take on the device."""
-    streamed = [home for home in homes if not home.resident]
+    streamed = [unit for unit in units if not unit.resident]
     slots = RING * max(map(gradient_slot_bytes, streamed), default=0)
-    return edge_bytes + slots + sum(resident_bytes(home) for home in homes if home.resident)
+    return edge_bytes + slots + sum(resident_bytes(unit) for unit in units if unit.resident)
 
 
-def _longest(homes: Sequence[Home]) -> int:
-    return max((home.slot_bytes for home in homes), default=0)
+def _longest(units: Sequence[Unit]) -> int:
+    return max((unit.slot_bytes for unit in units), default=0)

@@ -12,8 +12,8 @@ import torch
 
 from stronghold.device import Stream
 from stronghold.errors import OffloadedModelError
-from stronghold.home import close_parameter
 from stronghold.store import Store
+from stronghold.unit import close_parameter
 
 if TYPE_CHECKING:
     from stronghold.offload.engine import Engine
@@ -53,14 +53,14 @@ def close_engine(engine: Engine) -> None:
     engine.turns.check()
     try:
         engine.close_backward()
-        for home in engine.homes:
-            engine.wait_on_host(home)
+        for unit in engine.units:
+            engine.wait_on_host(unit)
     finally:
         engine.closed = True
         if (optimizer := engine.optimizer() if engine.optimizer is not None else None) is not None:
             optimizer.forget()
-        for home in engine.homes:
-            for parameter in home.parameters:
+        for unit in engine.units:
+            for parameter in unit.parameters:
                 close_parameter(parameter)
-            home.close()
+            unit.close()
         engine.release()

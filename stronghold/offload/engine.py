@@ -27,17 +27,6 @@ from stronghold.device import (
     resident_host_bytes,
 )
 from stronghold.errors import BudgetError, OffloadedModelError
-from stronghold.home import (
-    ONE_REPLICA,
-    Collected,
-    Home,
-    OffloadedParameter,
-    Replicas,
-    Updater,
-    Work,
-    closed_error,
-    opaque,
-)
 from stronghold.offload.block import Block, Run
 from stronghold.offload.closing import end_with
 from stronghold.offload.company import Alone, Company
@@ -51,13 +40,24 @@ from stronghold.offload.turns import Turns
 from stronghold.offload.updates import PreparedUpdate, Updates
 from stronghold.optim.held import held_bytes
 from stronghold.store import DiskStore, RamStore, Store
+from stronghold.unit import (
+    ONE_REPLICA,
+    Collected,
+    OffloadedParameter,
+    Replicas,
+    Unit,
+    Updater,
+    Work,
+    closed_error,
+    opaque,
+)
 from stronghold.units import format_bytes
 from stronghold.weights import Source, give_values
 from stronghold.window import Accumulators, DeviceGradients, Gradients, HostActivations, Window
 
 
 class Engine:
-    """One offloaded model: its homes, its window, and the events that autograd and the optimizer send."""
+    """One offloaded model: its units, its window, and the events that autograd and the optimizer send."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Engine:
         self._born = forks()
         self.device = device
         self.replicas = replicas
-        self.homes: Sequence[Home] = placement.homes
+        self.units: Sequence[Unit] = placement.units
         self.layers = placement.layers
         self.micro_batch = settings.micro_batch
         self.waits = Waits(device)
@@ -97,26 +97,26 @@ class Engine:
         self._anonymous_bytes = max(0, resident_host_bytes() - own)
         paths = [Path(path) for path in settings.directories]
         replicas.agree([os.path.realpath(path) for path in paths], here=True)
-        replicas.agree([(home.name, home.resident, sorted(home.on_disk)) for home in self.homes])
+        replicas.agree([(unit.name, unit.resident, sorted(unit.on_disk)) for unit in self.units])
         reopen = isinstance(weights, Reopened)
         self.store: Store = (
-            DiskStore(device, paths, self.homes, self.waits, reopen=reopen) if paths else RamStore(device)
+            DiskStore(device, paths, self.units, self.waits, reopen=reopen) if paths else RamStore(device)
         )
         try:
             on_disk = sum(
-                (home.layout.total_bytes if home.lives("weights") == "disk" else 0)
-                + (home.remainder_bytes() if home.lives("remainders") == "disk" else 0)
-                for home in self.homes
+                (unit.layout.total_bytes if unit.lives("weights") == "disk" else 0)
+                + (unit.remainder_bytes() if unit.lives("remainders") == "disk" else 0)
+                for unit in self.units
             )
             self.store.check_space(on_disk, "the model's weights")
-            for home in self.homes:
-                home.owner = self
+            for unit in self.units:
+                unit.owner = self
             if isinstance(weights, Reopened):
                 assert isinstance(self.store, DiskStore)
-                weights.place(self.store, self.homes)
+                weights.place(self.store, self.units)
             else:
-                for number, values in weights.units([home.parameters for home in self.homes], placement.modules):
-                    self.store.place(self.homes[number], values)
+                for number, values in weights.units([unit.parameters for unit in self.units], placement.modules):
+                    self.store.place(self.units[number], values)
         except BaseException:
             self.store.close()
             raise
@@ -126,8 +126,8 @@ class Engine:
         self.gradients = Gradients(self.layers, device, self.waits, replicas)
         self.device_gradients = DeviceGradients(device, self.waits)
         self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
-        for home in self.homes:  # from here on nothing large is allocated but the edges, and the model changes
-            self._attach(home)
+        for unit in self.units:  # from here on nothing large is allocated but the edges, and the model changes
+            self._attach(unit)
         for module, name, buffer in weights.buffers():
             module._buffers[name] = buffer
         placement.move_edges(device)
@@ -140,13 +140,13 @@ class Engine:
         keep = settings.activations == "keep"
         layers = zip(placement.modules, self.layers, strict=True)
         # Weakly, as all that is the user's: a layer holds its block, and that holds the engine.
-        self._blocks = [weakref.ref(Block(module, home, self, keep=keep)) for module, home in layers]
-        self._edges = [(home, [(weakref.ref(m), name) for m, name in owners]) for home, owners in placement.edges]
+        self._blocks = [weakref.ref(Block(module, unit, self, keep=keep)) for module, unit in layers]
+        self._edges = [(unit, [(weakref.ref(m), name) for m, name in owners]) for unit, owners in placement.edges]
         self._budgets = settings.device_memory, settings.host_memory
         self._host_memory = HostMemory()
         within = {id(inner) for module in placement.modules for inner in module.modules()}
-        for home, _ in self._edges:
-            self._hooks.on_edge(home)
+        for unit, _ in self._edges:
+            self._hooks.on_edge(unit)
         self._outside = Members((n, m) for n, m in model.named_modules() if id(m) not in within)
         streams = device.streams + ([self._updates.landing] if self._updates.landing is not None else [])
         # A replica does not wait for others that may be gone: its threads end by themselves.
@@ -171,7 +171,7 @@ class Engine:
     def release(self) -> None:
         """Ends the threads and gives back memory, locks and files; nothing of the engine can be used after it."""
         self._end()
-        self.homes = self.layers = []
+        self.units = self.layers = []
         self.activations = None
         del self.window, self.gradients, self.device_gradients, self._hooks, self._updates, self.stopwatch, self.store
 
@@ -179,18 +179,18 @@ class Engine:
 
     def enter(self, block: Block) -> list[int]:
         self.check_open()
-        if torch.is_grad_enabled() or not block.home.resident:  # a child has neither streams nor slots
+        if torch.is_grad_enabled() or not block.unit.resident:  # a child has neither streams nor slots
             check_process(self._born)
         if torch._C._current_graph_task_id() == -1:
             self.close_backward()
         else:
             self._close_layer()  # a checkpoint of the user's own runs its layers again
         block.check()
-        self.take_writes(block.home)
+        self.take_writes(block.unit)
         if block.layer == 0:
             self._check_edges()
         if torch.is_grad_enabled():
-            self._hooks.on_layer(block.home)
+            self._hooks.on_layer(block.unit)
         return [run.layer for run in self._alive()]
 
     def ran(self, run: Run, accumulators: Accumulators) -> None:
@@ -247,12 +247,12 @@ class Engine:
                 f"what autograd saved for {self.layers[layer].name} was asked for outside a backward pass, where no "
                 "layer is on the device; read it in the backward pass, or have the layer recomputed"
             )
-        home = self.layers[layer]
-        if run is not None and (home.generation != run.generation or home.versions_now() != home.versions):
+        unit = self.layers[layer]
+        if run is not None and (unit.generation != run.generation or unit.versions_now() != unit.versions):
             if self.gradients.has_updated(layer):
-                raise self.gradients.too_late(home)
+                raise self.gradients.too_late(unit)
             raise OffloadedModelError(
-                f"the weights of {home.name} must be the same in the backward pass as in its forward pass (they have "
+                f"the weights of {unit.name} must be the same in the backward pass as in its forward pass (they have "
                 "been updated or written in between); call backward() before step(), or run the forward pass again"
             )
         self._close_layer()
@@ -266,15 +266,15 @@ class Engine:
         self.window.begin_backward(layer, [other.layer for other in reversed(before)])
         self.gradients.open(layer)
         if self.gradients.parts.several(layer):
-            self._hooks.on_layer(home)  # the user may have added some since the forward pass
+            self._hooks.on_layer(unit)  # the user may have added some since the forward pass
 
-    def _expect(self, home: Home, place: int, gradient: Tensor | None) -> Tensor | None:
+    def _expect(self, unit: Unit, place: int, gradient: Tensor | None) -> Tensor | None:
         # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient. It
         # is opened before autograd adds this gradient to one that the user keeps on the host.
-        assert home.index is not None
-        if self.gradients.layer != home.index or not self.window.is_bound(home.index) or self.turns.elsewhere:
-            self._return_to(home.index, None)
-        return self.gradients.parts.arriving(home, place, gradient)
+        assert unit.index is not None
+        if self.gradients.layer != unit.index or not self.window.is_bound(unit.index) or self.turns.elsewhere:
+            self._return_to(unit.index, None)
+        return self.gradients.parts.arriving(unit, place, gradient)
 
     def _close_layer(self) -> None:
         layer = self.gradients.layer
@@ -321,35 +321,35 @@ class Engine:
     def turn(self) -> AbstractContextManager[None]:
         return self.turns.taken()
 
-    def agree(self, found: Mapping[Home, Collection[int]]) -> None:
+    def agree(self, found: Mapping[Unit, Collection[int]]) -> None:
         check_process(self._born)
         if self.replicas.total > 1:
-            self.replicas.agree([(home.name, tuple(places)) for home, places in found.items()])
+            self.replicas.agree([(unit.name, tuple(places)) for unit, places in found.items()])
 
-    def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
-        if home.is_edge or home.resident:
-            return self.device_gradients.collect(home, gradients)
+    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+        if unit.is_edge or unit.resident:
+            return self.device_gradients.collect(unit, gradients)
         return self.gradients.collect(gradients)
 
-    def take_writes(self, home: Home) -> bool:
-        if not home.was_written():
+    def take_writes(self, unit: Unit) -> bool:
+        if not unit.was_written():
             return False
-        home.wait_updated()
-        if not home.mirrored:
-            self.changed([home])
-            home.take_writes()
+        unit.wait_updated()
+        if not unit.mirrored:
+            self.changed([unit])
+            unit.take_writes()
             return True
-        arrived = [torch.empty_like(weight) for weight in home.weight]
-        for value, there in zip(arrived, home.on_device, strict=True):
+        arrived = [torch.empty_like(weight) for weight in unit.weight]
+        for value, there in zip(arrived, unit.on_device, strict=True):
             self.device.compute_copy(value, there)
         # The host is to compare its weight with what was written on the device.
         self.waits.host(self.device.compute_mark(), Wait.EDGE_WRITTEN)
-        home.take_writes(arrived)
+        unit.take_writes(arrived)
         return True
 
-    def prepare(self, home: Home, work: Work, moved_bytes: int) -> PreparedUpdate:
+    def prepare(self, unit: Unit, work: Work, moved_bytes: int) -> PreparedUpdate:
         check_process(self._born)
-        return self._updates.prepare(home, work, moved_bytes)
+        return self._updates.prepare(unit, work, moved_bytes)
 
     def update_threads(self) -> int:
         # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
@@ -357,12 +357,12 @@ class Engine:
         cores = max(1, native.usable_cores() // self.company.neighbours)
         return cores if self.device.torch_device.type == "cpu" else max(1, cores - 1)
 
-    def sum_squares(self, found: Mapping[Home, Mapping[int, Collected]], *, finite: bool) -> float:
+    def sum_squares(self, found: Mapping[Unit, Mapping[int, Collected]], *, finite: bool) -> float:
         squares = (
             float(gradient.squares)
-            for home, gradients in found.items()
+            for unit, gradients in found.items()
             for place, gradient in gradients.items()
-            if id(home.parameters[place]) not in self.copies
+            if id(unit.parameters[place]) not in self.copies
         )
         return self.company.sum(sum(squares) if finite else math.nan)
 
@@ -406,13 +406,13 @@ class Engine:
 
     def resident_bytes(self) -> int:
         """Returns what resident layers hold on the device, their gradients and states included."""
-        gradients = sum(home.gradients.layout.total_bytes for home in self.layers if home.resident)
+        gradients = sum(unit.gradients.layout.total_bytes for unit in self.layers if unit.resident)
         return gradients + self.device.resident_bytes
 
     def edge_gradient_bytes(self) -> int:
         """Returns what autograd holds of the edges' gradients on the device, from ``backward()`` to ``zero_grad()``."""
         counts = (
-            n for home, _ in self._edges for n, p in zip(home.counts, home.parameters, strict=True) if p.requires_grad
+            n for unit, _ in self._edges for n, p in zip(unit.counts, unit.parameters, strict=True) if p.requires_grad
         )
         return sum(counts) * self.layers[0].dtype.itemsize
 
@@ -422,8 +422,8 @@ class Engine:
         counted += self.device_bytes() if self.device.is_host else 0
         return max(0, resident_host_bytes() - self._anonymous_bytes - counted)
 
-    def changed(self, homes: Sequence[Home]) -> None:
-        self.window.changed([home.index for home in homes if home.index is not None])
+    def changed(self, units: Sequence[Unit]) -> None:
+        self.window.changed([unit.index for unit in units if unit.index is not None])
 
     def step_done(self) -> None:
         self.stopwatch.lap()
@@ -431,41 +431,41 @@ class Engine:
     def wait_updates(self) -> None:
         self.check_open()
         begin = self.device.stamp()
-        for home in self.homes:
-            self.wait_on_host(home)
+        for unit in self.units:
+            self.wait_on_host(unit)
         self.window.traffic.update_waits.append((begin, self.device.stamp()))
 
-    def wait_on_host(self, home: Home) -> None:
-        self.waits.host(home.updated, Wait.UPDATE_READ)
+    def wait_on_host(self, unit: Unit) -> None:
+        self.waits.host(unit.updated, Wait.UPDATE_READ)
 
-    def wait_updated(self, home: Home) -> None:
-        event, begin = home.updated, self.device.stamp()
-        if home.mirrored:
+    def wait_updated(self, unit: Unit) -> None:
+        event, begin = unit.updated, self.device.stamp()
+        if unit.mirrored:
             # The upload of the edge's new value must have arrived before anything computes with it.
             self.waits.compute(event, Wait.EDGE_UPLOADED)
         else:
             self.waits.host(event, Wait.WEIGHTS_READ)
         self.window.traffic.update_waits.append((begin, self.device.stamp()))
-        home.updated = None
+        unit.updated = None
 
     # Its own.
 
     def _alive(self) -> list[Run]:
         return [run for reference in self._runs if (run := reference()) is not None]
 
-    def _attach(self, home: Home) -> None:
+    def _attach(self, unit: Unit) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for place, (parameter, weight) in enumerate(zip(home.parameters, home.weight, strict=True)):
+            for place, (parameter, weight) in enumerate(zip(unit.parameters, unit.weight, strict=True)):
                 give_values(parameter, weight)
                 parameter.__class__ = OffloadedParameter
-                parameter.__dict__.update(_unit_reference=weakref.ref(home), _place=place)
-                home.attach(place)
-        home.sample()
+                parameter.__dict__.update(_unit_reference=weakref.ref(unit), _place=place)
+                unit.attach(place)
+        unit.sample()
 
     def _check_edges(self) -> None:
-        for home, owners in self._edges:
-            self._hooks.on_edge(home)
+        for unit, owners in self._edges:
+            self._hooks.on_edge(unit)
             there = ((module(), name) for module, name in owners)
-            home.check_unchanged((module, name, home.parameters[0]) for module, name in there if module is not None)
+            unit.check_unchanged((module, name, unit.parameters[0]) for module, name in there if module is not None)
         if not self._outside.same():
             self.refuse_changes()

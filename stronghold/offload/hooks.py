@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stronghold.home import Home, opaque
+from stronghold.unit import Unit, opaque
 from stronghold.window import DeviceGradients, Gradients, OfSums
 
-_Expect = weakref.WeakMethod[Callable[[Home, int, Tensor | None], Tensor | None]]
+_Expect = weakref.WeakMethod[Callable[[Unit, int, Tensor | None], Tensor | None]]
 
 
 class Hooks:
@@ -26,7 +26,7 @@ class Hooks:
 
     def __init__(
         self,
-        expect: Callable[[Home, int, Tensor | None], Tensor | None],
+        expect: Callable[[Unit, int, Tensor | None], Tensor | None],
         gradients: Gradients,
         device_gradients: DeviceGradients,
     ) -> None:
@@ -36,26 +36,26 @@ class Hooks:
         self._expect_edge: _Expect = weakref.WeakMethod(device_gradients.expect)
         self._take, self._take_edge = _weakly(gradients.take), _weakly(device_gradients.take)
 
-    def on_layer(self, home: Home) -> None:
+    def on_layer(self, unit: Unit) -> None:
         """Has the gradients of a layer that is about to compute taken, after all hooks of the user."""
         with torch._C.DisableTorchFunctionSubclass():
-            for place, parameter in enumerate(home.parameters):
+            for place, parameter in enumerate(unit.parameters):
                 if not parameter.requires_grad:
                     continue
                 handle = self._handles.get(id(parameter))
                 if handle is None:
-                    expecting = parameter.register_hook(_about(home, place, self._expect))
+                    expecting = parameter.register_hook(_about(unit, place, self._expect))
                     _first(parameter._backward_hooks or {}, expecting)
                 elif next(reversed(parameter._post_accumulate_grad_hooks), None) != handle.id:
                     handle.remove()  # the user has added a hook since, which is to see the gradient before it goes
                     handle = None
                 if handle is None:
                     self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take)
-                self._of_sums(home, place, parameter)
+                self._of_sums(unit, place, parameter)
 
-    def _of_sums(self, home: Home, place: int, parameter: nn.Parameter) -> None:
+    def _of_sums(self, unit: Unit, place: int, parameter: nn.Parameter) -> None:
         """Keeps parts of gradients from the user's hooks: all but the first that go before and the last behind."""
-        assert home.index is not None
+        assert unit.index is not None
         before: dict[int, Any] = parameter._backward_hooks or {}
         behind: dict[int, Any] = parameter._post_accumulate_grad_hooks
         for hooks, own in (before, 0), (behind, len(behind) - 1):
@@ -63,16 +63,16 @@ class Hooks:
                 continue
             for index, (number, hook) in enumerate(list(hooks.items())):
                 if index != own and not isinstance(hook, OfSums):
-                    hooks[number] = OfSums(hook, self._parts, (home.index, place))
+                    hooks[number] = OfSums(hook, self._parts, (unit.index, place))
 
-    def on_edge(self, home: Home) -> None:
+    def on_edge(self, unit: Unit) -> None:
         """Has an edge's gradient summed in fp32, in its own memory, before all hooks of the user, who see the sum."""
-        parameter = home.parameters[0]
+        parameter = unit.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():
             if not parameter.requires_grad or id(parameter) in self._handles:
                 return
-            if home.dtype != torch.float32:  # in fp32 autograd's own sum is exact enough
-                parameter.register_hook(_about(home, 0, self._expect_edge))
+            if unit.dtype != torch.float32:  # in fp32 autograd's own sum is exact enough
+                parameter.register_hook(_about(unit, 0, self._expect_edge))
             handle = self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_edge)
             _first(parameter._post_accumulate_grad_hooks, handle)
 
@@ -94,8 +94,8 @@ def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], 
     return hook
 
 
-def _about(home: Home, place: int, call: _Expect) -> Callable[[Tensor | None], Tensor | None]:
-    reference = weakref.ref(home)
+def _about(unit: Unit, place: int, call: _Expect) -> Callable[[Tensor | None], Tensor | None]:
+    reference = weakref.ref(unit)
 
     @opaque
     def hook(gradient: Tensor | None) -> Tensor | None:

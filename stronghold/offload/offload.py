@@ -15,13 +15,13 @@ from stronghold.config import OffloadSettings
 from stronghold.device import Device, Timeline, open_device, return_free_memory
 from stronghold.errors import OffloadedModelError
 from stronghold.evaluation.report import Report
-from stronghold.home import ONE_REPLICA, Replicas, home_of
 from stronghold.offload.closing import close_engine
 from stronghold.offload.compiled import uncompiled
 from stronghold.offload.engine import Engine
 from stronghold.offload.placement import plan
 from stronghold.offload.reopening import Reopened
 from stronghold.optim.held import name_of
+from stronghold.unit import ONE_REPLICA, Replicas, unit_of
 from stronghold.weights import Weights, open_weights
 
 
@@ -121,7 +121,7 @@ def _offload(
             f"{type(model).__name__} is offloaded already, and a module can be offloaded once; build it anew to change "
             "its settings"
         )
-    if any(home_of(parameter) is not None for parameter in model.parameters()):
+    if any(unit_of(parameter) is not None for parameter in model.parameters()):
         raise OffloadedModelError(
             f"a part of {type(model).__name__}, or a model that it is a part of, is offloaded already, and a parameter "
             "can be offloaded once; offload the whole model"
@@ -163,7 +163,7 @@ class _Apply:
         engine, module = self._engine(), self._module()
         if engine is not None:
             engine.check_open()
-            for dtype in sorted({dtype for home in engine.homes for dtype in home.dtypes}, key=str):
+            for dtype in sorted({dtype for unit in engine.units for dtype in unit.dtypes}, key=str):
                 probe = torch.empty(0, dtype=dtype, device=engine.device.torch_device)
                 result = function(probe)
                 if result.device != probe.device or result.dtype != probe.dtype:
@@ -235,8 +235,8 @@ def report(model: nn.Module) -> Report:
     """
     engine = _known_engine(model)
     optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
-    home, device = engine.layers[0], engine.device
-    parameters = [p for h in engine.homes for p in h.parameters]
+    unit, device = engine.layers[0], engine.device
+    parameters = [p for h in engine.units for p in h.parameters]
     others_host_bytes, others_device_bytes = engine.other_optimizers_bytes()
     return Report(
         parameters=sum(p.numel() for p in parameters),
@@ -245,7 +245,7 @@ def report(model: nn.Module) -> Report:
         window=engine.window.size,
         resident=sum(h.resident for h in engine.layers),
         device=device.name,
-        dtype=" and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys([home.dtype, *home.dtypes])),
+        dtype=" and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys([unit.dtype, *unit.dtypes])),
         states=optimizer.states if optimizer is not None else None,
         other_optimizers=tuple(sorted(map(name_of, engine.other_optimizers))),
         others_host_bytes=others_host_bytes,
@@ -263,9 +263,9 @@ def report(model: nn.Module) -> Report:
         disk_bytes=engine.store.disk_bytes,
         disk_paths=tuple(map(str, engine.store.paths)),
         on_root_disk=any(path.stat().st_dev == os.stat("/").st_dev for path in engine.store.paths),
-        accumulation_bytes=sum(h.gradients.sum_bytes() // (1 if h.is_edge else h.replicas.count) for h in engine.homes),
+        accumulation_bytes=sum(h.gradients.sum_bytes() // (1 if h.is_edge else h.replicas.count) for h in engine.units),
         skipped_steps=optimizer.skipped_steps if optimizer is not None else 0,
         step=engine.stopwatch.last(),
-        weights_on_disk=sum(home.lives("weights") == "disk" for home in engine.layers),
-        states_on_disk=sum(home.trainable and home.lives("moments") == "disk" for home in engine.layers),
+        weights_on_disk=sum(unit.lives("weights") == "disk" for unit in engine.layers),
+        states_on_disk=sum(unit.trainable and unit.lives("moments") == "disk" for unit in engine.layers),
     )

@@ -11,29 +11,29 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stronghold.errors import OffloadedModelError
-from stronghold.home import Home, gradient_of, make_plain, opaque
 from stronghold.offload.engine import Engine
 from stronghold.offload.writing import Units, begin, end, units_of
 from stronghold.optim import AdamW
 from stronghold.optim.held import held_bytes, name_of
+from stronghold.unit import Unit, gradient_of, make_plain, opaque
 
 
 @opaque
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     units = _stepped(optimizer)
-    for home, places in units.items():
-        _check_exact(optimizer, home, places)
+    for unit, places in units.items():
+        _check_exact(optimizer, unit, places)
     begin(units)
-    for home, places in units.items():
+    for unit, places in units.items():
         for place in places:  # a compiler knows nothing of our gradients' class
-            make_plain(gradient_of(home.parameters[place]))
+            make_plain(gradient_of(unit.parameters[place]))
 
 
 @opaque
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     units = _stepped(optimizer)
     end(units)
-    for engine in {id(home.owner): home.owner for home in units}.values():
+    for engine in {id(unit.owner): unit.owner for unit in units}.values():
         if isinstance(engine, Engine) and optimizer not in engine.other_optimizers:
             host_bytes, device_bytes = held_bytes(optimizer)
             what = f"the states of {name_of(optimizer)}"
@@ -47,12 +47,12 @@ def _stepped(optimizer: Optimizer) -> Units:
     return units_of(p for group in optimizer.param_groups for p in group["params"])
 
 
-def _check_exact(optimizer: Optimizer, home: Home, places: list[int]) -> None:
+def _check_exact(optimizer: Optimizer, unit: Unit, places: list[int]) -> None:
     """Refuses to step bf16 weights whose fp32 masters have more bits, which would be lost a step after the other."""
-    if any(home.has_finer_master(place) for place in places):
+    if any(unit.has_finer_master(place) for place in places):
         raise OffloadedModelError(
             "an optimizer must step the fp32 masters of a model that computes in bf16, and only stronghold.AdamW does "
-            f"(got {name_of(optimizer)} over the bf16 weights of {home.name}); use stronghold.AdamW or "
+            f"(got {name_of(optimizer)} over the bf16 weights of {unit.name}); use stronghold.AdamW or "
             "offload(dtype=torch.float32), or convert the model to bf16 before offload() to train it without masters"
         )
 

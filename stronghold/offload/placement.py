@@ -12,11 +12,11 @@ from torch import nn
 
 from stronghold.config import OffloadSettings
 from stronghold.device import Device
-from stronghold.home import ONE_REPLICA, Home, Replicas
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.offload.budget import check_host, choose_disk, choose_window, keep_resident
 from stronghold.offload.parameters import check_parameters
 from stronghold.offload.rows import Layer, find_layers
+from stronghold.unit import ONE_REPLICA, Replicas, Unit
 
 _BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
@@ -27,31 +27,31 @@ Owner = tuple[nn.Module, str]
 class Placement:
     """Where the parameters of a model go.
 
-    ``homes`` are all units in the order of the model's parameters, which is about the order of their first use and
+    ``units`` are all units in the order of the model's parameters, which is about the order of their first use and
     the order of their updates; ``layers`` those of the layers, and ``modules`` the layers themselves, in the order of
     the rows; ``edges`` the edges with the modules that own them.
     """
 
-    homes: list[Home]
-    layers: list[Home]
+    units: list[Unit]
+    layers: list[Unit]
     modules: list[nn.Module]
-    edges: list[tuple[Home, list[Owner]]]
+    edges: list[tuple[Unit, list[Owner]]]
     buffers: list[Owner]
     edge_bytes: int
     window: int
 
     def move_edges(self, device: Device) -> None:
-        """Moves mirrored edges and all buffers to the device, once the edges' homes are placed."""
+        """Moves mirrored edges and all buffers to the device, once the edges' units are placed."""
         with torch._C.DisableTorchFunctionSubclass():
-            for home in (home for home, _ in self.edges if home.mirrored):
-                for parameter, weight in zip(home.parameters, home.weight, strict=True):
+            for unit in (unit for unit, _ in self.edges if unit.mirrored):
+                for parameter, weight in zip(unit.parameters, unit.weight, strict=True):
                     # Not through .to(): on a device that plays one on the CPU that would be the host's own tensor.
                     there = torch.empty(weight.shape, dtype=weight.dtype, device=device.torch_device)
                     device.copied(there)
                     there.copy_(weight)
                     parameter.data = there
-                    home.on_device.append(there)
-                    home.versions = [parameter._version]
+                    unit.on_device.append(there)
+                    unit.versions = [parameter._version]
         for module, name in self.buffers:
             buffer = module._buffers[name]
             assert buffer is not None
@@ -84,46 +84,46 @@ def plan(
     if settings.micro_batch is not None:
         _check_micro_batch(found)
     owned, edges = _share_out(model, found)
-    homes_by_parameter: dict[int, Home] = {}
+    units_by_parameter: dict[int, Unit] = {}
     modules: list[nn.Module] = []
-    layer_homes: list[Home] = []
+    layer_units: list[Unit] = []
     for layer, parameters in zip(found, owned, strict=True):
         if parameters:
             dtypes = _dtypes_of(layer.name, parameters, dtype)
-            home = Home(len(modules), layer.name, parameters, dtypes, alignment=alignment)
+            unit = Unit(len(modules), layer.name, parameters, dtypes, alignment=alignment)
             modules.append(layer.module)
-            layer_homes.append(home)
-            homes_by_parameter.update((id(p), home) for p in parameters)
+            layer_units.append(unit)
+            units_by_parameter.update((id(p), unit) for p in parameters)
     if not modules:
         raise ValueError(
             f"every parameter of the {len(found)} layers of {type(model).__name__} is shared with other layers or the "
             "rest of the model, so that nothing can be moved by itself: there is nothing to offload"
         )
-    edge_homes = []
+    edge_units = []
     for name, parameter, owners in edges:
         dtypes = _dtypes_of(name, [parameter], dtype)
-        home = Home(None, name, [parameter], dtypes, mirrored=not device.is_host, alignment=alignment)
-        homes_by_parameter[id(parameter)] = home
-        edge_homes.append((home, owners))
-    homes = list({id(h): h for p in model.parameters() if (h := homes_by_parameter[id(p)])}.values())
+        unit = Unit(None, name, [parameter], dtypes, mirrored=not device.is_host, alignment=alignment)
+        units_by_parameter[id(parameter)] = unit
+        edge_units.append((unit, owners))
+    units = list({id(h): h for p in model.parameters() if (h := units_by_parameter[id(p)])}.values())
     buffers = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     buffer_bytes = sum(b.numel() * b.element_size() for m, name in buffers if (b := m._buffers[name]) is not None)
     # An edge's gradient lies on the device, as in any model there.
     edge_bytes = buffer_bytes + sum(
-        (home.mirrored + home.trainable) * home.layout.total_bytes for home, _ in edge_homes
+        (unit.mirrored + unit.trainable) * unit.layout.total_bytes for unit, _ in edge_units
     )
-    for home in homes:
-        home.replicas = replicas
-    keep_resident(layer_homes, edge_bytes, settings, device)
-    window = choose_window(layer_homes, edge_bytes, settings, device)
+    for unit in units:
+        unit.replicas = replicas
+    keep_resident(layer_units, edge_bytes, settings, device)
+    window = choose_window(layer_units, edge_bytes, settings, device)
     if settings.directories:
-        choose_disk(homes, settings, device)
-    check_host(homes, settings, device)
+        choose_disk(units, settings, device)
+    check_host(units, settings, device)
     return Placement(
-        homes=homes,
-        layers=layer_homes,
+        units=units,
+        layers=layer_units,
         modules=modules,
-        edges=edge_homes,
+        edges=edge_units,
         buffers=buffers,
         edge_bytes=edge_bytes,
         window=window,

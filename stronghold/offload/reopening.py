@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from stronghold.checkpoint_files.manifest import BUFFERS, Manifest
 from stronghold.checkpoint_files.reader import FileReader, UnitReader
 from stronghold.errors import StoreError
-from stronghold.home import Home
 from stronghold.store import DiskStore, in_memory
+from stronghold.unit import Unit
 
 
 class Reopened:
@@ -20,7 +20,7 @@ class Reopened:
         self._model = model
         self._kept: Manifest | None = None
 
-    def place(self, store: DiskStore, homes: Sequence[Home]) -> None:
+    def place(self, store: DiskStore, units: Sequence[Unit]) -> None:
         """Gives all units the memory that they were kept in, and reads what is not on disk.
 
         Raises StoreError for a model with other parameters, or one that is placed otherwise.
@@ -28,21 +28,21 @@ class Reopened:
         kept = self._kept = store.reopened
         assert kept is not None
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        for home in homes:
-            named = [names[id(parameter)] for parameter in home.parameters]
+        for unit in units:
+            named = [names[id(parameter)] for parameter in unit.parameters]
             for name in named:
                 if name not in kept.parameters:
                     raise StoreError(
                         f"the store at {kept.directory}, with a run after step {kept.step:g}, belongs to another model "
                         f"(it has no parameter {name}); pass another directory"
                     )
-            store.place_kept(home)
+            store.place_kept(unit)
             tensors = {}
             for place, name in enumerate(named):
-                tensors[name] = home.weight[place]
-                if place in home.masters.remainders:
-                    tensors[f"{name}/remainder"] = home.masters.remainders[place]
-            wanted = in_memory(kept, store, home, named, tensors, whole=False)
+                tensors[name] = unit.weight[place]
+                if place in unit.masters.remainders:
+                    tensors[f"{name}/remainder"] = unit.masters.remainders[place]
+            wanted = in_memory(kept, store, unit, named, tensors, whole=False)
             with UnitReader(kept, named) as reader:
                 for name in wanted:
                     reader.read_to(name, tensors[name])

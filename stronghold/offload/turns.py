@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from stronghold.errors import OffloadedModelError
-from stronghold.home import opaque
+from stronghold.unit import opaque
 
 _ENDING_S = 0.2
 """How long a pass that has just failed may take to be gone in the thread that ran it."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stronghold.device import Device, Event, Wait, Waits
-from stronghold.home import Home, Replicas, Work
 from stronghold.store import Passage, Store
+from stronghold.unit import Replicas, Unit, Work
 
 
 class Updates:
@@ -15,14 +15,14 @@ class Updates:
         self.landing = device.host_stream("landing") if replicas.count > 1 else None
         """Where this process waits for the updates of the machine's other replicas."""
 
-    def prepare(self, home: Home, work: Work, moved_bytes: int) -> PreparedUpdate:
+    def prepare(self, unit: Unit, work: Work, moved_bytes: int) -> PreparedUpdate:
         """Makes a unit's update ready, which writes nothing yet."""
-        passage = self._store.passage(home, work.operands, work.parts)
-        return PreparedUpdate(self, home, work, moved_bytes, passage)
+        passage = self._store.passage(unit, work.operands, work.parts)
+        return PreparedUpdate(self, unit, work, moved_bytes, passage)
 
-    def run(self, home: Home, work: Work, moved_bytes: int, passage: Passage, after: Event | None) -> Event | None:
+    def run(self, unit: Unit, work: Work, moved_bytes: int, passage: Passage, after: Event | None) -> Event | None:
         """Updates a unit when ``after`` has happened. Returns when the next may use it; None for a resident layer."""
-        shared = self._replicas.count > 1 and not home.resident
+        shared = self._replicas.count > 1 and not unit.resident
 
         def task() -> None:
             segments = work.segments()
@@ -33,29 +33,29 @@ class Updates:
             if not shared:
                 work.done()
 
-        if home.resident:
+        if unit.resident:
             self._device.compute_now(task, moved_bytes)
             return None
         updates = self._device.updates
         # Under in_backward the gradient may still be on its way down.
         self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
         # A layer may have been fetched, or read ahead, for a computation that did not come.
-        self.waits.stream(updates, self._store.reading(home), Wait.FILE_READ)
+        self.waits.stream(updates, self._store.reading(unit), Wait.FILE_READ)
         if shared and self._store.paths:
             updates.submit(self._replicas.updates.meet)  # the others' reads of the file are complete, too
-        with self._device.noted(updates, f"update {home.name}"):
+        with self._device.noted(updates, f"update {unit.name}"):
             updates.run(task, moved_bytes=moved_bytes)
-        done = self._store.landed(home, updates.record())
+        done = self._store.landed(unit, updates.record())
         if shared:
             done = self._landed_everywhere(done, work)
-        if not home.mirrored:
+        if not unit.mirrored:
             return done
         edges = self._device.edges
         # The upload carries what the update wrote. That nobody computes with the old value any more, the host knows
         # since it waited for the edge's gradient.
         self.waits.stream(edges, done, Wait.EDGE_UPDATED)
-        with self._device.noted(edges, f"upload {home.name}"):
-            for target, weight in zip(home.on_device, home.weight, strict=True):
+        with self._device.noted(edges, f"upload {unit.name}"):
+            for target, weight in zip(unit.on_device, unit.weight, strict=True):
                 edges.copy(target, weight)
         return edges.record()
 
@@ -72,12 +72,12 @@ class Updates:
 class PreparedUpdate:
     """One unit's update with its passage through the store, which nothing refuses any more."""
 
-    def __init__(self, updates: Updates, home: Home, work: Work, moved_bytes: int, passage: Passage) -> None:
-        self._updates, self._home, self._work, self._moved_bytes = updates, home, work, moved_bytes
+    def __init__(self, updates: Updates, unit: Unit, work: Work, moved_bytes: int, passage: Passage) -> None:
+        self._updates, self._unit, self._work, self._moved_bytes = updates, unit, work, moved_bytes
         self._passage = passage
 
     def submit(self, after: Event | None) -> Event | None:
-        return self._updates.run(self._home, self._work, self._moved_bytes, self._passage, after)
+        return self._updates.run(self._unit, self._work, self._moved_bytes, self._passage, after)
 
     def cancel(self) -> None:
         self._passage.cancel()

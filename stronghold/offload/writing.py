@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stronghold.home import Home, OffloadedParameter, home_of
+from stronghold.unit import OffloadedParameter, Unit, unit_of
 
-Units = dict[Home, list[int]]
+Units = dict[Unit, list[int]]
 """Parameters of offloaded models, by their number in their unit."""
 
 
@@ -35,9 +35,9 @@ def writing(target: nn.Module | Iterable[Tensor]) -> Iterator[None]:
 
 def begin(units: Units) -> None:
     """Completes the updates of ``units`` and has their stores and masters expect writes."""
-    for home in units:
-        home.check_own()
-        home.wait_updated()
+    for unit in units:
+        unit.check_own()
+        unit.wait_updated()
     _expect_writes(units)
 
 
@@ -47,20 +47,20 @@ def end(units: Units) -> None:
     A backward pass to a forward pass from before is refused.
     """
     _expect_writes(units)
-    for home in units:
-        home.generation += 1
+    for unit in units:
+        unit.generation += 1
 
 
 def _expect_writes(units: Units) -> None:
-    for home, places in units.items():
+    for unit, places in units.items():
         for place in places:
-            home.lend(place, unseen=True)
+            unit.lend(place, unseen=True)
 
 
 def units_of(parameters: Iterable[Any]) -> Units:
     """Returns those of ``parameters`` that belong to offloaded models."""
     units: Units = {}
     for parameter in parameters:
-        if isinstance(parameter, OffloadedParameter) and (home := home_of(parameter)) is not None:
-            units.setdefault(home, []).append(parameter.__dict__["_place"])
+        if isinstance(parameter, OffloadedParameter) and (unit := unit_of(parameter)) is not None:
+            units.setdefault(unit, []).append(parameter.__dict__["_place"])
     return units

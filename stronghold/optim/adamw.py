@@ -14,17 +14,6 @@ from torch import Tensor, nn
 from stronghold.config import check_optimizer
 from stronghold.device import Event
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
-from stronghold.home import (
-    Collected,
-    ConsumedGradient,
-    Home,
-    Owner,
-    gradient_of,
-    home_of,
-    is_shared,
-    opaque,
-    set_gradient,
-)
 from stronghold.optim.exchange import as_saved, checked_states, take_saved
 from stronghold.optim.groups import (
     TORCH_DEFAULTS,
@@ -34,6 +23,17 @@ from stronghold.optim.groups import (
 )
 from stronghold.optim.states import Moments
 from stronghold.optim.update import Change, Update
+from stronghold.unit import (
+    Collected,
+    ConsumedGradient,
+    Owner,
+    Unit,
+    gradient_of,
+    is_shared,
+    opaque,
+    set_gradient,
+    unit_of,
+)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -108,13 +108,13 @@ class AdamW(torch.optim.Optimizer):
         assert self._owner is not None
         self.threads: int = self._owner.update_threads() if threads is None else threads
         self._check_memory(self._owner)
-        before = [home for home in self._owner.homes if home.gradients.buffer is None]
+        before = [unit for unit in self._owner.units if unit.gradients.buffer is None]
         try:
-            for home in self._owner.homes:
-                self._allocate(home)
+            for unit in self._owner.units:
+                self._allocate(unit)
         except BaseException as error:
-            for home in before:
-                home.gradients.release()
+            for unit in before:
+                unit.gradients.release()
             self._moments = Moments(states)  # gives back what was had
             if not isinstance(error, MemoryError):
                 raise
@@ -169,31 +169,31 @@ class AdamW(torch.optim.Optimizer):
         self._owner.close_backward()
         if self.in_backward:
             self.wait()  # the updates of the backward pass tell whether its gradients were finite
-        given = {home: gradients for home in self._owner.homes if (gradients := self._gradients(home))}
+        given = {unit: gradients for unit in self._owner.units if (gradients := self._gradients(unit))}
         self._owner.agree(given)
-        found = {home: self._collect(home, gradients) for home, gradients in given.items()}
+        found = {unit: self._collect(unit, gradients) for unit, gradients in given.items()}
         scale = self._clip_scale(found)
         if scale is not None:
             updates = self._prepared(found)
             for update in updates:
                 update.submit(scale)
-            self._owner.changed([update.home for update in updates])
+            self._owner.changed([update.unit for update in updates])
             for update in updates:
-                if update.home.is_lent or any(is_shared(change.gradient.values) for change in update.changes):
+                if update.unit.is_lent or any(is_shared(change.gradient.values) for change in update.changes):
                     self.wait()  # what somebody else can read or write without our noticing must be done by now
                     break
                 update.mark_pending()
         self._owner.step_done()
 
-    def update_now(self, home: Home, gradients: dict[int, Collected], ready: Event | None) -> Event | None:
+    def update_now(self, unit: Unit, gradients: dict[int, Collected], ready: Event | None) -> Event | None:
         """Updates one layer during the backward pass, behind ``ready``; returns the update's event."""
         if not self._checked:
             self._check_settings()
-        if home.was_written():
-            home.take_writes()
-        (update,) = self._prepared({home: gradients}, checked=True)
+        if unit.was_written():
+            unit.take_writes()
+        (update,) = self._prepared({unit: gradients}, checked=True)
         done = update.submit(1.0, after=ready)
-        if done is None and not home.weight[0].is_cpu:
+        if done is None and not unit.weight[0].is_cpu:
             self._in_order.append(update)
         return done
 
@@ -224,15 +224,15 @@ class AdamW(torch.optim.Optimizer):
             parameter = item[1] if isinstance(item, tuple) else item
             if not isinstance(parameter, Tensor):
                 raise TypeError(f"parameters must be tensors, or pairs of a name and one (got {type(item).__name__})")
-            home = home_of(parameter) if isinstance(parameter, nn.Parameter) else None
-            if home is None or home.owner is None or (self._owner is not None and home.owner is not self._owner):
+            unit = unit_of(parameter) if isinstance(parameter, nn.Parameter) else None
+            if unit is None or unit.owner is None or (self._owner is not None and unit.owner is not self._owner):
                 raise OffloadedModelError(
                     f"every parameter must belong to one offloaded model (got one of shape {tuple(parameter.shape)} "
-                    f"that belongs to {'no offloaded model' if home is None else 'another'}); call "
+                    f"that belongs to {'no offloaded model' if unit is None else 'another'}); call "
                     "stronghold.offload(model) first, when all its modules are there (PEFT's adapters too), and pass "
                     "that model's parameters()"
                 )
-            self._owner = home.owner
+            self._owner = unit.owner
         check_group({**self.defaults, **param_group})
         super().add_param_group({**param_group, "params": params})
         for parameter in self.param_groups[-1]["params"]:
@@ -253,7 +253,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _warn_of_masters(self) -> None:
         assert self._owner is not None
-        if self._owner.masters_kept or not any(home.masters for home in self._owner.homes):
+        if self._owner.masters_kept or not any(unit.masters for unit in self._owner.units):
             return
         self._owner.masters_kept = True
         warnings.warn(
@@ -272,10 +272,10 @@ class AdamW(torch.optim.Optimizer):
         format, before anything has changed.
         """
         loaded = checked_states(state_dict, self.param_groups, eight_bits=self.states == "8bit")
-        missing: dict[Home, list[int]] = {}
+        missing: dict[Unit, list[int]] = {}
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
-            if number in loaded and (home := home_of(parameter)) is not None:
-                missing.setdefault(home, []).append(parameter.__dict__["_place"])
+            if number in loaded and (unit := unit_of(parameter)) is not None:
+                missing.setdefault(unit, []).append(parameter.__dict__["_place"])
         self._provide(missing)
         self.wait()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -284,10 +284,10 @@ class AdamW(torch.optim.Optimizer):
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             if number not in loaded:
                 continue
-            home, place = home_of(parameter), parameter.__dict__["_place"]
-            assert home is not None
-            home.open()
-            self._state[parameter] = take_saved(loaded[number], self._moments.of(home, place))
+            unit, place = unit_of(parameter), parameter.__dict__["_place"]
+            assert unit is not None
+            unit.open()
+            self._state[parameter] = take_saved(loaded[number], self._moments.of(unit, place))
 
     def restart(self, steps: Mapping[Tensor, float], *, zeroed: bool = True) -> None:
         """Replaces all states: the parameters of ``steps`` have one, at that step, whose moments the caller fills.
@@ -295,15 +295,15 @@ class AdamW(torch.optim.Optimizer):
         The memory for those of the others is all zero if it was not used before, unless ``zeroed`` is False.
         Raises BudgetError where they do not fit, before anything has changed.
         """
-        placed = [(p, home, p.__dict__["_place"]) for p in steps if (home := home_of(p)) is not None]  # type: ignore[arg-type]
-        missing: dict[Home, list[int]] = {}
-        for _, home, place in placed:
-            missing.setdefault(home, []).append(place)
+        placed = [(p, unit, p.__dict__["_place"]) for p in steps if (unit := unit_of(p)) is not None]  # type: ignore[arg-type]
+        missing: dict[Unit, list[int]] = {}
+        for _, unit, place in placed:
+            missing.setdefault(unit, []).append(place)
         self._provide(missing)
         self.wait()
         self._state = defaultdict(dict)
-        for parameter, home, place in placed:
-            exp_avg, exp_avg_sq = self._moments.of(home, place)
+        for parameter, unit, place in placed:
+            exp_avg, exp_avg_sq = self._moments.of(unit, place)
             step = torch.tensor(steps[parameter], dtype=torch.float32)
             self._state[parameter] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         if not zeroed:
@@ -315,20 +315,20 @@ class AdamW(torch.optim.Optimizer):
         self._moments = Moments(self.states)
         self._in_order.clear()
 
-    def _trained(self, home: Home) -> list[int]:
-        parameters = enumerate(home.parameters)
-        return [place for place, p in parameters if self.updates(home, place) and p.requires_grad]
+    def _trained(self, unit: Unit) -> list[int]:
+        parameters = enumerate(unit.parameters)
+        return [place for place, p in parameters if self.updates(unit, place) and p.requires_grad]
 
     def _check_memory(self, owner: Owner) -> None:
         """Refuses states and gradients that do not fit the model's budgets, before any are allocated."""
         host_bytes = device_bytes = disk_bytes = 0
-        for home in owner.homes:
-            states = self._moments.missing_bytes(home, self._trained(home))
-            device_bytes += states if home.lives("moments") == "device" else 0
-            host_bytes += states if home.lives("moments") == "host" else 0
-            disk_bytes += states if home.lives("moments") == "disk" else 0
-            if self._keeps_gradients(home) and home.gradients.buffer is None:
-                host_bytes += home.gradients.layout.total_bytes
+        for unit in owner.units:
+            states = self._moments.missing_bytes(unit, self._trained(unit))
+            device_bytes += states if unit.lives("moments") == "device" else 0
+            host_bytes += states if unit.lives("moments") == "host" else 0
+            disk_bytes += states if unit.lives("moments") == "disk" else 0
+            if self._keeps_gradients(unit) and unit.gradients.buffer is None:
+                host_bytes += unit.gradients.layout.total_bytes
         owner.check_memory(
             host_bytes=host_bytes,
             device_bytes=device_bytes,
@@ -336,41 +336,41 @@ class AdamW(torch.optim.Optimizer):
             what="AdamW, its states and gradients,",
         )
 
-    def _provide(self, places: Mapping[Home, list[int]]) -> None:
+    def _provide(self, places: Mapping[Unit, list[int]]) -> None:
         """Allocates moments of parameters that had none when the optimizer was made; refuses what does not fit."""
         assert self._owner is not None
-        missing = {home: size for home, its in places.items() if (size := self._moments.missing_bytes(home, its))}
+        missing = {unit: size for unit, its in places.items() if (size := self._moments.missing_bytes(unit, its))}
         if not missing:
             return
         host_bytes, device_bytes, disk_bytes = (
-            sum(size for home, size in missing.items() if home.lives("moments") == where)
+            sum(size for unit, size in missing.items() if unit.lives("moments") == where)
             for where in ("host", "device", "disk")
         )
-        what = f"AdamW's state of {', '.join(home.name for home in missing)[:200]}"
+        what = f"AdamW's state of {', '.join(unit.name for unit in missing)[:200]}"
         self._owner.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes, what=what)
-        for home in missing:
-            self._moments.allocate(home, places[home])
+        for unit in missing:
+            self._moments.allocate(unit, places[unit])
 
-    def _keeps_gradients(self, home: Home) -> bool:
+    def _keeps_gradients(self, unit: Unit) -> bool:
         assert self._owner is not None
         sums = not self.in_backward or self._owner.sums_gradients
-        return bool(self._trained(home)) and not home.resident and (home.mirrored if home.is_edge else sums)
+        return bool(self._trained(unit)) and not unit.resident and (unit.mirrored if unit.is_edge else sums)
 
-    def _allocate(self, home: Home) -> None:
-        self._moments.allocate(home, self._trained(home))
-        if self._keeps_gradients(home):
+    def _allocate(self, unit: Unit) -> None:
+        self._moments.allocate(unit, self._trained(unit))
+        if self._keeps_gradients(unit):
             assert self._owner is not None
-            home.gradients.allocate(self._owner.device)
+            unit.gradients.allocate(self._owner.device)
 
-    def updates(self, home: Home, place: int) -> bool:
+    def updates(self, unit: Unit, place: int) -> bool:
         """Whether a parameter is in one of the groups."""
-        return id(home.parameters[place]) in self._groups
+        return id(unit.parameters[place]) in self._groups
 
-    def _state_of(self, home: Home, place: int) -> dict[str, Any]:
+    def _state_of(self, unit: Unit, place: int) -> dict[str, Any]:
         """Returns the state of a parameter, or a first one that is not in use yet."""
-        if state := self._state.get(home.parameters[place]):
+        if state := self._state.get(unit.parameters[place]):
             return state
-        exp_avg, exp_avg_sq = self._moments.begin(home, place)
+        exp_avg, exp_avg_sq = self._moments.begin(unit, place)
         return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def _check_settings(self) -> None:
@@ -380,66 +380,66 @@ class AdamW(torch.optim.Optimizer):
         check_optimizer(self.states, update, self.nonfinite, self.max_grad_norm)
         self._checked = True
 
-    def _change(self, home: Home, place: int, gradient: Collected) -> Change:
+    def _change(self, unit: Unit, place: int, gradient: Collected) -> Change:
         """Notes what one parameter's update needs, with the group's settings as they are now."""
-        group = self.param_groups[self._groups[id(home.parameters[place])]]
+        group = self.param_groups[self._groups[id(unit.parameters[place])]]
         beta1, beta2 = group["betas"]
         return Change(
             place=place,
             gradient=gradient,
-            state=self._state_of(home, place),
+            state=self._state_of(unit, place),
             lr=float(group["lr"]),
             betas=(float(beta1), float(beta2)),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
         )
 
-    def _prepared(self, found: Mapping[Home, Mapping[int, Collected]], *, checked: bool = False) -> list[Update]:
+    def _prepared(self, found: Mapping[Unit, Mapping[int, Collected]], *, checked: bool = False) -> list[Update]:
         """Returns the updates of all units, which nothing refuses any more; where one is refused, nothing changes.
 
         They are in the order in which they are to be submitted.
         """
-        without = {home: [p for p in its if not self._state.get(home.parameters[p])] for home, its in found.items()}
+        without = {unit: [p for p in its if not self._state.get(unit.parameters[p])] for unit, its in found.items()}
         self._provide(without)
         updates: list[Update] = []
         try:
             # What the computation itself updates comes last, so that the host is at work meanwhile.
-            for home, gradients in sorted(found.items(), key=lambda item: item[0].resident):
-                changes = [self._change(home, place, gradient) for place, gradient in gradients.items()]
-                updates.append(Update(home, changes, threads=self.threads, checked=checked))
+            for unit, gradients in sorted(found.items(), key=lambda item: item[0].resident):
+                changes = [self._change(unit, place, gradient) for place, gradient in gradients.items()]
+                updates.append(Update(unit, changes, threads=self.threads, checked=checked))
                 updates[-1].prepare()
         except BaseException:
             for update in updates:
                 update.cancel()
             raise
-        changed = {update.home: update.changes for update in updates}
-        for home in found:
-            self._state.update((home.parameters[change.place], change.state) for change in changed[home])
+        changed = {update.unit: update.changes for update in updates}
+        for unit in found:
+            self._state.update((unit.parameters[change.place], change.state) for change in changed[unit])
         return updates
 
-    def _gradients(self, home: Home) -> dict[int, Tensor]:
+    def _gradients(self, unit: Unit) -> dict[int, Tensor]:
         """Returns the gradients that the step uses of one unit, by place."""
         gradients: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
-            for place, parameter in enumerate(home.parameters):
+            for place, parameter in enumerate(unit.parameters):
                 gradient = gradient_of(parameter)
-                if gradient is None or isinstance(gradient, ConsumedGradient) or not self.updates(home, place):
+                if gradient is None or isinstance(gradient, ConsumedGradient) or not self.updates(unit, place):
                     continue
                 if gradient.layout != torch.strided:
                     raise OffloadedModelError(
-                        f"{home.name} has a gradient of layout {gradient.layout}, and only dense gradients are "
+                        f"{unit.name} has a gradient of layout {gradient.layout}, and only dense gradients are "
                         "updated; pass sparse=False to its embedding"
                     )
                 gradients[place] = gradient
         return gradients
 
-    def _collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+    def _collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, Collected]:
         """Returns the gradients where the unit is updated."""
         assert self._owner is not None
-        self._owner.take_writes(home)
-        return self._owner.collect(home, gradients)
+        self._owner.take_writes(unit)
+        return self._owner.collect(unit, gradients)
 
-    def _clip_scale(self, found: Mapping[Home, Mapping[int, Collected]]) -> float | None:
+    def _clip_scale(self, found: Mapping[Unit, Mapping[int, Collected]]) -> float | None:
         """Returns what to multiply the gradients with, or None where the step must be skipped."""
         assert self._owner is not None
         poisoned = self.in_backward and self._owner.take_poison()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from stronghold.errors import OffloadedModelError
-from stronghold.home import Home
 from stronghold.layout import BLOCK
 from stronghold.native import Blocks
+from stronghold.unit import Unit
 
 if TYPE_CHECKING:
     from stronghold.optim.update import Change
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 _FLOATS = (torch.float32, torch.bfloat16)
 
 
-def check_changes(home: Home, changes: Sequence[Change]) -> None:
-    """Raises OffloadedModelError for gradients and states of ``home`` that the update of its weights does not take.
+def check_changes(unit: Unit, changes: Sequence[Change]) -> None:
+    """Raises OffloadedModelError for gradients and states of ``unit`` that the update of its weights does not take.
 
     Both are tensors that the user may have replaced, or made over the memory of others.
     """
     spans: list[tuple[int, int, str]] = []
     for change in changes:
-        elements = home.counts[change.place]
-        _check_step(home, change)
-        for name, tensor, dtypes, count in _operands(home, change):
+        elements = unit.counts[change.place]
+        _check_step(unit, change)
+        for name, tensor, dtypes, count in _operands(unit, change):
             if (
                 tensor.dtype not in dtypes
                 or tensor.numel() != count
-                or tensor.device != home.weight[change.place].device
+                or tensor.device != unit.weight[change.place].device
                 or not tensor.is_contiguous()
             ):
                 raise OffloadedModelError(
-                    f"{name} of a parameter of {home.name} must be {' or '.join(map(str, dtypes))} with {count} "
+                    f"{name} of a parameter of {unit.name} must be {' or '.join(map(str, dtypes))} with {count} "
                     f"elements beside another, where the weight is (got {tensor.dtype} of shape {tuple(tensor.shape)} "
                     f"with strides {tensor.stride()} on {tensor.device}); nothing was updated. Write into the tensor "
                     "that is there rather than replace it"
@@ -50,26 +50,26 @@ def check_changes(home: Home, changes: Sequence[Change]) -> None:
     for (_, end, one), (begin, _, other) in pairwise(spans):
         if begin < end:
             raise OffloadedModelError(
-                f"what an update reads and writes must have memory of its own (got {one} and {other} of {home.name} in "
+                f"what an update reads and writes must have memory of its own (got {one} and {other} of {unit.name} in "
                 "the same); nothing was updated. Set the one to a clone()"
             )
 
 
-def _check_step(home: Home, change: Change) -> None:
+def _check_step(unit: Unit, change: Change) -> None:
     step = change.state["step"]
     number = float(step) if isinstance(step, Tensor) and step.numel() == 1 else math.nan
     if not (number >= 0 and number.is_integer()):
         raise OffloadedModelError(
-            f"the step of a parameter's state must be a tensor of one whole number (got {step!r} in {home.name}); "
+            f"the step of a parameter's state must be a tensor of one whole number (got {step!r} in {unit.name}); "
             "nothing was updated. Set it through load_state_dict()"
         )
 
 
-def _operands(home: Home, change: Change) -> Iterator[tuple[str, Tensor, tuple[torch.dtype, ...], int]]:
+def _operands(unit: Unit, change: Change) -> Iterator[tuple[str, Tensor, tuple[torch.dtype, ...], int]]:
     """Yields what an update of one parameter reads and writes: (name, tensor, its possible dtypes, its elements)."""
-    count = home.counts[change.place]
-    yield "weight", home.weight[change.place], _FLOATS, count
-    if (remainder := home.remainder(change.place)) is not None:
+    count = unit.counts[change.place]
+    yield "weight", unit.weight[change.place], _FLOATS, count
+    if (remainder := unit.remainder(change.place)) is not None:
         yield "remainder", remainder, (torch.int16,), count
     yield "gradient", change.gradient.values, _FLOATS, count
     if (low := change.gradient.remainder) is not None:

@@ -8,26 +8,26 @@ import torch
 from torch import Tensor
 
 from stronghold.device import Buffer
-from stronghold.home import Home
 from stronghold.layout import BLOCK, Layout, lay_out
 from stronghold.native import Blocks
 from stronghold.optim.blocks import exponents_of
+from stronghold.unit import Unit
 
 Moment = Tensor | Blocks
 
 
-def lay_out_moments(home: Home, places: Iterable[int], states: str) -> Layout:
+def lay_out_moments(unit: Unit, places: Iterable[int], states: str) -> Layout:
     """Returns how the moments of the parameters at ``places`` lie in one buffer.
 
     First all first moments, then all second ones; then, as ``states`` is ``"fp32"``, 8 bytes a parameter, or
     ``"8bit"``, 2 bytes, the exponents of both likewise.
     """
-    counts = [home.parameters[place].numel() for place in places]
+    counts = [unit.parameters[place].numel() for place in places]
     if states == "fp32":
         arrays = [[4 * count for count in counts]] * 2
     else:
         arrays = [counts, counts, *[[exponents_of(count) for count in counts]] * 2]
-    return lay_out([size for array in arrays for size in array], home.alignment)
+    return lay_out([size for array in arrays for size in array], unit.alignment)
 
 
 class Moments:
@@ -42,39 +42,39 @@ class Moments:
         self._moments: dict[tuple[int, int], tuple[Moment, Moment]] = {}
         self._used: set[tuple[int, int]] = set()
 
-    def missing_bytes(self, home: Home, places: Iterable[int]) -> int:
+    def missing_bytes(self, unit: Unit, places: Iterable[int]) -> int:
         """Returns what :meth:`allocate` would take."""
-        places = [place for place in places if (id(home), place) not in self._moments]
-        return lay_out_moments(home, places, self.states).total_bytes
+        places = [place for place in places if (id(unit), place) not in self._moments]
+        return lay_out_moments(unit, places, self.states).total_bytes
 
-    def allocate(self, home: Home, places: Iterable[int]) -> None:
-        """Allocates moments, all zero, for the parameters at ``places`` of ``home`` that have none yet."""
-        places = [place for place in places if (id(home), place) not in self._moments]
+    def allocate(self, unit: Unit, places: Iterable[int]) -> None:
+        """Allocates moments, all zero, for the parameters at ``places`` of ``unit`` that have none yet."""
+        places = [place for place in places if (id(unit), place) not in self._moments]
         if not places:
             return
-        layout = lay_out_moments(home, places, self.states)
-        buffer = home.allocate(layout.total_bytes, "moments")
+        layout = lay_out_moments(unit, places, self.states)
+        buffer = unit.allocate(layout.total_bytes, "moments")
         self._buffers.append(buffer)
         count = len(places)
         for number, place in enumerate(places):
-            shape, elements = home.shapes[place], home.parameters[place].numel()
+            shape, elements = unit.shapes[place], unit.parameters[place].numel()
             first, second, *exponents = layout.offsets[number::count]
             if self.states == "fp32":
                 one, other = (buffer.view(offset, shape, torch.float32) for offset in (first, second))
-                self._moments[id(home), place] = (one, other)
+                self._moments[id(unit), place] = (one, other)
                 continue
             codes = [buffer.view(offset, (elements,), torch.uint8) for offset in (first, second)]
             scales = [buffer.view(offset, (exponents_of(elements),), torch.uint8) for offset in exponents]
             blocks = [Blocks(codes=c, exponents=e) for c, e in zip(codes, scales, strict=True)]
-            self._moments[id(home), place] = (blocks[0], blocks[1])
+            self._moments[id(unit), place] = (blocks[0], blocks[1])
 
-    def begin(self, home: Home, place: int) -> tuple[Moment, Moment]:
+    def begin(self, unit: Unit, place: int) -> tuple[Moment, Moment]:
         """Returns the moments of a parameter without state: all zero, though it had one that was since dropped."""
-        used = (id(home), place) in self._used
-        moments = self.of(home, place)
+        used = (id(unit), place) in self._used
+        moments = self.of(unit, place)
         if used:
-            home.open()
-            begin, end = home.share(place)
+            unit.open()
+            begin, end = unit.share(place)
             for moment in moments:
                 if isinstance(moment, Tensor):
                     moment.view(-1)[begin:end].zero_()
@@ -87,8 +87,8 @@ class Moments:
         """Hears that the memory of moments without a state need not be zero."""
         self._used.update(self._moments)
 
-    def of(self, home: Home, place: int) -> tuple[Moment, Moment]:
+    def of(self, unit: Unit, place: int) -> tuple[Moment, Moment]:
         """Returns (exp_avg, exp_avg_sq) of one parameter, in its shape or as blocks."""
-        self.allocate(home, [place])
-        self._used.add((id(home), place))
-        return self._moments[id(home), place]
+        self.allocate(unit, [place])
+        self._used.add((id(unit), place))
+        return self._moments[id(unit), place]

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from stronghold import native
 from stronghold.device import Event
-from stronghold.home import Collected, Home, Prepared, gradient_of, known_of, note_gradient
 from stronghold.layout import Part
 from stronghold.native import Blocks
 from stronghold.optim.checks import check_changes
 from stronghold.optim.on_device import adamw_on_device
+from stronghold.unit import Collected, Prepared, Unit, gradient_of, known_of, note_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class Change:
     eps: float
     weight_decay: float
 
-    def operands(self, home: Home) -> list[Tensor]:
+    def operands(self, unit: Unit) -> list[Tensor]:
         """Returns what the update reads and writes beside the gradient."""
-        tensors = [home.weight[self.place]]
-        if (remainder := home.remainder(self.place)) is not None:
+        tensors = [unit.weight[self.place]]
+        if (remainder := unit.remainder(self.place)) is not None:
             tensors.append(remainder)
         for moment in (self.state["exp_avg"], self.state["exp_avg_sq"]):
             tensors += [moment] if isinstance(moment, Tensor) else [moment.codes, moment.exponents]
@@ -55,23 +55,23 @@ class Update:
     With ``checked``, nothing is updated where a gradient is not finite.
     """
 
-    def __init__(self, home: Home, changes: list[Change], *, threads: int, checked: bool = False) -> None:
-        self.home = home
+    def __init__(self, unit: Unit, changes: list[Change], *, threads: int, checked: bool = False) -> None:
+        self.unit = unit
         self.changes = changes
         self.threads = threads
         self.checked = checked
         self.scale = 1.0
         self._prepared: Prepared | None = None
         self.operands: Sequence[Sequence[Tensor]] = ()
-        self.parts: Sequence[Part] = [Part(number, *home.share(change.place)) for number, change in enumerate(changes)]
+        self.parts: Sequence[Part] = [Part(number, *unit.share(change.place)) for number, change in enumerate(changes)]
 
     def prepare(self) -> None:
         """Takes all memory that the update needs and raises what it is refused for; nothing is written."""
-        home = self.home
-        assert home.owner is not None
-        check_changes(home, self.changes)
-        self.operands = [change.operands(home) for change in self.changes]
-        self._prepared = home.owner.prepare(home, self, sum(change.moved_bytes for change in self.changes))
+        unit = self.unit
+        assert unit.owner is not None
+        check_changes(unit, self.changes)
+        self.operands = [change.operands(unit) for change in self.changes]
+        self._prepared = unit.owner.prepare(unit, self, sum(change.moved_bytes for change in self.changes))
 
     def cancel(self) -> None:
         """Gives up what was prepared."""
@@ -87,9 +87,9 @@ class Update:
         prepared, self._prepared = self._prepared, None
         assert prepared is not None
         self.scale = scale
-        self.home.generation += 1
-        self.home.updated = prepared.submit(after)
-        return self.home.updated
+        self.unit.generation += 1
+        self.unit.updated = prepared.submit(after)
+        return self.unit.updated
 
     @property
     def finite(self) -> bool:
@@ -100,15 +100,15 @@ class Update:
         """Counts the step and returns what is to be updated, or None where a gradient is not finite."""
         for change in self.changes:
             change.gradient.note()
-        if self.checked and self.home.weight[0].is_cpu and not self.finite:
+        if self.checked and self.unit.weight[0].is_cpu and not self.finite:
             return None
         segments = []
         for change in self.changes:
             change.state["step"] += 1
             segments.append(
                 native.Segment(
-                    weight=self.home.weight[change.place],
-                    remainder=self.home.remainder(change.place),
+                    weight=self.unit.weight[change.place],
+                    remainder=self.unit.remainder(change.place),
                     grad=change.gradient.values,
                     grad_remainder=change.gradient.remainder,
                     exp_avg=change.state["exp_avg"],
@@ -126,24 +126,24 @@ class Update:
 
     def kernel(self, segments: list[native.Segment]) -> None:
         """Updates the segments, where they are."""
-        if self.home.weight[0].is_cpu:
+        if self.unit.weight[0].is_cpu:
             native.adamw(segments, threads=self.threads)
             return
         for segment, change in zip(segments, self.changes, strict=True):
             adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
 
     def done(self) -> None:
-        self.home.rewritten()
+        self.unit.rewritten()
 
     def mark_pending(self) -> None:
         """Lets whoever uses a gradient before the update has read it wait."""
-        if self.home.updated is None:
+        if self.unit.updated is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for change in self.changes:
-                gradient = gradient_of(self.home.parameters[change.place])
+                gradient = gradient_of(self.unit.parameters[change.place])
                 if gradient is not None:
-                    note_gradient(gradient, self.home, known=known_of(gradient), pending=True)
+                    note_gradient(gradient, self.unit, known=known_of(gradient), pending=True)
 
     def take_back(self) -> None:
         """Takes the step back from the counts: the gradients turned out not to be finite, and nothing was updated."""

@@ -23,13 +23,13 @@ def ranks_by_place(machines: Sequence[tuple[str, str]], each: int) -> Tensor:
     Process r · ``each`` + p is number p of replica r, and on the machine ``machines[rank]``, whose name comes first.
     Raises ValueError where machines have not as many replicas, or not the same ones for each p.
     """
-    homes = []  # for each p the machine of each replica, by the order in which machines come
+    hosts = []  # for each p the machine of each replica, by the order in which machines come
     for place in range(each):
         known: dict[tuple[str, str], int] = {}
-        homes.append([known.setdefault(machine, len(known)) for machine in machines[place::each]])
-    for place, home in enumerate(homes):
-        found = Counter(home)
-        if home != homes[0] or len(set(found.values())) > 1:
+        hosts.append([known.setdefault(machine, len(known)) for machine in machines[place::each]])
+    for place, of_one in enumerate(hosts):
+        found = Counter(of_one)
+        if of_one != hosts[0] or len(set(found.values())) > 1:
             names = list(dict.fromkeys(machines[place::each]))
             told = ", ".join(f"{found[number]} on {name}" for number, (name, *_) in enumerate(names))
             raise ValueError(
@@ -37,8 +37,8 @@ def ranks_by_place(machines: Sequence[tuple[str, str]], each: int) -> Tensor:
                 f"start torchrun with the same --nproc-per-node on all machines, one that divides by {each} or divides "
                 "it"
             )
-    order = sorted(range(len(homes[0])), key=homes[0].__getitem__)  # by machine; a stable sort keeps a machine's order
-    replicas = torch.tensor(order).view(len(set(homes[0])), -1, 1)
+    order = sorted(range(len(hosts[0])), key=hosts[0].__getitem__)  # by machine; a stable sort keeps a machine's order
+    replicas = torch.tensor(order).view(len(set(hosts[0])), -1, 1)
     return replicas * each + torch.arange(each)
 
 

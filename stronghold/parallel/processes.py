@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from stronghold.errors import ParallelError
-from stronghold.home import ONE_REPLICA, Replicas
 from stronghold.parallel.machine import this_machine
 from stronghold.parallel.mesh import REPLICA, STAGE, mesh_of, ranks_by_place, sets_along
 from stronghold.parallel.replicas import ReplicaProcesses
 from stronghold.parallel.watch import watch_over
+from stronghold.unit import ONE_REPLICA, Replicas
 from stronghold.version import __version__
 
 T = TypeVar("T")

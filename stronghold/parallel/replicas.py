@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stronghold.device import Common
 from stronghold.errors import ParallelError
-from stronghold.home import Lane
 from stronghold.parallel.mesh import MACHINE, REPLICA, groups_of, sets_along
 from stronghold.parallel.watch import Watch
+from stronghold.unit import Lane
 from stronghold.units import format_bytes
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from stronghold.config import OffloadSettings
 from stronghold.errors import ParallelError
-from stronghold.home import home_of
 from stronghold.offload import engine_of, follow, keep_activations, keep_company, offload_shared
 from stronghold.parallel.drawing import as_within
 from stronghold.parallel.facts import facts_of
@@ -23,6 +22,7 @@ from stronghold.parallel.row import Row
 from stronghold.parallel.shapes import Shapes
 from stronghold.parallel.tied import Tied
 from stronghold.plan.pipeline import Pipeline
+from stronghold.unit import unit_of
 from stronghold.weights import Weights
 
 
@@ -105,8 +105,8 @@ class StagedModule(nn.Module):
 
     def _check_tied(self) -> None:
         """Refuses a parameter that is a layer's own in one stage and in another one too, where there are replicas."""
-        homes = [home_of(parameter) for parameter in self._tied.shared]
-        own = any(home is not None and not home.is_edge for home in homes)
+        units = [unit_of(parameter) for parameter in self._tied.shared]
+        own = any(unit is not None and not unit.is_edge for unit in units)
         if any(self._processes.everyone(own)) and self._replicas > 1:
             self._processes.refuse(
                 f"a parameter that layers of several stages share must be outside the row of layers where there are "

@@ -11,9 +11,9 @@ from typing import Protocol
 from torch import Tensor
 
 from stronghold.device import Buffer, Device, Event
-from stronghold.home import Home, Kind
 from stronghold.layout import Part
 from stronghold.native import DiskCounters, Segment
+from stronghold.unit import Kind, Unit
 
 Kernel = Callable[[list[Segment]], None]
 
@@ -34,16 +34,16 @@ class Store(ABC):
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def place(self, home: Home, values: Iterable[Tensor] | None = None) -> None:
-        """Moves the parameters of ``home`` into the store, with ``values`` if they have none of their own."""
-        home.place(self, values)
+    def place(self, unit: Unit, values: Iterable[Tensor] | None = None) -> None:
+        """Moves the parameters of ``unit`` into the store, with ``values`` if they have none of their own."""
+        unit.place(self, values)
 
     @abstractmethod
-    def drop(self, home: Home) -> None:
+    def drop(self, unit: Unit) -> None:
         """Takes what was looked at of a unit out of the resident set, where it has a place beside memory."""
 
     @abstractmethod
-    def written(self, home: Home) -> tuple[list[int], bool]:
+    def written(self, unit: Unit) -> tuple[list[int], bool]:
         """Returns which parameters, by number, were written on disk by a way that nothing tells of; asked once.
 
         And whether others may have been, of which it cannot be told.
@@ -63,8 +63,8 @@ class Store(ABC):
         """Whether a checkpoint in ``directory`` is one in place: that is where the store itself has its manifest."""
         return False
 
-    def find(self, home: Home, tensor: Tensor) -> tuple[str, int] | None:
-        """Returns the file in which a tensor of ``home`` lies, as a checkpoint in place names it, and the byte there.
+    def find(self, unit: Unit, tensor: Tensor) -> tuple[str, int] | None:
+        """Returns the file in which a tensor of ``unit`` lies, as a checkpoint in place names it, and the byte there.
 
         None is for one that is not on disk.
         """
@@ -79,7 +79,7 @@ class Store(ABC):
         assert needed_bytes == 0
 
     @abstractmethod
-    def allocate(self, home: Home, length_bytes: int, kind: Kind) -> Buffer:
+    def allocate(self, unit: Unit, length_bytes: int, kind: Kind) -> Buffer:
         """Allocates memory of a unit."""
 
     @property
@@ -88,31 +88,31 @@ class Store(ABC):
         return 0
 
     @abstractmethod
-    def expect(self, homes: Sequence[Home]) -> None:
+    def expect(self, units: Sequence[Unit]) -> None:
         """Hears which fetches come next, in their order, as far as they can be foreseen."""
 
     @abstractmethod
-    def changed(self, home: Home) -> None:
+    def changed(self, unit: Unit) -> None:
         """Hears that the unit's weights are not what they were: what is held of them beside their memory is stale."""
 
-    def reading(self, home: Home) -> Event | None:
+    def reading(self, unit: Unit) -> Event | None:
         """Returns the event after which the unit's memory may be written: until then it is being read."""
         return None
 
     @abstractmethod
-    def fetch(self, home: Home, target: Tensor) -> None:
+    def fetch(self, unit: Unit, target: Tensor) -> None:
         """Submits the copy of the unit's weights to the flat device buffer ``target``, on the fetch stream."""
 
     @abstractmethod
-    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
-        """Prepares an update of ``home`` that is about to be submitted.
+    def passage(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
+        """Prepares an update of ``unit`` that is about to be submitted.
 
         ``operands`` are what the update reads and writes of every parameter in turn, beside its gradient, and ``parts``
         what of them is updated here.
         """
 
     @abstractmethod
-    def opened(self, home: Home) -> None:
+    def opened(self, unit: Unit) -> None:
         """Hears, before it happens, that somebody may write what lives in the store, until the next update."""
 
     @abstractmethod
@@ -123,6 +123,6 @@ class Store(ABC):
     def close(self) -> None:
         """Removes from disk what is there, and lets others have the directory; the model cannot be used after it."""
 
-    def landed(self, home: Home, done: Event) -> Event:
-        """Returns the event after which what an update of ``home``, complete at ``done``, wrote is where it lives."""
+    def landed(self, unit: Unit, done: Event) -> Event:
+        """Returns the event after which what an update of ``unit``, complete at ``done``, wrote is where it lives."""
         return done

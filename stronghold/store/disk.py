@@ -15,7 +15,6 @@ from stronghold.checkpoint_files.manifest import Manifest as Checkpoint
 from stronghold.checkpoint_files.manifest import UnitFileEntry, name_of
 from stronghold.device import Buffer, Device, Event, Stream, Wait, Waits
 from stronghold.errors import StoreError
-from stronghold.home import Home, Kind
 from stronghold.layout import PAGE_BYTES, Part, lay_out
 from stronghold.native import DISK_THREADS, Disk, DiskCounters, Priority
 from stronghold.store.base import Passage, Store
@@ -25,11 +24,12 @@ from stronghold.store.ram import InPlace
 from stronghold.store.ring import DiskPassage, Ring
 from stronghold.store.staging import AHEAD, Read, Staging, staging_bytes
 from stronghold.store.unit_file import UnitFile
+from stronghold.unit import Kind, Unit
 from stronghold.units import format_bytes
 
 
 class DiskStore(Store):
-    """Keeps on disk what each unit has there (``Home.on_disk``) and the rest in host memory.
+    """Keeps on disk what each unit has there (``Unit.on_disk``) and the rest in host memory.
 
     Weights go from disk straight into the slot where that is host memory; the window is then all the lookahead there
     is. Else they go through pinned staging, into which they are read before there is a slot for them. An update passes
@@ -45,19 +45,19 @@ class DiskStore(Store):
     """
 
     def __init__(
-        self, device: Device, paths: Sequence[Path], homes: Sequence[Home], waits: Waits, *, reopen: bool = False
+        self, device: Device, paths: Sequence[Path], units: Sequence[Unit], waits: Waits, *, reopen: bool = False
     ) -> None:
         super().__init__(device)
         self.waits = waits
-        self._replicas = homes[0].replicas
+        self._replicas = units[0].replicas
         if reopen and self._replicas.count > 1:
             raise StoreError(
                 f"a store that was kept is reopened by one process (got {self._replicas.count} replicas for "
                 f"{paths[0]}); load a checkpoint in a directory of its own"
             )
         self.disk = Disk(threads=DISK_THREADS * len(paths))  # before the directory is taken: it may be refused
-        self._records = {home: _record(number, home) for number, home in enumerate(homes)}
-        self._numbers = {home: number for number, home in enumerate(homes)}
+        self._records = {unit: _record(number, unit) for number, unit in enumerate(units)}
+        self._numbers = {unit: number for number, unit in enumerate(units)}
         self._files: dict[int, UnitFile] = {}
         """By the unit's number."""
         self.reopened: Checkpoint | None = None
@@ -69,16 +69,16 @@ class DiskStore(Store):
         self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, owned, os.getpid())
         if self.reopened is not None:
             try:
-                files = [(home.name, self._paths(home), capacity_bytes(home)) for home in homes]
+                files = [(unit.name, self._paths(unit), capacity_bytes(unit)) for unit in units]
                 self._files.update(open_kept(self.disk, device, self.reopened, files))
             except BaseException:
                 self.close()
                 raise
-        states = any("moments" in home.on_disk and home.trainable for home in homes)
+        states = any("moments" in unit.on_disk and unit.trainable for unit in units)
         self._ring = Ring(device) if states else None
-        length = staging_bytes(homes, device)
+        length = staging_bytes(units, device)
         self._staging = Staging(device, waits, _reading_in(self), length) if length else None
-        self._reading: dict[Home, Event] = {}
+        self._reading: dict[Unit, Event] = {}
         """When the newest read of each unit's weights is complete."""
 
     @property
@@ -104,37 +104,37 @@ class DiskStore(Store):
                     f"{format_bytes(needed - free)} more, or pass a directory on a larger disk"
                 )
 
-    def place(self, home: Home, values: Iterable[Tensor] | None = None) -> None:
-        super().place(home, values)
-        if (file := self._file_of(home)) is not None:
+    def place(self, unit: Unit, values: Iterable[Tensor] | None = None) -> None:
+        super().place(unit, values)
+        if (file := self._file_of(unit)) is not None:
             if self._replicas.number == 0:
                 file.sum_up()
             file.drop()
 
-    def place_kept(self, home: Home) -> None:
+    def place_kept(self, unit: Unit) -> None:
         """Gives a unit the memory that it had when it was kept: what is on disk is there, what is not is to be read."""
-        home.make_room(self)
+        unit.make_room(self)
 
     def holds(self, directory: str | os.PathLike[str]) -> bool:
         return os.path.realpath(directory) == os.path.realpath(self.paths[0])
 
-    def find(self, home: Home, tensor: Tensor) -> tuple[str, int] | None:
-        file = self._file_of(home)
+    def find(self, unit: Unit, tensor: Tensor) -> tuple[str, int] | None:
+        file = self._file_of(unit)
         offset = None if file is None else file.find(tensor)
         return None if file is None or offset is None else (file_name(file.paths[0], self.paths[0]), offset)
 
-    def entry(self, home: Home, tensors: Mapping[str, Tensor]) -> tuple[str, UnitFileEntry] | None:
+    def entry(self, unit: Unit, tensors: Mapping[str, Tensor]) -> tuple[str, UnitFileEntry] | None:
         """Syncs and reads a unit's file; returns its name in a checkpoint in place and what to say of it there.
 
         None is for a unit with nothing on disk. Raises StoreError where that cannot be one: its states are not loaded,
         or somebody holds its weights and may write them. Raises DiskError and CorruptionError.
         """
         self._check_loaded()
-        if (file := self._file_of(home)) is None or not file.used_bytes:
+        if (file := self._file_of(unit)) is None or not file.used_bytes:
             return None
-        if "weights" in home.on_disk and home.is_lent:
+        if "weights" in unit.on_disk and unit.is_lent:
             raise StoreError(
-                f"nobody may hold a tensor over a weight while it is saved in place (got one over {home.name}, such as "
+                f"nobody may hold a tensor over a weight while it is saved in place (got one over {unit.name}, such as "
                 "p.data or state_dict() give), for what is written through it would change the checkpoint; drop it, or "
                 "save into another directory"
             )
@@ -149,11 +149,11 @@ class DiskStore(Store):
         """Hears that all that was reopened is in use: from now on it may change."""
         self.reopened = None
 
-    def written(self, home: Home) -> tuple[list[int], bool]:
-        if (file := self._file_of(home)) is None:
+    def written(self, unit: Unit) -> tuple[list[int], bool]:
+        if (file := self._file_of(unit)) is None:
             return [], False
         pages, others = file.changed()
-        spans = [(file.find(weight), weight.nbytes) for weight in home.weight] if pages else []
+        spans = [(file.find(weight), weight.nbytes) for weight in unit.weight] if pages else []
         places = [
             place
             for place, (begin, length) in enumerate(spans)
@@ -161,70 +161,70 @@ class DiskStore(Store):
         ]
         return places, others
 
-    def drop(self, home: Home) -> None:
-        if (file := self._file_of(home)) is not None:
+    def drop(self, unit: Unit) -> None:
+        if (file := self._file_of(unit)) is not None:
             file.drop()
 
-    def allocate(self, home: Home, length_bytes: int, kind: Kind) -> Buffer:
-        if home.resident:
+    def allocate(self, unit: Unit, length_bytes: int, kind: Kind) -> Buffer:
+        if unit.resident:
             return self.device.device_buffer(length_bytes)
-        if kind in home.on_disk:
-            home.wait_updated()  # what an update works on is still somebody's
+        if kind in unit.on_disk:
+            unit.wait_updated()  # what an update works on is still somebody's
             if self.reopened is None:
                 self._directory.unseal()  # it may be a part that was given back, which is what was saved
-            return self._file(home).take(length_bytes, as_kept=self.reopened is not None)
-        memory = home.replicas.memory(length_bytes)
+            return self._file(unit).take(length_bytes, as_kept=self.reopened is not None)
+        memory = unit.replicas.memory(length_bytes)
         return self.device.host_buffer(length_bytes, pinned=kind == "weights", memory=memory)
 
-    def fetch(self, home: Home, target: Tensor) -> None:
-        assert home.buffer is not None
-        if home.lives("weights") != "disk":
-            self.device.fetches.copy(target[: home.layout.total_bytes], home.buffer.flat)
+    def fetch(self, unit: Unit, target: Tensor) -> None:
+        assert unit.buffer is not None
+        if unit.lives("weights") != "disk":
+            self.device.fetches.copy(target[: unit.layout.total_bytes], unit.buffer.flat)
         elif self._staging is None:
-            self._begin_read(self.device.fetches, home, target, Priority.FETCH)
+            self._begin_read(self.device.fetches, unit, target, Priority.FETCH)
         else:
-            self._staging.fetch(home, target)
+            self._staging.fetch(unit, target)
 
     @property
     def lookahead(self) -> int:
         return AHEAD if self._staging is not None else 0
 
-    def expect(self, homes: Sequence[Home]) -> None:
+    def expect(self, units: Sequence[Unit]) -> None:
         if self._staging is not None:
             # What somebody may write at any time is read when it is computed with.
-            self._staging.expect([home for home in homes if home.lives("weights") == "disk" and not home.is_lent])
+            self._staging.expect([unit for unit in units if unit.lives("weights") == "disk" and not unit.is_lent])
 
-    def changed(self, home: Home) -> None:
+    def changed(self, unit: Unit) -> None:
         if self._staging is not None:
-            self._staging.drop(home)
+            self._staging.drop(unit)
 
-    def reading(self, home: Home) -> Event | None:
-        return self._reading.get(home)
+    def reading(self, unit: Unit) -> Event | None:
+        return self._reading.get(unit)
 
-    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
+    def passage(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
         self._check_loaded()
-        if (file := self._file_of(home)) is None:
+        if (file := self._file_of(unit)) is None:
             return InPlace(parts)
         self._directory.unseal()
         if self._ring is None:  # of a model that was frozen when it was placed
             self._ring = Ring(self.device)
-        return DiskPassage(self._ring, file, operands, parts, lambda: home.is_lent)
+        return DiskPassage(self._ring, file, operands, parts, lambda: unit.is_lent)
 
-    def landed(self, home: Home, done: Event) -> Event:
-        if (file := self._file_of(home)) is None:
+    def landed(self, unit: Unit, done: Event) -> Event:
+        if (file := self._file_of(unit)) is None:
             return done
         # Whoever waits for the update reads the file: what the update wrote must have arrived there.
         self.waits.stream(self.device.disk, done, Wait.UPDATE_DONE)
         self.device.disk.submit(file.settle)
         return self.device.disk.record()
 
-    def opened(self, home: Home) -> None:
-        if (file := self._file_of(home)) is None:
+    def opened(self, unit: Unit) -> None:
+        if (file := self._file_of(unit)) is None:
             return
         self._check_loaded()
         if self._directory.sealed:
             warnings.warn(
-                f"{home.name} may be written from now on (somebody asked for a tensor over it, or wrote), so that "
+                f"{unit.name} may be written from now on (somebody asked for a tensor over it, or wrote), so that "
                 f"{self.paths[0]} is no checkpoint any more; save it again in place",
                 RuntimeWarning,
                 stacklevel=2,
@@ -234,10 +234,10 @@ class DiskStore(Store):
 
     def verify(self) -> None:
         """Reads everything and compares checksums. Raises CorruptionError, which names file and unit."""
-        for home in self._numbers:
-            if (file := self._file_of(home)) is not None:
-                if (owner := home.owner) is not None:
-                    owner.wait_on_host(home)
+        for unit in self._numbers:
+            if (file := self._file_of(unit)) is not None:
+                if (owner := unit.owner) is not None:
+                    owner.wait_on_host(unit)
                 file.verify()
 
     def close(self) -> None:
@@ -276,15 +276,15 @@ class DiskStore(Store):
                 "pass another directory, or remove that one"
             )
         self._directory.clear()
-        for home in self._records:
-            for path in self._paths(home):
+        for unit in self._records:
+            for path in self._paths(unit):
                 path.unlink(missing_ok=True)
         self._directory.write(Manifest(units=records))
 
-    def _begin_read(self, stream: Stream, home: Home, target: Tensor, priority: Priority) -> Event:
+    def _begin_read(self, stream: Stream, unit: Unit, target: Tensor, priority: Priority) -> Event:
         """Reads a unit's weights in the order of ``stream``; returns the event after which they are there."""
-        stream.run(lambda: self._read(home, target, priority), moved_bytes=home.layout.total_bytes)
-        self._reading[home] = done = stream.record()
+        stream.run(lambda: self._read(unit, target, priority), moved_bytes=unit.layout.total_bytes)
+        self._reading[unit] = done = stream.record()
         return done
 
     def _check_loaded(self) -> None:
@@ -295,59 +295,59 @@ class DiskStore(Store):
                 f"{str(self.paths[0])!r}, model, optimizer) first"
             )
 
-    def _paths(self, home: Home) -> list[Path]:
-        return self._directory.files(self._numbers[home], self._records[home].file)
+    def _paths(self, unit: Unit) -> list[Path]:
+        return self._directory.files(self._numbers[unit], self._records[unit].file)
 
-    def _read(self, home: Home, target: Tensor, priority: Priority) -> None:
-        file, length = self._file(home), home.slot_bytes
-        assert home.buffer is not None
-        begin = file.find(home.buffer.flat)
+    def _read(self, unit: Unit, target: Tensor, priority: Priority) -> None:
+        file, length = self._file(unit), unit.slot_bytes
+        assert unit.buffer is not None
+        begin = file.find(unit.buffer.flat)
         assert begin is not None
         file.wait(file.read(target[:length], begin, priority))
         file.drop()  # what somebody may have looked at since it was last here
 
-    def _file(self, home: Home) -> UnitFile:
-        number = self._numbers[home]
+    def _file(self, unit: Unit) -> UnitFile:
+        number = self._numbers[unit]
         if number not in self._files:
-            paths = self._paths(home)
-            capacity, replicas = capacity_bytes(home), self._replicas
-            self._files[number] = UnitFile(self.disk, self.device, paths, home.name, capacity, replicas=replicas)
+            paths = self._paths(unit)
+            capacity, replicas = capacity_bytes(unit), self._replicas
+            self._files[number] = UnitFile(self.disk, self.device, paths, unit.name, capacity, replicas=replicas)
         return self._files[number]
 
-    def _file_of(self, home: Home) -> UnitFile | None:
+    def _file_of(self, unit: Unit) -> UnitFile | None:
         """Returns the file of a unit, or None for one that has nothing on disk."""
-        return self._files.get(self._numbers[home])
+        return self._files.get(self._numbers[unit])
 
 
 def _reading_in(store: DiskStore) -> Read:
     """Returns how staging, which the store has, begins a read there."""
     reference = weakref.ref(store)
 
-    def begin_read(stream: Stream, home: Home, target: Tensor, priority: Priority) -> Event:
+    def begin_read(stream: Stream, unit: Unit, target: Tensor, priority: Priority) -> Event:
         its = reference()
         assert its is not None
-        return its._begin_read(stream, home, target, priority)
+        return its._begin_read(stream, unit, target, priority)
 
     return begin_read
 
 
-def capacity_bytes(home: Home) -> int:
+def capacity_bytes(unit: Unit) -> int:
     """Returns what a unit can come to take on disk: weights, remainders and fp32 moments of all its parameters.
 
     A page more for each tensor, as moments may be allocated one by one.
     """
-    elements = [parameter.numel() for parameter in home.parameters]
-    sizes = [*home.layout.sizes, *(2 * n for n in elements), *(4 * n for n in elements), *(4 * n for n in elements)]
-    return lay_out(sizes, home.alignment).total_bytes + PAGE_BYTES * len(sizes)
+    elements = [parameter.numel() for parameter in unit.parameters]
+    sizes = [*unit.layout.sizes, *(2 * n for n in elements), *(4 * n for n in elements), *(4 * n for n in elements)]
+    return lay_out(sizes, unit.alignment).total_bytes + PAGE_BYTES * len(sizes)
 
 
-def _record(number: int, home: Home) -> UnitRecord:
-    kind, dtypes = "edge" if home.is_edge else "layer", [name_of(dtype) for dtype in home.dtypes]
+def _record(number: int, unit: Unit) -> UnitRecord:
+    kind, dtypes = "edge" if unit.is_edge else "layer", [name_of(dtype) for dtype in unit.dtypes]
     return UnitRecord(
         file=f"{kind}-{number:05}.bin",
-        name=home.name,
+        name=unit.name,
         dtype=" ".join(dtypes if len(set(dtypes)) > 1 else dtypes[:1]),
-        shapes=[list(shape) for shape in home.shapes],
+        shapes=[list(shape) for shape in unit.shapes],
     )
 
 

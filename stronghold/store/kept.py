@@ -12,10 +12,10 @@ from stronghold.checkpoint_files.manifest import Manifest, PlacedEntry, TensorEn
 from stronghold.checkpoint_files.reader import FileReader
 from stronghold.device import Device
 from stronghold.errors import CheckpointError, CorruptionError, StoreError
-from stronghold.home import Home
 from stronghold.native import Disk
 from stronghold.store.base import Store
 from stronghold.store.unit_file import UnitFile, file_bytes
+from stronghold.unit import Unit
 
 
 def file_name(path: Path, directory: Path) -> str:
@@ -75,7 +75,7 @@ def _verify(opened: UnitFile, entry: UnitFileEntry, file: FileReader) -> None:
 
 
 def in_memory(
-    kept: Manifest, store: Store, home: Home, names: Iterable[str], tensors: Mapping[str, Tensor], *, whole: bool
+    kept: Manifest, store: Store, unit: Unit, names: Iterable[str], tensors: Mapping[str, Tensor], *, whole: bool
 ) -> list[str]:
     """Returns which of a unit's ``tensors`` the store has in memory, and which are to be read therefore.
 
@@ -89,13 +89,13 @@ def in_memory(
         for tensor, entry in kept.files[file].tensors.items()
     }
     here = {
-        name: _describe(TensorEntry(dtype=str(t.dtype)[6:], shape=list(t.shape), crc32c=0), store.find(home, t))
+        name: _describe(TensorEntry(dtype=str(t.dtype)[6:], shape=list(t.shape), crc32c=0), store.find(unit, t))
         for name, t in tensors.items()
     }
     for name in [*here, *(there if whole else ())]:
         if here.get(name) != there.get(name):
             raise otherwise(kept, f"{name}: {here.get(name, 'none')}", f"{there.get(name, 'none')}")
-    return [name for name, tensor in tensors.items() if store.find(home, tensor) is None]
+    return [name for name, tensor in tensors.items() if store.find(unit, tensor) is None]
 
 
 def _describe(entry: TensorEntry, place: tuple[str, int] | None) -> str:

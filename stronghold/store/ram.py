@@ -7,38 +7,38 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from stronghold.device import Buffer, over
-from stronghold.home import Home, Kind
 from stronghold.layout import Part
 from stronghold.native import Segment
 from stronghold.store.base import Kernel, Passage, Store
+from stronghold.unit import Kind, Unit
 
 
 class RamStore(Store):
     """Keeps weights, remainders and moments in host memory, pinned where the device's copies gain from it."""
 
-    def allocate(self, home: Home, length_bytes: int, kind: Kind) -> Buffer:
-        if home.resident:
+    def allocate(self, unit: Unit, length_bytes: int, kind: Kind) -> Buffer:
+        if unit.resident:
             return self.device.device_buffer(length_bytes)
-        memory = home.replicas.memory(length_bytes)
+        memory = unit.replicas.memory(length_bytes)
         return self.device.host_buffer(length_bytes, pinned=kind == "weights", memory=memory)
 
-    def fetch(self, home: Home, target: Tensor) -> None:
-        assert home.buffer is not None
-        self.device.fetches.copy(target[: home.buffer.length_bytes], home.buffer.flat)
+    def fetch(self, unit: Unit, target: Tensor) -> None:
+        assert unit.buffer is not None
+        self.device.fetches.copy(target[: unit.buffer.length_bytes], unit.buffer.flat)
 
-    def expect(self, homes: Sequence[Home]) -> None:
+    def expect(self, units: Sequence[Unit]) -> None:
         pass
 
-    def changed(self, home: Home) -> None:
+    def changed(self, unit: Unit) -> None:
         pass
 
-    def opened(self, home: Home) -> None:
+    def opened(self, unit: Unit) -> None:
         pass
 
-    def written(self, home: Home) -> tuple[list[int], bool]:
+    def written(self, unit: Unit) -> tuple[list[int], bool]:
         return [], False  # memory keeps no trace of it
 
-    def drop(self, home: Home) -> None:
+    def drop(self, unit: Unit) -> None:
         pass
 
     def verify(self) -> None:
@@ -47,7 +47,7 @@ class RamStore(Store):
     def close(self) -> None:
         pass
 
-    def passage(self, home: Home, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
+    def passage(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
         return InPlace(parts)
 
 

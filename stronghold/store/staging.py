@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stronghold.device import Device, Event, HostBuffer, Stream, Wait, Waits
-from stronghold.home import Home
 from stronghold.native import Priority
+from stronghold.unit import Unit
 
 AHEAD = 2
 """Layers that are read before their fetch."""
 BUFFERS = AHEAD + 1
 """One more is copied from meanwhile, or filled by a fetch that nobody has foreseen."""
 
-Read = Callable[[Stream, Home, Tensor, Priority], Event]
+Read = Callable[[Stream, Unit, Tensor, Priority], Event]
 """Reads a layer in the order of a stream; the event happens when it is there."""
 
 
-def staging_bytes(homes: Iterable[Home], device: Device) -> int:
+def staging_bytes(units: Iterable[Unit], device: Device) -> int:
     """Returns what staging takes of host memory: nothing where no weights are on disk, or slots are host memory."""
     if device.is_host:
         return 0
-    return BUFFERS * max((home.slot_bytes for home in homes if home.lives("weights") == "disk"), default=0)
+    return BUFFERS * max((unit.slot_bytes for unit in units if unit.lives("weights") == "disk"), default=0)
 
 
 @dataclass(eq=False)
@@ -53,39 +53,39 @@ class Staging:
         self.waits = waits
         self._read = read
         self._free = deque(_Buffer(device.host_buffer(length_bytes // BUFFERS, private=True)) for _ in range(BUFFERS))
-        self._ahead: dict[Home, tuple[_Buffer, Event]] = {}
+        self._ahead: dict[Unit, tuple[_Buffer, Event]] = {}
         """What is there or on its way, and when it has been read."""
 
-    def expect(self, homes: Sequence[Home]) -> None:
+    def expect(self, units: Sequence[Unit]) -> None:
         """Begins to read the layers of the next fetches, and gives up what is not among them."""
-        assert len(homes) <= AHEAD
-        for home in set(self._ahead).difference(homes):
-            self.drop(home)
-        for home in homes:
-            if home not in self._ahead:
+        assert len(units) <= AHEAD
+        for unit in set(self._ahead).difference(units):
+            self.drop(unit)
+        for unit in units:
+            if unit not in self._ahead:
                 buffer = self._take(self.device.reads)
                 # The layer may be in line for its update, or what that wrote on its way to the file.
-                self.waits.stream(self.device.reads, home.updated, Wait.UPDATE_LANDED)
-                read = self._read(self.device.reads, home, buffer.host.flat, Priority.READ_AHEAD)
-                self._ahead[home] = buffer, read
+                self.waits.stream(self.device.reads, unit.updated, Wait.UPDATE_LANDED)
+                read = self._read(self.device.reads, unit, buffer.host.flat, Priority.READ_AHEAD)
+                self._ahead[unit] = buffer, read
 
-    def drop(self, home: Home) -> None:
+    def drop(self, unit: Unit) -> None:
         """Gives up what was read of a layer that is changing."""
-        if home in self._ahead:
-            buffer, read = self._ahead.pop(home)
+        if unit in self._ahead:
+            buffer, read = self._ahead.pop(unit)
             buffer.free = read
             self._free.append(buffer)
 
-    def fetch(self, home: Home, target: Tensor) -> None:
+    def fetch(self, unit: Unit, target: Tensor) -> None:
         """Submits the copy of a layer to the device: of what was read ahead, or what it reads itself."""
-        fetches, length = self.device.fetches, home.layout.total_bytes
-        if home in self._ahead:
-            buffer, read = self._ahead.pop(home)
+        fetches, length = self.device.fetches, unit.layout.total_bytes
+        if unit in self._ahead:
+            buffer, read = self._ahead.pop(unit)
             # The copy reads the buffer: the layer must be there.
             self.waits.stream(fetches, read, Wait.READ_AHEAD)
         else:
             buffer = self._take(fetches)
-            self._read(fetches, home, buffer.host.flat, Priority.FETCH)
+            self._read(fetches, unit, buffer.host.flat, Priority.FETCH)
         fetches.copy(target[:length], buffer.host.flat[:length])
         buffer.free = fetches.record()
         self._free.append(buffer)

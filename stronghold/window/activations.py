@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from stronghold.device import Device, Event, HostBuffer, Wait, Waits
-from stronghold.home import opaque
 from stronghold.layout import ALIGNMENT_BYTES
+from stronghold.unit import opaque
 
 SLOTS = 2
 """Device buffers in each direction: one for the layer that computes, one in transit."""

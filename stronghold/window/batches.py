@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from stronghold.home import Replicas
+from stronghold.unit import Replicas
 
 
 class Batches:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stronghold.device import Device, Event, HostBuffer, Wait, Waits
-from stronghold.home import Collected, Home
 from stronghold.layout import Layout
+from stronghold.unit import Collected, Unit
 from stronghold.window.sums import write_squares
 from stronghold.window.traffic import Traffic
 
@@ -22,14 +22,14 @@ class Views:
     """What was made of a buffer for the layers whose gradients pass through it, kept for the next pass."""
 
     def __init__(self) -> None:
-        self._known: dict[Home, tuple[Layout, dict[int, Collected]]] = {}
+        self._known: dict[Unit, tuple[Layout, dict[int, Collected]]] = {}
 
-    def of(self, home: Home, view: Callable[[int], Collected]) -> dict[int, Collected]:
+    def of(self, unit: Unit, view: Callable[[int], Collected]) -> dict[int, Collected]:
         """Returns, by place, the gradients of a layer with their squares, made by ``view`` where they are not known."""
-        layout, known = self._known.get(home, (None, {}))
-        if layout is not home.gradients.layout:  # a parameter is trained now that was not
-            known = {place: view(place) for place in home.gradients.places}
-            self._known[home] = home.gradients.layout, known
+        layout, known = self._known.get(unit, (None, {}))
+        if layout is not unit.gradients.layout:  # a parameter is trained now that was not
+            known = {place: view(place) for place in unit.gradients.places}
+            self._known[unit] = unit.gradients.layout, known
         return known
 
 
@@ -54,8 +54,8 @@ class Staging:
 class Downlink:
     """The slots and staging buffers, each as long as the longest layer's gradients, and the copies between them."""
 
-    def __init__(self, homes: Sequence[Home], device: Device, waits: Waits) -> None:
-        self.homes = [home for home in homes if not home.resident]
+    def __init__(self, units: Sequence[Unit], device: Device, waits: Waits) -> None:
+        self.units = [unit for unit in units if not unit.resident]
         self.device = device
         self.waits = waits
         self.traffic = Traffic()
@@ -75,71 +75,71 @@ class Downlink:
 
     def fit(self) -> None:
         """Allocates slots and staging; again only after an unfreezing."""
-        longest = max((self.slot_bytes(home) for home in self.homes), default=0)
+        longest = max((self.slot_bytes(unit) for unit in self.units), default=0)
         if longest > (self.slot.flat.numel() if self.slots else 0):
             self._outgrown += [*self.slots, *self._staging]  # copies may still be under way in them
             self.slots = [DeviceSlot(self.device.buffer(longest)) for _ in range(RING)]
-            staged = max(home.gradients.layout.total_bytes for home in self.homes)
+            staged = max(unit.gradients.layout.total_bytes for unit in self.units)
             self._staging = [Staging(self.device.host_buffer(staged, private=True)) for _ in range(RING)]
 
-    def slot_bytes(self, home: Home) -> int:
+    def slot_bytes(self, unit: Unit) -> int:
         """Returns what the gradients of a layer take in a slot."""
-        return home.gradients.layout.total_bytes
+        return unit.gradients.layout.total_bytes
 
-    def put(self, home: Home, place: int, gradient: Tensor, *, add: bool) -> None:
+    def put(self, unit: Unit, place: int, gradient: Tensor, *, add: bool) -> None:
         """Copies a gradient into the slot that is filled now, in the order of the computation, or adds it there."""
-        self.device.compute_copy(self._slot_views(home)[place].values, gradient, add=add)
+        self.device.compute_copy(self._slot_views(unit)[place].values, gradient, add=add)
 
-    def send(self, home: Home, places: Sequence[int], threads: int, poison: Tensor | None) -> DeviceSlot:
+    def send(self, unit: Unit, places: Sequence[int], threads: int, poison: Tensor | None) -> DeviceSlot:
         """Ends the filling of a slot and returns it: copies down may follow. The next one is filled from now on."""
-        slot, views = self.slot, self._slot_views(home)
+        slot, views = self.slot, self._slot_views(unit)
         gradients, squares = [views[place].values for place in places], [views[place].squares for place in places]
         self.device.compute_run(lambda: write_squares(gradients, squares, threads, poison))
         self._turn()
         return slot
 
-    def _slot_views(self, home: Home) -> dict[int, Collected]:
+    def _slot_views(self, unit: Unit) -> dict[int, Collected]:
         flat = self.slot.flat
-        return self.slot.views.of(home, lambda p: Collected(_gradient(flat, home, p), _squares(flat, home, p)))
+        return self.slot.views.of(unit, lambda p: Collected(_gradient(flat, unit, p), _squares(flat, unit, p)))
 
     def _turn(self) -> None:
         self.slots.append(self.slots.pop(0))
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
         self.waits.stream(self.device.gradients, self.device.compute_mark(), Wait.GRADIENT_WRITTEN)
 
-    def copy(self, home: Home, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
+    def copy(self, unit: Unit, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
         """Submits the copy of the gradients at ``places``, and of their squares, to a buffer of the same layout."""
-        numbers = [home.gradients.places.index(place) for place in places]
-        numbers += [len(home.gradients.places) + number for number in numbers]  # the squares, behind all gradients
-        with self.device.noted(self.device.gradients, f"gradients {home.name}"):
-            for begin, length in home.gradients.layout.runs(numbers):
+        numbers = [unit.gradients.places.index(place) for place in places]
+        numbers += [len(unit.gradients.places) + number for number in numbers]  # the squares, behind all gradients
+        with self.device.noted(self.device.gradients, f"gradients {unit.name}"):
+            for begin, length in unit.gradients.layout.runs(numbers):
                 self._copy(buffer.flat[begin : begin + length], slot.flat[begin : begin + length])
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         self.device.gradients.copy(target, source)
         self.traffic.gradient_bytes += source.nbytes
 
-    def stage(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> tuple[Staging, dict[int, Collected]]:
+    def stage(self, unit: Unit, slot: DeviceSlot, places: Sequence[int]) -> tuple[Staging, dict[int, Collected]]:
         """Sends gradients down into a staging buffer; returns it and what arrives there."""
         staging = self._staging[0]
         self._staging.append(self._staging.pop(0))
         # What was staged here before must have been added, or used for its update.
         self.waits.stream(self.device.gradients, staging.free, Wait.STAGING_FREE)
-        self.copy(home, slot, places, staging.buffer)
+        self.copy(unit, slot, places, staging.buffer)
         slot.drained = self.device.gradients.record()
-        buffer, memory = staging.buffer, home.gradients
-        known = staging.views.of(home, lambda p: Collected(memory.view(buffer, p), memory.squares(buffer, p)))
+        buffer, memory = staging.buffer, unit.gradients
+        known = staging.views.of(unit, lambda p: Collected(memory.view(buffer, p), memory.squares(buffer, p)))
         return staging, {place: known[place] for place in places}
 
 
-def _gradient(flat: Tensor, home: Home, place: int) -> Tensor:
+def _gradient(flat: Tensor, unit: Unit, place: int) -> Tensor:
     """Returns the gradient of one parameter in a slot."""
-    layout, number = home.gradients.layout, home.gradients.places.index(place)
+    layout, number = unit.gradients.layout, unit.gradients.places.index(place)
     begin, size = layout.offsets[number], layout.sizes[number]
-    return flat[begin : begin + size].view(home.dtypes[place]).view(home.shapes[place])
+    return flat[begin : begin + size].view(unit.dtypes[place]).view(unit.shapes[place])
 
 
-def _squares(flat: Tensor, home: Home, place: int) -> Tensor:
+def _squares(flat: Tensor, unit: Unit, place: int) -> Tensor:
     """Returns the sum of squares of one parameter's gradient in a slot."""
-    begin = home.gradients.squares_offset(place)
+    begin = unit.gradients.squares_offset(place)
     return flat[begin : begin + 8].view(torch.float64).view(())

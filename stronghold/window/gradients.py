@@ -14,14 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stronghold import native
 from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
-from stronghold.home import (
+from stronghold.unit import (
     ONE_REPLICA,
     Collected,
     Consumed,
     ConsumedGradient,
-    Home,
     Known,
     Replicas,
+    Unit,
     Updater,
     consumed_error,
     consumed_like,
@@ -48,8 +48,8 @@ class Gradients:
     beside it. The squares of every gradient are summed on the device, as it leaves, and travel with it.
     """
 
-    def __init__(self, homes: Sequence[Home], device: Device, waits: Waits, replicas: Replicas = ONE_REPLICA) -> None:
-        self.homes = homes
+    def __init__(self, units: Sequence[Unit], device: Device, waits: Waits, replicas: Replicas = ONE_REPLICA) -> None:
+        self.units = units
         self.replicas = replicas
         self.batches = Batches(replicas)
         self.parts = Parts()
@@ -61,7 +61,7 @@ class Gradients:
         self.shared: frozenset[int] = frozenset()
         """Parameters, by id, whose gradients in_backward leaves to the step: they are not complete before."""
         self._threads = native.usable_cores()
-        self.downlink = (SharedDownlink if replicas.total > 1 else Downlink)(homes, device, waits)
+        self.downlink = (SharedDownlink if replicas.total > 1 else Downlink)(units, device, waits)
         self._layer: int | None = None
         self._written: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
@@ -72,7 +72,7 @@ class Gradients:
         self._added: Event | None = None
         self._consumed: dict[tuple[int, int], Consumed] = {}
         self._lent: dict[tuple[int, int], StorageWeakRef] = {}
-        """The tensors over the homes' gradient buffers that the user got."""
+        """The tensors over the units' gradient buffers that the user got."""
         self._done: list[tuple[int, tuple[int, ...]]] = []
         """The layers of the backward pass so far, with what had gradients: what replicas must have in common."""
         self._poison = torch.zeros((), dtype=torch.float64, device=device.torch_device)
@@ -86,14 +86,14 @@ class Gradients:
 
     def open(self, layer: int) -> None:
         """Begins the backward pass of ``layer``: its ``.grad`` become the class's own."""
-        home = self.homes[layer]
-        if home.gradients.fit():  # a frozen parameter is trained now
+        unit = self.units[layer]
+        if unit.gradients.fit():  # a frozen parameter is trained now
             self.downlink.fit()
         self._layer, self._written = layer, set()
         self._fresh = {}
         held, known = self._held.setdefault(layer, {}), self._known.setdefault(layer, {})
-        taken = [] if self.summed else self._taken(home, range(len(home.parameters)))
-        for place, parameter in enumerate(home.parameters):
+        taken = [] if self.summed else self._taken(unit, range(len(unit.parameters)))
+        for place, parameter in enumerate(unit.parameters):
             gradient = gradient_of(parameter)
             if gradient is None:
                 continue
@@ -102,7 +102,7 @@ class Gradients:
             if place in taken:
                 raise OffloadedModelError(
                     f"update='in_backward' adds to no gradient that is there already (got one on a parameter of "
-                    f"{home.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
+                    f"{unit.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
                 )
             held[place], known[place] = gradient, known_of(gradient)
             set_gradient(parameter, None)
@@ -110,28 +110,28 @@ class Gradients:
     def take(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has just put into ``parameter.grad`` of the layer that is open."""
         assert self._layer is not None
-        home = self.homes[self._layer]
+        unit = self.units[self._layer]
         place = parameter.__dict__["_place"]
         gradient = gradient_of(parameter)
         if gradient is None:  # a function's backward gave none
-            self.parts.keep(home, place, None)
+            self.parts.keep(unit, place, None)
             return
         set_gradient(parameter, None)
         if gradient.requires_grad:
             raise OffloadedModelError(
                 "backward(create_graph=True) needs gradients that stay on the device with their graph, and an "
-                f"offloaded layer's ({home.name}) go to the host; offload without the layers that need second "
+                f"offloaded layer's ({unit.name}) go to the host; offload without the layers that need second "
                 "derivatives (layers=...)"
             )
         if gradient.layout != torch.strided:
             raise OffloadedModelError(
-                f"{home.name} produced a gradient of layout {gradient.layout}, and only dense gradients travel; "
+                f"{unit.name} produced a gradient of layout {gradient.layout}, and only dense gradients travel; "
                 "pass sparse=False to its embedding"
             )
         if self.parts.is_part((self._layer, place)):
-            self.parts.keep(home, place, gradient)
+            self.parts.keep(unit, place, gradient)
             return
-        if home.resident:
+        if unit.resident:
             if place in self._fresh:
                 self._fresh[place].add_(gradient)
             else:
@@ -143,7 +143,7 @@ class Gradients:
             self.waits.compute(self.downlink.slot.drained, Wait.GRADIENT_SLOT_FREE)
             # It may have had to wait for staging, which is free when the update from it is done.
             self.downlink.traffic.update_waits.append((begin, self.device.stamp()))
-        self.downlink.put(home, place, gradient, add=place in self._written)
+        self.downlink.put(unit, place, gradient, add=place in self._written)
         self._written.add(place)
 
     def close(self) -> Event | None:
@@ -156,28 +156,28 @@ class Gradients:
             self._close_resident(layer)
         if layer is None or not self._written:
             return None
-        home, places = self.homes[layer], sorted(self._written)
-        taken = self._taken(home, places)
+        unit, places = self.units[layer], sorted(self._written)
+        taken = self._taken(unit, places)
         updater = self._updater
         poison = self._poison if updater is not None and updater.in_backward else None
-        slot = self.downlink.send(home, places, self._threads, poison)
+        slot = self.downlink.send(unit, places, self._threads, poison)
         self._done.append((layer, tuple(places)))
         if not self._held[layer].keys().isdisjoint(taken):
             self._keep(layer, slot, places)
-            return self._update_sums(home, slot, taken)
-        updated = self._down_and_update(home, slot, taken) if taken else None
+            return self._update_sums(unit, slot, taken)
+        updated = self._down_and_update(unit, slot, taken) if taken else None
         if len(taken) < len(places):
             self._keep(layer, slot, [place for place in places if place not in taken])
         return updated
 
-    def _taken(self, home: Home, places: Iterable[int]) -> list[int]:
+    def _taken(self, unit: Unit, places: Iterable[int]) -> list[int]:
         """Returns of which places the gradient is used for an update at once, rather than kept for the user."""
         updater = self._updater
         if updater is None or not updater.in_backward or self.more:
             return []
-        if home.resident and self.replicas.total > 1:
+        if unit.resident and self.replicas.total > 1:
             return []  # the step takes the mean
-        return [p for p in places if id(home.parameters[p]) not in self.shared and updater.updates(home, p)]
+        return [p for p in places if id(unit.parameters[p]) not in self.shared and updater.updates(unit, p)]
 
     @property
     def _updater(self) -> Updater | None:
@@ -190,21 +190,21 @@ class Gradients:
 
     def _close_resident(self, layer: int) -> None:
         """Keeps the gradients of a resident layer on the device, or updates it with them at once."""
-        home, held, known = self.homes[layer], self._held[layer], self._known[layer]
+        unit, held, known = self.units[layer], self._held[layer], self._known[layer]
         fresh, self._fresh = self._fresh, {}
-        taken = {place: fresh.pop(place) for place in self._taken(home, sorted(fresh))}
+        taken = {place: fresh.pop(place) for place in self._taken(unit, sorted(fresh))}
         again = {place: fresh.pop(place) for place in list(fresh) if place in held}
         held.update(fresh)
         known.update(dict.fromkeys(fresh))
         if again:
-            add_on_device(self.device, home, held, known, again, self._threads)
+            add_on_device(self.device, unit, held, known, again, self._threads)
         if taken:
             updater = self._updater
             assert updater is not None
-            consumed = self._consume(home, taken)
+            consumed = self._consume(unit, taken)
             remainders = {}
             if again := {place: gradient for place, gradient in taken.items() if place in held}:
-                add_on_device(self.device, home, held, known, again, self._threads)
+                add_on_device(self.device, unit, held, known, again, self._threads)
             for place in again:
                 taken[place], its = held.pop(place), known.pop(place)
                 remainders[place] = its.remainder if its is not None else None
@@ -213,28 +213,28 @@ class Gradients:
             self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._poison))
             pairs = zip(taken.items(), parts, strict=True)
             updater.update_now(
-                home, {p: Collected(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs}, None
+                unit, {p: Collected(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs}, None
             )
 
     def _keep(self, layer: int, slot: DeviceSlot, places: Sequence[int]) -> None:
-        home, held, known, down = self.homes[layer], self._held[layer], self._known[layer], self.device.gradients
-        buffer = home.gradients.allocate(self.device)
+        unit, held, known, down = self.units[layer], self._held[layer], self._known[layer], self.device.gradients
+        buffer = unit.gradients.allocate(self.device)
         blank = []
         for place in places:
             if place not in held and (lent := self._lent.get((layer, place))) is not None and not lent.expired():
-                home.check_own()  # replicas have no memory in common but the one
+                unit.check_own()  # replicas have no memory in common but the one
                 # The user has kept the one before.
-                held[place] = torch.empty(home.shapes[place], dtype=home.dtypes[place])
+                held[place] = torch.empty(unit.shapes[place], dtype=unit.dtypes[place])
                 blank.append(place)
         fresh = [place for place in places if place not in held]
-        self.downlink.copy(home, slot, fresh, buffer)
+        self.downlink.copy(unit, slot, fresh, buffer)
         for place in fresh:
-            held[place] = home.gradients.view(buffer, place)
-            known[place] = latest(home, Known(place, home.gradients.held_squares(place)))
+            held[place] = unit.gradients.view(buffer, place)
+            known[place] = latest(unit, Known(place, unit.gradients.held_squares(place)))
             self._lent[layer, place] = StorageWeakRef(held[place].untyped_storage())
         again = [place for place in places if place not in fresh]
         if again:
-            self._add(home, slot, again, blank)
+            self._add(unit, slot, again, blank)
         else:
             self._down = slot.drained = down.record()
 
@@ -247,16 +247,16 @@ class Gradients:
         self.batches.agree(self._done)  # and what they see is there once all have brought their shares
         self._done = []
         for layer, held in self._held.items():
-            home = self.homes[layer]
+            unit = self.units[layer]
             for place, gradient in held.items():
                 known = self._known[layer].get(place)
                 # Without an optimizer of ours nobody asks for squares, and other optimizers compile what they do with
                 # gradients, where one that notes what becomes of it cannot go.
                 if known is not None and (known.remainder is not None or self._updater is not None):
-                    note_gradient(gradient, home, known=known)
-                set_gradient(home.parameters[place], gradient)
+                    note_gradient(gradient, unit, known=known)
+                set_gradient(unit.parameters[place], gradient)
         for (layer, place), consumed in self._consumed.items():
-            parameter = self.homes[layer].parameters[place]
+            parameter = self.units[layer].parameters[place]
             set_gradient(parameter, consumed_like(parameter, consumed))
         self._held.clear()
         self._known.clear()
@@ -284,10 +284,10 @@ class Gradients:
         """Whether the backward pass under way has updated parameters of ``layer``."""
         return any(number == layer for number, _ in self._consumed)
 
-    def too_late(self, home: Home) -> OffloadedModelError:
+    def too_late(self, unit: Unit) -> OffloadedModelError:
         """Returns the error for a run of a layer that comes when its update has been."""
         return OffloadedModelError(
-            f"{home.name} runs several times in one backward pass, not all of its runs use each of its parameters, and "
+            f"{unit.name} runs several times in one backward pass, not all of its runs use each of its parameters, and "
             "update='in_backward' has already updated those that no other run uses; use update='deferred'"
         )
 
@@ -296,20 +296,20 @@ class Gradients:
         """The layer whose backward pass is open."""
         return self._layer
 
-    def _sum_of(self, home: Home, place: int, known: Known | None) -> Known:
+    def _sum_of(self, unit: Unit, place: int, known: Known | None) -> Known:
         """Returns what will be known of a sum on the host."""
-        return latest(home, Known(place, home.gradients.held_squares(place), remainder_of(home, place, known)))
+        return latest(unit, Known(place, unit.gradients.held_squares(place), remainder_of(unit, place, known)))
 
-    def _add(self, home: Home, slot: DeviceSlot, places: Sequence[int], blank: Sequence[int]) -> None:
+    def _add(self, unit: Unit, slot: DeviceSlot, places: Sequence[int], blank: Sequence[int]) -> None:
         """Adds gradients to what is held on the host; ``blank`` ones hold nothing yet, in memory of their own."""
-        assert home.index is not None
-        held, known = self._held[home.index], self._known[home.index]
-        staging, arrived = self.downlink.stage(home, slot, places)
-        plain = [p for p in places if p not in blank and not _fits(held[p], home.dtypes[p])]
+        assert unit.index is not None
+        held, known = self._held[unit.index], self._known[unit.index]
+        staging, arrived = self.downlink.stage(unit, slot, places)
+        plain = [p for p in places if p not in blank and not _fits(held[p], unit.dtypes[p])]
         if plain:
-            home.check_own()
+            unit.check_own()
         sums = [p for p in places if p not in blank and p not in plain]
-        known.update({p: self._sum_of(home, p, known.get(p)) for p in sums})
+        known.update({p: self._sum_of(unit, p, known.get(p)) for p in sums})
         known.update(dict.fromkeys([*blank, *plain]))
         updates = self.device.updates
         # The copy into the staging buffer must be complete before the host adds from it.
@@ -317,13 +317,13 @@ class Gradients:
         threads = self._host_threads
         additions = [
             native.Addition(
-                target=home.own(p, _raw(held[p])),
-                remainder=None if (low := known[p].remainder) is None else home.own(p, low),  # type: ignore[union-attr]
-                source=home.own(p, arrived[p].values),
+                target=unit.own(p, _raw(held[p])),
+                remainder=None if (low := known[p].remainder) is None else unit.own(p, low),  # type: ignore[union-attr]
+                source=unit.own(p, arrived[p].values),
             )
             for p in sums
         ]
-        targets = [home.gradients.held_squares(place) for place in sums]
+        targets = [unit.gradients.held_squares(place) for place in sums]
 
         def add_up() -> None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -336,51 +336,51 @@ class Gradients:
                 for place in plain:
                     held[place].add_(arrived[place].values)
 
-        with self.device.noted(updates, f"add gradients {home.name}"):
-            updates.run(add_up, moved_bytes=5 * sum(home.layout.sizes[p] for p in places))
+        with self.device.noted(updates, f"add gradients {unit.name}"):
+            updates.run(add_up, moved_bytes=5 * sum(unit.layout.sizes[p] for p in places))
         self._added = staging.free = updates.record()
 
-    def _down_and_update(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> Event:
+    def _down_and_update(self, unit: Unit, slot: DeviceSlot, places: Sequence[int]) -> Event:
         updater = self._updater
         assert updater is not None
-        consumed = self._consume(home, places)
-        staging, arrived = self.downlink.stage(home, slot, places)
+        consumed = self._consume(unit, places)
+        staging, arrived = self.downlink.stage(unit, slot, places)
         gradients = {place: replace(arrived[place], consumed=consumed[place]) for place in places}
-        staging.free = updater.update_now(home, gradients, slot.drained)
+        staging.free = updater.update_now(unit, gradients, slot.drained)
         assert staging.free is not None
         return staging.free
 
-    def _update_sums(self, home: Home, slot: DeviceSlot, places: Sequence[int]) -> Event | None:
+    def _update_sums(self, unit: Unit, slot: DeviceSlot, places: Sequence[int]) -> Event | None:
         """Updates with gradients that are held on the host, to which those in ``slot`` are on their way."""
-        assert home.index is not None
-        updater, held, known = self._updater, self._held[home.index], self._known[home.index]
+        assert unit.index is not None
+        updater, held, known = self._updater, self._held[unit.index], self._known[unit.index]
         assert updater is not None
-        consumed = self._consume(home, places)
+        consumed = self._consume(unit, places)
         sums = {}
         for place in places:
             values, its = held.pop(place), known.pop(place)
             if its is None:
                 raise OffloadedModelError(
-                    f"somebody wrote into a gradient of {home.name} between the backward passes of a step, of which "
+                    f"somebody wrote into a gradient of {unit.name} between the backward passes of a step, of which "
                     "update='in_backward' needs the sum as it is; use update='deferred'"
                 )
             sums[place] = Collected(values, its.squares, its.remainder, consumed[place])
         # The additions go before on the updates' own stream; what is there for the first time comes with the copy down.
-        return updater.update_now(home, sums, slot.drained)
+        return updater.update_now(unit, sums, slot.drained)
 
-    def _consume(self, home: Home, places: Iterable[int]) -> dict[int, Consumed]:
+    def _consume(self, unit: Unit, places: Iterable[int]) -> dict[int, Consumed]:
         """Notes, and returns by place, what an update uses up. Raises OffloadedModelError for what one has already."""
-        assert home.index is not None
-        if any((home.index, place) in self._consumed for place in places):
-            raise self.too_late(home)
-        consumed = {place: Consumed(home) for place in places}
-        self._consumed.update({(home.index, place): one for place, one in consumed.items()})
+        assert unit.index is not None
+        if any((unit.index, place) in self._consumed for place in places):
+            raise self.too_late(unit)
+        consumed = {place: Consumed(unit) for place in places}
+        self._consumed.update({(unit.index, place): one for place, one in consumed.items()})
         return consumed
 
 
-def gradient_slot_bytes(home: Home) -> int:
+def gradient_slot_bytes(unit: Unit) -> int:
     """Returns what the gradients of a layer take on the device, on their way down."""
-    return shared_slot_bytes(home) if home.replicas.total > 1 else home.gradients.layout.total_bytes
+    return shared_slot_bytes(unit) if unit.replicas.total > 1 else unit.gradients.layout.total_bytes
 
 
 def _raw(gradient: Tensor) -> Tensor:

@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 from stronghold import native
 from stronghold.device import Device, Wait, Waits
-from stronghold.home import (
+from stronghold.split import join, split
+from stronghold.unit import (
     Collected,
-    Home,
     Known,
+    Unit,
     gradient_of,
     has_company,
-    home_of,
     known_of,
     latest,
     note_gradient,
     set_gradient,
+    unit_of,
 )
-from stronghold.split import join, split
 from stronghold.window.sums import add, apart, in_own_memory, write_squares
 
 
@@ -36,18 +36,18 @@ class DeviceGradients:
         self.device = device
         self.waits = waits
         self._threads = native.usable_cores()
-        self._held: dict[Home, Tensor] = {}
+        self._held: dict[Unit, Tensor] = {}
 
-    def expect(self, home: Home, place: int, gradient: Tensor | None) -> None:
+    def expect(self, unit: Unit, place: int, gradient: Tensor | None) -> None:
         """Hears, before autograd does, that an edge gets a gradient: the one it has is kept out of the way."""
-        parameter = home.parameters[0]
+        parameter = unit.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():
             before = gradient_of(parameter)
             if before is None or gradient is None or gradient.requires_grad:
                 return
             if {before.layout, gradient.layout} != {torch.strided}:
                 return
-            self._held[home] = before
+            self._held[unit] = before
             set_gradient(parameter, None)
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -55,9 +55,9 @@ class DeviceGradients:
 
         A first one gets memory of its own, if autograd gave it some that others have too, and would add to all of them.
         """
-        home = home_of(parameter)
-        assert home is not None
-        before = self._held.pop(home, None)
+        unit = unit_of(parameter)
+        assert unit is not None
+        before = self._held.pop(unit, None)
         with torch._C.DisableTorchFunctionSubclass():
             gradient = gradient_of(parameter)
             if gradient is None:  # a function's backward gave none
@@ -68,43 +68,43 @@ class DeviceGradients:
                 return
             set_gradient(parameter, before)  # whatever happens, what was there stays
             known = {0: known_of(before)}
-            add_on_device(self.device, home, {0: before}, known, {0: gradient}, self._threads)
+            add_on_device(self.device, unit, {0: before}, known, {0: gradient}, self._threads)
             if (of_sum := known[0]) is not None:
-                note_gradient(before, home, known=of_sum)
+                note_gradient(before, unit, known=of_sum)
 
     def close(self) -> None:
         """Gives back what a backward pass that failed has left."""
-        for home, before in self._held.items():
-            set_gradient(home.parameters[0], before)
+        for unit, before in self._held.items():
+            set_gradient(unit.parameters[0], before)
         self._held.clear()
 
-    def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, Collected]:
         """Returns the gradients of a mirrored edge on the host, others as they are; all complete."""
-        home.wait_updated()  # an update under way reads the gradient that is replaced here
-        home.gradients.fit()
+        unit.wait_updated()  # an update under way reads the gradient that is replaced here
+        unit.gradients.fit()
         found = {place: known_of(gradient) for place, gradient in gradients.items()}
         with torch._C.DisableTorchFunctionSubclass():
             values = apart({place: gradient.detach().contiguous() for place, gradient in gradients.items()})
-            if home.replicas.total > 1:
-                found = {place: self._mean(home, place, values[place], one) for place, one in found.items()}
+            if unit.replicas.total > 1:
+                found = {place: self._mean(unit, place, values[place], one) for place, one in found.items()}
                 for place, gradient in gradients.items():
                     if gradient.data_ptr() != values[place].data_ptr():
                         gradient.copy_(values[place])
-                    note_gradient(gradient, home, known=found[place])
+                    note_gradient(gradient, unit, known=found[place])
             squares = torch.stack(self._squares(values, found))
             arrived = torch.zeros(len(found), dtype=torch.float64)
             self.device.compute_copy(arrived, squares)  # all at once: on a GPU each copy is a wait
             collected = {
-                place: self._collected(home, place, values[place], known, there)
+                place: self._collected(unit, place, values[place], known, there)
                 for (place, known), there in zip(found.items(), arrived, strict=True)
             }
         # The copies run behind the backward pass on the same stream; the host reads what they bring.
         self.waits.host(self.device.compute_mark(), Wait.EDGE_GRADIENT)
         return collected
 
-    def _mean(self, home: Home, place: int, values: Tensor, known: Known | None) -> Known | None:
+    def _mean(self, unit: Unit, place: int, values: Tensor, known: Known | None) -> Known | None:
         """Makes a gradient the mean of all replicas', in place; returns what is known of that."""
-        lane = home.replicas.main
+        lane = unit.replicas.main
         if known is None or known.remainder is None:
             self.device.compute_now(lambda: lane.mean(values))
             return None
@@ -118,7 +118,7 @@ class DeviceGradients:
         self.device.compute_now(mean)
         squares = torch.zeros((), dtype=torch.float64, device=values.device)
         self.device.compute_now(lambda: write_squares([join(values, remainder)], [squares], self._threads))
-        return latest(home, Known(place, squares, remainder))
+        return latest(unit, Known(place, squares, remainder))
 
     def _squares(self, values: dict[int, Tensor], known: dict[int, Known | None]) -> list[Tensor]:
         """Returns the sum of squares of each gradient; those that nobody knows are read, all at once."""
@@ -131,14 +131,14 @@ class DeviceGradients:
             sums.update(zip(unknown, squares, strict=True))
         return [sums[place] for place in values]
 
-    def _collected(self, home: Home, place: int, values: Tensor, known: Known | None, squares: Tensor) -> Collected:
+    def _collected(self, unit: Unit, place: int, values: Tensor, known: Known | None, squares: Tensor) -> Collected:
         remainder = known.remainder if known is not None else None
-        if not home.mirrored:
+        if not unit.mirrored:
             return Collected(values, squares, remainder)
-        on_host = home.gradients.view(home.gradients.allocate(self.device), place)
+        on_host = unit.gradients.view(unit.gradients.allocate(self.device), place)
         self.device.compute_copy(on_host, values)
         if remainder is not None:
-            remainder_on_host = home.gradients.host_remainder(place)
+            remainder_on_host = unit.gradients.host_remainder(place)
             self.device.compute_copy(remainder_on_host, remainder)
             remainder = remainder_on_host
         return Collected(on_host, squares, remainder)
@@ -146,7 +146,7 @@ class DeviceGradients:
 
 def add_on_device(
     device: Device,
-    home: Home,
+    unit: Unit,
     held: Mapping[int, Tensor],
     known: dict[int, Known | None],
     gradients: Mapping[int, Tensor],
@@ -154,10 +154,10 @@ def add_on_device(
 ) -> None:
     """Adds ``gradients``, by place, to what is ``held`` there; ``known`` becomes what is known of the sums."""
     with torch._C.DisableTorchFunctionSubclass():
-        places = [p for p in gradients if held[p].is_contiguous() and held[p].dtype == home.dtypes[p]]
+        places = [p for p in gradients if held[p].is_contiguous() and held[p].dtype == unit.dtypes[p]]
         plain = [p for p in gradients if p not in places]  # the user's own
         sums = [held[p] for p in places]
-        remainders = [remainder_of(home, p, known[p]) for p in places]
+        remainders = [remainder_of(unit, p, known[p]) for p in places]
         squares: list[Tensor] = []
 
         def add_up() -> None:
@@ -170,17 +170,17 @@ def add_on_device(
         device.compute_now(add_up)
         known.update(dict.fromkeys(plain))
         for place, one, remainder in zip(places, squares, remainders, strict=True):
-            known[place] = latest(home, Known(place, one, remainder))
+            known[place] = latest(unit, Known(place, one, remainder))
 
 
-def remainder_of(home: Home, place: int, known: Known | None) -> Tensor | None:
+def remainder_of(unit: Unit, place: int, known: Known | None) -> Tensor | None:
     """Returns where the low halves of a sum lie, which are zero for a first gradient."""
     if known is not None and known.remainder is not None:
         return known.remainder
-    if home.dtypes[place] == torch.float32:
+    if unit.dtypes[place] == torch.float32:
         return None
-    home.gradients.fit()
-    remainder = home.gradients.remainder(place)
+    unit.gradients.fit()
+    remainder = unit.gradients.remainder(place)
     if remainder is not None:
-        (remainder if home.is_edge else home.own(place, remainder)).zero_()
+        (remainder if unit.is_edge else unit.own(place, remainder)).zero_()
     return remainder

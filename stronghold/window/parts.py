@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from stronghold.errors import OffloadedModelError
-from stronghold.home import Home, opaque, set_gradient
+from stronghold.unit import Unit, opaque, set_gradient
 
 
 class Accumulators:
@@ -27,8 +27,8 @@ class Accumulators:
     ``saved`` is what lives as long as the graph has what autograd saved for the run.
     """
 
-    def __init__(self, home: Home, saved: object) -> None:
-        self._together: Node = _Together.apply(*home.parameters).grad_fn
+    def __init__(self, unit: Unit, saved: object) -> None:
+        self._together: Node = _Together.apply(*unit.parameters).grad_fn
         self._saved = weakref.ref(saved)
         self.counted = False
 
@@ -62,18 +62,18 @@ class Parts:
         """Whether autograd may come back to several runs of ``layer``."""
         return len(self._runs[layer]) > 1
 
-    def arriving(self, home: Home, place: int, gradient: Tensor | None) -> Tensor | None:
+    def arriving(self, unit: Unit, place: int, gradient: Tensor | None) -> Tensor | None:
         """Hears of a gradient before all hooks of the user; returns what comes in its stead, or None for itself.
 
         It is None where a function's backward gave none.
         """
-        assert home.index is not None
-        task, key = torch._C._current_graph_task_id(), (home.index, place)
-        counts = self._left.get((task, home.index))
+        assert unit.index is not None
+        task, key = torch._C._current_graph_task_id(), (unit.index, place)
+        counts = self._left.get((task, unit.index))
         if counts is None:
-            if not self.several(home.index):
+            if not self.several(unit.index):
                 return None
-            counts = self._left[task, home.index] = self._count(home)
+            counts = self._left[task, unit.index] = self._count(unit)
         left, counts[place] = counts[place], counts[place] - 1
         if left > 1:
             self._coming.add(key)
@@ -83,21 +83,21 @@ class Parts:
             return None
         if gradient is not None:
             return before.to(gradient.device) + gradient
-        parameter = home.parameters[place]
+        parameter = unit.parameters[place]
         if len(parameter._backward_hooks or ()) > 1:  # None is passed to these, and none may give something for it
             raise OffloadedModelError(
-                f"{home.name} runs several times in one backward pass, and the last of its runs gave None for the "
+                f"{unit.name} runs several times in one backward pass, and the last of its runs gave None for the "
                 "gradient of a parameter with a hook, which is to hear of the sum; return zeros instead of None, or "
                 "use register_post_accumulate_grad_hook"
             )
         set_gradient(parameter, before.to(parameter.device))
         return None
 
-    def _count(self, home: Home) -> list[int]:
+    def _count(self, unit: Unit) -> list[int]:
         """Returns, by place, to how many accumulators the backward pass under way comes."""
-        assert home.index is not None
-        awaited: list[set[Node]] = [set() for _ in home.parameters]
-        for run in list(self._runs[home.index]):
+        assert unit.index is not None
+        awaited: list[set[Node]] = [set() for _ in unit.parameters]
+        for run in list(self._runs[unit.index]):
             nodes = run.awaited()
             for known, node in zip(awaited, nodes, strict=True):
                 if node is not None:
@@ -105,17 +105,17 @@ class Parts:
             if any(nodes):
                 run.counted = True
             elif run.spent:  # of a loss that the user has kept
-                self._runs[home.index].discard(run)
+                self._runs[unit.index].discard(run)
         return [len(known) for known in awaited]
 
     def is_part(self, key: tuple[int, int]) -> bool:
         """Whether what autograd hands over for the parameter at this layer and place is a part, and not the last."""
         return key in self._coming
 
-    def keep(self, home: Home, place: int, gradient: Tensor | None) -> None:
+    def keep(self, unit: Unit, place: int, gradient: Tensor | None) -> None:
         """Keeps a part, if there is one, until the last one comes."""
-        assert home.index is not None
-        key = (home.index, place)
+        assert unit.index is not None
+        key = (unit.index, place)
         self._coming.discard(key)
         if gradient is None:
             return

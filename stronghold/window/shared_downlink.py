@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from stronghold.device import Device, HostBuffer, Waits
-from stronghold.home import Home
 from stronghold.layout import ALIGNMENT_BYTES, lay_out, round_up
 from stronghold.plan.traffic import all_reduce_bytes, reduce_scatter_bytes
+from stronghold.unit import Unit
 from stronghold.window.downlink import DeviceSlot, Downlink
 from stronghold.window.sums import spread, squares_of
 
@@ -41,23 +41,23 @@ class SharedDownlink(Downlink):
     the whole mean, the same in all replicas.
     """
 
-    def __init__(self, homes: Sequence[Home], device: Device, waits: Waits) -> None:
-        self._known: dict[Home, Regions] = {}
-        super().__init__(homes, device, waits)
+    def __init__(self, units: Sequence[Unit], device: Device, waits: Waits) -> None:
+        self._known: dict[Unit, Regions] = {}
+        super().__init__(units, device, waits)
 
-    def slot_bytes(self, home: Home) -> int:
-        return shared_slot_bytes(home)
+    def slot_bytes(self, unit: Unit) -> int:
+        return shared_slot_bytes(unit)
 
-    def put(self, home: Home, place: int, gradient: Tensor, *, add: bool) -> None:
+    def put(self, unit: Unit, place: int, gradient: Tensor, *, add: bool) -> None:
         values = gradient.detach().reshape(-1)
-        for number, (begin, end) in enumerate(home.shares(place)):
-            self.device.compute_copy(self._share(self.slot, home, place, number), values[begin:end], add=add)
+        for number, (begin, end) in enumerate(unit.shares(place)):
+            self.device.compute_copy(self._share(self.slot, unit, place, number), values[begin:end], add=add)
 
-    def send(self, home: Home, places: Sequence[int], threads: int, poison: Tensor | None) -> DeviceSlot:
-        slot, lane = self.slot, home.replicas.gradients
-        gradients = [self._share(slot, home, place, home.replicas.number) for place in places]
-        squares = [self._square(slot, home, place) for place in places]
-        regions = self._regions_of(home).of_dtype.items()
+    def send(self, unit: Unit, places: Sequence[int], threads: int, poison: Tensor | None) -> DeviceSlot:
+        slot, lane = self.slot, unit.replicas.gradients
+        gradients = [self._share(slot, unit, place, unit.replicas.number) for place in places]
+        squares = [self._square(slot, unit, place) for place in places]
+        regions = self._regions_of(unit).of_dtype.items()
         flats = [slot.flat[begin : begin + length].view(dtype) for dtype, (begin, length) in regions]
 
         def reduce() -> None:
@@ -67,56 +67,56 @@ class SharedDownlink(Downlink):
             lane.sum(total)
             spread(total, squares, poison)
 
-        replicas = home.replicas
+        replicas = unit.replicas
         for flat in flats:
             share = flat.numel() // replicas.count
             self.traffic.reduced_bytes += reduce_scatter_bytes(flat.numel(), flat.itemsize, replicas.count)
             self.traffic.crossed_bytes += all_reduce_bytes(share, flat.itemsize, replicas.total // replicas.count)
         self._turn()
-        with self.device.noted(self.device.gradients, f"reduce-scatter {home.name}"):
+        with self.device.noted(self.device.gradients, f"reduce-scatter {unit.name}"):
             self.device.gradients.compute(reduce)
         return slot
 
-    def copy(self, home: Home, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
-        with self.device.noted(self.device.gradients, f"gradients {home.name}"):
+    def copy(self, unit: Unit, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
+        with self.device.noted(self.device.gradients, f"gradients {unit.name}"):
             for place in places:
-                source = self._share(slot, home, place, home.replicas.number)
-                self._copy(home.own(place, home.gradients.view(buffer, place)), source)
-                self._copy(home.gradients.squares(buffer, place), self._square(slot, home, place))
+                source = self._share(slot, unit, place, unit.replicas.number)
+                self._copy(unit.own(place, unit.gradients.view(buffer, place)), source)
+                self._copy(unit.gradients.squares(buffer, place), self._square(slot, unit, place))
 
-    def _share(self, slot: DeviceSlot, home: Home, place: int, number: int) -> Tensor:
+    def _share(self, slot: DeviceSlot, unit: Unit, place: int, number: int) -> Tensor:
         """Returns, flat, a replica's share of the gradient of one parameter."""
-        regions = self._regions_of(home)
-        begin, length = regions.spans[number][home.gradients.places.index(place)]
-        return slot.flat[begin : begin + length].view(home.dtypes[place])
+        regions = self._regions_of(unit)
+        begin, length = regions.spans[number][unit.gradients.places.index(place)]
+        return slot.flat[begin : begin + length].view(unit.dtypes[place])
 
-    def _square(self, slot: DeviceSlot, home: Home, place: int) -> Tensor:
-        begin = self._squares_begin(home) + 8 * home.gradients.places.index(place)
+    def _square(self, slot: DeviceSlot, unit: Unit, place: int) -> Tensor:
+        begin = self._squares_begin(unit) + 8 * unit.gradients.places.index(place)
         return slot.flat[begin : begin + 8].view(torch.float64).view(())
 
-    def _squares_begin(self, home: Home) -> int:
-        return self._regions_of(home).total_bytes
+    def _squares_begin(self, unit: Unit) -> int:
+        return self._regions_of(unit).total_bytes
 
-    def _regions_of(self, home: Home) -> Regions:
-        known = self._known.get(home)
-        if known is None or known.places != home.gradients.places:
-            known = self._known[home] = _regions(home)
+    def _regions_of(self, unit: Unit) -> Regions:
+        known = self._known.get(unit)
+        if known is None or known.places != unit.gradients.places:
+            known = self._known[unit] = _regions(unit)
         return known
 
 
-def shared_slot_bytes(home: Home) -> int:
+def shared_slot_bytes(unit: Unit) -> int:
     """Returns what the gradients of a layer take in a slot, region by region, with their squares."""
-    return _regions(home).total_bytes + 8 * len(home.gradients.places)
+    return _regions(unit).total_bytes + 8 * len(unit.gradients.places)
 
 
-def _regions(home: Home) -> Regions:
-    count, places = home.replicas.count, home.gradients.places
+def _regions(unit: Unit) -> Regions:
+    count, places = unit.replicas.count, unit.gradients.places
     of_dtype: dict[torch.dtype, tuple[int, int]] = {}
     spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(places) for _ in range(count)]
     end = 0
-    for dtype in dict.fromkeys(home.dtypes[place] for place in places):
-        numbers = [number for number, place in enumerate(places) if home.dtypes[place] == dtype]
-        shares = zip(*(home.shares(places[number]) for number in numbers), strict=True)
+    for dtype in dict.fromkeys(unit.dtypes[place] for place in places):
+        numbers = [number for number, place in enumerate(places) if unit.dtypes[place] == dtype]
+        shares = zip(*(unit.shares(places[number]) for number in numbers), strict=True)
         layouts = [lay_out([(last - first) * dtype.itemsize for first, last in own]) for own in shares]
         each = round_up(max(layout.total_bytes for layout in layouts), ALIGNMENT_BYTES)
         for replica, layout in enumerate(layouts):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from stronghold import native
-from stronghold.home import has_company
 from stronghold.split import join, split
+from stronghold.unit import has_company
 
 
 def write_squares(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
-from stronghold.home import BoundParameter, Home, OffloadedParameter
 from stronghold.schedule import Action, Computation, Move, Schedule
 from stronghold.store import Store
+from stronghold.unit import BoundParameter, OffloadedParameter, Unit
 from stronghold.window.traffic import Traffic
 
 
@@ -39,23 +39,23 @@ class Slot:
 class Window:
     """The slots, what is in them, and the parameters that look into them.
 
-    ``homes`` are the layers in order. All slots are allocated here, once, each as long as the longest layer that is
+    ``units`` are the layers in order. All slots are allocated here, once, each as long as the longest layer that is
     not resident; a resident layer is its own slot. The schedule knows of the others alone, which it counts from zero.
     """
 
-    def __init__(self, homes: Sequence[Home], size: int, device: Device, store: Store, waits: Waits) -> None:
-        self.homes = homes
-        self._streamed = [layer for layer, home in enumerate(homes) if not home.resident]
+    def __init__(self, units: Sequence[Unit], size: int, device: Device, store: Store, waits: Waits) -> None:
+        self.units = units
+        self._streamed = [layer for layer, unit in enumerate(units) if not unit.resident]
         self._number = {layer: number for number, layer in enumerate(self._streamed)}
         self.schedule = Schedule(len(self._streamed), size) if self._streamed else None
         self.device = device
         self.store = store
         self.waits = waits
         self.traffic = Traffic()
-        longest = max((homes[layer].slot_bytes for layer in self._streamed), default=0)
+        longest = max((units[layer].slot_bytes for layer in self._streamed), default=0)
         self.slots = [Slot(device.buffer(longest)) for _ in range(size if self._streamed else 0)]
         self._free = list(reversed(self.slots))
-        self._where = {layer: _own_slot(home) for layer, home in enumerate(homes) if home.resident}
+        self._where = {layer: _own_slot(unit) for layer, unit in enumerate(units) if unit.resident}
         self._bound: set[int] = set()
         self._begun: object = None
         """When the computation under way began."""
@@ -96,7 +96,7 @@ class Window:
         if self.schedule is not None:
             numbers = self._numbers(layers)
             for number in numbers:
-                self.store.changed(self.homes[self._streamed[number]])
+                self.store.changed(self.units[self._streamed[number]])
             self._carry_out(self.schedule.changed(numbers))
 
     def follow(self, order: Iterable[Computation]) -> None:
@@ -106,22 +106,22 @@ class Window:
             self.schedule.follow([Computation(number[layer], back) for layer, back in order if layer in number])
 
     def _scheduled(self, layer: int) -> Schedule | None:
-        return None if self.homes[layer].resident else self.schedule
+        return None if self.units[layer].resident else self.schedule
 
     def _numbers(self, layers: Iterable[int]) -> list[int]:
         return [self._number[layer] for layer in layers if layer in self._number]
 
     def views(self, layer: int) -> list[Tensor]:
         """Returns the tensors of ``layer`` in the slot that holds it."""
-        slot, home = self._where[layer], self.homes[layer]
-        if home.resident:
-            return home.weight
+        slot, unit = self._where[layer], self.units[layer]
+        if unit.resident:
+            return unit.weight
         if layer not in slot.views:
             with torch.inference_mode(False):  # what is made under it cannot be trained with, and these are kept
                 slot.views[layer] = [
                     slot.flat[offset : offset + size].view(dtype).view(shape)
                     for offset, size, dtype, shape in zip(
-                        home.layout.offsets, home.layout.sizes, home.dtypes, home.shapes, strict=True
+                        unit.layout.offsets, unit.layout.sizes, unit.dtypes, unit.shapes, strict=True
                     )
                 ]
         return slot.views[layer]
@@ -130,7 +130,7 @@ class Window:
         """Returns the layer whose slot holds ``address`` and the offset in bytes there, or None."""
         for layer in self._bound:
             offset = address - self._where[layer].begin
-            if 0 <= offset < self.homes[layer].layout.total_bytes:
+            if 0 <= offset < self.units[layer].layout.total_bytes:
                 return layer, offset
         return None
 
@@ -153,75 +153,75 @@ class Window:
             if move.action is Action.EVICT:
                 self._free.append(self._where.pop(layer))
                 continue
-            home, slot = self.homes[layer], self._free.pop()
+            unit, slot = self.units[layer], self._free.pop()
             self._where[layer] = slot
             # The slot's last layer may still be computing, on the device, when this is issued.
             self.waits.stream(self.device.fetches, slot.read, Wait.SLOT_FREE)
             # The update runs on the host: the first layer's may be done when the last one's has not begun.
-            self.waits.stream(self.device.fetches, home.updated, Wait.UPDATED)
-            with self.device.noted(self.device.fetches, f"fetch {home.name}"):
-                self.store.fetch(home, slot.flat)
+            self.waits.stream(self.device.fetches, unit.updated, Wait.UPDATED)
+            with self.device.noted(self.device.fetches, f"fetch {unit.name}"):
+                self.store.fetch(unit, slot.flat)
             slot.ready = self.device.fetches.record()
             self.traffic.fetches += 1
-            self.traffic.fetched_bytes += home.layout.total_bytes
+            self.traffic.fetched_bytes += unit.layout.total_bytes
         if (count := self.store.lookahead) and self.schedule is not None:
             # By the schedule, for it knows what comes next; as soon as it is known, for a disk is slow.
-            self.store.expect([self.homes[self._streamed[number]] for number in self.schedule.ahead(count)])
+            self.store.expect([self.units[self._streamed[number]] for number in self.schedule.ahead(count)])
 
     def computed(self, layer: int, *, backward: bool) -> None:
         """Tells the device that the computation of ``layer`` has been issued in full."""
-        home, slot = self.homes[layer], self._where[layer]
+        unit, slot = self.units[layer], self._where[layer]
         if layer not in slot.wholes:
-            slot.wholes[layer] = slot.flat[: home.layout.total_bytes]
-        self.device.computed([slot.wholes[layer]], home.elements, backward=backward)
+            slot.wholes[layer] = slot.flat[: unit.layout.total_bytes]
+        self.device.computed([slot.wholes[layer]], unit.elements, backward=backward)
         if (timeline := self.device.timeline) is not None and self._begun is not None:
-            name = f"{'backward' if backward else 'forward'} {home.name}"
+            name = f"{'backward' if backward else 'forward'} {unit.name}"
             timeline.add("compute", name, self._begun, self.device.stamp())
         self._begun = None
 
     def _bind(self, layer: int) -> None:
-        home, slot = self.homes[layer], self._where[layer]
-        if home.resident:
+        unit, slot = self.units[layer], self._where[layer]
+        if unit.resident:
             self._begun = self.device.stamp()
         else:
-            self._wait_for(home, slot)
+            self._wait_for(unit, slot)
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, view in zip(home.parameters, self.views(layer), strict=True):
+            for parameter, view in zip(unit.parameters, self.views(layer), strict=True):
                 parameter.__class__ = BoundParameter
                 parameter.data = view
         self._bound.add(layer)
 
-    def _wait_for(self, home: Home, slot: Slot) -> None:
+    def _wait_for(self, unit: Unit, slot: Slot) -> None:
         begin = self.device.stamp()
-        late_update = home.updated is not None and not home.updated.happened
+        late_update = unit.updated is not None and not unit.updated.happened
         # The computation must not read the slot before the fetch has filled it; the fetch in its turn
         # waits for the update, so that nothing here has to.
         self.waits.compute(slot.ready, Wait.FETCHED)
         waits = self.traffic.update_waits if late_update else self.traffic.fetch_waits
-        if home.lives("weights") == "disk":
+        if unit.lives("weights") == "disk":
             waits = self.traffic.disk_waits
         ready = self.device.stamp()
         waits.append((begin, ready))
         if (timeline := self.device.timeline) is not None:
-            timeline.add("waits", f"for {home.name}", begin, ready)
+            timeline.add("waits", f"for {unit.name}", begin, ready)
         self._begun = ready
 
     def _unbind(self, layer: int) -> None:
-        home = self.homes[layer]
+        unit = self.units[layer]
         self._bound.discard(layer)
-        versions = [p._version for p in home.parameters]
+        versions = [p._version for p in unit.parameters]
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, weight in zip(home.parameters, home.weight, strict=True):
+            for parameter, weight in zip(unit.parameters, unit.weight, strict=True):
                 parameter.data = weight
                 parameter.__class__ = OffloadedParameter
-        if versions != home.versions:
-            home.versions = versions
+        if versions != unit.versions:
+            unit.versions = versions
             raise OffloadedModelError(
-                f"{home.name} changed one of its own parameters in place during its computation; such a change would "
+                f"{unit.name} changed one of its own parameters in place during its computation; such a change would "
                 "be lost, because the device holds a copy. Change parameters outside the layer's forward"
             )
 
 
-def _own_slot(home: Home) -> Slot:
-    assert home.buffer is not None
-    return Slot(home.buffer.flat)
+def _own_slot(unit: Unit) -> Slot:
+    assert unit.buffer is not None
+    return Slot(unit.buffer.flat)

@@ -13,7 +13,7 @@ import torch
 
 import stronghold
 from stronghold.errors import BudgetError, CheckpointError, CorruptionError, OffloadedModelError
-from stronghold.home import home_of
+from stronghold.unit import unit_of
 from tests.checkpoint.training import Training, of_kind
 from tests.reference import CASES, differences, snapshot
 from tests.small import KINDS, Frozen, Residual, numbers
@@ -30,9 +30,9 @@ def masters(training: Training) -> dict[str, torch.Tensor]:
     training.optimizer.wait()
     found = {}
     for name, parameter in training.model.named_parameters():
-        home = home_of(parameter)
-        assert home is not None
-        found[name] = home.master(parameter.__dict__["_place"]).clone()
+        unit = unit_of(parameter)
+        assert unit is not None
+        found[name] = unit.master(parameter.__dict__["_place"]).clone()
     return found
 
 
@@ -112,7 +112,7 @@ def test_fp32_values_go_into_frozen_bf16_parameters_that_had_no_remainder(tmp_pa
     training = Training(Frozen(), window=2)
     path, expected = training.save(tmp_path / "saved"), masters(training)
     other = Training(Frozen().bfloat16(), window=2)
-    frozen = home_of(other.model.layers[0].up.weight)
+    frozen = unit_of(other.model.layers[0].up.weight)
     assert frozen is not None and not frozen.masters
     other.load(path)
     assert same(masters(other), expected)

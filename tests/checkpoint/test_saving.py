@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from stronghold.checkpoint import folder
-from stronghold.home import home_of
+from stronghold.unit import unit_of
 from tests.checkpoint.training import of_kind
 
 
@@ -36,10 +36,10 @@ def test_bf16_units_hold_weight_and_remainder(tmp_path: Any) -> None:
     training.steps(kind.batches(1))
     tensors = load_file(training.save(tmp_path / "saved") / "layer-00003.safetensors")
     parameter = training.model.layers[3].up.weight
-    home = home_of(parameter)
-    assert home is not None
+    unit = unit_of(parameter)
+    assert unit is not None
     whole = (tensors["layers.3.up.weight"].view(torch.int16).int() << 16) + tensors["layers.3.up.weight/remainder"]
-    assert torch.equal(whole.view(torch.float32), home.master(parameter.__dict__["_place"]))
+    assert torch.equal(whole.view(torch.float32), unit.master(parameter.__dict__["_place"]))
     assert tensors["layers.3.up.weight/exp_avg"].dtype is torch.uint8
     assert tensors["layers.3.up.weight/exp_avg/exponents"].numel() == -(-parameter.numel() // 64)
 

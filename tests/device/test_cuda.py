@@ -333,7 +333,7 @@ def test_memory_of_the_device_is_known_to_the_copy_streams_when_it_is_allocated(
     recorded = dict(device.recorded)
     engine = model._stronghold
     used = [slot.flat for slot in (*engine.window.slots, *engine.gradients.downlink.slots)]
-    used += [tensor for home in engine.homes for tensor in home.on_device]
+    used += [tensor for unit in engine.units for tensor in unit.on_device]
     assert len(used) > 4
     assert all(recorded[tensor.data_ptr()] == copies for tensor in used)
     count = len(device.recorded)

@@ -13,10 +13,10 @@ import stronghold
 from stronghold.config import OffloadSettings
 from stronghold.device import CpuDevice
 from stronghold.errors import BudgetError
-from stronghold.home import known_of
 from stronghold.offload.budget import spread
 from stronghold.offload.placement import plan
 from stronghold.split import join
+from stronghold.unit import known_of
 from stronghold.units import parse_bytes
 from tests.reference import CASES, offloaded, ordinary, snapshot, train
 from tests.small import (
@@ -68,8 +68,8 @@ class Roomy(CpuDevice):
 
 def rows(model):
     """Returns which layers are resident."""
-    homes = {p._home.index: p._home for layer in model.layers for p in layer.parameters() if p._home.index is not None}
-    return [index for index, home in sorted(homes.items()) if home.resident]
+    units = {p._unit.index: p._unit for layer in model.layers for p in layer.parameters() if p._unit.index is not None}
+    return [index for index, unit in sorted(units.items()) if unit.resident]
 
 
 def offload(build=Residual, *, device="cpu", **settings):
@@ -460,8 +460,8 @@ def test_planning_marks_layers_and_changes_nothing_else():
     before = [(id(p), p.data_ptr(), type(p), p._version) for p in model.parameters()]
     settings = OffloadSettings(resident=2, window=3)
     placement = plan(model, None, None, settings, CpuDevice())
-    assert [home.resident for home in placement.layers] == [True, False, True, False, False]
-    assert not any(home.resident for home, _ in placement.edges)
+    assert [unit.resident for unit in placement.layers] == [True, False, True, False, False]
+    assert not any(unit.resident for unit, _ in placement.edges)
     assert placement.window == 3
     assert [(id(p), p.data_ptr(), type(p), p._version) for p in model.parameters()] == before
 

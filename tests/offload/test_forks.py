@@ -114,7 +114,7 @@ def test_a_child_evaluates_what_is_there_and_is_refused_what_needs_a_slot(placed
 def test_a_child_that_reads_under_an_update_is_told_instead_of_waiting_for_ever():
     model, optimizer = trained({"window": 2})
     model(ONE).backward()
-    model.out.weight._home.owner.device.updates.run(lambda: __import__("time").sleep(0.5))
+    model.out.weight._unit.owner.device.updates.run(lambda: __import__("time").sleep(0.5))
     optimizer.step()
     assert "with optimizer.wait() before the fork" in forked(lambda: model.layers[3].up.weight.sum())
     assert forked(lambda: model.layers[3].up.weight.shape) == "torch.Size([32, 16])"

@@ -40,7 +40,7 @@ def test_on_disk_layers_have_slots(tmp_path):
 def test_an_edge_is_the_hosts_own_memory(settings):
     model = stronghold.offload(Residual(), device="cpu", **settings)
     stronghold.AdamW(model.parameters(), **ADAMW)
-    edges = [home for home in engine_of(model).homes if home.is_edge]
+    edges = [unit for unit in engine_of(model).units if unit.is_edge]
     assert {edge.name for edge in edges} == {"into.weight", "into.bias", "out.weight", "out.bias"}
     for edge in edges:
         assert edge.parameters[0].data_ptr() == edge.weight[0].data_ptr()

@@ -209,7 +209,7 @@ def test_sums_of_gradients_are_told_beforehand_and_kept_to_the_budget():
     accumulate(model, optimizer, numbers(3))
     after = stronghold.report(model)
     taken = after.host_bytes + after.device_bytes - before.host_bytes - before.device_bytes
-    edges = sum(home.gradients.sum_bytes() for home in model.out.weight._home.owner.homes if home.is_edge)
+    edges = sum(unit.gradients.sum_bytes() for unit in model.out.weight._unit.owner.units if unit.is_edge)
     assert taken == before.accumulation_bytes + edges, "an edge's sum arrives on the host too"
     assert str(before.accumulation_bytes // 1024) in str(before)
     model = stronghold.offload(Residual(), device="cpu", dtype=torch.bfloat16, host_memory=before.host_bytes)
@@ -420,7 +420,7 @@ def test_a_model_that_nobody_uses_gives_its_memory_and_its_threads_back(activati
         optimizer = stronghold.AdamW(model.parameters())
         ordinary_loop(model, optimizer, numbers(2))
         optimizer.wait()
-        return weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.out.weight._home.buffer)
+        return weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.out.weight._unit.buffer)
 
     before = threading.active_count()
     left = [reference for _ in range(3) for reference in train()]

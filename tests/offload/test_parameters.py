@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import stronghold
-from stronghold.home import OffloadedParameter
+from stronghold.unit import OffloadedParameter
 from tests.small import Residual
 
 

@@ -24,7 +24,7 @@ def renewed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def anew(self: Window, layer: int) -> None:
         unbind(self, layer)
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self.homes[layer].parameters:
+            for parameter in self.units[layer].parameters:
                 own = parameter.data
                 parameter.data = torch.empty(0, dtype=torch.float16)
                 parameter.data = own
@@ -287,5 +287,5 @@ def test_losses_that_a_user_keeps_cost_no_more_with_every_step(renewed):
         loss = ours(batch)
         loss.backward()
         total = total + loss
-    owner = stronghold.home.home_of(next(ours.layers[0].parameters())).owner
+    owner = stronghold.unit.unit_of(next(ours.layers[0].parameters())).owner
     assert len(owner.gradients.parts._runs[0]) <= 2

@@ -13,36 +13,36 @@ def placed(model, device=None, **settings):
     return plan(model, None, settings.pop("dtype", None), OffloadSettings(**settings), device or CpuDevice())
 
 
-def names_of(model, home):
+def names_of(model, unit):
     names = {id(p): name for name, p in model.named_parameters()}
-    return [names[id(p)] for p in home.parameters]
+    return [names[id(p)] for p in unit.parameters]
 
 
 def test_every_parameter_has_one_place():
     for model in (Residual(), Decoder(), EncoderDecoder(), Shared()):
         placement = placed(model)
-        everything = [id(p) for home in placement.homes for p in home.parameters]
+        everything = [id(p) for unit in placement.units for p in unit.parameters]
         assert sorted(everything) == sorted(id(p) for p in model.parameters())
 
 
 def test_layers_are_numbered_in_the_order_of_the_rows():
     placement = placed(EncoderDecoder())
-    layers = [home for home in placement.homes if home.index is not None]
-    assert [home.name for home in layers] == [f"{row}.{i}" for row in ("encoder", "decoder") for i in range(3)]
-    assert [home.index for home in layers] == list(range(6))
+    layers = [unit for unit in placement.units if unit.index is not None]
+    assert [unit.name for unit in layers] == [f"{row}.{i}" for row in ("encoder", "decoder") for i in range(3)]
+    assert [unit.index for unit in layers] == list(range(6))
 
 
 def test_what_is_outside_the_layers_is_an_edge():
     model = Residual()
     placement = placed(model)
-    assert [home.name for home, _ in placement.edges] == ["into.weight", "into.bias", "out.weight", "out.bias"]
-    assert all(home.is_edge and len(home.parameters) == 1 for home, _ in placement.edges)
+    assert [unit.name for unit, _ in placement.edges] == ["into.weight", "into.bias", "out.weight", "out.bias"]
+    assert all(unit.is_edge and len(unit.parameters) == 1 for unit, _ in placement.edges)
 
 
 def test_what_layers_share_is_an_edge():
     model = Shared()
     placement = placed(model)
-    shared = [(home, owners) for home, owners in placement.edges if home.name == "layers.0.down.weight"]
+    shared = [(unit, owners) for unit, owners in placement.edges if unit.name == "layers.0.down.weight"]
     assert len(shared) == 1
     assert shared[0][1] == [(model.layers[0].down, "weight"), (model.layers[2].down, "weight")]
     assert "layers.0.down.weight" not in names_of(model, placement.layers[0])
@@ -51,7 +51,7 @@ def test_what_layers_share_is_an_edge():
 
 def test_tied_parameters_are_one_edge():
     model = Decoder()
-    (tied,) = [owners for home, owners in placed(model).edges if home.name == "words.weight"]
+    (tied,) = [owners for unit, owners in placed(model).edges if unit.name == "words.weight"]
     assert tied == [(model.words, "weight"), (model.head, "weight")]
 
 
@@ -73,7 +73,7 @@ def test_the_window_is_a_layer_and_the_next_where_nobody_says():
 def test_layers_without_parameters_of_their_own_are_no_layers_of_the_window():
     model = Lending()
     placement = placed(model)
-    assert [home.name for home in placement.layers] == ["layers.0", "layers.2", "layers.3"]
+    assert [unit.name for unit in placement.layers] == ["layers.0", "layers.2", "layers.3"]
     assert names_of(model, placement.layers[0]) == ["layers.0.norm.weight", "layers.0.norm.bias"]
-    assert "layers.3.up.weight" in [home.name for home, _ in placement.edges], "the head uses it too"
+    assert "layers.3.up.weight" in [unit.name for unit, _ in placement.edges], "the head uses it too"
     assert "layers.3.down.weight" in names_of(model, placement.layers[2])

@@ -13,9 +13,9 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import NonFiniteGradientError
-from stronghold.home import OffloadedParameter
 from stronghold.offload import engine_of
 from stronghold.split import rounded
+from stronghold.unit import OffloadedParameter
 from tests.delayed import DelayedDevice
 from tests.reference import CASES, decay_groups, differences, offloaded, ordinary, snapshot, train
 from tests.small import (
@@ -51,10 +51,10 @@ class Elsewhere(torch.Tensor):
 
 def on_another_device(model):
     """Lets the optimizer take a model's resident layers for layers on a GPU, where torch's own operations update."""
-    for home in engine_of(model).layers:
-        if home.resident:
-            home.weight = [torch.Tensor._make_subclass(Elsewhere, weight.data) for weight in home.weight]
-            assert not home.is_lent, "or the engine would think that somebody reads along"
+    for unit in engine_of(model).layers:
+        if unit.resident:
+            unit.weight = [torch.Tensor._make_subclass(Elsewhere, weight.data) for weight in unit.weight]
+            assert not unit.is_lent, "or the engine would think that somebody reads along"
     return model
 
 
@@ -588,7 +588,7 @@ def test_resident_layers_cross_the_link_never():
         run(model, optimizer, numbers(3))
         step = stronghold.report(model).step
         streamed = [engine_of(model).layers[i] for i in range(4) if not engine_of(model).layers[i].resident]
-        assert step.gradient_bytes == sum(home.gradients.layout.total_bytes for home in streamed)
+        assert step.gradient_bytes == sum(unit.gradients.layout.total_bytes for unit in streamed)
         assert step.fetches == max(0, 2 * len(streamed) - min(2, len(streamed)))
 
 

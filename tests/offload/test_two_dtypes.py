@@ -10,9 +10,9 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import OffloadedModelError
-from stronghold.home import home_of, known_of
 from stronghold.offload import engine_of, keep_company, offload_shared
 from stronghold.split import join
+from stronghold.unit import known_of, unit_of
 from tests.reference import CASES, differences, snapshot
 from tests.replicas import in_threads
 
@@ -120,8 +120,8 @@ def test_our_optimizer_updates_them_in_fp32(adamw):
         if not parameter.requires_grad:
             assert torch.equal(parameter, other), name
             continue
-        home, place = home_of(parameter), parameter.__dict__["_place"]
-        assert home.remainder(place) is None, name
+        unit, place = unit_of(parameter), parameter.__dict__["_place"]
+        assert unit.remainder(place) is None, name
         torch.testing.assert_close(parameter.detach(), other.detach(), rtol=2e-3, atol=3e-6, msg=name)
 
 
@@ -159,19 +159,19 @@ def test_masters_and_low_halves_are_of_what_computes_in_bf16():
     model = stronghold.offload(both(), device="cpu", layers="", window=1)
     optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
     layer = model[1]
-    home = home_of(layer.up.weight)
+    unit = unit_of(layer.up.weight)
     names = {name: parameter.__dict__["_place"] for name, parameter in layer.named_parameters()}
     in_bf16 = {place for name, place in names.items() if name.startswith(("up", "down"))}
-    assert home.master_places() == sorted(in_bf16)
-    elements = sum(home.counts[place] for place in in_bf16)
-    assert 2 * elements <= home.gradients.sum_bytes() < 2 * elements + 64 * len(names)
-    assert home.layout.total_bytes >= 2 * elements + 4 * (home.elements - elements)
+    assert unit.master_places() == sorted(in_bf16)
+    elements = sum(unit.counts[place] for place in in_bf16)
+    assert 2 * elements <= unit.gradients.sum_bytes() < 2 * elements + 64 * len(names)
+    assert unit.layout.total_bytes >= 2 * elements + 4 * (unit.elements - elements)
     assert stronghold.report(model).dtype == "bfloat16 and float32"
     assert stronghold.report(stronghold.offload(adapted(), device="cpu")).dtype == "bfloat16 and float32"
     squares(model, optimizer)
     for name, place in names.items():
-        assert home.master(place).dtype == torch.float32
-        assert (home.remainder(place) is not None) == (place in in_bf16), name
+        assert unit.master(place).dtype == torch.float32
+        assert (unit.remainder(place) is not None) == (place in in_bf16), name
         assert layer.get_parameter(name).dtype == (torch.bfloat16 if place in in_bf16 else torch.float32), name
     with pytest.raises(OffloadedModelError, match="keeps its shape and dtype"):
         layer.norm.weight.data = torch.ones(16, dtype=torch.bfloat16)
@@ -274,10 +274,10 @@ def test_each_is_saved_in_its_own_dtype(tmp_path):
     stronghold.save(model, tmp_path / "masters", dtype=torch.float32)
     own, masters = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "masters"))
     for name, parameter in model.named_parameters():
-        home, place = home_of(parameter), parameter.__dict__["_place"]
+        unit, place = unit_of(parameter), parameter.__dict__["_place"]
         assert own[name].dtype == parameter.dtype, name
         assert torch.equal(own[name], parameter.detach()), name
-        assert torch.equal(masters[name], home.master(place)), name
+        assert torch.equal(masters[name], unit.master(place)), name
     kept = snapshot(model, optimizer)
     stronghold.checkpoint.save(tmp_path / "dcp", model, optimizer, format="dcp")
     again = stronghold.offload(both(), device="cpu", layers="", window=1)

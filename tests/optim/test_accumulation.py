@@ -9,7 +9,7 @@ from torch import nn
 
 import stronghold
 from stronghold import native
-from stronghold.home import known_of
+from stronghold.unit import known_of
 from tests.reference import CASES, MasterAdamW, offloaded
 from tests.small import Residual, numbers, pair
 

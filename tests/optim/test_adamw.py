@@ -98,7 +98,7 @@ def test_settings_are_those_at_the_time_of_step():
         one.eval()
         one(batch).backward()
         if one is model:
-            one.layers[0].up.weight._home.owner.device.updates.run(lambda: time.sleep(0.3))
+            one.layers[0].up.weight._unit.owner.device.updates.run(lambda: time.sleep(0.3))
         each.step()
         each.param_groups[0].update(lr=100.0, betas=(0.0, 0.0), eps=7.0, weight_decay=0.9)
     assert_same_models(model, plain)
@@ -163,7 +163,7 @@ def test_the_state_is_keyed_by_parameter_and_complete_when_read():
     model, optimizer = offloaded()
     model(numbers(1)[0]).backward()
     weight = model.layers[0].up.weight
-    weight._home.owner.device.updates.run(lambda: time.sleep(0.2))
+    weight._unit.owner.device.updates.run(lambda: time.sleep(0.2))
     optimizer.step()
     state = optimizer.state[weight]
     assert state["step"] == 1
@@ -219,11 +219,11 @@ def test_writes_reach_the_bf16_master():
     model(numbers(1)[0].bfloat16()).backward()
     optimizer.step()
     for parameter, before in written:
-        home, place = parameter._home, parameter._place
+        unit, place = parameter._unit, parameter._place
         optimizer.wait()
         expected = before.detach().clone()
         expected[0, 0] = 0.5
-        assert torch.equal(home.master(place), expected), "what was written, and the low bits of all else"
+        assert torch.equal(unit.master(place), expected), "what was written, and the low bits of all else"
 
 
 # What is refused.
@@ -349,7 +349,7 @@ def test_gradients_that_are_not_finite_in_the_backward_pass(layer, nonfinite):
     model, optimizer = offloaded("in_backward", nonfinite=nonfinite)
     ordinary_loop(model, optimizer, numbers(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    updates = model.layers[0].up.weight._home.owner.device.updates
+    updates = model.layers[0].up.weight._unit.owner.device.updates
     handle = model.layers[layer].up.weight.register_hook(lambda gradient: gradient * float("nan"))
     loss = model(numbers(1)[0])
     updates.run(lambda: time.sleep(0.2))  # the updates lag behind the step that asks for them

@@ -8,7 +8,7 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import StrongholdError
-from stronghold.home import Home
+from stronghold.unit import Unit
 from tests.small import ADAMW, SIZE, Frozen, Residual, assert_close, assert_unchanged, follow, numbers, pair, snapshot
 
 PLACEMENTS = [{}, {"resident": 2}, {"dtype": torch.bfloat16}, {"store": "disk"}]
@@ -138,18 +138,18 @@ def test_memory_that_one_unit_lacks_stops_the_step_before_its_first_write(kind, 
     optimizer = stronghold.AdamW(model.parameters(), **ADAMW)
     model.requires_grad_(True)
     model(numbers(1)[0].to(model.out.weight.dtype)).backward()
-    before, allocate = snapshot(model, optimizer), Home.allocate
+    before, allocate = snapshot(model, optimizer), Unit.allocate
     for name in ("into.weight", "layers.2", "layers.3") if kind == "moments" else ("into.weight", "layers.2"):
 
-        def fail(home, length_bytes, kind_, name=name):
-            if home.name == name and kind_ == kind:
+        def fail(unit, length_bytes, kind_, name=name):
+            if unit.name == name and kind_ == kind:
                 raise MemoryError("no memory for it")
-            return allocate(home, length_bytes, kind_)
+            return allocate(unit, length_bytes, kind_)
 
-        monkeypatch.setattr(Home, "allocate", fail)
+        monkeypatch.setattr(Unit, "allocate", fail)
         with pytest.raises(MemoryError, match="no memory for it"):
             optimizer.step()
-        monkeypatch.setattr(Home, "allocate", allocate)
+        monkeypatch.setattr(Unit, "allocate", allocate)
         assert_unchanged(before, model, optimizer)
     optimizer.step()
     assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {1.0}

@@ -91,7 +91,7 @@ def test_loading_waits_for_the_updates_under_way():
     ordinary_loop(model, optimizer, numbers(1))
     saved = copy.deepcopy(optimizer.state_dict())
     model(numbers(1)[0]).backward()
-    device = model.out.weight._home.owner.device
+    device = model.out.weight._unit.owner.device
     device.updates.run(lambda: __import__("time").sleep(0.2))
     optimizer.step()
     optimizer.load_state_dict(saved)

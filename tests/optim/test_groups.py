@@ -112,7 +112,7 @@ def test_settings_that_are_tensors_or_lists_are_those_of_the_step():
         group.update(betas=[0.8, 0.9], eps=torch.tensor(1e-3), weight_decay=torch.tensor(0.2))
         torch.manual_seed(1)
         model(numbers(1)[0]).backward()
-        device = model.out.weight._home.owner.device
+        device = model.out.weight._unit.owner.device
         device.updates.run(lambda: __import__("time").sleep(0.1))
         optimizer.step()
         if late:

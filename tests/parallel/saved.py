@@ -44,9 +44,9 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 def state_of(model: nn.Module, optimizer: stronghold.AdamW) -> dict[str, Tensor]:
     """Returns everything that is kept of each parameter: its master, its moments and its step."""
     found = {}
-    for home, names in names_of(model).items():
-        found.update({name: value.clone() for name, value in tensors_of(home, names, optimizer.state).items()})
-        for name, parameter in zip(names, home.parameters, strict=True):
+    for unit, names in names_of(model).items():
+        found.update({name: value.clone() for name, value in tensors_of(unit, names, optimizer.state).items()})
+        for name, parameter in zip(names, unit.parameters, strict=True):
             found[f"{name}/step"] = optimizer.state[parameter]["step"].clone()
     return found
 

@@ -120,9 +120,9 @@ def test_a_flipped_bit_is_found_before_it_is_used(tmp_path, where):
         step(model, optimizer, i)
     optimizer.wait()
     engine = engine_of(model)
-    home = engine.layers[3]
-    tensor = home.weight[0] if where == "weights" else optimizer.state[home.parameters[0]]["exp_avg"]
-    stored = engine.store._file_of(home)
+    unit = engine.layers[3]
+    tensor = unit.weight[0] if where == "weights" else optimizer.state[unit.parameters[0]]["exp_avg"]
+    stored = engine.store._file_of(unit)
     # As the device would: past the page cache, and without our knowing.
     position = stored.find(tensor)
     with open(stored.paths[0], "r+b") as file:

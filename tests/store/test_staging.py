@@ -139,9 +139,9 @@ def test_every_fetch_of_a_step_was_read_ahead_but_the_first_of_the_window(tmp_pa
     store, priorities = engine_of(model).store, []
     read = store._read
 
-    def noted(home, target, priority):
+    def noted(unit, target, priority):
         priorities.append(priority.name)
-        read(home, target, priority)
+        read(unit, target, priority)
 
     store._read = noted
     for seed in range(4):

@@ -12,8 +12,8 @@ from torch import nn
 import stronghold
 from stronghold.device import CpuDevice
 from stronghold.errors import OffloadedModelError
-from stronghold.home import known_of
 from stronghold.split import join, rounded
+from stronghold.unit import known_of
 from tests.small import Block, Decoder, Residual, numbers, pair, words
 
 EDGES = ("into.weight", "into.bias", "out.weight", "out.bias")

@@ -5,9 +5,9 @@ import torch
 
 import stronghold
 from stronghold.errors import OffloadedModelError
-from stronghold.home import OffloadedParameter
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.offload import engine_of
+from stronghold.unit import OffloadedParameter
 from stronghold.window import Traffic
 
 
@@ -86,8 +86,8 @@ def test_report_counts_a_steps_traffic():
     optimizer = stronghold.AdamW(model.parameters())
     for _ in range(2):
         step(model, optimizer)
-    last, home = stronghold.report(model).step, engine_of(model).layers[0]
+    last, unit = stronghold.report(model).step, engine_of(model).layers[0]
     assert last.fetches == 2 * 5 - 2
-    assert last.fetched_bytes == 8 * home.layout.total_bytes
-    assert last.gradient_bytes == 5 * home.gradients.layout.total_bytes
+    assert last.fetched_bytes == 8 * unit.layout.total_bytes
+    assert last.gradient_bytes == 5 * unit.gradients.layout.total_bytes
     assert last.total_s > 0

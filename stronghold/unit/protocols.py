@@ -13,8 +13,8 @@ from stronghold.layout import Part
 from stronghold.native import Segment
 
 if TYPE_CHECKING:
-    from stronghold.home.gradient import Collected
-    from stronghold.home.home import Home
+    from stronghold.unit.gradient import Collected
+    from stronghold.unit.unit import Unit
 
 
 Kind = Literal["weights", "remainders", "moments"]
@@ -24,19 +24,19 @@ Kind = Literal["weights", "remainders", "moments"]
 class Memory(Protocol):
     """Who gives a unit its memory: the store."""
 
-    def allocate(self, home: Home, length_bytes: int, kind: Kind) -> Buffer:
+    def allocate(self, unit: Unit, length_bytes: int, kind: Kind) -> Buffer:
         """Allocates memory of a unit, all zero."""
 
-    def opened(self, home: Home) -> None:
+    def opened(self, unit: Unit) -> None:
         """Hears that somebody may write the memory of a unit, now and until the next update."""
 
-    def written(self, home: Home) -> tuple[list[int], bool]:
+    def written(self, unit: Unit) -> tuple[list[int], bool]:
         """Returns which parameters, by number, were written on disk by a way that nothing tells of; asked once.
 
         And whether others may have been, of which it cannot be told.
         """
 
-    def drop(self, home: Home) -> None:
+    def drop(self, unit: Unit) -> None:
         """Takes what was looked at of a unit on disk out of the resident set."""
 
 
@@ -44,13 +44,13 @@ class Owner(Protocol):
     """What an optimizer and a parameter may ask of the engine they belong to."""
 
     device: Device
-    homes: Sequence[Home]
+    units: Sequence[Unit]
     sums_gradients: bool
     """Whether a step has several backward passes, under in_backward too: the sums need memory."""
     masters_kept: bool
     """Whether the masters are kept beside a state dictionary, which has none, or the user was told that it has none."""
 
-    def agree(self, found: Mapping[Home, Collection[int]]) -> None:
+    def agree(self, found: Mapping[Unit, Collection[int]]) -> None:
         """Raises ParallelError where replicas have not ``found`` gradients at the same places of the same units."""
 
     def update_threads(self) -> int:
@@ -65,26 +65,26 @@ class Owner(Protocol):
     def adopt(self, optimizer: Updater) -> None:
         """Makes ``optimizer`` the one that updates this model; raises where it has one already."""
 
-    def collect(self, home: Home, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, Collected]:
         """Returns ``gradients`` (by place) where the unit is updated, complete, with their squares on the host."""
 
-    def take_writes(self, home: Home) -> bool:
-        """Brings the host's memory of ``home`` up to what the user wrote into its parameters, if anything."""
+    def take_writes(self, unit: Unit) -> bool:
+        """Brings the host's memory of ``unit`` up to what the user wrote into its parameters, if anything."""
 
-    def prepare(self, home: Home, work: Work, moved_bytes: int) -> Prepared:
-        """Makes ``work``, the update of ``home``, which moves ``moved_bytes``, ready; nothing is written.
+    def prepare(self, unit: Unit, work: Work, moved_bytes: int) -> Prepared:
+        """Makes ``work``, the update of ``unit``, which moves ``moved_bytes``, ready; nothing is written.
 
         Raises what refuses it. Updates are submitted in the order in which they were prepared.
         """
 
-    def sum_squares(self, found: Mapping[Home, Mapping[int, Collected]], *, finite: bool) -> float:
+    def sum_squares(self, found: Mapping[Unit, Mapping[int, Collected]], *, finite: bool) -> float:
         """Returns the sum of squares of all gradients, ``found`` here and by other processes of the same model.
 
         Not a number where it is known of some, here or there, that they are not ``finite``.
         """
 
-    def changed(self, homes: Sequence[Home]) -> None:
-        """Hears that updates of ``homes`` are under way: what the device holds of them is stale."""
+    def changed(self, units: Sequence[Unit]) -> None:
+        """Hears that updates of ``units`` are under way: what the device holds of them is stale."""
 
     def take_poison(self) -> bool:
         """Whether a gradient of the backward pass was not finite, from where on no layer was updated; forgets it."""
@@ -102,11 +102,11 @@ class Owner(Protocol):
     def wait_updates(self) -> None:
         """Blocks the host until every update under way is complete: somebody reads or writes what they write."""
 
-    def wait_on_host(self, home: Home) -> None:
-        """Blocks the host until the update of ``home`` that is under way is complete, whatever the device waits for."""
+    def wait_on_host(self, unit: Unit) -> None:
+        """Blocks the host until the update of ``unit`` that is under way is complete, whatever the device waits for."""
 
-    def wait_updated(self, home: Home) -> None:
-        """Waits for the update of ``home`` that is under way: somebody uses its weights or gradients."""
+    def wait_updated(self, unit: Unit) -> None:
+        """Waits for the update of ``unit`` that is under way: somebody uses its weights or gradients."""
 
 
 class Prepared(Protocol):
@@ -150,11 +150,11 @@ class Updater(Protocol):
     threads: int
     """The cores that work on the host's memory may use."""
 
-    def updates(self, home: Home, place: int) -> bool:
+    def updates(self, unit: Unit, place: int) -> bool:
         """Whether a parameter is one of those that the optimizer updates."""
 
-    def update_now(self, home: Home, gradients: dict[int, Collected], ready: Event | None) -> Event | None:
-        """Submits the update of ``home`` behind ``ready``; returns its event, or None where it is done in order."""
+    def update_now(self, unit: Unit, gradients: dict[int, Collected], ready: Event | None) -> Event | None:
+        """Submits the update of ``unit`` behind ``ready``; returns its event, or None where it is done in order."""
 
     def wait(self) -> None:
         """Blocks until every update is complete."""

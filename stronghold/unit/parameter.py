@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.errors import OffloadedModelError
-from stronghold.home.calls import ALIASES, FACTS, hands_out, key_of, walk, written
-from stronghold.home.compiler import opaque
-from stronghold.home.dtypes import check_mixed
-from stronghold.home.home import Home
+from stronghold.unit.calls import ALIASES, FACTS, hands_out, key_of, walk, written
+from stronghold.unit.compiler import opaque
+from stronghold.unit.dtypes import check_mixed
+from stronghold.unit.unit import Unit
 
 
 class _Parameter(nn.Parameter):
     """One whose gradient somebody may look at when a backward pass has failed."""
 
-    _unit_reference: weakref.ref[Home]
+    _unit_reference: weakref.ref[Unit]
 
     @property
-    def _home(self) -> Home | None:
-        return _home_of(self)
+    def _unit(self) -> Unit | None:
+        return _unit_of(self)
 
     @property
     @opaque
@@ -57,34 +57,34 @@ class OffloadedParameter(_Parameter):
                 try:
                     return func(*args, **kwargs)
                 except RuntimeError as error:
-                    for value, home in placed:
-                        check_mixed(error, home.name, value.dtype, walk((args, tuple(kwargs.values()))))
+                    for value, unit in placed:
+                        check_mixed(error, unit.name, value.dtype, walk((args, tuple(kwargs.values()))))
                     raise
 
-        placed: list[tuple[OffloadedParameter, Home]] = []
+        placed: list[tuple[OffloadedParameter, Unit]] = []
         if key in FACTS:
             return call()
         used = [v for v in walk((args, tuple(kwargs.values()))) if isinstance(v, OffloadedParameter)]
-        placed = [(value, home) for value in used if (home := _home_of(value)) is not None]
-        for _, home in placed:
-            home.wait_updated()
+        placed = [(value, unit) for value in used if (unit := _unit_of(value)) is not None]
+        for _, unit in placed:
+            unit.wait_updated()
         targets = {id(target) for target in written(func, args, kwargs)}
-        into = [(value, home) for value, home in placed if id(value) in targets]
+        into = [(value, unit) for value, unit in placed if id(value) in targets]
         if len(into) == 1:
-            (value, home), *_ = into
-            return home.write(value.__dict__["_place"], call)
-        for _, home in into:
-            home.check_own()
-        for value, home in into:  # one of many (torch._foreach_*): told apart by blocks, not by copies of all
-            home.lend(value.__dict__["_place"], unseen=True)
+            (value, unit), *_ = into
+            return unit.write(value.__dict__["_place"], call)
+        for _, unit in into:
+            unit.check_own()
+        for value, unit in into:  # one of many (torch._foreach_*): told apart by blocks, not by copies of all
+            unit.lend(value.__dict__["_place"], unseen=True)
         result = call()
-        for value, home in placed:
+        for value, unit in placed:
             if hands_out(key, result, value):
-                home.lend(value.__dict__["_place"], unseen=key in ALIASES)
+                unit.lend(value.__dict__["_place"], unseen=key in ALIASES)
         return result
 
     def _set_data(self, value: Tensor) -> None:
-        """Takes the values of ``p.data = value`` over: the memory itself is the home's."""
+        """Takes the values of ``p.data = value`` over: the memory itself is the unit's."""
         if value.shape != self.shape or value.dtype != self.dtype:
             raise OffloadedModelError(
                 f"the data of an offloaded parameter keeps its shape and dtype ({tuple(self.shape)} {self.dtype}; got "
@@ -94,8 +94,8 @@ class OffloadedParameter(_Parameter):
             self.copy_(value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if (home := _home_of(self)) is not None:
-            home.wait_updated()
+        if (unit := _unit_of(self)) is not None:
+            unit.wait_updated()
         with torch._C.DisableTorchFunctionSubclass():
             return repr(nn.Parameter(self.detach(), self.requires_grad))
 
@@ -126,16 +126,16 @@ def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
 
 def _end_failed_backward(parameter: Tensor) -> None:
     """Publishes the gradients of a backward pass that an error has ended, before somebody sees or drops them."""
-    home = _home_of(parameter)
-    if home is not None and home.owner is not None and torch._C._current_graph_task_id() == -1:
-        home.owner.close_backward()
+    unit = _unit_of(parameter)
+    if unit is not None and unit.owner is not None and torch._C._current_graph_task_id() == -1:
+        unit.owner.close_backward()
 
 
-def _home_of(parameter: Tensor) -> Home | None:
+def _unit_of(parameter: Tensor) -> Unit | None:
     reference = parameter.__dict__.get("_unit_reference")
     return None if reference is None else reference()
 
 
-def home_of(parameter: nn.Parameter) -> Home | None:
+def unit_of(parameter: nn.Parameter) -> Unit | None:
     """Returns where a parameter of an offloaded model lives, or None for any other parameter."""
-    return _home_of(parameter)
+    return _unit_of(parameter)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from stronghold.errors import OffloadedModelError
-from stronghold.home.calls import FACTS, key_of, walk
-from stronghold.home.compiler import opaque
-from stronghold.home.home import Home
+from stronghold.unit.calls import FACTS, key_of, walk
+from stronghold.unit.compiler import opaque
+from stronghold.unit.unit import Unit
 
 _NORMS = frozenset(["vector_norm", "linalg_vector_norm", "norm", "_foreach_norm"])
 _SCALES = frozenset(
@@ -28,15 +28,15 @@ _SCALES = frozenset(
 class Consumed:
     """One gradient that an update uses up; the update leaves the sum of its squares here."""
 
-    def __init__(self, home: Home) -> None:
-        self._home = weakref.ref(home)
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
         self.squares: Tensor | None = None
         """A float64 number of its own; None until the update has run."""
 
     def norm(self) -> Tensor:
         """Returns the gradient's norm, float64; waits for the update under way."""
-        if (home := self._home()) is not None:
-            home.wait_updated()
+        if (unit := self._unit()) is not None:
+            unit.wait_updated()
         if self.squares is None:
             raise consumed_error()
         return self.squares.sqrt()

@@ -12,8 +12,8 @@ from stronghold.device import Buffer, Device, HostBuffer
 from stronghold.layout import Layout, lay_out
 
 if TYPE_CHECKING:
-    from stronghold.home.gradient import Known
-    from stronghold.home.home import Home
+    from stronghold.unit.gradient import Known
+    from stronghold.unit.unit import Unit
 
 
 class GradientMemory:
@@ -22,8 +22,8 @@ class GradientMemory:
     Behind the gradients lies a float64 number for each: the sum of its squares, which travels with it.
     """
 
-    def __init__(self, home: Home) -> None:
-        self._unit_reference = weakref.ref(home)
+    def __init__(self, unit: Unit) -> None:
+        self._unit_reference = weakref.ref(unit)
         self.places: tuple[int, ...] = ()
         """Whose gradients have room."""
         self.layout: Layout = lay_out([])
@@ -38,21 +38,21 @@ class GradientMemory:
         self.fit()
 
     @property
-    def _home(self) -> Home:
-        home = self._unit_reference()
-        assert home is not None  # it owns this
-        return home
+    def _unit(self) -> Unit:
+        unit = self._unit_reference()
+        assert unit is not None  # it owns this
+        return unit
 
     def fit(self) -> bool:
         """Makes room for the parameters that are trained now; returns whether the layout has changed."""
         with torch._C.DisableTorchFunctionSubclass():
-            trained = {place for place, p in enumerate(self._home.parameters) if p.requires_grad}
+            trained = {place for place, p in enumerate(self._unit.parameters) if p.requires_grad}
         if trained <= set(self.places):
             return False
         self.places = tuple(sorted(trained.union(self.places)))
-        sizes = [self._home.layout.sizes[place] for place in self.places]
+        sizes = [self._unit.layout.sizes[place] for place in self.places]
         self.layout = lay_out([*sizes, *[8] * len(sizes)])
-        self._low = lay_out([2 * self._home.counts[p] * (self._home.dtypes[p] != torch.float32) for p in self.places])
+        self._low = lay_out([2 * self._unit.counts[p] * (self._unit.dtypes[p] != torch.float32) for p in self.places])
         self.release()
         self._sums = self._sums_host = None
         return True
@@ -60,10 +60,10 @@ class GradientMemory:
     def allocate(self, device: Device) -> HostBuffer:
         """Returns the host's gradients, in the compute dtype, allocated if there are none yet."""
         if self.buffer is None:
-            home, length = self._home, self.layout.total_bytes
-            if home.owner is not None:
-                home.owner.check_memory(host_bytes=length, device_bytes=0, what=f"gradients of {home.name}")
-            self.buffer = device.host_buffer(length, memory=home.replicas.memory(length))
+            unit, length = self._unit, self.layout.total_bytes
+            if unit.owner is not None:
+                unit.owner.check_memory(host_bytes=length, device_bytes=0, what=f"gradients of {unit.name}")
+            self.buffer = device.host_buffer(length, memory=unit.replicas.memory(length))
         return self.buffer
 
     def release(self) -> None:
@@ -79,7 +79,7 @@ class GradientMemory:
 
     def view(self, buffer: Buffer, place: int) -> Tensor:
         """Returns the gradient of one parameter in a buffer of this layout."""
-        return buffer.view(self._offset(place), self._home.shapes[place], self._home.dtypes[place])
+        return buffer.view(self._offset(place), self._unit.shapes[place], self._unit.dtypes[place])
 
     def squares(self, buffer: Buffer, place: int) -> Tensor:
         """Returns the sum of squares of one parameter's gradient in a buffer of this layout."""
@@ -100,10 +100,10 @@ class GradientMemory:
 
         They are allocated when a second gradient is added to a first. None with fp32 compute, whose sums need none.
         """
-        if self._home.dtypes[place] == torch.float32:
+        if self._unit.dtypes[place] == torch.float32:
             return None
         if self._sums is None:
-            self._sums = self._sum_buffer(on_device=self._home.resident or self._home.mirrored)
+            self._sums = self._sum_buffer(on_device=self._unit.resident or self._unit.mirrored)
         return self._sum_in(self._sums, place)
 
     def host_remainder(self, place: int) -> Tensor:
@@ -120,18 +120,18 @@ class GradientMemory:
         return self.layout.offsets[self.places.index(place)]
 
     def _sum_buffer(self, *, on_device: bool) -> Buffer:
-        home, size = self._home, self.sum_bytes()
-        assert home.owner is not None
-        home.owner.check_memory(
+        unit, size = self._unit, self.sum_bytes()
+        assert unit.owner is not None
+        unit.owner.check_memory(
             host_bytes=0 if on_device else size,
             device_bytes=size if on_device else 0,
-            what=f"adding up several gradients of {home.name} in fp32, 2 bytes a parameter,",
+            what=f"adding up several gradients of {unit.name} in fp32, 2 bytes a parameter,",
         )
         if on_device:
-            return home.owner.device.device_buffer(size)
+            return unit.owner.device.device_buffer(size)
         # Of an edge each replica has its own gradient, as it has of everything that is on its device.
-        memory = None if home.is_edge else home.replicas.memory(size)
-        return home.owner.device.host_buffer(size, pinned=False, memory=memory)
+        memory = None if unit.is_edge else unit.replicas.memory(size)
+        return unit.owner.device.host_buffer(size, pinned=False, memory=memory)
 
     def _sum_in(self, buffer: Buffer, place: int) -> Tensor:
-        return buffer.view(self._low.offsets[self.places.index(place)], self._home.shapes[place], torch.int16)
+        return buffer.view(self._low.offsets[self.places.index(place)], self._unit.shapes[place], torch.int16)

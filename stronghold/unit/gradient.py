@@ -9,10 +9,10 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from stronghold.home.calls import FACTS, hands_out, key_of, walk, written
-from stronghold.home.compiler import opaque
-from stronghold.home.consumed import Consumed, ConsumedNorm
-from stronghold.home.home import Home
+from stronghold.unit.calls import FACTS, hands_out, key_of, walk, written
+from stronghold.unit.compiler import opaque
+from stronghold.unit.consumed import Consumed, ConsumedNorm
+from stronghold.unit.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class OffloadedGradient(Tensor):
     or lent to somebody who may write it. With neither, it becomes a plain tensor.
     """
 
-    _home: weakref.ref[Home]
+    _unit: weakref.ref[Unit]
     """Weakly: the garbage collector does not see the way from a parameter to its gradient."""
     pending: bool
     known: Known | None
@@ -71,8 +71,8 @@ class OffloadedGradient(Tensor):
             seen = [v for v in walk((args, tuple(kwargs.values()))) if isinstance(v, OffloadedGradient)]
             targets = {id(target) for target in written(func, args, kwargs)}
             for value in seen:
-                if id(value) in targets and (home := value._home()) is not None:
-                    home.check_own()
+                if id(value) in targets and (unit := value._unit()) is not None:
+                    unit.check_own()
             for value in seen:
                 _settle(value, forget=id(value) in targets)
         with torch._C.DisableTorchFunctionSubclass():
@@ -101,8 +101,8 @@ def _settle(gradient: Tensor, *, forget: bool) -> None:
     if type(gradient) is not OffloadedGradient:
         return
     if gradient.pending:
-        if (home := gradient._home()) is not None:
-            home.wait_updated()
+        if (unit := gradient._unit()) is not None:
+            unit.wait_updated()
         gradient.pending = False
     if forget or gradient.known is None:
         gradient.__dict__.clear()
@@ -115,16 +115,16 @@ def make_plain(gradient: Tensor | None) -> None:
         _settle(gradient, forget=True)
 
 
-def note_gradient(gradient: Tensor, home: Home, *, known: Known | None = None, pending: bool = False) -> None:
+def note_gradient(gradient: Tensor, unit: Unit, *, known: Known | None = None, pending: bool = False) -> None:
     """Makes ``gradient``, a plain tensor or one of ours, know what is given; anything else is left as it is."""
     if type(gradient) in (Tensor, OffloadedGradient):
         gradient.__class__ = OffloadedGradient
-        gradient.__dict__.update(_home=weakref.ref(home), known=known, pending=pending)
+        gradient.__dict__.update(_unit=weakref.ref(unit), known=known, pending=pending)
 
 
-def latest(home: Home, known: Known) -> Known:
+def latest(unit: Unit, known: Known) -> Known:
     """Notes that what was known of the gradient before at this place no longer holds; returns ``known``."""
-    home.gradients.known[known.place] = known
+    unit.gradients.known[known.place] = known
     return known
 
 
@@ -133,6 +133,6 @@ def known_of(gradient: Tensor | None) -> Known | None:
     if type(gradient) is not OffloadedGradient or gradient.known is None:
         return None
     # A gradient that the user set aside may come back when another one's sums have taken its place.
-    home = gradient._home()
-    newest = home.gradients.known.get(gradient.known.place) if home is not None else None
+    unit = gradient._unit()
+    newest = unit.gradients.known.get(gradient.known.place) if unit is not None else None
     return gradient.known if newest is gradient.known else None

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from stronghold.device import Buffer, Event, check_process, forks
 from stronghold.errors import OffloadedModelError
-from stronghold.home.gradient_memory import GradientMemory
-from stronghold.home.masters import Masters
-from stronghold.home.protocols import Kind, Memory, Owner
-from stronghold.home.replicas import ONE_REPLICA, Replicas
-from stronghold.home.samples import Samples
 from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout, lay_out, round_up, shares
+from stronghold.unit.gradient_memory import GradientMemory
+from stronghold.unit.masters import Masters
+from stronghold.unit.protocols import Kind, Memory, Owner
+from stronghold.unit.replicas import ONE_REPLICA, Replicas
+from stronghold.unit.samples import Samples
 
 
-class Home:
+class Unit:
     """The memory of one unit, and what is under way in it.
 
     ``index`` is the layer's number, or None for an edge. ``dtype`` is what the parameters compute in, one for all or

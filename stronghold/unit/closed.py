@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stronghold.errors import OffloadedModelError
-from stronghold.home.calls import FACTS, key_of
+from stronghold.unit.calls import FACTS, key_of
 
 
 class ClosedParameter(nn.Parameter):

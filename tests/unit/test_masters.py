@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.home import home_of
-from stronghold.home.masters import Masters, _marks
 from stronghold.split import rounded
+from stronghold.unit import unit_of
+from stronghold.unit.masters import Masters, _marks
 from tests.small import Residual, numbers, pair
 
 SHAPE = (30, 7)  # 210 elements: three blocks and a part of one
@@ -120,8 +120,8 @@ def test_however_a_weight_is_written_its_master_is_what_was_written(write, name,
     _, model = pair(Residual, dtype=torch.bfloat16, resident=resident)
     optimizer = stronghold.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     parameter = model.get_parameter(name)
-    home, place = home_of(parameter), parameter.__dict__["_place"]
-    master = home.master(place).clone()
+    unit, place = unit_of(parameter), parameter.__dict__["_place"]
+    master = unit.master(place).clone()
     before = parameter.detach().clone()
     with torch.no_grad():
         if write == "state_dict":
@@ -132,7 +132,7 @@ def test_however_a_weight_is_written_its_master_is_what_was_written(write, name,
     model(numbers(1)[0].bfloat16()).sum().backward()
     optimizer.step()
     optimizer.wait()
-    now = home.master(place)
+    now = unit.master(place)
     assert torch.equal(parameter, after)
     assert torch.equal(rounded(now), after)
     changed = before != after

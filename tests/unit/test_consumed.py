@@ -10,13 +10,13 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import stronghold
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
-from stronghold.home import Consumed, ConsumedGradient, consumed_like
+from stronghold.unit import Consumed, ConsumedGradient, consumed_like
 from tests.small import ADAMW, Residual, numbers, pair
 
 FOREACH = pytest.mark.parametrize("foreach", [None, True, False])
 
 
-class Home:
+class Unit:
     """One whose update leaves its squares when it is waited for."""
 
     def __init__(self):
@@ -27,10 +27,10 @@ class Home:
 
 
 def used(squares=None, dtype=torch.bfloat16):
-    home = Home()
-    consumed = Consumed(home)
+    unit = Unit()
+    consumed = Consumed(unit)
     consumed.squares = None if squares is None else torch.tensor(squares, dtype=torch.float64)
-    return home, consumed_like(torch.nn.Parameter(torch.ones(4, 3, dtype=dtype)), consumed)
+    return unit, consumed_like(torch.nn.Parameter(torch.ones(4, 3, dtype=dtype)), consumed)
 
 
 def after_backward(**settings):
@@ -84,10 +84,10 @@ def test_what_stands_for_a_used_gradient_tells_its_shape_and_refuses_all_but_its
     ],
 )
 def test_its_norm_waits_for_the_update_that_knows_it(norm):
-    home, consumed = used(9.0)
+    unit, consumed = used(9.0)
     assert norm(consumed).item() == 3.0
     assert norm(consumed).dtype is torch.bfloat16
-    assert home.waited == 2
+    assert unit.waited == 2
 
 
 def test_the_norm_of_one_whose_update_never_ran_is_refused():
@@ -96,7 +96,7 @@ def test_the_norm_of_one_whose_update_never_ran_is_refused():
 
 
 def test_a_used_gradient_takes_no_memory():
-    consumed = consumed_like(torch.nn.Parameter(torch.ones(1000, 1000)), Consumed(Home()))
+    consumed = consumed_like(torch.nn.Parameter(torch.ones(1000, 1000)), Consumed(Unit()))
     with torch._C.DisableTorchFunctionSubclass():
         assert consumed.untyped_storage().nbytes() == 4
 

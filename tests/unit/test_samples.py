@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from stronghold.home.samples import Samples
 from stronghold.layout import lay_out
+from stronghold.unit.samples import Samples
 
 SHAPES = [(3,), (1,), (0,), (500, 7)]
 

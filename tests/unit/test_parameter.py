@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.home import OffloadedGradient, OffloadedParameter
+from stronghold.unit import OffloadedGradient, OffloadedParameter
 from tests.small import ADAMW, Residual, assert_close, numbers, pair
 
 LAYER, EDGE = "layers.1.up.weight", "out.weight"
@@ -25,7 +25,7 @@ def late():
         one.eval()
         one(numbers(1)[0]).backward()
         if one is model:
-            one.out.weight._home.owner.device.updates.run(lambda: time.sleep(0.15))
+            one.out.weight._unit.owner.device.updates.run(lambda: time.sleep(0.15))
         optimizer.step()
     return model, plain, optimizers[1]
 
@@ -90,14 +90,14 @@ def test_data_is_copied_in(name):
 def test_facts_about_a_parameter_wait_for_nothing(late):
     model, _, optimizer = late
     parameter = model.get_parameter(LAYER)
-    home = parameter._home
+    unit = parameter._unit
     assert parameter.shape == (32, 16)
     assert (parameter.dtype, parameter.device.type, parameter.ndim) == (torch.float32, "cpu", 2)
     assert (parameter.numel(), len(parameter), parameter.requires_grad, parameter.is_leaf) == (512, 32, True, True)
     assert parameter.grad is not None
     assert parameter.stride() == (16, 1)
-    assert home.updated is not None, "none of these may wait"
-    assert not home.updated.happened
+    assert unit.updated is not None, "none of these may wait"
+    assert not unit.updated.happened
     optimizer.wait()
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.home import OffloadedGradient, known_of, note_gradient
 from stronghold.split import join
+from stronghold.unit import OffloadedGradient, known_of, note_gradient
 from tests.small import ADAMW, Residual, numbers, pair
 
 LAYER, EDGE = "layers.0.up.weight", "out.weight"
@@ -170,7 +170,7 @@ def late():
     """A model whose updates wait for a gate: one that is under way still reads its gradients."""
     model, gate = trained(), threading.Event()
     optimizer = stronghold.AdamW(model.parameters(), **ADAMW)
-    model.out.weight._home.owner.device.updates.run(gate.wait)
+    model.out.weight._unit.owner.device.updates.run(gate.wait)
     optimizer.step()
     yield model, gate
     gate.set()
@@ -183,7 +183,7 @@ def test_facts_are_told_without_waiting(late):
     for fact in FACTS.values():
         fact(gradient)
     assert gradient.pending
-    assert not model.get_parameter(LAYER)._home.updated.happened
+    assert not model.get_parameter(LAYER)._unit.updated.happened
 
 
 LOOKS = ("norm", "clone", "repr", "foreach product", "operand of an in-place sum", "deepcopy")
@@ -192,7 +192,7 @@ LOOKS = ("norm", "clone", "repr", "foreach product", "operand of an in-place sum
 @pytest.mark.parametrize("use", [READS[name] for name in LOOKS], ids=LOOKS)
 def test_whoever_looks_waits_for_the_update_that_reads_the_gradient(late, use):
     model, gate = late
-    gradient, done = gradient_of(model), model.get_parameter(LAYER)._home.updated
+    gradient, done = gradient_of(model), model.get_parameter(LAYER)._unit.updated
     threading.Timer(0.05, gate.set).start()
     use(gradient)
     assert done.happened
@@ -203,7 +203,7 @@ def test_whoever_looks_waits_for_the_update_that_reads_the_gradient(late, use):
 @pytest.mark.parametrize("use", [lambda g: g.zero_(), lambda g: g.view(-1), lambda g: g.data, pickle.dumps])
 def test_whoever_writes_or_borrows_waits_too(late, use):
     model, gate = late
-    gradient, done = gradient_of(model), model.get_parameter(LAYER)._home.updated
+    gradient, done = gradient_of(model), model.get_parameter(LAYER)._unit.updated
     threading.Timer(0.05, gate.set).start()
     use(gradient)
     assert done.happened
@@ -404,14 +404,14 @@ def test_what_is_known_is_the_sum_of_squares():
 
 def test_a_tensor_of_another_kind_is_left_as_it_is():
     model = trained()
-    home = model.get_parameter(LAYER)._home
+    unit = model.get_parameter(LAYER)._unit
 
     class Own(torch.Tensor):
         pass
 
     for tensor in (torch.zeros(3).as_subclass(Own), torch.nn.Parameter(torch.zeros(3))):
         kind = type(tensor)
-        note_gradient(tensor, home, pending=True)
+        note_gradient(tensor, unit, pending=True)
         assert type(tensor) is kind
         assert known_of(tensor) is None
     assert known_of(None) is None
@@ -481,7 +481,7 @@ def test_no_gradient_keeps_the_model_alive(kept, settings):
 def test_written_ones_keep_nothing_of_the_model_alive():
     model = trained()
     gradients = [parameter.grad.zero_() for parameter in model.parameters()]
-    engine = weakref.ref(model.out.weight._home.owner)
+    engine = weakref.ref(model.out.weight._unit.owner)
     del model
     for _ in range(50):
         gc.collect()

@@ -1,0 +1,46 @@
+"""Where one unit of parameters lives, and how its parameters and gradients behave there."""
+
+from stronghold.unit.closed import close_parameter, closed_error
+from stronghold.unit.compiler import opaque
+from stronghold.unit.consumed import Consumed, ConsumedGradient, consumed_error, consumed_like
+from stronghold.unit.dtypes import check_mixed
+from stronghold.unit.gradient import Collected, Known, OffloadedGradient, known_of, latest, make_plain, note_gradient
+from stronghold.unit.parameter import BoundParameter, OffloadedParameter, gradient_of, set_gradient, unit_of
+from stronghold.unit.protocols import Kind, Memory, Owner, Prepared, Updater, Work
+from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
+from stronghold.unit.unit import Unit, has_company, is_shared
+
+__all__ = [
+    "ONE_REPLICA",
+    "BoundParameter",
+    "Collected",
+    "Consumed",
+    "ConsumedGradient",
+    "Kind",
+    "Known",
+    "Lane",
+    "Memory",
+    "OffloadedGradient",
+    "OffloadedParameter",
+    "Owner",
+    "Prepared",
+    "Replicas",
+    "Unit",
+    "Updater",
+    "Work",
+    "check_mixed",
+    "close_parameter",
+    "closed_error",
+    "consumed_error",
+    "consumed_like",
+    "gradient_of",
+    "has_company",
+    "is_shared",
+    "known_of",
+    "latest",
+    "make_plain",
+    "note_gradient",
+    "opaque",
+    "set_gradient",
+    "unit_of",
+]
