@@ -366,8 +366,8 @@ class Engine:
         )
         return self.company.sum(sum(squares) if finite else math.nan)
 
-    def take_poison(self) -> bool:
-        return self.gradients.take_poison()
+    def take_found_inf(self) -> bool:
+        return self.gradients.take_found_inf()
 
     def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
         self.check_open()

@@ -442,8 +442,8 @@ class AdamW(torch.optim.Optimizer):
     def _clip_scale(self, found: Mapping[Unit, Mapping[int, Collected]]) -> float | None:
         """Returns what to multiply the gradients with, or None where the step must be skipped."""
         assert self._owner is not None
-        poisoned = self.in_backward and self._owner.take_poison()
-        norm = math.sqrt(self._owner.sum_squares(found, finite=not poisoned))
+        found_inf = self.in_backward and self._owner.take_found_inf()
+        norm = math.sqrt(self._owner.sum_squares(found, finite=not found_inf))
         if not math.isfinite(norm):
             for update in self._in_order:
                 if not update.finite:

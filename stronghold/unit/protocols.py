@@ -86,7 +86,7 @@ class Owner(Protocol):
     def changed(self, units: Sequence[Unit]) -> None:
         """Hears that updates of ``units`` are under way: what the device holds of them is stale."""
 
-    def take_poison(self) -> bool:
+    def take_found_inf(self) -> bool:
         """Whether a gradient of the backward pass was not finite, from where on no layer was updated; forgets it."""
 
     def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:

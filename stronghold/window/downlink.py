@@ -90,11 +90,11 @@ class Downlink:
         """Copies a gradient into the slot that is filled now, in the order of the computation, or adds it there."""
         self.device.compute_copy(self._slot_views(unit)[place].values, gradient, add=add)
 
-    def send(self, unit: Unit, places: Sequence[int], threads: int, poison: Tensor | None) -> DeviceSlot:
+    def send(self, unit: Unit, places: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
         """Ends the filling of a slot and returns it: copies down may follow. The next one is filled from now on."""
         slot, views = self.slot, self._slot_views(unit)
         gradients, squares = [views[place].values for place in places], [views[place].squares for place in places]
-        self.device.compute_run(lambda: write_squares(gradients, squares, threads, poison))
+        self.device.compute_run(lambda: write_squares(gradients, squares, threads, found_inf))
         self._turn()
         return slot
 

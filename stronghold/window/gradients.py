@@ -75,14 +75,14 @@ class Gradients:
         """The tensors over the units' gradient buffers that the user got."""
         self._done: list[tuple[int, tuple[int, ...]]] = []
         """The layers of the backward pass so far, with what had gradients: what replicas must have in common."""
-        self._poison = torch.zeros((), dtype=torch.float64, device=device.torch_device)
-        device.copied(self._poison)  # where there are replicas, their gradients' stream works on it
+        self._found_inf = torch.zeros((), dtype=torch.float64, device=device.torch_device)
+        device.copied(self._found_inf)  # where there are replicas, their gradients' stream works on it
 
-    def take_poison(self) -> bool:
+    def take_found_inf(self) -> bool:
         """Whether a gradient of the backward pass was not finite, from where on no layer was updated; forgets it."""
-        poisoned = not math.isfinite(self._poison.item())
-        self._poison.zero_()
-        return poisoned
+        found_inf = not math.isfinite(self._found_inf.item())
+        self._found_inf.zero_()
+        return found_inf
 
     def open(self, layer: int) -> None:
         """Begins the backward pass of ``layer``: its ``.grad`` become the class's own."""
@@ -159,8 +159,8 @@ class Gradients:
         unit, places = self.units[layer], sorted(self._written)
         taken = self._taken(unit, places)
         updater = self._updater
-        poison = self._poison if updater is not None and updater.in_backward else None
-        slot = self.downlink.send(unit, places, self._threads, poison)
+        found_inf = self._found_inf if updater is not None and updater.in_backward else None
+        slot = self.downlink.send(unit, places, self._threads, found_inf)
         self._done.append((layer, tuple(places)))
         if not self._held[layer].keys().isdisjoint(taken):
             self._keep(layer, slot, places)
@@ -210,7 +210,7 @@ class Gradients:
                 remainders[place] = its.remainder if its is not None else None
             squares = torch.zeros(len(taken), dtype=torch.float64, device=self.device.torch_device)
             parts = list(squares.unbind())
-            self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._poison))
+            self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._found_inf))
             pairs = zip(taken.items(), parts, strict=True)
             updater.update_now(
                 unit, {p: Collected(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs}, None

@@ -53,7 +53,7 @@ class SharedDownlink(Downlink):
         for number, (begin, end) in enumerate(unit.shares(place)):
             self.device.compute_copy(self._share(self.slot, unit, place, number), values[begin:end], add=add)
 
-    def send(self, unit: Unit, places: Sequence[int], threads: int, poison: Tensor | None) -> DeviceSlot:
+    def send(self, unit: Unit, places: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
         slot, lane = self.slot, unit.replicas.gradients
         gradients = [self._share(slot, unit, place, unit.replicas.number) for place in places]
         squares = [self._square(slot, unit, place) for place in places]
@@ -65,7 +65,7 @@ class SharedDownlink(Downlink):
                 lane.mean_share(flat)
             total = squares_of(gradients, threads)
             lane.sum(total)
-            spread(total, squares, poison)
+            spread(total, squares, found_inf)
 
         replicas = unit.replicas
         for flat in flats:

@@ -13,10 +13,10 @@ from stronghold.unit import has_company
 
 
 def write_squares(
-    gradients: Sequence[Tensor], targets: Sequence[Tensor], threads: int, poison: Tensor | None = None
+    gradients: Sequence[Tensor], targets: Sequence[Tensor], threads: int, found_inf: Tensor | None = None
 ) -> None:
     """Writes the sum of squares of each gradient to its float64 target, all on one device, as :func:`spread` does."""
-    spread(squares_of(gradients, threads), targets, poison)
+    spread(squares_of(gradients, threads), targets, found_inf)
 
 
 def squares_of(gradients: Sequence[Tensor], threads: int) -> Tensor:
@@ -30,14 +30,14 @@ def squares_of(gradients: Sequence[Tensor], threads: int) -> Tensor:
     return torch.stack(norms).double().square()
 
 
-def spread(squares: Tensor, targets: Sequence[Tensor], poison: Tensor | None) -> None:
+def spread(squares: Tensor, targets: Sequence[Tensor], found_inf: Tensor | None) -> None:
     """Writes each of ``squares`` to its target.
 
-    ``poison`` (float64) becomes NaN with the first that is not finite, and makes all from there on NaN.
+    ``found_inf`` (float64) becomes NaN with the first that is not finite, and makes all from there on NaN.
     """
-    if poison is not None:
-        poison.add_(squares.sum() * 0)  # zero, or NaN for what is not finite
-        squares = squares + poison
+    if found_inf is not None:
+        found_inf.add_(squares.sum() * 0)  # zero, or NaN for what is not finite
+        squares = squares + found_inf
     torch._foreach_copy_(list(targets), list(squares.unbind()))
 
 

@@ -370,7 +370,7 @@ def test_in_the_backward_pass_the_layers_that_were_updated_are_as_without_the_ot
 
 
 @PLACES
-def test_a_poisoned_pass_is_forgotten_by_the_next(elsewhere):
+def test_a_pass_that_found_inf_is_forgotten_by_the_next(elsewhere):
     model, optimizer = made(2, elsewhere=elsewhere, update="in_backward", nonfinite="skip")
     for expected in (1, 2):
         handle = spoil(model, 2)

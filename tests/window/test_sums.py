@@ -99,15 +99,15 @@ def test_one_element_that_is_not_finite_shows_and_only_in_its_own_sum(where, bad
 
 @PLACES
 @pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
-def test_poison_spreads_from_the_first_that_is_not_finite_on(bad, place):
+def test_found_inf_spreads_from_the_first_that_is_not_finite_on(bad, place):
     """All of a call's gradients belong to one layer; what came before it stays as it was."""
-    poison = torch.zeros((), dtype=torch.float64)
+    found_inf = torch.zeros((), dtype=torch.float64)
     layers = [[spread(40, seed=2 * i), spread(3, 5, seed=2 * i + 1)] for i in range(4)]
     layers[2][1][1, 1] = bad
     found = []
     for gradients in layers:
         targets = numbers(2)
-        write_squares([place(g) for g in gradients], targets, 1, poison)
+        write_squares([place(g) for g in gradients], targets, 1, found_inf)
         found.append(targets)
     for number, (targets, gradients) in enumerate(zip(found, layers, strict=True)):
         for target, gradient in zip(targets, gradients, strict=True):
@@ -115,17 +115,17 @@ def test_poison_spreads_from_the_first_that_is_not_finite_on(bad, place):
                 assert target.item() == pytest.approx(exact(gradient), rel=1e-6)
             else:
                 assert math.isnan(target.item())
-    assert math.isnan(poison.item())
+    assert math.isnan(found_inf.item())
 
 
 @PLACES
-def test_poison_of_nothing_changes_no_bit(place):
+def test_found_inf_of_nothing_changes_no_bit(place):
     gradients = [spread(65, seed=i).bfloat16() for i in range(3)]
-    poison, with_it, without = torch.zeros((), dtype=torch.float64), numbers(3), numbers(3)
-    write_squares([place(g) for g in gradients], with_it, 1, poison)
+    found_inf, with_it, without = torch.zeros((), dtype=torch.float64), numbers(3), numbers(3)
+    write_squares([place(g) for g in gradients], with_it, 1, found_inf)
     write_squares([place(g) for g in gradients], without, 1)
     assert [t.item() for t in with_it] == [t.item() for t in without]
-    assert poison.item() == 0.0
+    assert found_inf.item() == 0.0
 
 
 # ---- sums ----
