@@ -168,7 +168,7 @@ def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device)
     weights += sum(unit.remainder_bytes() for unit in on_host if unit.lives("remainders") == "host")
     count = units[0].replicas.count  # what they have in common each counts a part of
     weights = weights // count + staging_bytes(on_host, device)
-    gradients = sum(unit.gradients.layout.total_bytes for unit in on_host if unit.mirrored) // count
+    gradients = sum(unit.gradients.layout.total_bytes for unit in on_host if unit.has_device_copy) // count
     gradients += RING * max((unit.gradients.layout.total_bytes for unit in on_host if not unit.is_edge), default=0)
     in_memory = [unit for unit in on_host if unit.lives("moments") == "host"]
     states = sum(lay_out_moments(unit, unit.gradients.places, "8bit").total_bytes for unit in in_memory) // count

@@ -335,7 +335,7 @@ class Engine:
         if not unit.was_written():
             return False
         unit.wait_updated()
-        if not unit.mirrored:
+        if not unit.has_device_copy:
             self.changed([unit])
             unit.take_writes()
             return True
@@ -440,7 +440,7 @@ class Engine:
 
     def wait_updated(self, unit: Unit) -> None:
         event, begin = unit.updated, self.device.stamp()
-        if unit.mirrored:
+        if unit.has_device_copy:
             # The upload of the edge's new value must have arrived before anything computes with it.
             self.waits.compute(event, Wait.EDGE_UPLOADED)
         else:

@@ -41,9 +41,9 @@ class Placement:
     window: int
 
     def move_edges(self, device: Device) -> None:
-        """Moves mirrored edges and all buffers to the device, once the edges' units are placed."""
+        """Moves the edges that have a device copy, and all buffers, to the device, once the edges' units are placed."""
         with torch._C.DisableTorchFunctionSubclass():
-            for unit in (unit for unit, _ in self.edges if unit.mirrored):
+            for unit in (unit for unit, _ in self.edges if unit.has_device_copy):
                 for parameter, weight in zip(unit.parameters, unit.weight, strict=True):
                     # Not through .to(): on a device that plays one on the CPU that would be the host's own tensor.
                     there = torch.empty(weight.shape, dtype=weight.dtype, device=device.torch_device)
@@ -102,7 +102,7 @@ def plan(
     edge_units = []
     for name, parameter, owners in edges:
         dtypes = _dtypes_of(name, [parameter], dtype)
-        unit = Unit(None, name, [parameter], dtypes, mirrored=not device.is_host, alignment=alignment)
+        unit = Unit(None, name, [parameter], dtypes, has_device_copy=not device.is_host, alignment=alignment)
         units_by_parameter[id(parameter)] = unit
         edge_units.append((unit, owners))
     units = list({id(h): h for p in model.parameters() if (h := units_by_parameter[id(p)])}.values())
@@ -110,7 +110,7 @@ def plan(
     buffer_bytes = sum(b.numel() * b.element_size() for m, name in buffers if (b := m._buffers[name]) is not None)
     # An edge's gradient lies on the device, as in any model there.
     edge_bytes = buffer_bytes + sum(
-        (unit.mirrored + unit.trainable) * unit.layout.total_bytes for unit, _ in edge_units
+        (unit.has_device_copy + unit.trainable) * unit.layout.total_bytes for unit, _ in edge_units
     )
     for unit in units:
         unit.replicas = replicas

@@ -48,7 +48,7 @@ class Updates:
         done = self._store.landed(unit, updates.record())
         if shared:
             done = self._landed_everywhere(done, work)
-        if not unit.mirrored:
+        if not unit.has_device_copy:
             return done
         edges = self._device.edges
         # The upload carries what the update wrote. That nobody computes with the old value any more, the host knows

@@ -103,7 +103,7 @@ class GradientMemory:
         if self._unit.dtypes[place] == torch.float32:
             return None
         if self._sums is None:
-            self._sums = self._sum_buffer(on_device=self._unit.resident or self._unit.mirrored)
+            self._sums = self._sum_buffer(on_device=self._unit.resident or self._unit.has_device_copy)
         return self._sum_in(self._sums, place)
 
     def host_remainder(self, place: int) -> Tensor:

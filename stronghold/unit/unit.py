@@ -25,9 +25,9 @@ class Unit:
 
     ``index`` is the layer's number, or None for an edge. ``dtype`` is what the parameters compute in, one for all or
     one for each. ``weight`` are views of that dtype: what is copied to the device and what the parameter is outside the
-    window. A ``resident`` layer has all of that on the device. A
-    ``mirrored`` unit is an edge on a device with memory of its own: there the parameter is a copy. ``alignment`` is
-    that of its tensors in memory, in bytes. "Place" is a parameter's number in its unit.
+    window. A ``resident`` layer has all of that on the device. A unit that ``has_device_copy`` is an edge on a device
+    with memory of its own: the parameter is that copy. ``alignment`` is that of its tensors in memory, in bytes.
+    "Place" is a parameter's number in its unit.
 
     The engine owns its units and the store; a unit refers to both weakly, and so does a parameter to its unit.
     """
@@ -40,7 +40,7 @@ class Unit:
         dtype: torch.dtype | Sequence[torch.dtype],
         *,
         resident: bool = False,
-        mirrored: bool = False,
+        has_device_copy: bool = False,
         alignment: int = ALIGNMENT_BYTES,
     ) -> None:
         self._born = forks()
@@ -49,7 +49,7 @@ class Unit:
         self.parameters = list(parameters)
         self.dtypes = [dtype] * len(self.parameters) if isinstance(dtype, torch.dtype) else list(dtype)
         self.resident = resident
-        self.mirrored = mirrored
+        self.has_device_copy = has_device_copy
         self.shapes = [tuple(p.shape) for p in parameters]
         self._rounded = [p.dtype != own for p, own in zip(parameters, self.dtypes, strict=True)]
         self.counts = [p.numel() for p in parameters]
@@ -61,7 +61,7 @@ class Unit:
         self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
         self.on_device: list[Tensor] = []
-        """A mirrored edge's memory on the device; a layer has none but its slot."""
+        """Where an edge has a device copy, that copy; a layer has none but its slot."""
         self.masters = Masters()
         self._buffers: list[Buffer] = []
         self._memory_of: weakref.ref[Memory] | None = None
@@ -225,7 +225,7 @@ class Unit:
         Not of what needs none: a unit on disk, whose pages tell; one that is computed with where the user writes it
         and has no masters; and a layer on the device, where a look would wait for the computation.
         """
-        in_place = (self.resident or (self.is_edge and not self.mirrored)) and not self.masters
+        in_place = (self.resident or (self.is_edge and not self.has_device_copy)) and not self.masters
         elsewhere = "weights" in self.on_disk or not all(weight.is_cpu for weight in self.weight)
         if self.buffer is None or in_place or elsewhere or self.is_common:
             self._samples = None
@@ -285,9 +285,9 @@ class Unit:
         self._told.add(place)
         if self.is_common:
             return  # nobody may write it
-        # Of a mirrored edge the host has its own copy, to compare with. Marking has read the weight: without drop() a
-        # state_dict() would leave the whole model in the resident set.
-        if not self.mirrored and self.masters.lend(place, self.weight[place]):
+        # Where there is a device copy the host has its own, to compare with. Marking has read the weight: without drop()
+        # a state_dict() would leave the whole model in the resident set.
+        if not self.has_device_copy and self.masters.lend(place, self.weight[place]):
             self.drop()
 
     def write(self, place: int, task: Callable[[], Any]) -> Any:
@@ -295,17 +295,17 @@ class Unit:
         self.check_own()
         self.touched = True  # a function need not count a version
         self._told.add(place)
-        changes = not self.is_edge or (not self.mirrored and place in self.masters.remainders)
+        changes = not self.is_edge or (not self.has_device_copy and place in self.masters.remainders)
         if changes:
             self.open()
-        if self.mirrored or place not in self.masters.remainders:
+        if self.has_device_copy or place not in self.masters.remainders:
             return task()
         return self.masters.write(place, self.weight[place], task, lambda: raw_version(self.parameters[place]))
 
     @property
     def is_common(self) -> bool:
         """Whether what a parameter is here other processes have too, or the same bits of it: nobody may write it."""
-        return self.replicas.total > 1 and not self.resident and not self.mirrored
+        return self.replicas.total > 1 and not self.resident and not self.has_device_copy
 
     def check_own(self) -> None:
         """Raises OffloadedModelError where other processes would write the same memory, or this is a child of fork."""
@@ -350,12 +350,12 @@ class Unit:
         return written
 
     def take_writes(self, arrived: Sequence[Tensor] = ()) -> None:
-        """Brings the fp32 masters up to what the user wrote into the weights, of a mirrored edge ``arrived``."""
+        """Brings the fp32 masters up to what the user wrote into the weights; ``arrived`` is from the device copy."""
         for place, value in enumerate(arrived):
             if not torch.equal(_octets(value), _octets(self.weight[place])):
                 self.open()
                 self.masters.replace(place, self.weight[place], value)
-        if not self.mirrored and self.masters:
+        if not self.has_device_copy and self.masters:
             self.open()
             self.masters.take_writes(self.weight, self.versions, lambda place: is_shared(self.weight[place]))
         self.sample()

@@ -28,8 +28,8 @@ from stronghold.window.sums import add, apart, in_own_memory, write_squares
 class DeviceGradients:
     """Adds up the gradients of edges in fp32, where autograd would in bf16, and hands gradients to the optimizer.
 
-    A mirrored edge's gradient goes down when it is collected; the others' are used where they are. Where there are
-    replicas each has its own until then, and all have the mean from then on.
+    The gradient of an edge with a device copy goes down when it is collected; the others' are used where they are. Where
+    there are replicas each has its own until then, and all have the mean from then on.
     """
 
     def __init__(self, device: Device, waits: Waits) -> None:
@@ -79,7 +79,7 @@ class DeviceGradients:
         self._held.clear()
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, Collected]:
-        """Returns the gradients of a mirrored edge on the host, others as they are; all complete."""
+        """Returns the gradients of an edge on the host where it has a device copy, else as they are; all complete."""
         unit.wait_updated()  # an update under way reads the gradient that is replaced here
         unit.gradients.fit()
         found = {place: known_of(gradient) for place, gradient in gradients.items()}
@@ -133,7 +133,7 @@ class DeviceGradients:
 
     def _collected(self, unit: Unit, place: int, values: Tensor, known: Known | None, squares: Tensor) -> Collected:
         remainder = known.remainder if known is not None else None
-        if not unit.mirrored:
+        if not unit.has_device_copy:
             return Collected(values, squares, remainder)
         on_host = unit.gradients.view(unit.gradients.allocate(self.device), place)
         self.device.compute_copy(on_host, values)
