@@ -64,8 +64,8 @@ class ThreadReplicas:
         self.count = self.total = exchanges["main"].count
         self.neighbours = self.count
         self._exchange = exchanges["main"]
-        self.main, self.gradients, self.updates, self.landing = (
-            ThreadLane(exchanges[name], number, name) for name in ("main", "gradients", "updates", "landing")
+        self.main, self.gradients, self.updates, self.written_back = (
+            ThreadLane(exchanges[name], number, name) for name in ("main", "gradients", "updates", "written_back")
         )
         self._memories = memories
         self._taken = 0
@@ -105,7 +105,7 @@ class ThreadReplicas:
 
 def in_threads(count: int, action: Callable[[ThreadReplicas], Any]) -> list[Any]:
     """Returns what ``action`` returns in each of so many replicas; raises what the first raises that fails."""
-    exchanges = {name: Exchange(count) for name in ("main", "gradients", "updates", "landing")}
+    exchanges = {name: Exchange(count) for name in ("main", "gradients", "updates", "written_back")}
     memories: list[mmap.mmap] = []
     results: list[Any] = [None] * count
     errors: list[BaseException] = []

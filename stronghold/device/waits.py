@@ -28,7 +28,7 @@ class Wait(Enum):
     GRADIENT_UPDATE = "an update in the backward pass reads staging: the copy down must be complete"
     STAGING_FREE = "a copy down refills the host's staging: what read it must be complete"
     BUFFER_FREE = "a disk is read into staging: the copy from it, or the read before, must be complete"
-    UPDATE_LANDED = "a layer is read ahead from its file: what its update wrote must have arrived there"
+    UPDATE_WRITTEN_BACK = "a layer is read ahead from its file: what its update wrote must have arrived there"
     READ_AHEAD = "a fetch copies from staging: the layer must have been read"
     FILE_READ = "an update writes a layer's file: reads of it must be complete"
     UPDATE_DONE = "somebody waits until an update has arrived in its file: it must have written all"

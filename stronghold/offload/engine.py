@@ -148,7 +148,7 @@ class Engine:
         for unit, _ in self._edges:
             self._hooks.on_edge(unit)
         self._outside = Members((n, m) for n, m in model.named_modules() if id(m) not in within)
-        streams = device.streams + ([self._updates.landing] if self._updates.landing is not None else [])
+        streams = device.streams + ([self._updates.written_back] if self._updates.written_back is not None else [])
         # A replica does not wait for others that may be gone: its threads end by themselves.
         self._end = end_with(self, streams if replicas.total == 1 else [], self.store, own=own_device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stronghold.device import Device, Event, Wait, Waits
-from stronghold.store import Passage, Store
+from stronghold.store import Store, UpdateIO
 from stronghold.unit import Replicas, Unit, Work
 
 
@@ -12,24 +12,24 @@ class Updates:
 
     def __init__(self, device: Device, store: Store, waits: Waits, replicas: Replicas) -> None:
         self._device, self._store, self.waits, self._replicas = device, store, waits, replicas
-        self.landing = device.host_stream("landing") if replicas.count > 1 else None
+        self.written_back = device.host_stream("written_back") if replicas.count > 1 else None
         """Where this process waits for the updates of the machine's other replicas."""
 
     def prepare(self, unit: Unit, work: Work, moved_bytes: int) -> PreparedUpdate:
         """Makes a unit's update ready, which writes nothing yet."""
-        passage = self._store.passage(unit, work.operands, work.parts)
-        return PreparedUpdate(self, unit, work, moved_bytes, passage)
+        update_io = self._store.update_io(unit, work.operands, work.parts)
+        return PreparedUpdate(self, unit, work, moved_bytes, update_io)
 
-    def run(self, unit: Unit, work: Work, moved_bytes: int, passage: Passage, after: Event | None) -> Event | None:
+    def run(self, unit: Unit, work: Work, moved_bytes: int, update_io: UpdateIO, after: Event | None) -> Event | None:
         """Updates a unit when ``after`` has happened. Returns when the next may use it; None for a resident layer."""
         shared = self._replicas.count > 1 and not unit.resident
 
         def task() -> None:
             segments = work.segments()
             if segments is None:
-                passage.cancel()
+                update_io.cancel()
                 return
-            passage.run(segments, work.kernel)
+            update_io.run(segments, work.kernel)
             if not shared:
                 work.done()
 
@@ -45,9 +45,9 @@ class Updates:
             updates.submit(self._replicas.updates.meet)  # the others' reads of the file are complete, too
         with self._device.noted(updates, f"update {unit.name}"):
             updates.run(task, moved_bytes=moved_bytes)
-        done = self._store.landed(unit, updates.record())
+        done = self._store.written_back(unit, updates.record())
         if shared:
-            done = self._landed_everywhere(done, work)
+            done = self._written_back_everywhere(done, work)
         if not unit.has_device_copy:
             return done
         edges = self._device.edges
@@ -59,25 +59,25 @@ class Updates:
                 edges.copy(target, weight)
         return edges.record()
 
-    def _landed_everywhere(self, done: Event, work: Work) -> Event:
+    def _written_back_everywhere(self, done: Event, work: Work) -> Event:
         """Returns the event after which the updates of all replicas' shares of a unit are complete."""
-        assert self.landing is not None
+        assert self.written_back is not None
         # Of this process's share that was said when it is complete.
-        self.waits.thread(self.landing, done, Wait.SHARE_UPDATED)
-        self.landing.submit(self._replicas.landing.meet)
-        self.landing.submit(work.done)
-        return self.landing.record()
+        self.waits.thread(self.written_back, done, Wait.SHARE_UPDATED)
+        self.written_back.submit(self._replicas.written_back.meet)
+        self.written_back.submit(work.done)
+        return self.written_back.record()
 
 
 class PreparedUpdate:
-    """One unit's update with its passage through the store, which nothing refuses any more."""
+    """One unit's update with its reads and writes in the store, which nothing refuses any more."""
 
-    def __init__(self, updates: Updates, unit: Unit, work: Work, moved_bytes: int, passage: Passage) -> None:
+    def __init__(self, updates: Updates, unit: Unit, work: Work, moved_bytes: int, update_io: UpdateIO) -> None:
         self._updates, self._unit, self._work, self._moved_bytes = updates, unit, work, moved_bytes
-        self._passage = passage
+        self._update_io = update_io
 
     def submit(self, after: Event | None) -> Event | None:
-        return self._updates.run(self._unit, self._work, self._moved_bytes, self._passage, after)
+        return self._updates.run(self._unit, self._work, self._moved_bytes, self._update_io, after)
 
     def cancel(self) -> None:
-        self._passage.cancel()
+        self._update_io.cancel()

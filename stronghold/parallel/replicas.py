@@ -71,7 +71,7 @@ class ReplicaProcesses:
         self.main: Lane = ProcessLane(self._here, self._opposite, watch.waiting)
         self.gradients: Lane = ProcessLane(self._group(here), self._group(opposite), watch.beside)
         self.updates: Lane = ProcessLane(self._group(here), self._alone, watch.beside)
-        self.landing: Lane = ProcessLane(self._group(here), self._alone, watch.beside)
+        self.written_back: Lane = ProcessLane(self._group(here), self._alone, watch.beside)
 
     def _group(self, sets: Sequence[list[int]], link: dist.ProcessGroup | None = None) -> Group:
         """Returns that of the ``sets`` of ranks that this process is in; without a ``link`` all make all of them."""

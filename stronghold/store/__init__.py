@@ -1,6 +1,6 @@
 """Where layers live when they are not in the window."""
 
-from stronghold.store.base import Passage, Store
+from stronghold.store.base import Store, UpdateIO
 from stronghold.store.directory import forget
 from stronghold.store.disk import DiskStore
 from stronghold.store.kept import in_memory

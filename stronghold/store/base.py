@@ -18,8 +18,8 @@ from stronghold.unit import Kind, Unit
 Kernel = Callable[[list[Segment]], None]
 
 
-class Passage(Protocol):
-    """One unit's way through an update."""
+class UpdateIO(Protocol):
+    """Reads and writes what one update of a unit needs."""
 
     def run(self, segments: list[Segment], kernel: Kernel) -> None:
         """Calls ``kernel`` on its parts of ``segments``, in one piece or several, where it can read and write them."""
@@ -104,7 +104,7 @@ class Store(ABC):
         """Submits the copy of the unit's weights to the flat device buffer ``target``, on the fetch stream."""
 
     @abstractmethod
-    def passage(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
+    def update_io(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> UpdateIO:
         """Prepares an update of ``unit`` that is about to be submitted.
 
         ``operands`` are what the update reads and writes of every parameter in turn, beside its gradient, and ``parts``
@@ -123,6 +123,6 @@ class Store(ABC):
     def close(self) -> None:
         """Removes from disk what is there, and lets others have the directory; the model cannot be used after it."""
 
-    def landed(self, unit: Unit, done: Event) -> Event:
+    def written_back(self, unit: Unit, done: Event) -> Event:
         """Returns the event after which what an update of ``unit``, complete at ``done``, wrote is where it lives."""
         return done

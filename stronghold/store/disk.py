@@ -17,11 +17,11 @@ from stronghold.device import Buffer, Device, Event, Stream, Wait, Waits
 from stronghold.errors import StoreError
 from stronghold.layout import PAGE_BYTES, Part, lay_out
 from stronghold.native import DISK_THREADS, Disk, DiskCounters, Priority
-from stronghold.store.base import Passage, Store
+from stronghold.store.base import Store, UpdateIO
 from stronghold.store.directory import Directory, Manifest, UnitRecord, check_same
 from stronghold.store.kept import file_name, open_kept, otherwise
 from stronghold.store.ram import InPlace
-from stronghold.store.ring import DiskPassage, Ring
+from stronghold.store.ring import DiskUpdateIO, Ring
 from stronghold.store.staging import AHEAD, Read, Staging, staging_bytes
 from stronghold.store.unit_file import UnitFile
 from stronghold.unit import Kind, Unit
@@ -201,16 +201,16 @@ class DiskStore(Store):
     def reading(self, unit: Unit) -> Event | None:
         return self._reading.get(unit)
 
-    def passage(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
+    def update_io(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> UpdateIO:
         self._check_loaded()
         if (file := self._file_of(unit)) is None:
             return InPlace(parts)
         self._directory.unseal()
         if self._ring is None:  # of a model that was frozen when it was placed
             self._ring = Ring(self.device)
-        return DiskPassage(self._ring, file, operands, parts, lambda: unit.is_lent)
+        return DiskUpdateIO(self._ring, file, operands, parts, lambda: unit.is_lent)
 
-    def landed(self, unit: Unit, done: Event) -> Event:
+    def written_back(self, unit: Unit, done: Event) -> Event:
         if (file := self._file_of(unit)) is None:
             return done
         # Whoever waits for the update reads the file: what the update wrote must have arrived there.

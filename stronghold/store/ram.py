@@ -9,7 +9,7 @@ from torch import Tensor
 from stronghold.device import Buffer, over
 from stronghold.layout import Part
 from stronghold.native import Segment
-from stronghold.store.base import Kernel, Passage, Store
+from stronghold.store.base import Kernel, Store, UpdateIO
 from stronghold.unit import Kind, Unit
 
 
@@ -47,12 +47,12 @@ class RamStore(Store):
     def close(self) -> None:
         pass
 
-    def passage(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> Passage:
+    def update_io(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> UpdateIO:
         return InPlace(parts)
 
 
 class InPlace:
-    """The passage of what lies in memory: there is none."""
+    """Of what lies in memory nothing is read or written back."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts

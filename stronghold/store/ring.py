@@ -158,7 +158,7 @@ class Ring:
         return next((slot for slot in self._slots if slot.chunk is None), None)
 
 
-class DiskPassage:
+class DiskUpdateIO:
     """One unit's way from disk through the ring and back."""
 
     def __init__(

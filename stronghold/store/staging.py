@@ -65,7 +65,7 @@ class Staging:
             if unit not in self._ahead:
                 buffer = self._take(self.device.reads)
                 # The layer may be in line for its update, or what that wrote on its way to the file.
-                self.waits.stream(self.device.reads, unit.updated, Wait.UPDATE_LANDED)
+                self.waits.stream(self.device.reads, unit.updated, Wait.UPDATE_WRITTEN_BACK)
                 read = self._read(self.device.reads, unit, buffer.host.flat, Priority.READ_AHEAD)
                 self._ahead[unit] = buffer, read
 

@@ -51,7 +51,7 @@ class Replicas(Protocol):
     """Of the stream on which gradients come down."""
     updates: Lane
     """Of the stream on which the host works."""
-    landing: Lane
+    written_back: Lane
     """Of the stream that waits for updates."""
 
     def memory(self, length_bytes: int) -> Common | None:
@@ -95,7 +95,7 @@ class OneReplica:
     main: Lane = _Alone()
     gradients: Lane = main
     updates: Lane = main
-    landing: Lane = main
+    written_back: Lane = main
 
     def memory(self, length_bytes: int) -> None:
         return None

@@ -285,7 +285,7 @@ class Unit:
         self._told.add(place)
         if self.is_common:
             return  # nobody may write it
-        # Where there is a device copy the host has its own, to compare with. Marking has read the weight: without drop()
+        # Where there is a device copy the host has its own, to compare with. Marking reads the weight: without drop()
         # a state_dict() would leave the whole model in the resident set.
         if not self.has_device_copy and self.masters.lend(place, self.weight[place]):
             self.drop()

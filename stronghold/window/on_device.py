@@ -28,7 +28,7 @@ from stronghold.window.sums import add, apart, in_own_memory, write_squares
 class DeviceGradients:
     """Adds up the gradients of edges in fp32, where autograd would in bf16, and hands gradients to the optimizer.
 
-    The gradient of an edge with a device copy goes down when it is collected; the others' are used where they are. Where
+    The gradient of an edge with a device copy goes down when it is collected; others are used where they are. Where
     there are replicas each has its own until then, and all have the mean from then on.
     """
 
