@@ -136,7 +136,9 @@ class Engine:
                 replicas.take_first(moved, common=False)
         self._updates = Updates(device, self.store, self.waits, replicas)
         self._hooks = Hooks(self._expect, self.gradients, self.device_gradients)
-        self.stopwatch = Stopwatch(device, self.window.traffic, self.gradients.downlink.traffic, self.store.counters)
+        self.stopwatch = Stopwatch(
+            device, self.window.traffic, self.gradients.grad_offload.traffic, self.store.counters
+        )
         keep = settings.activations == "keep"
         layers = zip(placement.modules, self.layers, strict=True)
         # Weakly, as all that is the user's: a layer holds its block, and that holds the engine.
@@ -402,7 +404,7 @@ class Engine:
     def device_bytes(self) -> int:
         """Returns what is held on the device between steps."""
         slots = sum(slot.flat.numel() for slot in self.window.slots)
-        return slots + self.gradients.downlink.device_bytes + self.edge_bytes + self.resident_bytes()
+        return slots + self.gradients.grad_offload.device_bytes + self.edge_bytes + self.resident_bytes()
 
     def resident_bytes(self) -> int:
         """Returns what resident layers hold on the device, their gradients and states included."""

@@ -251,7 +251,7 @@ def report(model: nn.Module) -> Report:
         others_host_bytes=others_host_bytes,
         others_device_bytes=others_device_bytes,
         slots_device_bytes=sum(slot.flat.numel() for slot in engine.window.slots),
-        gradients_device_bytes=engine.gradients.downlink.device_bytes,
+        gradients_device_bytes=engine.gradients.grad_offload.device_bytes,
         edges_device_bytes=engine.edge_bytes,
         resident_device_bytes=engine.resident_bytes(),
         edge_gradients_device_bytes=engine.edge_gradient_bytes(),

@@ -1,7 +1,7 @@
 """The window: layers in slots, gradients and inputs on their way."""
 
 from stronghold.window.activations import HostActivations
-from stronghold.window.downlink import RING
+from stronghold.window.grad_offload import RING
 from stronghold.window.gradients import Gradients, gradient_slot_bytes
 from stronghold.window.on_device import DeviceGradients
 from stronghold.window.parts import Accumulators, OfSums, Parts

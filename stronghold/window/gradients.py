@@ -32,10 +32,10 @@ from stronghold.unit import (
     set_gradient,
 )
 from stronghold.window.batches import Batches
-from stronghold.window.downlink import DeviceSlot, Downlink
+from stronghold.window.grad_offload import DeviceSlot, GradOffload
 from stronghold.window.on_device import add_on_device, remainder_of
 from stronghold.window.parts import Parts
-from stronghold.window.shared_downlink import SharedDownlink, shared_slot_bytes
+from stronghold.window.shared_grad_offload import SharedGradOffload, shared_slot_bytes
 from stronghold.window.sums import apart, in_own_memory, write_squares
 
 
@@ -61,7 +61,7 @@ class Gradients:
         self.shared: frozenset[int] = frozenset()
         """Parameters, by id, whose gradients in_backward leaves to the step: they are not complete before."""
         self._threads = native.usable_cores()
-        self.downlink = (SharedDownlink if replicas.total > 1 else Downlink)(units, device, waits)
+        self.grad_offload = (SharedGradOffload if replicas.total > 1 else GradOffload)(units, device, waits)
         self._layer: int | None = None
         self._written: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
@@ -88,7 +88,7 @@ class Gradients:
         """Begins the backward pass of ``layer``: its ``.grad`` become the class's own."""
         unit = self.units[layer]
         if unit.gradients.fit():  # a frozen parameter is trained now
-            self.downlink.fit()
+            self.grad_offload.fit()
         self._layer, self._written = layer, set()
         self._fresh = {}
         held, known = self._held.setdefault(layer, {}), self._known.setdefault(layer, {})
@@ -140,10 +140,10 @@ class Gradients:
         if not self._written:
             begin = self.device.stamp()
             # The copy down of the layer that used this slot before must have read it.
-            self.waits.compute(self.downlink.slot.drained, Wait.GRADIENT_SLOT_FREE)
+            self.waits.compute(self.grad_offload.slot.drained, Wait.GRADIENT_SLOT_FREE)
             # It may have had to wait for staging, which is free when the update from it is done.
-            self.downlink.traffic.update_waits.append((begin, self.device.stamp()))
-        self.downlink.put(unit, place, gradient, add=place in self._written)
+            self.grad_offload.traffic.update_waits.append((begin, self.device.stamp()))
+        self.grad_offload.put(unit, place, gradient, add=place in self._written)
         self._written.add(place)
 
     def close(self) -> Event | None:
@@ -160,7 +160,7 @@ class Gradients:
         taken = self._taken(unit, places)
         updater = self._updater
         found_inf = self._found_inf if updater is not None and updater.in_backward else None
-        slot = self.downlink.send(unit, places, self._threads, found_inf)
+        slot = self.grad_offload.send(unit, places, self._threads, found_inf)
         self._done.append((layer, tuple(places)))
         if not self._held[layer].keys().isdisjoint(taken):
             self._keep(layer, slot, places)
@@ -227,7 +227,7 @@ class Gradients:
                 held[place] = torch.empty(unit.shapes[place], dtype=unit.dtypes[place])
                 blank.append(place)
         fresh = [place for place in places if place not in held]
-        self.downlink.copy(unit, slot, fresh, buffer)
+        self.grad_offload.copy(unit, slot, fresh, buffer)
         for place in fresh:
             held[place] = unit.gradients.view(buffer, place)
             known[place] = latest(unit, Known(place, unit.gradients.held_squares(place)))
@@ -304,7 +304,7 @@ class Gradients:
         """Adds gradients to what is held on the host; ``blank`` ones hold nothing yet, in memory of their own."""
         assert unit.index is not None
         held, known = self._held[unit.index], self._known[unit.index]
-        staging, arrived = self.downlink.stage(unit, slot, places)
+        staging, arrived = self.grad_offload.stage(unit, slot, places)
         plain = [p for p in places if p not in blank and not _fits(held[p], unit.dtypes[p])]
         if plain:
             unit.check_own()
@@ -344,7 +344,7 @@ class Gradients:
         updater = self._updater
         assert updater is not None
         consumed = self._consume(unit, places)
-        staging, arrived = self.downlink.stage(unit, slot, places)
+        staging, arrived = self.grad_offload.stage(unit, slot, places)
         gradients = {place: replace(arrived[place], consumed=consumed[place]) for place in places}
         staging.free = updater.update_now(unit, gradients, slot.drained)
         assert staging.free is not None

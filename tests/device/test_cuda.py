@@ -332,7 +332,7 @@ def test_memory_of_the_device_is_known_to_the_copy_streams_when_it_is_allocated(
     copies = [device.fetches.cuda, device.edges.cuda, device.gradients.cuda]
     recorded = dict(device.recorded)
     engine = model._stronghold
-    used = [slot.flat for slot in (*engine.window.slots, *engine.gradients.downlink.slots)]
+    used = [slot.flat for slot in (*engine.window.slots, *engine.gradients.grad_offload.slots)]
     used += [tensor for unit in engine.units for tensor in unit.on_device]
     assert len(used) > 4
     assert all(recorded[tensor.data_ptr()] == copies for tensor in used)

@@ -30,7 +30,7 @@ def test_slots_are_allocated_once(window):
     optimizer, engine = stronghold.AdamW(model.parameters()), engine_of(model)
 
     def addresses():
-        return sorted(s.flat.data_ptr() for s in [*engine.window.slots, *engine.gradients.downlink.slots])
+        return sorted(s.flat.data_ptr() for s in [*engine.window.slots, *engine.gradients.grad_offload.slots])
 
     before = addresses()
     assert len(engine.window.slots) == window

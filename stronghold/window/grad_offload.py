@@ -51,7 +51,7 @@ class Staging:
     views: Views = field(default_factory=Views)
 
 
-class Downlink:
+class GradOffload:
     """The slots and staging buffers, each as long as the longest layer's gradients, and the copies between them."""
 
     def __init__(self, units: Sequence[Unit], device: Device, waits: Waits) -> None:

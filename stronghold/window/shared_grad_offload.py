@@ -12,7 +12,7 @@ from stronghold.device import Device, HostBuffer, Waits
 from stronghold.layout import ALIGNMENT_BYTES, lay_out, round_up
 from stronghold.plan.traffic import all_reduce_bytes, reduce_scatter_bytes
 from stronghold.unit import Unit
-from stronghold.window.downlink import DeviceSlot, Downlink
+from stronghold.window.grad_offload import DeviceSlot, GradOffload
 from stronghold.window.sums import spread, squares_of
 
 
@@ -33,7 +33,7 @@ class Regions:
         return sum(length for _, length in self.of_dtype.values())
 
 
-class SharedDownlink(Downlink):
+class SharedGradOffload(GradOffload):
     """A slot holds the shares of a layer's gradients one behind the other, then a square for each gradient.
 
     Once they are there the stream of the copies reduce-scatters them among the machine's replicas, and adds up each
