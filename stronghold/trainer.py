@@ -21,7 +21,7 @@ from stronghold.checkpoint.random_states import put_random_states, take_random_s
 from stronghold.checkpoint.units import engine_for
 from stronghold.checkpoint_files.manifest import NAME, read_manifest
 from stronghold.errors import CheckpointError
-from stronghold.offload import Engine, by_first
+from stronghold.offload import Engine, from_rank0
 from stronghold.optim import AdamW
 
 FOLDER = "stronghold"
@@ -75,7 +75,7 @@ class KeepEverything(TrainerCallback, ExportableState):
         model, optimizer, engine = _trained(given)
         folder = _folder(args.output_dir, state.global_step)
         if folder.exists():  # of a run before, whose files Trainer has just overwritten
-            by_first(engine.company, lambda: remove(folder))
+            from_rank0(engine.company, lambda: remove(folder))
         save(folder, model, optimizer, extra={"mark": self._mark})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:

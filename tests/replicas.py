@@ -38,7 +38,7 @@ class ThreadLane:
         self.number = number
         self.name = name
 
-    def mean_share(self, flat: Tensor) -> None:
+    def reduce_scatter_mean(self, flat: Tensor) -> None:
         parts = [given.view(self.exchange.count, -1)[self.number] for given in self._everyone(flat.clone())]
         flat.fill_(torch.nan)  # what is not its own is anything
         flat.view(self.exchange.count, -1)[self.number].copy_(sum(parts) / self.exchange.count)
@@ -78,7 +78,7 @@ class ThreadReplicas:
         self._taken += 1
         return Common(self._memories[self._taken - 1], self.count)
 
-    def by_first(self, action: Callable[[], None]) -> None:
+    def from_rank0(self, action: Callable[[], None]) -> None:
         if self.number == 0:
             action()
         self.everyone(None)

@@ -25,7 +25,7 @@ from stronghold.checkpoint.writing import manifest_of
 from stronghold.checkpoint_files.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
 from stronghold.checkpoint_files.manifest import Manifest, ParameterEntry, content_of
 from stronghold.native import Blocks
-from stronghold.offload import Company, Engine, by_first
+from stronghold.offload import Company, Engine, from_rank0
 from stronghold.optim import AdamW
 from stronghold.optim.blocks import decode
 from stronghold.unit import Unit
@@ -118,9 +118,9 @@ def write_distributed(content: Content, manifest: Manifest, company: Company) ->
         return writer.write_data(planner.finish_plan(plans[company.rank]), planner).wait()
 
     wanted = company.everyone(company.together(plan_own))
-    plans, metadata = by_first(company, plan_all)
+    plans, metadata = from_rank0(company, plan_all)
     results = company.everyone(company.together(lambda: files.named(write)))
-    by_first(company, lambda: files.named(lambda: writer.finish(metadata, results)))
+    from_rank0(company, lambda: files.named(lambda: writer.finish(metadata, results)))
 
 
 class _Files(FileSystem):

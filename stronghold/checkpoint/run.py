@@ -23,7 +23,7 @@ from stronghold.data.tokens import Tokenizer
 from stronghold.errors import CheckpointError, StrongholdError
 from stronghold.evaluation.records import read_records
 from stronghold.evaluation.runs import LOG_NAME
-from stronghold.offload import Alone, Company, by_first
+from stronghold.offload import Alone, Company, from_rank0
 from stronghold.store import forget
 from stronghold.weights import Weights
 
@@ -68,7 +68,7 @@ class RunCheckpoints:
         """Where the run stays when it ends."""
         self.step = 0
         """After which step the run goes on."""
-        found = by_first(self._company, lambda: self._look(say))
+        found = from_rank0(self._company, lambda: self._look(say))
         self.step, self._manifest, self._skipped, self._superseded = found
         self._settings = settings.begun(None if self._manifest is None else _settings_of(self._manifest))
 
@@ -150,11 +150,11 @@ class RunCheckpoints:
         """Saves the checkpoint of ``step`` and then removes those that are too many. Raises what :func:`save` does."""
         path = step_path(self._folder, step)
         if path.exists():  # a damaged one, for the run would have gone on from it
-            by_first(self._company, lambda: remove(path))
+            from_rank0(self._company, lambda: remove(path))
         self._save(path, step)
         self._skipped.pop(path, None)
         keep = self._settings.keep_checkpoints
-        by_first(self._company, lambda: prune(self._folder, step, keep, self._skipped))
+        from_rank0(self._company, lambda: prune(self._folder, step, keep, self._skipped))
         return path
 
     def keep(self, step: int) -> Path | None:

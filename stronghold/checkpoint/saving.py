@@ -26,7 +26,7 @@ from stronghold.checkpoint.units import (
 from stronghold.checkpoint.writing import buffers_of, file_names, joined, manifest_of, settings_of, write_file
 from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
 from stronghold.directories import sync_directory
-from stronghold.offload import Engine, by_first, uncompiled
+from stronghold.offload import Engine, from_rank0, uncompiled
 from stronghold.optim import AdamW
 from stronghold.unit import Unit
 
@@ -79,22 +79,22 @@ def save(
     partial = directory.with_name(f".{directory.name}.partial")
     rest = company.together(lambda: settings_of(optimizer, scheduler, extra))
     groups = all_groups(company, optimizer, names_of(model))
-    by_first(company, lambda: _check_new(directory))
+    from_rank0(company, lambda: _check_new(directory))
     engine.close_backward()
     try:
-        by_first(company, lambda: _begin(partial))
+        from_rank0(company, lambda: _begin(partial))
         if format == "dcp":
             from stronghold.checkpoint.dcp_saving import own_content, write_distributed  # which takes a while to import
 
             content = company.together(lambda: own_content(partial, model, engine, optimizer, groups, rest))
             manifests = company.everyone(content.manifest)
             write_distributed(content, joined(manifests), company)
-            by_first(company, lambda: sync_directory(partial))
-            by_first(company, lambda: _name(partial, directory))
+            from_rank0(company, lambda: sync_directory(partial))
+            from_rank0(company, lambda: _name(partial, directory))
             return directory
         manifest, written = company.together(lambda: _write(partial, model, engine, optimizer, groups, rest))
         parts = company.everyone((manifest, buffers_of(model)))
-        by_first(company, lambda: _finish(parts, directory))
+        from_rank0(company, lambda: _finish(parts, directory))
     except BaseException:
         if company.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

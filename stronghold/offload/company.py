@@ -50,7 +50,7 @@ class Alone:
         return action()
 
 
-def by_first(company: Company, action: Callable[[], T]) -> T:
+def from_rank0(company: Company, action: Callable[[], T]) -> T:
     """Returns in every process what ``action`` returns in the first; where it raises, all raise."""
     return company.everyone(company.together(action if company.rank == 0 else lambda: None))[0]  # type: ignore[return-value]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.offload import by_first
+from stronghold.offload import from_rank0
 from stronghold.parallel.partitioning import Balance, choose_stages
 from stronghold.parallel.processes import Processes
 from stronghold.parallel.row import Loss, Row, SequentialRow
@@ -116,7 +116,7 @@ def in_stages(
         )
     )
     processes.agree({"balance": str(balance)})
-    sizes, recomputed = by_first(
+    sizes, recomputed = from_rank0(
         processes,
         lambda: choose_stages(
             row,

@@ -120,7 +120,7 @@ class ReplicaProcesses:
             )
         return Common(mapped, self.count)
 
-    def by_first(self, action: Callable[[], None]) -> None:
+    def from_rank0(self, action: Callable[[], None]) -> None:
         """Runs ``action`` in the machine's first replica while its others wait; where it raises, they raise too."""
         error = None
         if self.number == 0:
@@ -191,7 +191,7 @@ class ProcessLane:
         self._opposite = opposite
         self._waiting = partial(waiting, {*here.ranks, *opposite.ranks})
 
-    def mean_share(self, flat: Tensor) -> None:
+    def reduce_scatter_mean(self, flat: Tensor) -> None:
         if not flat.numel():
             return
         own = flat.view(self._here.count, -1)[self._here.number]

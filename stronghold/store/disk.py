@@ -63,7 +63,7 @@ class DiskStore(Store):
         self.reopened: Checkpoint | None = None
         """What was reopened, until its optimizer's states are in use as well."""
         self._directory = Directory(paths, ours=False)
-        self._replicas.by_first(lambda: self._begin(reopen))
+        self._replicas.from_rank0(lambda: self._begin(reopen))
         # Not a method: it would keep the store alive.
         owned = self._files if self._replicas.number == 0 else {}
         self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, owned, os.getpid())

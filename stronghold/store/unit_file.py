@@ -73,7 +73,7 @@ class UnitFile:
         )
         self._files: list[DiskFile] = []
         if kept is None:
-            replicas.by_first(self._create)
+            replicas.from_rank0(self._create)
         if not self._files:
             self._files = [self._open(path) for path in self.paths]
         self._memory = map_striped(self.paths, self.stripes, self.capacity_bytes)
@@ -112,7 +112,7 @@ class UnitFile:
                 f"the states of one optimizer (got a request for {format_bytes(length)}); delete the optimizer before, "
                 "and all that refers to it or its states, or offload the model anew"
             )
-        self._replicas.by_first(lambda: self._reserve(end))
+        self._replicas.from_rank0(lambda: self._reserve(end))
         self.taken_bytes = end
         if not as_kept and begin < (used := min(self._used_once, end)):
             self.settle()

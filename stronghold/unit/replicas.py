@@ -13,7 +13,7 @@ from stronghold.device import Common
 class Lane(Protocol):
     """What replicas say to one another from one of their threads, all in the same order."""
 
-    def mean_share(self, flat: Tensor) -> None:
+    def reduce_scatter_mean(self, flat: Tensor) -> None:
         """Makes the replica's own part of ``flat``, of ``count`` equal ones, the mean of all replicas' (in place).
 
         What the other parts hold afterwards is not said.
@@ -57,7 +57,7 @@ class Replicas(Protocol):
     def memory(self, length_bytes: int) -> Common | None:
         """Returns memory that all replicas of the machine have, all zero; None where there is one."""
 
-    def by_first(self, action: Callable[[], None]) -> None:
+    def from_rank0(self, action: Callable[[], None]) -> None:
         """Runs ``action`` in the machine's first replica while its others wait; where it raises, they raise too."""
 
     def take_first(self, values: Tensor, *, common: bool) -> None:
@@ -74,7 +74,7 @@ class Replicas(Protocol):
 
 
 class _Alone:
-    def mean_share(self, flat: Tensor) -> None:
+    def reduce_scatter_mean(self, flat: Tensor) -> None:
         pass
 
     def mean(self, values: Tensor) -> None:
@@ -100,7 +100,7 @@ class OneReplica:
     def memory(self, length_bytes: int) -> None:
         return None
 
-    def by_first(self, action: Callable[[], None]) -> None:
+    def from_rank0(self, action: Callable[[], None]) -> None:
         action()
 
     def take_first(self, values: Tensor, *, common: bool) -> None:

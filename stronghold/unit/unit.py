@@ -128,7 +128,7 @@ class Unit:
         """
         values = [p.detach() for p in self.parameters] if values is None else values
         places = self.make_room(memory)
-        self.replicas.by_first(lambda: self._fill(values, places))
+        self.replicas.from_rank0(lambda: self._fill(values, places))
         for tensor in (*self.weight, *self.masters.remainders.values()):
             self.replicas.take_first(tensor, common=not self.resident)
 

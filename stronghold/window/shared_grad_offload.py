@@ -62,7 +62,7 @@ class SharedGradOffload(GradOffload):
 
         def reduce() -> None:
             for flat in flats:
-                lane.mean_share(flat)
+                lane.reduce_scatter_mean(flat)
             total = squares_of(gradients, threads)
             lane.sum(total)
             spread(total, squares, found_inf)
