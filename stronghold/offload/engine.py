@@ -42,7 +42,7 @@ from stronghold.optim.held import held_bytes
 from stronghold.store import DiskStore, RamStore, Store
 from stronghold.unit import (
     ONE_REPLICA,
-    Collected,
+    HostGrad,
     OffloadedParameter,
     Replicas,
     Unit,
@@ -328,7 +328,7 @@ class Engine:
         if self.replicas.total > 1:
             self.replicas.agree([(unit.name, tuple(places)) for unit, places in found.items()])
 
-    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         if unit.is_edge or unit.resident:
             return self.device_gradients.collect(unit, gradients)
         return self.gradients.collect(gradients)
@@ -359,7 +359,7 @@ class Engine:
         cores = max(1, native.usable_cores() // self.company.neighbours)
         return cores if self.device.torch_device.type == "cpu" else max(1, cores - 1)
 
-    def sum_squares(self, found: Mapping[Unit, Mapping[int, Collected]], *, finite: bool) -> float:
+    def sum_squares(self, found: Mapping[Unit, Mapping[int, HostGrad]], *, finite: bool) -> float:
         squares = (
             float(gradient.squares)
             for unit, gradients in found.items()

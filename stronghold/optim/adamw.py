@@ -24,8 +24,8 @@ from stronghold.optim.groups import (
 from stronghold.optim.states import Moments
 from stronghold.optim.update import Change, Update
 from stronghold.unit import (
-    Collected,
     ConsumedGradient,
+    HostGrad,
     Owner,
     Unit,
     gradient_of,
@@ -185,7 +185,7 @@ class AdamW(torch.optim.Optimizer):
                 update.mark_pending()
         self._owner.step_done()
 
-    def update_now(self, unit: Unit, gradients: dict[int, Collected], ready: Event | None) -> Event | None:
+    def update_now(self, unit: Unit, gradients: dict[int, HostGrad], ready: Event | None) -> Event | None:
         """Updates one layer during the backward pass, behind ``ready``; returns the update's event."""
         if not self._checked:
             self._check_settings()
@@ -380,7 +380,7 @@ class AdamW(torch.optim.Optimizer):
         check_optimizer(self.states, update, self.nonfinite, self.max_grad_norm)
         self._checked = True
 
-    def _change(self, unit: Unit, place: int, gradient: Collected) -> Change:
+    def _change(self, unit: Unit, place: int, gradient: HostGrad) -> Change:
         """Notes what one parameter's update needs, with the group's settings as they are now."""
         group = self.param_groups[self._groups[id(unit.parameters[place])]]
         beta1, beta2 = group["betas"]
@@ -394,7 +394,7 @@ class AdamW(torch.optim.Optimizer):
             weight_decay=float(group["weight_decay"]),
         )
 
-    def _prepared(self, found: Mapping[Unit, Mapping[int, Collected]], *, checked: bool = False) -> list[Update]:
+    def _prepared(self, found: Mapping[Unit, Mapping[int, HostGrad]], *, checked: bool = False) -> list[Update]:
         """Returns the updates of all units, which nothing refuses any more; where one is refused, nothing changes.
 
         They are in the order in which they are to be submitted.
@@ -433,13 +433,13 @@ class AdamW(torch.optim.Optimizer):
                 gradients[place] = gradient
         return gradients
 
-    def _collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+    def _collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         """Returns the gradients where the unit is updated."""
         assert self._owner is not None
         self._owner.take_writes(unit)
         return self._owner.collect(unit, gradients)
 
-    def _clip_scale(self, found: Mapping[Unit, Mapping[int, Collected]]) -> float | None:
+    def _clip_scale(self, found: Mapping[Unit, Mapping[int, HostGrad]]) -> float | None:
         """Returns what to multiply the gradients with, or None where the step must be skipped."""
         assert self._owner is not None
         found_inf = self.in_backward and self._owner.take_found_inf()

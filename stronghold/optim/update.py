@@ -15,7 +15,7 @@ from stronghold.layout import Part
 from stronghold.native import Blocks
 from stronghold.optim.checks import check_changes
 from stronghold.optim.on_device import adamw_on_device
-from stronghold.unit import Collected, Prepared, Unit, gradient_of, known_of, note_gradient
+from stronghold.unit import HostGrad, Prepared, Unit, grad_meta_of, gradient_of, note_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Change:
     """One parameter's update. The settings are copies: a scheduler may change the group before the update runs."""
 
     place: int
-    gradient: Collected
+    gradient: HostGrad
     state: dict[str, Any]
     lr: float
     betas: tuple[float, float]
@@ -143,7 +143,7 @@ class Update:
             for change in self.changes:
                 gradient = gradient_of(self.unit.parameters[change.place])
                 if gradient is not None:
-                    note_gradient(gradient, self.unit, known=known_of(gradient), pending=True)
+                    note_gradient(gradient, self.unit, known=grad_meta_of(gradient), pending=True)
 
     def take_back(self) -> None:
         """Takes the step back from the counts: the gradients turned out not to be finite, and nothing was updated."""

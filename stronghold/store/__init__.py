@@ -8,4 +8,4 @@ from stronghold.store.ram import RamStore
 from stronghold.store.ring import RING_BYTES
 from stronghold.store.staging import staging_bytes
 
-__all__ = ["RING_BYTES", "DiskStore", "UpdateIO", "RamStore", "Store", "forget", "in_memory", "staging_bytes"]
+__all__ = ["RING_BYTES", "DiskStore", "RamStore", "Store", "UpdateIO", "forget", "in_memory", "staging_bytes"]

@@ -4,7 +4,15 @@ from stronghold.unit.closed import close_parameter, closed_error
 from stronghold.unit.compiler import opaque
 from stronghold.unit.consumed import Consumed, ConsumedGradient, consumed_error, consumed_like
 from stronghold.unit.dtypes import check_mixed
-from stronghold.unit.gradient import Collected, Known, OffloadedGradient, known_of, latest, make_plain, note_gradient
+from stronghold.unit.gradient import (
+    GradMeta,
+    HostGrad,
+    OffloadedGradient,
+    grad_meta_of,
+    latest,
+    make_plain,
+    note_gradient,
+)
 from stronghold.unit.parameter import BoundParameter, OffloadedParameter, gradient_of, set_gradient, unit_of
 from stronghold.unit.protocols import Kind, Memory, Owner, Prepared, Updater, Work
 from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
@@ -13,11 +21,11 @@ from stronghold.unit.unit import Unit, has_company, is_shared
 __all__ = [
     "ONE_REPLICA",
     "BoundParameter",
-    "Collected",
     "Consumed",
     "ConsumedGradient",
+    "GradMeta",
+    "HostGrad",
     "Kind",
-    "Known",
     "Lane",
     "Memory",
     "OffloadedGradient",
@@ -33,10 +41,10 @@ __all__ = [
     "closed_error",
     "consumed_error",
     "consumed_like",
+    "grad_meta_of",
     "gradient_of",
     "has_company",
     "is_shared",
-    "known_of",
     "latest",
     "make_plain",
     "note_gradient",

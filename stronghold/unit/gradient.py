@@ -16,7 +16,7 @@ from stronghold.unit.unit import Unit
 
 
 @dataclass(frozen=True)
-class Collected:
+class HostGrad:
     """One parameter's gradient as an update takes it: complete, contiguous, where the update runs.
 
     With a ``remainder`` it is the fp32 number that ``values`` and it hold. ``squares`` is the sum of its squares, a
@@ -35,7 +35,7 @@ class Collected:
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class GradMeta:
     """What the engine knows of a gradient beside its values, until somebody else writes it.
 
     ``squares`` is the sum of its squares, a float64 number; ``remainder`` holds the low halves of a sum of several
@@ -57,7 +57,7 @@ class OffloadedGradient(Tensor):
     _unit: weakref.ref[Unit]
     """Weakly: the garbage collector does not see the way from a parameter to its gradient."""
     pending: bool
-    known: Known | None
+    known: GradMeta | None
 
     @classmethod
     @opaque
@@ -115,20 +115,20 @@ def make_plain(gradient: Tensor | None) -> None:
         _settle(gradient, forget=True)
 
 
-def note_gradient(gradient: Tensor, unit: Unit, *, known: Known | None = None, pending: bool = False) -> None:
+def note_gradient(gradient: Tensor, unit: Unit, *, known: GradMeta | None = None, pending: bool = False) -> None:
     """Makes ``gradient``, a plain tensor or one of ours, know what is given; anything else is left as it is."""
     if type(gradient) in (Tensor, OffloadedGradient):
         gradient.__class__ = OffloadedGradient
         gradient.__dict__.update(_unit=weakref.ref(unit), known=known, pending=pending)
 
 
-def latest(unit: Unit, known: Known) -> Known:
+def latest(unit: Unit, known: GradMeta) -> GradMeta:
     """Notes that what was known of the gradient before at this place no longer holds; returns ``known``."""
     unit.gradients.known[known.place] = known
     return known
 
 
-def known_of(gradient: Tensor | None) -> Known | None:
+def grad_meta_of(gradient: Tensor | None) -> GradMeta | None:
     """Returns what is known of a gradient beside its values, or None."""
     if type(gradient) is not OffloadedGradient or gradient.known is None:
         return None

@@ -12,7 +12,7 @@ from stronghold.device import Buffer, Device, HostBuffer
 from stronghold.layout import Layout, lay_out
 
 if TYPE_CHECKING:
-    from stronghold.unit.gradient import Known
+    from stronghold.unit.gradient import GradMeta
     from stronghold.unit.unit import Unit
 
 
@@ -30,7 +30,7 @@ class GradientMemory:
         self._low: Layout = lay_out([])
         """Of the low halves of sums, which gradients in fp32 have not."""
         self.buffer: HostBuffer | None = None
-        self.known: dict[int, Known] = {}
+        self.known: dict[int, GradMeta] = {}
         """What is known of the newest gradient at each place."""
         self._squares: dict[int, Tensor] = {}
         self._sums: Buffer | None = None

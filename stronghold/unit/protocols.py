@@ -13,7 +13,7 @@ from stronghold.layout import Part
 from stronghold.native import Segment
 
 if TYPE_CHECKING:
-    from stronghold.unit.gradient import Collected
+    from stronghold.unit.gradient import HostGrad
     from stronghold.unit.unit import Unit
 
 
@@ -65,7 +65,7 @@ class Owner(Protocol):
     def adopt(self, optimizer: Updater) -> None:
         """Makes ``optimizer`` the one that updates this model; raises where it has one already."""
 
-    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         """Returns ``gradients`` (by place) where the unit is updated, complete, with their squares on the host."""
 
     def take_writes(self, unit: Unit) -> bool:
@@ -77,7 +77,7 @@ class Owner(Protocol):
         Raises what refuses it. Updates are submitted in the order in which they were prepared.
         """
 
-    def sum_squares(self, found: Mapping[Unit, Mapping[int, Collected]], *, finite: bool) -> float:
+    def sum_squares(self, found: Mapping[Unit, Mapping[int, HostGrad]], *, finite: bool) -> float:
         """Returns the sum of squares of all gradients, ``found`` here and by other processes of the same model.
 
         Not a number where it is known of some, here or there, that they are not ``finite``.
@@ -153,7 +153,7 @@ class Updater(Protocol):
     def updates(self, unit: Unit, place: int) -> bool:
         """Whether a parameter is one of those that the optimizer updates."""
 
-    def update_now(self, unit: Unit, gradients: dict[int, Collected], ready: Event | None) -> Event | None:
+    def update_now(self, unit: Unit, gradients: dict[int, HostGrad], ready: Event | None) -> Event | None:
         """Submits the update of ``unit`` behind ``ready``; returns its event, or None where it is done in order."""
 
     def wait(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stronghold.device import Device, Event, HostBuffer, Wait, Waits
 from stronghold.layout import Layout
-from stronghold.unit import Collected, Unit
+from stronghold.unit import HostGrad, Unit
 from stronghold.window.sums import write_squares
 from stronghold.window.traffic import Traffic
 
@@ -22,9 +22,9 @@ class Views:
     """What was made of a buffer for the layers whose gradients pass through it, kept for the next pass."""
 
     def __init__(self) -> None:
-        self._known: dict[Unit, tuple[Layout, dict[int, Collected]]] = {}
+        self._known: dict[Unit, tuple[Layout, dict[int, HostGrad]]] = {}
 
-    def of(self, unit: Unit, view: Callable[[int], Collected]) -> dict[int, Collected]:
+    def of(self, unit: Unit, view: Callable[[int], HostGrad]) -> dict[int, HostGrad]:
         """Returns, by place, the gradients of a layer with their squares, made by ``view`` where they are not known."""
         layout, known = self._known.get(unit, (None, {}))
         if layout is not unit.gradients.layout:  # a parameter is trained now that was not
@@ -98,9 +98,9 @@ class GradOffload:
         self._turn()
         return slot
 
-    def _slot_views(self, unit: Unit) -> dict[int, Collected]:
+    def _slot_views(self, unit: Unit) -> dict[int, HostGrad]:
         flat = self.slot.flat
-        return self.slot.views.of(unit, lambda p: Collected(_gradient(flat, unit, p), _squares(flat, unit, p)))
+        return self.slot.views.of(unit, lambda p: HostGrad(_gradient(flat, unit, p), _squares(flat, unit, p)))
 
     def _turn(self) -> None:
         self.slots.append(self.slots.pop(0))
@@ -119,7 +119,7 @@ class GradOffload:
         self.device.gradients.copy(target, source)
         self.traffic.gradient_bytes += source.nbytes
 
-    def stage(self, unit: Unit, slot: DeviceSlot, places: Sequence[int]) -> tuple[Staging, dict[int, Collected]]:
+    def stage(self, unit: Unit, slot: DeviceSlot, places: Sequence[int]) -> tuple[Staging, dict[int, HostGrad]]:
         """Sends gradients down into a staging buffer; returns it and what arrives there."""
         staging = self._staging[0]
         self._staging.append(self._staging.pop(0))
@@ -128,7 +128,7 @@ class GradOffload:
         self.copy(unit, slot, places, staging.buffer)
         slot.drained = self.device.gradients.record()
         buffer, memory = staging.buffer, unit.gradients
-        known = staging.views.of(unit, lambda p: Collected(memory.view(buffer, p), memory.squares(buffer, p)))
+        known = staging.views.of(unit, lambda p: HostGrad(memory.view(buffer, p), memory.squares(buffer, p)))
         return staging, {place: known[place] for place in places}
 
 

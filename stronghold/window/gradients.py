@@ -16,17 +16,17 @@ from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import (
     ONE_REPLICA,
-    Collected,
     Consumed,
     ConsumedGradient,
-    Known,
+    GradMeta,
+    HostGrad,
     Replicas,
     Unit,
     Updater,
     consumed_error,
     consumed_like,
+    grad_meta_of,
     gradient_of,
-    known_of,
     latest,
     note_gradient,
     set_gradient,
@@ -67,7 +67,7 @@ class Gradients:
         self._fresh: dict[int, Tensor] = {}
         """The gradients of the open layer, if it is resident."""
         self._held: dict[int, dict[int, Tensor]] = {}
-        self._known: dict[int, dict[int, Known | None]] = {}
+        self._known: dict[int, dict[int, GradMeta | None]] = {}
         self._down: Event | None = None
         self._added: Event | None = None
         self._consumed: dict[tuple[int, int], Consumed] = {}
@@ -104,7 +104,7 @@ class Gradients:
                     f"update='in_backward' adds to no gradient that is there already (got one on a parameter of "
                     f"{unit.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
                 )
-            held[place], known[place] = gradient, known_of(gradient)
+            held[place], known[place] = gradient, grad_meta_of(gradient)
             set_gradient(parameter, None)
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -213,7 +213,7 @@ class Gradients:
             self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._found_inf))
             pairs = zip(taken.items(), parts, strict=True)
             updater.update_now(
-                unit, {p: Collected(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs}, None
+                unit, {p: HostGrad(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs}, None
             )
 
     def _keep(self, layer: int, slot: DeviceSlot, places: Sequence[int]) -> None:
@@ -230,7 +230,7 @@ class Gradients:
         self.grad_offload.copy(unit, slot, fresh, buffer)
         for place in fresh:
             held[place] = unit.gradients.view(buffer, place)
-            known[place] = latest(unit, Known(place, unit.gradients.held_squares(place)))
+            known[place] = latest(unit, GradMeta(place, unit.gradients.held_squares(place)))
             self._lent[layer, place] = StorageWeakRef(held[place].untyped_storage())
         again = [place for place in places if place not in fresh]
         if again:
@@ -262,7 +262,7 @@ class Gradients:
         self._known.clear()
         self._consumed.clear()
 
-    def collect(self, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+    def collect(self, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         """Returns the gradients of a layer on the host, with their squares as they were gathered on the way.
 
         Those that somebody may have written since are read once more.
@@ -271,13 +271,13 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():
             dense = apart({place: gradient.detach().contiguous() for place, gradient in gradients.items()})
         for place, values in dense.items():
-            known = known_of(gradients[place])
+            known = grad_meta_of(gradients[place])
             if known is None:
                 squares = torch.tensor(
                     native.squared_norms([values], threads=self._host_threads)[0], dtype=torch.float64
                 )
-                known = Known(place, squares)
-            collected[place] = Collected(values, known.squares, known.remainder)
+                known = GradMeta(place, squares)
+            collected[place] = HostGrad(values, known.squares, known.remainder)
         return collected
 
     def has_updated(self, layer: int) -> bool:
@@ -296,9 +296,9 @@ class Gradients:
         """The layer whose backward pass is open."""
         return self._layer
 
-    def _sum_of(self, unit: Unit, place: int, known: Known | None) -> Known:
+    def _sum_of(self, unit: Unit, place: int, known: GradMeta | None) -> GradMeta:
         """Returns what will be known of a sum on the host."""
-        return latest(unit, Known(place, unit.gradients.held_squares(place), remainder_of(unit, place, known)))
+        return latest(unit, GradMeta(place, unit.gradients.held_squares(place), remainder_of(unit, place, known)))
 
     def _add(self, unit: Unit, slot: DeviceSlot, places: Sequence[int], blank: Sequence[int]) -> None:
         """Adds gradients to what is held on the host; ``blank`` ones hold nothing yet, in memory of their own."""
@@ -364,7 +364,7 @@ class Gradients:
                     f"somebody wrote into a gradient of {unit.name} between the backward passes of a step, of which "
                     "update='in_backward' needs the sum as it is; use update='deferred'"
                 )
-            sums[place] = Collected(values, its.squares, its.remainder, consumed[place])
+            sums[place] = HostGrad(values, its.squares, its.remainder, consumed[place])
         # The additions go before on the updates' own stream; what is there for the first time comes with the copy down.
         return updater.update_now(unit, sums, slot.drained)
 

@@ -11,12 +11,12 @@ from stronghold import native
 from stronghold.device import Device, Wait, Waits
 from stronghold.split import join, split
 from stronghold.unit import (
-    Collected,
-    Known,
+    GradMeta,
+    HostGrad,
     Unit,
+    grad_meta_of,
     gradient_of,
     has_company,
-    known_of,
     latest,
     note_gradient,
     set_gradient,
@@ -67,7 +67,7 @@ class DeviceGradients:
                     set_gradient(parameter, in_own_memory(gradient))
                 return
             set_gradient(parameter, before)  # whatever happens, what was there stays
-            known = {0: known_of(before)}
+            known = {0: grad_meta_of(before)}
             add_on_device(self.device, unit, {0: before}, known, {0: gradient}, self._threads)
             if (of_sum := known[0]) is not None:
                 note_gradient(before, unit, known=of_sum)
@@ -78,11 +78,11 @@ class DeviceGradients:
             set_gradient(unit.parameters[0], before)
         self._held.clear()
 
-    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, Collected]:
+    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         """Returns the gradients of an edge on the host where it has a device copy, else as they are; all complete."""
         unit.wait_updated()  # an update under way reads the gradient that is replaced here
         unit.gradients.fit()
-        found = {place: known_of(gradient) for place, gradient in gradients.items()}
+        found = {place: grad_meta_of(gradient) for place, gradient in gradients.items()}
         with torch._C.DisableTorchFunctionSubclass():
             values = apart({place: gradient.detach().contiguous() for place, gradient in gradients.items()})
             if unit.replicas.total > 1:
@@ -102,7 +102,7 @@ class DeviceGradients:
         self.waits.host(self.device.compute_mark(), Wait.EDGE_GRADIENT)
         return collected
 
-    def _mean(self, unit: Unit, place: int, values: Tensor, known: Known | None) -> Known | None:
+    def _mean(self, unit: Unit, place: int, values: Tensor, known: GradMeta | None) -> GradMeta | None:
         """Makes a gradient the mean of all replicas', in place; returns what is known of that."""
         lane = unit.replicas.main
         if known is None or known.remainder is None:
@@ -118,9 +118,9 @@ class DeviceGradients:
         self.device.compute_now(mean)
         squares = torch.zeros((), dtype=torch.float64, device=values.device)
         self.device.compute_now(lambda: write_squares([join(values, remainder)], [squares], self._threads))
-        return latest(unit, Known(place, squares, remainder))
+        return latest(unit, GradMeta(place, squares, remainder))
 
-    def _squares(self, values: dict[int, Tensor], known: dict[int, Known | None]) -> list[Tensor]:
+    def _squares(self, values: dict[int, Tensor], known: dict[int, GradMeta | None]) -> list[Tensor]:
         """Returns the sum of squares of each gradient; those that nobody knows are read, all at once."""
         sums = {place: one.squares for place, one in known.items() if one is not None}
         unknown = [place for place in values if place not in sums]
@@ -131,24 +131,24 @@ class DeviceGradients:
             sums.update(zip(unknown, squares, strict=True))
         return [sums[place] for place in values]
 
-    def _collected(self, unit: Unit, place: int, values: Tensor, known: Known | None, squares: Tensor) -> Collected:
+    def _collected(self, unit: Unit, place: int, values: Tensor, known: GradMeta | None, squares: Tensor) -> HostGrad:
         remainder = known.remainder if known is not None else None
         if not unit.has_device_copy:
-            return Collected(values, squares, remainder)
+            return HostGrad(values, squares, remainder)
         on_host = unit.gradients.view(unit.gradients.allocate(self.device), place)
         self.device.compute_copy(on_host, values)
         if remainder is not None:
             remainder_on_host = unit.gradients.host_remainder(place)
             self.device.compute_copy(remainder_on_host, remainder)
             remainder = remainder_on_host
-        return Collected(on_host, squares, remainder)
+        return HostGrad(on_host, squares, remainder)
 
 
 def add_on_device(
     device: Device,
     unit: Unit,
     held: Mapping[int, Tensor],
-    known: dict[int, Known | None],
+    known: dict[int, GradMeta | None],
     gradients: Mapping[int, Tensor],
     threads: int,
 ) -> None:
@@ -170,10 +170,10 @@ def add_on_device(
         device.compute_now(add_up)
         known.update(dict.fromkeys(plain))
         for place, one, remainder in zip(places, squares, remainders, strict=True):
-            known[place] = latest(unit, Known(place, one, remainder))
+            known[place] = latest(unit, GradMeta(place, one, remainder))
 
 
-def remainder_of(unit: Unit, place: int, known: Known | None) -> Tensor | None:
+def remainder_of(unit: Unit, place: int, known: GradMeta | None) -> Tensor | None:
     """Returns where the low halves of a sum lie, which are zero for a first gradient."""
     if known is not None and known.remainder is not None:
         return known.remainder

@@ -16,7 +16,7 @@ from stronghold.errors import BudgetError
 from stronghold.offload.budget import spread
 from stronghold.offload.placement import plan
 from stronghold.split import join
-from stronghold.unit import known_of
+from stronghold.unit import grad_meta_of
 from stronghold.units import parse_bytes
 from tests.reference import CASES, offloaded, ordinary, snapshot, train
 from tests.small import (
@@ -416,7 +416,7 @@ def test_an_optimizer_that_is_gone_gives_its_memory_back():
 
 
 def total(parameter):
-    known = known_of(parameter.grad)
+    known = grad_meta_of(parameter.grad)
     with torch._C.DisableTorchFunctionSubclass():
         shown = parameter.grad.detach().clone()
     return shown.float() if known is None or known.remainder is None else join(shown, known.remainder)

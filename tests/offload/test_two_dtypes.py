@@ -12,7 +12,7 @@ import stronghold
 from stronghold.errors import OffloadedModelError
 from stronghold.offload import engine_of, keep_company, offload_shared
 from stronghold.split import join
-from stronghold.unit import known_of, unit_of
+from stronghold.unit import grad_meta_of, unit_of
 from tests.reference import CASES, differences, snapshot
 from tests.replicas import in_threads
 
@@ -197,7 +197,7 @@ def test_the_sum_of_gradients_in_bf16_is_that_of_a_layer_in_bf16_alone():
             single.setdefault(name, []).append(parameter.grad.float())
         model(x).float().square().mean().backward()
     for name, parameter in model.named_parameters():
-        known, expected = known_of(parameter.grad), single[name][0] + single[name][1] + single[name][2]
+        known, expected = grad_meta_of(parameter.grad), single[name][0] + single[name][1] + single[name][2]
         assert (known.remainder is not None) == (parameter.dtype == torch.bfloat16), name
         got = parameter.grad if known.remainder is None else join(parameter.grad, known.remainder)
         assert torch.equal(got, expected), name

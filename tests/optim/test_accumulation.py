@@ -9,7 +9,7 @@ from torch import nn
 
 import stronghold
 from stronghold import native
-from stronghold.unit import known_of
+from stronghold.unit import grad_meta_of
 from tests.reference import CASES, MasterAdamW, offloaded
 from tests.small import Residual, numbers, pair
 
@@ -116,7 +116,7 @@ def test_what_the_user_writes_into_a_gradient_is_what_is_used(write, resident):
         model(batch.bfloat16()).sum().backward()
     for parameter in model.parameters():
         WRITES[write](parameter)
-        assert known_of(parameter.grad) is None
+        assert grad_meta_of(parameter.grad) is None
     shown = [parameter.grad.float() for parameter in model.parameters()]
     optimizer.step()
     norm = torch.stack([one.double().norm() for one in shown]).norm().item()
@@ -162,7 +162,7 @@ def test_a_sum_of_many_small_gradients_is_not_lost():
     parameter = model[2].weight
     for _ in range(600):
         model[2](torch.full((1, 64), 1 / 256).bfloat16()).sum().backward()
-    known = known_of(parameter.grad)
+    known = grad_meta_of(parameter.grad)
     assert known is not None and known.remainder is not None
     assert torch.equal(parameter.grad, torch.full((64,), 600 / 256).bfloat16())
     optimizer.step()

@@ -15,7 +15,7 @@ import torch
 
 import stronghold
 from stronghold.split import join
-from stronghold.unit import OffloadedGradient, known_of, note_gradient
+from stronghold.unit import OffloadedGradient, grad_meta_of, note_gradient
 from tests.small import ADAMW, Residual, numbers, pair
 
 LAYER, EDGE = "layers.0.up.weight", "out.weight"
@@ -32,7 +32,7 @@ def trained(*, backwards=1, dtype=torch.float32, **settings):
 
 def gradient_of(model, name=LAYER):
     gradient = model.get_parameter(name).grad
-    assert known_of(gradient) is not None, "or there is nothing to stay"
+    assert grad_meta_of(gradient) is not None, "or there is nothing to stay"
     return gradient
 
 
@@ -59,7 +59,7 @@ def fresh(case):
     model.zero_grad()
     for batch in numbers(backwards):
         model(batch.to(model.out.weight.dtype)).sum().backward()
-    if known_of(model.get_parameter(name).grad) is None:  # a test that failed still holds the one before
+    if grad_meta_of(model.get_parameter(name).grad) is None:  # a test that failed still holds the one before
         model_of.cache_clear()
         return fresh(case)
     return gradient_of(model, name)
@@ -78,7 +78,7 @@ def shown(gradient) -> torch.Tensor:
 
 def number_in(gradient) -> torch.Tensor:
     """Returns the fp32 number that a gradient holds by what is known of it."""
-    known = known_of(gradient)
+    known = grad_meta_of(gradient)
     return shown(gradient).float() if known.remainder is None else join(shown(gradient), known.remainder)
 
 
@@ -131,11 +131,11 @@ READS = {
 @pytest.mark.parametrize("read", READS)
 def test_whoever_looks_changes_neither_the_gradient_nor_what_is_known(read):
     for case, gradient in every_kind():
-        known, values, number = known_of(gradient), shown(gradient), number_in(gradient)
+        known, values, number = grad_meta_of(gradient), shown(gradient), number_in(gradient)
         squares = known.squares.clone()
         READS[read](gradient)
         assert type(gradient) is OffloadedGradient, case
-        assert known_of(gradient) is known, case
+        assert grad_meta_of(gradient) is known, case
         assert torch.equal(shown(gradient), values), case
         assert torch.equal(number_in(gradient), number), case
         assert torch.equal(known.squares, squares), case
@@ -246,7 +246,7 @@ def test_written_it_is_a_plain_tensor_of_which_nothing_is_known(write):
         plain = shown(gradient)
         WRITES[write](gradient)
         assert type(gradient) is torch.Tensor, case
-        assert known_of(gradient) is None, case
+        assert grad_meta_of(gradient) is None, case
         assert not vars(gradient), "it holds nothing of the model"
         WRITES[write](plain)
         assert torch.equal(gradient, plain), case
@@ -292,7 +292,7 @@ def test_lent_it_is_a_plain_tensor_of_which_nothing_is_known(borrow):
         values = shown(gradient)
         kept = BORROWS[borrow](gradient)
         assert type(gradient) is torch.Tensor, case
-        assert known_of(gradient) is None, case
+        assert grad_meta_of(gradient) is None, case
         assert not vars(gradient), case
         assert torch.equal(gradient, values), case
         del kept
@@ -398,8 +398,8 @@ def test_without_an_optimizer_of_ours_a_gradient_is_a_plain_tensor():
 def test_what_is_known_is_the_sum_of_squares():
     for case, gradient in every_kind():
         expected = number_in(gradient).double().square().sum()
-        assert known_of(gradient).squares.dtype is torch.float64
-        torch.testing.assert_close(known_of(gradient).squares, expected, rtol=1e-12, atol=0.0, msg=case)
+        assert grad_meta_of(gradient).squares.dtype is torch.float64
+        torch.testing.assert_close(grad_meta_of(gradient).squares, expected, rtol=1e-12, atol=0.0, msg=case)
 
 
 def test_a_tensor_of_another_kind_is_left_as_it_is():
@@ -413,15 +413,15 @@ def test_a_tensor_of_another_kind_is_left_as_it_is():
         kind = type(tensor)
         note_gradient(tensor, unit, pending=True)
         assert type(tensor) is kind
-        assert known_of(tensor) is None
-    assert known_of(None) is None
-    assert known_of(torch.zeros(3)) is None
+        assert grad_meta_of(tensor) is None
+    assert grad_meta_of(None) is None
+    assert grad_meta_of(torch.zeros(3)) is None
 
 
 def test_a_gradient_of_which_nothing_is_known_is_plain_at_the_first_look():
     model = trained(resident=1)
     gradient = model.get_parameter(LAYER).grad
-    assert known_of(gradient) is None
+    assert grad_meta_of(gradient) is None
     assert gradient.shape == (32, 16)
     gradient.norm()
     assert type(gradient) is torch.Tensor

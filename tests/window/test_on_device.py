@@ -13,7 +13,7 @@ import stronghold
 from stronghold.device import CpuDevice
 from stronghold.errors import OffloadedModelError
 from stronghold.split import join, rounded
-from stronghold.unit import known_of
+from stronghold.unit import grad_meta_of
 from tests.small import Block, Decoder, Residual, numbers, pair, words
 
 EDGES = ("into.weight", "into.bias", "out.weight", "out.bias")
@@ -46,7 +46,7 @@ def batches(count, dtype=torch.bfloat16):
 
 def total(parameter) -> torch.Tensor:
     """Returns the fp32 number that a gradient holds, with its low halves where it has some."""
-    known = known_of(parameter.grad)
+    known = grad_meta_of(parameter.grad)
     with torch._C.DisableTorchFunctionSubclass():
         shown = parameter.grad.detach().clone()
     return shown.float() if known is None or known.remainder is None else join(shown, known.remainder)
