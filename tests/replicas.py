@@ -24,7 +24,7 @@ class Exchange:
         self.barrier = threading.Barrier(count)
         self._given: list[Any] = [None] * count
 
-    def everyone(self, number: int, value: Any) -> list[Any]:
+    def all_gather_object(self, number: int, value: Any) -> list[Any]:
         self._given[number] = value
         self.barrier.wait(_LONG_S)
         given = list(self._given)
@@ -53,7 +53,7 @@ class ThreadLane:
         self._everyone(None)
 
     def _everyone(self, value: Any) -> list[Any]:
-        return self.exchange.everyone(self.number, value)
+        return self.exchange.all_gather_object(self.number, value)
 
 
 class ThreadReplicas:
@@ -71,35 +71,35 @@ class ThreadReplicas:
         self._taken = 0
 
     def memory(self, length_bytes: int) -> Common:
-        assert len(set(self.everyone(length_bytes))) == 1
+        assert len(set(self.all_gather_object(length_bytes))) == 1
         if self.number == 0:
             self._memories.append(mmap.mmap(-1, max(1, length_bytes)))
-        self.everyone(None)
+        self.all_gather_object(None)
         self._taken += 1
         return Common(self._memories[self._taken - 1], self.count)
 
     def from_rank0(self, action: Callable[[], None]) -> None:
         if self.number == 0:
             action()
-        self.everyone(None)
+        self.all_gather_object(None)
 
     def take_first(self, values: Tensor, *, common: bool) -> None:
         if not common:  # in what they have in common is what the first one has put there
-            values.copy_(self.everyone(values.clone())[0])
+            values.copy_(self.all_gather_object(values.clone())[0])
 
     def agree(self, done: object, *, here: bool = False, batch: int = 0) -> tuple[int, int]:
-        if len(set(map(repr, self.everyone(done)))) > 1:
+        if len(set(map(repr, self.all_gather_object(done)))) > 1:
             raise ParallelError("replicas must compute the same")
-        batches = self.everyone(batch)
+        batches = self.all_gather_object(batch)
         return min(batches), max(batches)
 
     def sum(self, value: float) -> float:
-        return sum(self.everyone(value))
+        return sum(self.all_gather_object(value))
 
-    def everyone(self, value: Any) -> list[Any]:
-        return self._exchange.everyone(self.number, value)
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._exchange.all_gather_object(self.number, value)
 
-    def together(self, action: Callable[[], Any]) -> Any:
+    def run_on_all(self, action: Callable[[], Any]) -> Any:
         return action()
 
 

@@ -117,9 +117,9 @@ def write_distributed(content: Content, manifest: Manifest, company: Company) ->
     def write() -> list[WriteResult]:
         return writer.write_data(planner.finish_plan(plans[company.rank]), planner).wait()
 
-    wanted = company.everyone(company.together(plan_own))
+    wanted = company.all_gather_object(company.run_on_all(plan_own))
     plans, metadata = from_rank0(company, plan_all)
-    results = company.everyone(company.together(lambda: files.named(write)))
+    results = company.all_gather_object(company.run_on_all(lambda: files.named(write)))
     from_rank0(company, lambda: files.named(lambda: writer.finish(metadata, results)))
 
 

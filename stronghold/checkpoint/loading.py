@@ -78,10 +78,10 @@ def load(
     engine = engine_for(model, optimizer)
     company, directory = engine.company, Path(os.path.abspath(directory))
     names = names_of(model)
-    forms, groups = _joined(company.everyone(_forms(model, names))), all_groups(company, optimizer, names)
+    forms, groups = _joined(company.all_gather_object(_forms(model, names))), all_groups(company, optimizer, names)
     own = format == "safetensors" and holds(engine, directory)
     with nullcontext() if own else locked_to_read(directory):
-        checkpoint = company.together(lambda: _open(directory, format, forms, groups))
+        checkpoint = company.run_on_all(lambda: _open(directory, format, forms, groups))
         _check_model(checkpoint.manifest, *forms, engine.kind)
         _check_settings(checkpoint.manifest)
         _check_optimizer(checkpoint.manifest, optimizer, [set(group) for group in groups])
@@ -122,11 +122,11 @@ def _load(
         check_random_states(states, engine.device.torch_device)
     if verify:
         files = [f for f, e in manifest.files.items() if not (own and isinstance(e, UnitFileEntry))]
-        company.together(lambda: verify_files(manifest, files[company.rank :: company.count]))
+        company.run_on_all(lambda: verify_files(manifest, files[company.rank :: company.count]))
         if not isinstance(checkpoint, Checkpoint):
-            company.together(lambda: checkpoint.check_moments(company.rank, company.count))
+            company.run_on_all(lambda: checkpoint.check_moments(company.rank, company.count))
     with nullcontext() if scheduler is None else _scheduled(scheduler, state, manifest.directory):
-        company.together(lambda: _put(checkpoint, model, engine, optimizer, names, own))
+        company.run_on_all(lambda: _put(checkpoint, model, engine, optimizer, names, own))
     _put_settings(optimizer, manifest)
     if not everyones:
         return

@@ -77,7 +77,7 @@ def save(
     if holds(engine, directory) and format == "safetensors":
         return save_in_place(model, engine, optimizer, settings_of(optimizer, scheduler, extra))
     partial = directory.with_name(f".{directory.name}.partial")
-    rest = company.together(lambda: settings_of(optimizer, scheduler, extra))
+    rest = company.run_on_all(lambda: settings_of(optimizer, scheduler, extra))
     groups = all_groups(company, optimizer, names_of(model))
     from_rank0(company, lambda: _check_new(directory))
     engine.close_backward()
@@ -86,14 +86,14 @@ def save(
         if format == "dcp":
             from stronghold.checkpoint.dcp_saving import own_content, write_distributed  # which takes a while to import
 
-            content = company.together(lambda: own_content(partial, model, engine, optimizer, groups, rest))
-            manifests = company.everyone(content.manifest)
+            content = company.run_on_all(lambda: own_content(partial, model, engine, optimizer, groups, rest))
+            manifests = company.all_gather_object(content.manifest)
             write_distributed(content, joined(manifests), company)
             from_rank0(company, lambda: sync_directory(partial))
             from_rank0(company, lambda: _name(partial, directory))
             return directory
-        manifest, written = company.together(lambda: _write(partial, model, engine, optimizer, groups, rest))
-        parts = company.everyone((manifest, buffers_of(model)))
+        manifest, written = company.run_on_all(lambda: _write(partial, model, engine, optimizer, groups, rest))
+        parts = company.all_gather_object((manifest, buffers_of(model)))
         from_rank0(company, lambda: _finish(parts, directory))
     except BaseException:
         if company.rank == 0:

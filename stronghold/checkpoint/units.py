@@ -77,7 +77,7 @@ def all_groups(company: Company, optimizer: AdamW, names: Names) -> list[list[st
 
     Raises ValueError where they have not got as many groups.
     """
-    everyone = company.everyone(group_names(optimizer, names))
+    everyone = company.all_gather_object(group_names(optimizer, names))
     counts = [len(groups) for groups in everyone]
     if len(set(counts)) > 1:
         raise ValueError(f"the optimizers of all processes must have as many groups (got {counts}); give each the same")
@@ -89,7 +89,7 @@ def holds(engine: Engine, directory: Path) -> bool:
 
     Raises ValueError for a store of a model in several processes, each of which has its own part in its own.
     """
-    everyone = engine.company.everyone(engine.store.holds(directory))
+    everyone = engine.company.all_gather_object(engine.store.holds(directory))
     if len(everyone) > 1 and any(everyone):
         raise ValueError(
             f"a checkpoint of a model in {len(everyone)} processes has a directory of its own (got {str(directory)!r}, "

@@ -26,10 +26,10 @@ class Company(Protocol):
     def sum(self, value: float) -> float:
         """Returns the sum of all processes' ``value``, the same bits in each; not a number if one is not finite."""
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Returns the ``value`` of every process, in the order of their ranks."""
 
-    def together(self, action: Callable[[], T]) -> T:
+    def run_on_all(self, action: Callable[[], T]) -> T:
         """Runs ``action`` in every process; where it raises in one, all raise, and the first of those has it to say."""
 
 
@@ -43,16 +43,16 @@ class Alone:
     def sum(self, value: float) -> float:
         return value
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         return [value]
 
-    def together(self, action: Callable[[], T]) -> T:
+    def run_on_all(self, action: Callable[[], T]) -> T:
         return action()
 
 
 def from_rank0(company: Company, action: Callable[[], T]) -> T:
     """Returns in every process what ``action`` returns in the first; where it raises, all raise."""
-    return company.everyone(company.together(action if company.rank == 0 else lambda: None))[0]  # type: ignore[return-value]
+    return company.all_gather_object(company.run_on_all(action if company.rank == 0 else lambda: None))[0]  # type: ignore[return-value]
 
 
 def keep_company(

@@ -107,7 +107,7 @@ def in_stages(
             f"torchrun with --nproc-per-node {stages * processes.count // each}"
         )
     a_device = stages // each
-    order = processes.together(
+    order = processes.run_on_all(
         lambda: Pipeline(
             schedule=schedule or ("1F1B" if a_device == 1 else "Interleaved1F1B"),
             devices=each,

@@ -57,7 +57,7 @@ class Processes:
         self.device = device
         self.watch = watch_over(self.rank, self.count)
         self.agree(VERSIONS)
-        self._machines = self.everyone(this_machine())
+        self._machines = self.all_gather_object(this_machine())
         self.neighbours = self._machines.count(self._machines[self.rank])
         replicas = self.count if replicas is None else replicas
         if self.count % replicas:
@@ -114,7 +114,7 @@ class Processes:
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raises ParallelError unless ``facts`` are the same in all processes."""
-        everyone = self.everyone(dict(facts))
+        everyone = self.all_gather_object(dict(facts))
         for rank, others in enumerate(everyone):
             for name, ours in everyone[0].items():
                 if others.get(name) != ours:
@@ -123,7 +123,7 @@ class Processes:
                         f"in process {rank}); start all of them with the same arguments and versions"
                     )
 
-    def together(self, action: Callable[[], T]) -> T:
+    def run_on_all(self, action: Callable[[], T]) -> T:
         """Runs ``action`` in every process; where it raises in one, all raise, and the first of those has it to say."""
         result, error = None, None
         try:
@@ -131,7 +131,7 @@ class Processes:
         except Exception as raised:  # told to the others first, then raised
             error = raised
             self.watch.fail(str(error) or type(error).__name__)
-        errors = self.everyone(None if error is None else str(error) or type(error).__name__)
+        errors = self.all_gather_object(None if error is None else str(error) or type(error).__name__)
         failed = [rank for rank, text in enumerate(errors) if text is not None]
         if not failed:
             return result  # type: ignore[return-value]
@@ -140,7 +140,7 @@ class Processes:
         assert error is not None
         raise error
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Returns the ``value`` of every process, in the order of their ranks."""
         values: list[Any] = [None] * self.count
         with self.watch.waiting():

@@ -72,7 +72,7 @@ def replicated(
     directories = OffloadSettings(store=settings.get("store", "ram")).directories
     if directories and processes.neighbours < processes.count:  # they may be the same ones on all machines
         settings["store"] = processes.folders(directories)
-    processes.together(
+    processes.run_on_all(
         lambda: offload_shared(
             model, processes.replicas, device=processes.device, dtype=dtype, weights=weights, **settings
         )

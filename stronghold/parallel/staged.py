@@ -74,7 +74,7 @@ class StagedModule(nn.Module):
         if isinstance(settings.get("window"), int):  # a process may have fewer layers than the others
             settings["window"] = min(settings["window"], sum(sizes[number] for number in self._numbers))
         containers = [f"chunks.{i}{row.container and '.'}{row.container}" for i in range(len(self.chunks))]
-        processes.together(
+        processes.run_on_all(
             lambda: offload_shared(
                 self,
                 processes.replicas,
@@ -107,7 +107,7 @@ class StagedModule(nn.Module):
         """Refuses a parameter that is a layer's own in one stage and in another one too, where there are replicas."""
         units = [unit_of(parameter) for parameter in self._tied.shared]
         own = any(unit is not None and not unit.is_edge for unit in units)
-        if any(self._processes.everyone(own)) and self._replicas > 1:
+        if any(self._processes.all_gather_object(own)) and self._replicas > 1:
             self._processes.refuse(
                 f"a parameter that layers of several stages share must be outside the row of layers where there are "
                 f"replicas, which have a layer's gradient in common (got one within, and {self._replicas} replicas); "
@@ -229,7 +229,7 @@ class StagedModule(nn.Module):
         engine, watch = engine_of(self), self._processes.watch
         assert engine is not None
         one = inputs[: len(inputs) // micro_batches]
-        shapes = self._processes.together(lambda: self._shapes.between(one))
+        shapes = self._processes.run_on_all(lambda: self._shapes.between(one))
         stages = [
             Stage(
                 watch,

@@ -185,7 +185,7 @@ def staged(case: Case, device: str) -> Trained:
     with tempfile.TemporaryDirectory() as folder, recomputations(gpt) as again:
         with machines(case.machines):
             processes = Processes(torch.device(device), wanted=case.stages * case.replicas, replicas=case.replicas)
-        folders = processes.everyone(folder)
+        folders = processes.all_gather_object(folder)
         folder = folders[processes.rank - processes.replicas.number * processes.each]  # theirs have one store in common
         file = Path(folders[0]) / "partition.json"
         if case.ratios is not None and processes.rank == 0:  # which is the one that reads it

@@ -21,7 +21,7 @@ def join(settings: TrainSettings) -> tuple[TrainSettings, Company]:
         return settings, Alone()
     processes = processes_of(settings)
     processes.agree({name: value for name, value in settings.flat().items() if name not in ("out", "store", "log")})
-    return processes.everyone(settings)[0], processes
+    return processes.all_gather_object(settings)[0], processes
 
 
 def processes_of(settings: TrainSettings) -> Processes:
