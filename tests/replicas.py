@@ -49,7 +49,7 @@ class ThreadLane:
     def sum(self, values: Tensor) -> None:
         values.copy_(sum(self._everyone(values.clone())))
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._everyone(None)
 
     def _everyone(self, value: Any) -> list[Any]:

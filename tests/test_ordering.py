@@ -326,7 +326,7 @@ def test_no_wait_goes_past_the_place_of_all():
 
 @pytest.mark.parametrize(
     ("kind", "method", "setting"),
-    [(ThreadLane, "meet", "replicas"), (ThreadReplicas, "agree", "replicas, gradients looked at")],
+    [(ThreadLane, "barrier", "replicas"), (ThreadReplicas, "agree", "replicas, gradients looked at")],
 )
 def test_replicas_wait_for_one_another(kind, method, setting, monkeypatch):
     """Takes their meetings away, behind an update or a backward pass: what a late replica brings is then missing."""

@@ -120,7 +120,7 @@ class Engine:
         except BaseException:
             self.store.close()
             raise
-        self.replicas.main.meet()  # the first one's values are there
+        self.replicas.main.barrier()  # the first one's values are there
         self.edge_bytes = placement.edge_bytes
         self.window = Window(self.layers, placement.window, device, self.store, self.waits)
         self.gradients = Gradients(self.layers, device, self.waits, replicas)

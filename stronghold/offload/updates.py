@@ -42,7 +42,7 @@ class Updates:
         # A layer may have been fetched, or read ahead, for a computation that did not come.
         self.waits.stream(updates, self._store.reading(unit), Wait.FILE_READ)
         if shared and self._store.paths:
-            updates.submit(self._replicas.updates.meet)  # the others' reads of the file are complete, too
+            updates.submit(self._replicas.updates.barrier)  # the others' reads of the file are complete, too
         with self._device.noted(updates, f"update {unit.name}"):
             updates.run(task, moved_bytes=moved_bytes)
         done = self._store.written_back(unit, updates.record())
@@ -64,7 +64,7 @@ class Updates:
         assert self.written_back is not None
         # Of this process's share that was said when it is complete.
         self.waits.thread(self.written_back, done, Wait.SHARE_UPDATED)
-        self.written_back.submit(self._replicas.written_back.meet)
+        self.written_back.submit(self._replicas.written_back.barrier)
         self.written_back.submit(work.done)
         return self.written_back.record()
 

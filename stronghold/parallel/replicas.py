@@ -220,7 +220,7 @@ class ProcessLane:
                 dist.all_reduce(values, group=self._here.link)
                 _settle(values)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         if self._here.link is not None:
             with self._waiting():
                 dist.all_reduce(torch.zeros(()), group=self._here.link)  # on the host, whatever the device

@@ -25,7 +25,7 @@ class Lane(Protocol):
     def sum(self, values: Tensor) -> None:
         """Makes ``values`` the sum of what each of a machine's replicas found in its share, the same bits in each."""
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Waits until all of this machine's are here."""
 
 
@@ -83,7 +83,7 @@ class _Alone:
     def sum(self, values: Tensor) -> None:
         pass
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         pass
 
 
