@@ -32,7 +32,7 @@ def load_unit(
     checkpoint: Checkpoint | DistributedCheckpoint, engine: Engine, optimizer: AdamW, unit: Unit, names: list[str]
 ) -> None:
     manifest = checkpoint.manifest
-    engine.store.opened(unit)
+    engine.store.mark_dirty(unit)
     with checkpoint.unit(names) as reader:
         for place, (name, parameter) in enumerate(zip(names, unit.parameters, strict=True)):
             _load_master(reader, unit, place, name)

@@ -54,7 +54,7 @@ def end(units: Units) -> None:
 def _expect_writes(units: Units) -> None:
     for unit, places in units.items():
         for place in places:
-            unit.lend(place, unseen=True)
+            unit.mark_aliased(place, unseen=True)
 
 
 def units_of(parameters: Iterable[Any]) -> Units:

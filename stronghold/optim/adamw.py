@@ -179,7 +179,7 @@ class AdamW(torch.optim.Optimizer):
                 update.submit(scale)
             self._owner.changed([update.unit for update in updates])
             for update in updates:
-                if update.unit.is_lent or any(is_shared(change.gradient.values) for change in update.changes):
+                if update.unit.is_aliased or any(is_shared(change.gradient.values) for change in update.changes):
                     self.wait()  # what somebody else can read or write without our noticing must be done by now
                     break
                 update.mark_pending()
@@ -286,7 +286,7 @@ class AdamW(torch.optim.Optimizer):
                 continue
             unit, place = unit_of(parameter), parameter.__dict__["_place"]
             assert unit is not None
-            unit.open()
+            unit.mark_dirty()
             self._state[parameter] = take_saved(loaded[number], self._moments.of(unit, place))
 
     def restart(self, steps: Mapping[Tensor, float], *, zeroed: bool = True) -> None:

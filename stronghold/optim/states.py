@@ -73,7 +73,7 @@ class Moments:
         used = (id(unit), place) in self._used
         moments = self.of(unit, place)
         if used:
-            unit.open()
+            unit.mark_dirty()
             begin, end = unit.share(place)
             for moment in moments:
                 if isinstance(moment, Tensor):

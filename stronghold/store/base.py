@@ -112,8 +112,8 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def opened(self, unit: Unit) -> None:
-        """Hears, before it happens, that somebody may write what lives in the store, until the next update."""
+    def mark_dirty(self, unit: Unit) -> None:
+        """Called before the user may write what lives in the store: its checksums mean nothing until an update."""
 
     @abstractmethod
     def verify(self) -> None:

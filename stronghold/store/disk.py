@@ -132,7 +132,7 @@ class DiskStore(Store):
         self._check_loaded()
         if (file := self._file_of(unit)) is None or not file.used_bytes:
             return None
-        if "weights" in unit.on_disk and unit.is_lent:
+        if "weights" in unit.on_disk and unit.is_aliased:
             raise StoreError(
                 f"nobody may hold a tensor over a weight while it is saved in place (got one over {unit.name}, such as "
                 "p.data or state_dict() give), for what is written through it would change the checkpoint; drop it, or "
@@ -192,7 +192,7 @@ class DiskStore(Store):
     def expect(self, units: Sequence[Unit]) -> None:
         if self._staging is not None:
             # What somebody may write at any time is read when it is computed with.
-            self._staging.expect([unit for unit in units if unit.lives("weights") == "disk" and not unit.is_lent])
+            self._staging.expect([unit for unit in units if unit.lives("weights") == "disk" and not unit.is_aliased])
 
     def changed(self, unit: Unit) -> None:
         if self._staging is not None:
@@ -208,7 +208,7 @@ class DiskStore(Store):
         self._directory.unseal()
         if self._ring is None:  # of a model that was frozen when it was placed
             self._ring = Ring(self.device)
-        return DiskUpdateIO(self._ring, file, operands, parts, lambda: unit.is_lent)
+        return DiskUpdateIO(self._ring, file, operands, parts, lambda: unit.is_aliased)
 
     def written_back(self, unit: Unit, done: Event) -> Event:
         if (file := self._file_of(unit)) is None:
@@ -218,7 +218,7 @@ class DiskStore(Store):
         self.device.disk.submit(file.settle)
         return self.device.disk.record()
 
-    def opened(self, unit: Unit) -> None:
+    def mark_dirty(self, unit: Unit) -> None:
         if (file := self._file_of(unit)) is None:
             return
         self._check_loaded()

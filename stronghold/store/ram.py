@@ -32,7 +32,7 @@ class RamStore(Store):
     def changed(self, unit: Unit) -> None:
         pass
 
-    def opened(self, unit: Unit) -> None:
+    def mark_dirty(self, unit: Unit) -> None:
         pass
 
     def written(self, unit: Unit) -> tuple[list[int], bool]:

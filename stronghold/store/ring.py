@@ -46,7 +46,7 @@ class Chunk:
     update: object
     """The same for all chunks of one update; the chunks of one unit's updates take turns."""
     first: bool
-    is_lent: Callable[[], bool]
+    is_aliased: Callable[[], bool]
     """Whether somebody may write the unit without our knowing: what is written back then gets no checksums."""
     parts: list[Part]
     runs: list[tuple[int, int, int]]
@@ -92,7 +92,7 @@ class Ring:
             file, slot = chunk.file, chunk.slot
             assert slot is not None
             slot.written = file
-            summed = not chunk.is_lent()
+            summed = not chunk.is_aliased()
             slot.writes = [
                 transfer
                 for begin, end, there in chunk.runs
@@ -167,11 +167,11 @@ class DiskUpdateIO:
         file: UnitFile,
         operands: Sequence[Sequence[Tensor]],
         parts: Sequence[Part],
-        is_lent: Callable[[], bool],
+        is_aliased: Callable[[], bool],
     ) -> None:
         self.ring = ring
         self.file = file
-        self.is_lent = is_lent
+        self.is_aliased = is_aliased
         file.check_versions([tensor for tensors in operands for tensor in tensors])
         elements = [tensors[0].numel() for tensors in operands]
         arrays = [
@@ -184,7 +184,7 @@ class DiskUpdateIO:
         ]
         update = object()
         self.chunks = [
-            Chunk(file, update, not number, is_lent, one, _packed(spans(one, arrays)))
+            Chunk(file, update, not number, is_aliased, one, _packed(spans(one, arrays)))
             for number, one in enumerate(chunks(parts, arrays, SLOT_BYTES))
         ]
         ring.add(self.chunks)
@@ -194,7 +194,7 @@ class DiskUpdateIO:
             self.ring.take(chunk)
             kernel([segments[p.number].mapped(over).part(p.begin, p.end).mapped(chunk.twin) for p in chunk.parts])
             self.ring.give(chunk)
-        if self.is_lent():
+        if self.is_aliased():
             self.file.settle()  # the weights are looked at next, through the mapping, to tell later writes from these
 
     def cancel(self) -> None:

@@ -55,7 +55,7 @@ class Masters:
         """Returns a copy of the fp32 master of one parameter."""
         return join(weight, self.remainders[place])
 
-    def lend(self, place: int, weight: Tensor) -> bool:
+    def mark_aliased(self, place: int, weight: Tensor) -> bool:
         """Hears, before anything is written, that somebody gets a tensor over a weight's memory.
 
         Returns whether it has read the weight, to mark it.

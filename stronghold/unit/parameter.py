@@ -76,11 +76,11 @@ class OffloadedParameter(_Parameter):
         for _, unit in into:
             unit.check_own()
         for value, unit in into:  # one of many (torch._foreach_*): told apart by blocks, not by copies of all
-            unit.lend(value.__dict__["_place"], unseen=True)
+            unit.mark_aliased(value.__dict__["_place"], unseen=True)
         result = call()
         for value, unit in placed:
             if hands_out(key, result, value):
-                unit.lend(value.__dict__["_place"], unseen=key in ALIASES)
+                unit.mark_aliased(value.__dict__["_place"], unseen=key in ALIASES)
         return result
 
     def _set_data(self, value: Tensor) -> None:

@@ -27,7 +27,7 @@ class Memory(Protocol):
     def allocate(self, unit: Unit, length_bytes: int, kind: Kind) -> Buffer:
         """Allocates memory of a unit, all zero."""
 
-    def opened(self, unit: Unit) -> None:
+    def mark_dirty(self, unit: Unit) -> None:
         """Hears that somebody may write the memory of a unit, now and until the next update."""
 
     def written(self, unit: Unit) -> tuple[list[int], bool]:

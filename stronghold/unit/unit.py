@@ -268,26 +268,26 @@ class Unit:
             self.owner.wait_updated(self)
 
     @property
-    def is_lent(self) -> bool:
-        """Whether somebody holds a tensor over a parameter's memory, such as ``p.data``, and may write through it."""
+    def is_aliased(self) -> bool:
+        """Whether the user holds a tensor over a parameter's memory, such as ``p.data``, and may write through it."""
         return any(is_shared(tensor) for tensor in (self.on_device or self.weight))
 
-    def open(self) -> None:
-        """Lets the store hear, beforehand, that what it has of the unit may be written."""
+    def mark_dirty(self) -> None:
+        """Called before the user or the engine may write the unit's memory: the store's checksums of it end."""
         if (memory := self._memory) is not None:
-            memory.opened(self)
+            memory.mark_dirty(self)
 
-    def lend(self, place: int, *, unseen: bool) -> None:
-        """Hears that somebody gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
+    def mark_aliased(self, place: int, *, unseen: bool) -> None:
+        """Called when the user gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
         if not self.is_edge:  # an edge's weight is in memory: what is on disk changes when the write is taken over
-            self.open()
+            self.mark_dirty()
         self.touched |= unseen
         self._told.add(place)
         if self.is_common:
             return  # nobody may write it
         # Where there is a device copy the host has its own, to compare with. Marking reads the weight: without drop()
         # a state_dict() would leave the whole model in the resident set.
-        if not self.has_device_copy and self.masters.lend(place, self.weight[place]):
+        if not self.has_device_copy and self.masters.mark_aliased(place, self.weight[place]):
             self.drop()
 
     def write(self, place: int, task: Callable[[], Any]) -> Any:
@@ -297,7 +297,7 @@ class Unit:
         self._told.add(place)
         changes = not self.is_edge or (not self.has_device_copy and place in self.masters.remainders)
         if changes:
-            self.open()
+            self.mark_dirty()
         if self.has_device_copy or place not in self.masters.remainders:
             return task()
         return self.masters.write(place, self.weight[place], task, lambda: raw_version(self.parameters[place]))
@@ -328,7 +328,7 @@ class Unit:
         untold = self._untold_writes()
         if versions != self.versions or untold:
             self.generation += 1
-        written = self.touched or self.masters.marked or self.is_lent or versions != self.versions or bool(untold)
+        written = self.touched or self.masters.marked or self.is_aliased or versions != self.versions or bool(untold)
         self.touched, self.versions = False, versions
         self._told.clear()
         self.writes += written
@@ -353,10 +353,10 @@ class Unit:
         """Brings the fp32 masters up to what the user wrote into the weights; ``arrived`` is from the device copy."""
         for place, value in enumerate(arrived):
             if not torch.equal(_octets(value), _octets(self.weight[place])):
-                self.open()
+                self.mark_dirty()
                 self.masters.replace(place, self.weight[place], value)
         if not self.has_device_copy and self.masters:
-            self.open()
+            self.mark_dirty()
             self.masters.take_writes(self.weight, self.versions, lambda place: is_shared(self.weight[place]))
         self.sample()
 

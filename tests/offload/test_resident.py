@@ -54,7 +54,7 @@ def on_another_device(model):
     for unit in engine_of(model).layers:
         if unit.resident:
             unit.weight = [torch.Tensor._make_subclass(Elsewhere, weight.data) for weight in unit.weight]
-            assert not unit.is_lent, "or the engine would think that somebody reads along"
+            assert not unit.is_aliased, "or the engine would think that somebody reads along"
     return model
 
 

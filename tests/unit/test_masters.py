@@ -38,7 +38,7 @@ def test_a_write_of_the_value_that_is_there_is_none():
 
 def test_an_unseen_write_costs_its_block_of_64_its_low_bits():
     masters, weight, value = filled()
-    masters.lend(0, weight)
+    masters.mark_aliased(0, weight)
     assert masters.marked
     weight.view(-1)[100] = 3.0
     masters.take_writes([weight], [0], shared=lambda place: True)
@@ -58,7 +58,7 @@ def test_an_unseen_write_costs_its_block_of_64_its_low_bits():
 def test_an_unseen_write_before_a_seen_one_counts_too():
     """The seen one's marks forgot it: a zero kept the low bits of what it had replaced, with a negative one NaN."""
     masters, weight, value = filled()
-    masters.lend(0, weight)
+    masters.mark_aliased(0, weight)
     weight.view(-1)[:64] = 0.0
     masters.write(0, weight, lambda: weight.copy_(weight.clone()), lambda: 0)
     masters.take_writes([weight], [0], shared=lambda place: False)
@@ -68,7 +68,7 @@ def test_an_unseen_write_before_a_seen_one_counts_too():
 
 def test_an_update_of_a_lent_weight_is_no_write_of_the_users():
     masters, weight, value = filled()
-    masters.lend(0, weight)
+    masters.mark_aliased(0, weight)
     masters.fill(0, weight, value * 1.5)
     masters.updated([weight], shared=lambda place: True)
     masters.take_writes([weight], [0], shared=lambda place: True)
