@@ -82,7 +82,7 @@ class DelayedDevice(CpuDevice):
         self.lag.wait(event)
         event.wait()
 
-    def compute_mark(self) -> Event:
+    def record_event(self) -> Event:
         return self.lag.record()
 
     def compute_copy(self, target: Tensor, source: Tensor, *, add: bool = False) -> None:

@@ -98,7 +98,7 @@ class Device(ABC):
         event.wait()
 
     @abstractmethod
-    def compute_mark(self) -> Event:
+    def record_event(self) -> Event:
         """Records an event behind the computation issued so far."""
 
     @abstractmethod

@@ -55,7 +55,7 @@ class CpuDevice(Device):
     def compute_wait(self, event: Event) -> None:
         event.wait()
 
-    def compute_mark(self) -> Event:
+    def record_event(self) -> Event:
         return _PAST  # the caller's thread computes: what it issued before is done
 
     def compute_copy(self, target: Tensor, source: Tensor, *, add: bool = False) -> None:

@@ -136,7 +136,7 @@ class CudaDevice(Device):
         else:
             event.wait()
 
-    def compute_mark(self) -> Event:
+    def record_event(self) -> Event:
         event = CudaEvent()
         event.cuda.record(torch.cuda.current_stream(self.torch_device))
         event.happen()

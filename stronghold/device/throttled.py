@@ -58,7 +58,7 @@ class ThrottledDevice(CpuDevice):
 
     host_wait = compute_wait  # the thread that waits is the one that computes
 
-    def compute_mark(self) -> Event:
+    def record_event(self) -> Event:
         event = Event()
         event.time = self.clock_s
         event.happen()

@@ -345,7 +345,7 @@ class Engine:
         for value, there in zip(arrived, unit.on_device, strict=True):
             self.device.compute_copy(value, there)
         # The host is to compare its weight with what was written on the device.
-        self.waits.host(self.device.compute_mark(), Wait.EDGE_WRITTEN)
+        self.waits.host(self.device.record_event(), Wait.EDGE_WRITTEN)
         unit.take_writes(arrived)
         return True
 

@@ -94,7 +94,7 @@ class HostActivations:
         self.device.compute_copy(kept.view(slot.flat, 0), tensor)
         down = self.device.gradients
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
-        self.waits.stream(down, self.device.compute_mark(), Wait.INPUT_WRITTEN)
+        self.waits.stream(down, self.device.record_event(), Wait.INPUT_WRITTEN)
         down.copy(kept.buffer.flat[: kept.length_bytes], slot.flat[: kept.length_bytes])
         slot.event = kept.down = down.record()
         return kept
@@ -123,7 +123,7 @@ class HostActivations:
         up = self.device.fetches
         self.device.computed([slot.flat[: slot.used_bytes]], 0, backward=True)
         # The computation with the slot's last inputs has been issued in full: the backward pass is past it.
-        self.waits.stream(up, self.device.compute_mark(), Wait.INPUT_SLOT_READ)
+        self.waits.stream(up, self.device.record_event(), Wait.INPUT_SLOT_READ)
         for kept in (kept for reference in inputs.kept if (kept := reference()) is not None):
             # The host must have the input before it is copied up again.
             self.waits.stream(up, kept.down, Wait.INPUT_DOWN)

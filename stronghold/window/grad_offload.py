@@ -105,7 +105,7 @@ class GradOffload:
     def _turn(self) -> None:
         self.slots.append(self.slots.pop(0))
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
-        self.waits.stream(self.device.gradients, self.device.compute_mark(), Wait.GRADIENT_WRITTEN)
+        self.waits.stream(self.device.gradients, self.device.record_event(), Wait.GRADIENT_WRITTEN)
 
     def copy(self, unit: Unit, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
         """Submits the copy of the gradients at ``places``, and of their squares, to a buffer of the same layout."""

@@ -99,7 +99,7 @@ class DeviceGradients:
                 for (place, known), there in zip(found.items(), arrived, strict=True)
             }
         # The copies run behind the backward pass on the same stream; the host reads what they bring.
-        self.waits.host(self.device.compute_mark(), Wait.EDGE_GRADIENT)
+        self.waits.host(self.device.record_event(), Wait.EDGE_GRADIENT)
         return collected
 
     def _mean(self, unit: Unit, place: int, values: Tensor, known: GradMeta | None) -> GradMeta | None:

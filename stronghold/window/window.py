@@ -77,7 +77,7 @@ class Window:
         self._unbind(layer)
         self.computed(layer, backward=False)
         if (schedule := self._scheduled(layer)) is not None:
-            self._where[layer].read = self.device.compute_mark()
+            self._where[layer].read = self.device.record_event()
             self._carry_out(schedule.end_forward(returning=returning))
 
     def begin_backward(self, layer: int, remaining: Sequence[int]) -> None:
@@ -88,7 +88,7 @@ class Window:
     def end_backward(self, layer: int) -> None:
         self._unbind(layer)
         if (schedule := self._scheduled(layer)) is not None:
-            self._where[layer].read = self.device.compute_mark()
+            self._where[layer].read = self.device.record_event()
             self._carry_out(schedule.end_backward())
 
     def changed(self, layers: Iterable[int]) -> None:
