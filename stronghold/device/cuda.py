@@ -32,9 +32,9 @@ class CudaEvent(Event):
         self.cuda = torch.cuda.Event(blocking=True)
 
     @property
-    def happened(self) -> bool:
+    def done(self) -> bool:
         # One that has failed was not recorded: the driver knows nothing of it.
-        return super().happened and (self._error is not None or self.cuda.query())
+        return super().done and (self._error is not None or self.cuda.query())
 
     def wait(self) -> None:
         super().wait()  # until it has been recorded at all: a CUDA event that was not is no wait

@@ -33,18 +33,18 @@ class Event:
         self._happened.set()
 
     @property
-    def happened(self) -> bool:
+    def done(self) -> bool:
         """Whether waiting would return at once."""
         return self._happened.is_set()
 
     @property
     def passed(self) -> bool:
         """Whether it has happened, and nothing had failed."""
-        return self.happened and self._error is None
+        return self.done and self._error is None
 
     def wait(self) -> None:
         """Blocks the calling thread until the event has happened; raises what made it fail."""
-        if not self.happened:
+        if not self.done:
             check_process(self._born)
         self._happened.wait()
         if isinstance(self._error, StrongholdError):

@@ -336,7 +336,7 @@ class Unit:
 
     def _untold_writes(self) -> list[int]:
         """Returns which parameters were written though nothing told of it, as far as their memory shows it."""
-        if self.updated is not None and not self.updated.happened:
+        if self.updated is not None and not self.updated.done:
             return []
         if self._samples is not None and self.on_device:  # what the host has of an edge there is the engine's alone
             return [] if torch.equal(self._samples.now(self.on_device[0]), self._samples.now()) else [0]

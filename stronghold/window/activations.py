@@ -135,7 +135,7 @@ class HostActivations:
     def _next(self, slots: list[_Slot], length: int) -> _Slot:
         if not slots or slots[0].flat.numel() < length:
             # Copies may still be under way in those that are too short now.
-            self._outgrown = [slot for slot in self._outgrown + slots if slot.event and not slot.event.happened]
+            self._outgrown = [slot for slot in self._outgrown + slots if slot.event and not slot.event.done]
             slots[:] = [_Slot(self.device.buffer(length)) for _ in range(SLOTS)]
         slots.append(slots.pop(0))
         return slots[-1]

@@ -193,7 +193,7 @@ class Window:
 
     def _wait_for(self, unit: Unit, slot: Slot) -> None:
         begin = self.device.stamp()
-        late_update = unit.updated is not None and not unit.updated.happened
+        late_update = unit.updated is not None and not unit.updated.done
         # The computation must not read the slot before the fetch has filled it; the fetch in its turn
         # waits for the update, so that nothing here has to.
         self.waits.compute(slot.ready, Wait.FETCHED)

@@ -368,7 +368,7 @@ def test_a_device_that_fails_is_an_error_and_no_hang(driver, monkeypatch):
     event = device.gradients.record()
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
         event.recorded()
-    assert event.happened
+    assert event.done
     assert not event.passed
 
 
@@ -377,10 +377,10 @@ def test_an_event_waits_until_it_has_been_recorded(driver):
     gate = stronghold.device.Event()
     device.fetches.wait(gate)  # as for an update on the host
     event = device.fetches.record()
-    assert not event.happened
+    assert not event.done
     gate.happen()
     event.wait()
-    assert event.happened
+    assert event.done
     assert event.cuda.recorded_on is device.fetches.cuda
 
 

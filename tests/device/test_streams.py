@@ -21,7 +21,7 @@ def test_work_is_done_in_order_beside_the_thread_that_gives_it():
     for i in range(5):
         stream.run(lambda i=i: done.append((i, threading.current_thread().name)))
     event = stream.record()
-    assert not event.happened
+    assert not event.done
     assert done == []
     gate.happen()
     event.wait()
@@ -97,7 +97,7 @@ def test_an_event_that_cannot_be_recorded_fails_with_the_cause():
     other.wait(event)
     for waiting in (event.wait, stream.record().wait, other.record().wait):
         assert "an illegal memory access" in str(within(10, waiting))
-    assert event.happened
+    assert event.done
     assert not event.passed
     assert done == []
 

@@ -33,7 +33,7 @@ def test_a_model_may_go_amid_a_prefetch(tmp_path, monkeypatch, store, update):
     slots = [weakref.ref(slot.flat) for slot in model._stronghold.window.slots]
     streams = [device.fetches, device.gradients, device.updates]
     copied = device.fetches.record()
-    assert not copied.happened  # the next step's first layer is on its way
+    assert not copied.done  # the next step's first layer is on its way
     del model, optimizer
     gc.collect()
     for stream in streams:

@@ -183,7 +183,7 @@ def test_facts_are_told_without_waiting(late):
     for fact in FACTS.values():
         fact(gradient)
     assert gradient.pending
-    assert not model.get_parameter(LAYER)._unit.updated.happened
+    assert not model.get_parameter(LAYER)._unit.updated.done
 
 
 LOOKS = ("norm", "clone", "repr", "foreach product", "operand of an in-place sum", "deepcopy")
@@ -195,7 +195,7 @@ def test_whoever_looks_waits_for_the_update_that_reads_the_gradient(late, use):
     gradient, done = gradient_of(model), model.get_parameter(LAYER)._unit.updated
     threading.Timer(0.05, gate.set).start()
     use(gradient)
-    assert done.happened
+    assert done.done
     assert type(gradient) is OffloadedGradient, "what is known of it still holds"
     assert not gradient.pending
 
@@ -206,7 +206,7 @@ def test_whoever_writes_or_borrows_waits_too(late, use):
     gradient, done = gradient_of(model), model.get_parameter(LAYER)._unit.updated
     threading.Timer(0.05, gate.set).start()
     use(gradient)
-    assert done.happened
+    assert done.done
     assert type(gradient) is torch.Tensor
 
 

@@ -97,7 +97,7 @@ def test_facts_about_a_parameter_wait_for_nothing(late):
     assert parameter.grad is not None
     assert parameter.stride() == (16, 1)
     assert unit.updated is not None, "none of these may wait"
-    assert not unit.updated.happened
+    assert not unit.updated.done
     optimizer.wait()
 
 
