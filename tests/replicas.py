@@ -62,7 +62,7 @@ class ThreadReplicas:
     def __init__(self, number: int, exchanges: dict[str, Exchange], memories: list[mmap.mmap]) -> None:
         self.number = self.rank = self.index = number
         self.count = self.total = exchanges["main"].count
-        self.neighbours = self.count
+        self.local_world_size = self.count
         self._exchange = exchanges["main"]
         self.main, self.gradients, self.updates, self.written_back = (
             ThreadLane(exchanges[name], number, name) for name in ("main", "gradients", "updates", "written_back")

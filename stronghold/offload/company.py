@@ -20,7 +20,7 @@ class Company(Protocol):
 
     rank: int
     count: int
-    neighbours: int
+    local_world_size: int
     """How many of them, with this one, are on this machine."""
 
     def sum(self, value: float) -> float:
@@ -38,7 +38,7 @@ class Alone:
 
     rank = 0
     count = 1
-    neighbours = 1
+    local_world_size = 1
 
     def sum(self, value: float) -> float:
         return value

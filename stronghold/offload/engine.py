@@ -356,7 +356,7 @@ class Engine:
     def update_threads(self) -> int:
         # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
         # all cores and the longer work gets what the other leaves.
-        cores = max(1, native.usable_cores() // self.company.neighbours)
+        cores = max(1, native.usable_cores() // self.company.local_world_size)
         return cores if self.device.torch_device.type == "cpu" else max(1, cores - 1)
 
     def sum_squares(self, found: Mapping[Unit, Mapping[int, HostGrad]], *, finite: bool) -> float:

@@ -58,7 +58,7 @@ class Processes:
         self.watch = watch_over(self.rank, self.count)
         self.agree(VERSIONS)
         self._machines = self.all_gather_object(this_machine())
-        self.neighbours = self._machines.count(self._machines[self.rank])
+        self.local_world_size = self._machines.count(self._machines[self.rank])
         replicas = self.count if replicas is None else replicas
         if self.count % replicas:
             self.refuse(

@@ -51,11 +51,11 @@ class Watch:
     or this one hangs. The main thread, where a connection breaks, asks :meth:`explained` for the reason.
     """
 
-    def __init__(self, store: dist.Store, rank: int, count: int, neighbours: Collection[int]) -> None:
+    def __init__(self, store: dist.Store, rank: int, count: int, local_ranks: Collection[int]) -> None:
         self._store = store
         self._rank = rank
         self._count = count
-        self._neighbours = frozenset(neighbours)
+        self._local_ranks = frozenset(local_ranks)
         """The processes on this machine, with this one."""
         self._waiting: _Wait | None = None
         """What the main thread waits for."""
@@ -268,7 +268,7 @@ class Watch:
         """
         left = set(range(self._count)) - {lost}
         if self._store_gone_since is not None:  # whether others are left cannot be known: their machine may be gone
-            left &= self._neighbours
+            left &= self._local_ranks
         first = min(left)
         return not self._has_told(lost) and self._rank == first
 
@@ -300,7 +300,7 @@ class Watch:
         self._ended = True
         if message is not None:
             os.write(2, f"stronghold: error: {message}\n".encode())
-            if lost in self._neighbours:
+            if lost in self._local_ranks:
                 kill_stopped(self._get(lost, "process"))
         self.linger()
         os._exit(1)  # the main thread waits where no exception reaches it
@@ -344,10 +344,10 @@ def watch_over(rank: int, count: int) -> Watch:
         # Of each process a new name, for a launcher's store outlives a restart, and what it then holds is of dead ones.
         everyone: list[tuple[str, tuple[str, str]]] = [("", ("", ""))] * count
         dist.all_gather_object(everyone, (uuid.uuid4().hex, this_machine()))
-        neighbours = [other for other, (_, machine) in enumerate(everyone) if machine == everyone[rank][1]]
+        local_ranks = [other for other, (_, machine) in enumerate(everyone) if machine == everyone[rank][1]]
         # A connection of its own: the thread must not hold up the main one.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        _watch = Watch(dist.PrefixStore(everyone[0][0], store), rank, count, neighbours)
+        _watch = Watch(dist.PrefixStore(everyone[0][0], store), rank, count, local_ranks)
     return _watch
 
 

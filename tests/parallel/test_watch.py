@@ -16,10 +16,10 @@ class Gone(dist.Store):
         raise dist.DistNetworkError("Broken pipe")
 
 
-@pytest.mark.parametrize(("rank", "neighbours", "tells"), [(1, [0, 1], True), (2, [2, 3], True), (3, [2, 3], False)])
-def test_the_first_on_each_machine_tells_of_the_store_s(monkeypatch, rank, neighbours, tells):
+@pytest.mark.parametrize(("rank", "local_ranks", "tells"), [(1, [0, 1], True), (2, [2, 3], True), (3, [2, 3], False)])
+def test_the_first_on_each_machine_tells_of_the_store_s(monkeypatch, rank, local_ranks, tells):
     monkeypatch.setattr(watch, "BEAT_S", 0.02)
-    own = watch.Watch(Gone(), rank, 4, neighbours)
+    own = watch.Watch(Gone(), rank, 4, local_ranks)
     with pytest.raises(LostProcessError, match="process 0 is lost") as lost, own.waiting():
         raise RuntimeError("Connection closed by peer")
     assert lost.value.ours is tells
