@@ -64,7 +64,7 @@ class DelayedDevice(CpuDevice):
 
     Autograd computes at once, in the caller's thread. What a GPU would still be doing is played by a stream of its
     own: copies within the computation happen there, late, and a computation ends there, late, with a check that
-    nobody has overwritten what it reads. ``compute_mark`` is behind all of that, as an event on a CUDA stream would be.
+    nobody has overwritten what it reads. ``record_event`` is behind all of that, as an event on a CUDA stream would be.
     """
 
     is_host = False

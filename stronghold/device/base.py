@@ -25,7 +25,7 @@ class Device(ABC):
     ``fetches`` copies layers to the device and ``edges`` the edges (apart, because an edge that is updated last would
     hold up the layers behind it), ``gradients`` copies from the device, ``updates`` works on the host, ``disk`` waits
     for what is being written, ``reads`` reads layers from there before their fetch. The computation itself is a stream
-    that autograd issues from the caller's thread: ``compute_wait`` makes it wait, ``compute_mark`` records an event in
+    that autograd issues from the caller's thread: ``compute_wait`` makes it wait, ``record_event`` records an event in
     it, ``compute_copy`` copies within it, ``compute_run`` and ``compute_now`` do other work in it.
     """
 
