@@ -106,7 +106,7 @@ class Budget:
         return self._end_s - self._clock()
 
     def took(self, call_s: float) -> None:
-        """Hears how long a call took."""
+        """Called with how long a call took."""
         self._longest_s = max(self._longest_s, call_s)
 
     def allows(self, *, times_longest: float = 1.0) -> bool:

@@ -55,7 +55,7 @@ def save(
 
     In the directory of the model's own store, the first of several, the checkpoint is one in place: what is on disk
     stays where it is, what is in memory is written beside it, and the directory outlives the run. The first change to
-    what is there ends that, durably and beforehand. Of moments that somebody writes by hand it only learns by their
+    what is there ends that, durably and beforehand. Of moments that the user writes by hand it only learns by their
     checksums.
 
     The processes of a model in stages all call it, and write one checkpoint together, each what it has; any number of
@@ -68,7 +68,7 @@ def save(
 
     Raises ValueError where ``directory`` is in use or something cannot be kept, OffloadedModelError for a model that is
     not offloaded or another one's optimizer, and OSError, with the file's name, where the disk refuses; then nothing
-    is left behind. In place also StoreError where somebody holds weights that are on disk, and CorruptionError.
+    is left behind. In place also StoreError where the user holds weights that are on disk, and CorruptionError.
     """
     check_format(format)
     model = uncompiled(model)

@@ -1,6 +1,6 @@
 """What a manifest may say: all of it is checked before anything of it is used.
 
-Its checksum tells damage, not forgery: whoever alters it can renew that. So no name in it leads out of the directory,
+Its checksum tells damage, not forgery: who alters it can renew that. So no name in it leads out of the directory,
 no tensor out of its file, and nothing is of another type than what is done with it.
 """
 

@@ -40,7 +40,7 @@ class Device(ABC):
     disk: Stream
     reads: Stream
     timeline: Timeline | None = None
-    """Where what is done is noted, while somebody wants to know."""
+    """Where what is done is noted, while a trace is taken."""
 
     def __init__(self) -> None:
         self.pinned_bytes = 0
@@ -61,7 +61,7 @@ class Device(ABC):
 
     @abstractmethod
     def copied(self, tensor: Tensor) -> None:
-        """Hears that the copy streams will work on device memory that :meth:`buffer` has not allocated."""
+        """Called before the copy streams work on device memory that :meth:`buffer` has not allocated."""
 
     def device_buffer(self, length_bytes: int) -> DeviceBuffer:
         """Allocates device memory for what lives there, all zero, and counts it."""

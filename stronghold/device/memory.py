@@ -118,7 +118,7 @@ def _prepare(memory: mmap.mmap, length_bytes: int) -> int:
 def over(tensor: Tensor) -> Tensor:
     """Returns a flat tensor over the memory of a contiguous one on the host, which is not counted as its user.
 
-    Whoever asks whether somebody else may write a tensor counts the users of its storage. The caller keeps the memory.
+    To see whether the user may write a tensor, the engine counts the users of its storage. The caller keeps the memory.
     """
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype)

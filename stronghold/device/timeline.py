@@ -1,4 +1,4 @@
-"""What the computation and each stream of a device did when, recorded while somebody wants to know."""
+"""What the computation and each stream of a device did when, recorded while a trace is taken."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Server:
         return sent
 
     def fetch(self, part: Part) -> dict[str, Tensor]:
-        """Returns the parameters of ``part`` on the device. Whoever had another part's has let go of them."""
+        """Returns the parameters of ``part`` on the device. Those of another part are given up."""
         learning = torch.is_grad_enabled()
         fetched = {
             name: torch.empty(p.shape, dtype=self._dtype, device=self.device)

@@ -9,7 +9,7 @@
 
 A transfer owns its memory from the call to its end: nobody may read what is being read, or change what is being
 written. Nothing orders two transfers of the same bytes: wait for the first. What is read and written is checked, and an
-error is raised by ``wait``; whoever does not wait learns of it from :meth:`Disk.drain`.
+error is raised by ``wait``; a caller that does not wait learns of it from :meth:`Disk.drain`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Transfer:
         self._unsettled.pop(id(self), None)
 
     def _look(self) -> None:
-        """Lets go of its memory if it is done, and of all of it if it did not fail: else somebody is to be told."""
+        """Lets go of its memory if it is done, and of all of it if it did not fail: else its caller is to be told."""
         if self._native is None or not self._native.done():
             return
         self._held = None
@@ -191,7 +191,7 @@ class Disk:
         self.piece_bytes = piece_bytes
         self._system = None if faults is None else system_of(faults)
         self._native = _C.Disk(threads, piece_bytes, self._system)
-        # By identity, until they are done and, if they failed, until somebody was told: their memory is in use.
+        # By identity, until they are done and, if they failed, until their caller was told: their memory is in use.
         self._unsettled: dict[int, Transfer] = {}
         # Before the memory goes: when the disk does, and at the end of the program.
         self._finalizer = weakref.finalize(self, _close, self._native, self._unsettled)

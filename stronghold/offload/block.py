@@ -64,16 +64,16 @@ class Runner(Protocol):
     turns: Turns
 
     def enter(self, block: Block) -> list[int]:
-        """Hears that a forward computation begins; returns the layers that a backward pass would compute again."""
+        """Called when a forward computation begins; returns the layers that a backward pass would compute again."""
 
     def ran(self, run: Run, accumulators: Accumulators) -> None:
-        """Hears that a backward pass may come back to ``run``."""
+        """Called when autograd has a graph of ``run``, to which a backward pass may come back."""
 
     def compiled(self) -> None:
-        """Hears that the compiler would have compiled a layer."""
+        """Called when torch.compile meets a layer, which it leaves alone."""
 
     def begin_backward(self) -> None:
-        """Hears that a backward pass comes to a layer, before any that is within that one."""
+        """Called when a backward pass comes to a layer, before any that is within that one."""
 
     def return_to(self, run: Run) -> None:
         """Opens the backward pass of the layer of ``run``, where it is not open."""

@@ -304,7 +304,7 @@ class Engine:
         self.gradients.parts.forget()
 
     def begin_pass(self, number: int, passes: int) -> None:
-        """Hears that backward pass ``number`` (from 0) of the ``passes`` of a step begins, in a part of the model."""
+        """Called when backward pass ``number`` (from 0) of the ``passes`` of a step begins, in a part of the model."""
         self.gradients.summed, self.gradients.more = passes > 1, number < passes - 1
 
     # What the optimizer and the parameters say.

@@ -19,9 +19,9 @@ _Expect = weakref.WeakMethod[Callable[[Unit, int, Tensor | None], Tensor | None]
 class Hooks:
     """Hooks on the parameters of layers and edges.
 
-    ``expect`` hears of a layer's gradient before all hooks of the user, and before autograd adds it to one that is
-    there. The user's hooks on a layer's parameters hear of whole gradients alone. Nothing is kept alive: the garbage
-    collector does not see through hooks of a parameter, and a model without users must go.
+    ``expect`` is called with a layer's gradient before all hooks of the user, and before autograd adds it to one that
+    is there. The user's hooks on a layer's parameters are called with whole gradients alone. Nothing is kept alive: the
+    garbage collector does not see through hooks of a parameter, and a model without users must go.
     """
 
     def __init__(

@@ -182,7 +182,7 @@ def engine_of(model: nn.Module) -> Engine | None:
 def close(model: nn.Module) -> None:
     """Waits for the updates of an offloaded model and gives back, at once, its memory, threads, locks and files.
 
-    The same happens when nobody refers to the model and its optimizer any more; ``close`` does it while somebody does:
+    The same happens when nothing refers to the model and its optimizer any more; ``close`` does it before that:
     a notebook's variables, a trainer. Afterwards model and optimizer cannot be used, which is an OffloadedModelError;
     to close a model twice changes nothing. Files of a checkpoint in place stay. Tensors that the user got from the
     model before (a ``state_dict()``, say) keep their values and their memory.

@@ -75,7 +75,7 @@ def structural_copy(value: Any, tensor: Callable[[Tensor], Tensor] = lambda t: t
 
 
 class State:
-    """What a layer's modules keep between runs, as it was before the first run, whoever changes it then.
+    """What a layer's modules keep between runs, as it was before the first run, whatever changes it then.
 
     That is buffers and plain attributes: ``training``, a count, what a mask is made from. A change shows by the
     object's identity, in a list, dictionary or set by its items', in a tensor by its version; ``batch_norm`` leaves no

@@ -40,7 +40,7 @@ class AdamW(torch.optim.Optimizer):
     """Updates the parameters of an offloaded model on the host's cores.
 
     The arithmetic and the ``state_dict()`` are those of ``torch.optim.AdamW`` (Loshchilov and Hutter, 2019), and every
-    scheduler of ``torch.optim.lr_scheduler`` works with it. ``step()`` may return while updates still run; whoever
+    scheduler of ``torch.optim.lr_scheduler`` works with it. ``step()`` may return while updates still run; what
     reads a parameter, a moment or a gradient in use waits for them.
 
     ``update="deferred"`` updates layer after layer behind ``step()``, under the next forward pass.
@@ -99,7 +99,7 @@ class AdamW(torch.optim.Optimizer):
         self._groups: dict[int, int] = {}
         self._moments = Moments(states)
         self._in_order: list[Update] = []
-        """Updates of the backward pass that were issued to the device before anybody saw their gradients."""
+        """Updates of the backward pass that were issued to the device before the host saw their gradients."""
         self._checked = False
         """Whether the settings were checked since the last step."""
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_DEFAULTS}
@@ -150,7 +150,7 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes a step with the gradients at hand; their updates run on behind the return.
 
-        Raises NonFiniteGradientError, or skips the step, where a gradient is not finite, and ValueError where somebody
+        Raises NonFiniteGradientError, or skips the step, where a gradient is not finite, and ValueError where the user
         has put a setting into a group that is out of range or not supported.
         """
         loss = None
@@ -180,7 +180,7 @@ class AdamW(torch.optim.Optimizer):
             self._owner.changed([update.unit for update in updates])
             for update in updates:
                 if update.unit.is_aliased or any(is_shared(change.gradient.values) for change in update.changes):
-                    self.wait()  # what somebody else can read or write without our noticing must be done by now
+                    self.wait()  # what the user can read or write unseen must be done by now
                     break
                 update.mark_pending()
         self._owner.step_done()
@@ -374,7 +374,7 @@ class AdamW(torch.optim.Optimizer):
         return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def _check_settings(self) -> None:
-        """Refuses what somebody has set since the optimizer was made, before anything is updated with it."""
+        """Refuses what the user has set since the optimizer was made, before anything is updated with it."""
         check_groups(self.param_groups, self._groups)
         update = "in_backward" if self.in_backward else "deferred"
         check_optimizer(self.states, update, self.nonfinite, self.max_grad_norm)

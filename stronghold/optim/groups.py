@@ -111,7 +111,7 @@ def check_saved_step(step: Any, parameter: object) -> None:
 
 
 def check_groups(groups: Sequence[dict[str, Any]], numbers: Mapping[int, int]) -> None:
-    """Checks the groups as they are now: anybody may write into them, and nobody tells.
+    """Checks the groups as they are now: the user may write into them at any time.
 
     ``numbers`` has the group of each parameter, by its id, as the optimizer was told. Raises ValueError, and
     OffloadedModelError where the groups have other parameters.

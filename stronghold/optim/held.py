@@ -1,4 +1,4 @@
-"""What an optimizer holds, whoever wrote it."""
+"""What an optimizer of any library holds."""
 
 from __future__ import annotations
 

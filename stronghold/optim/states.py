@@ -84,7 +84,7 @@ class Moments:
         return moments
 
     def distrust(self) -> None:
-        """Hears that the memory of moments without a state need not be zero."""
+        """Called when moments without a state have been written: their memory need not be zero."""
         self._used.update(self._moments)
 
     def of(self, unit: Unit, place: int) -> tuple[Moment, Moment]:

@@ -136,7 +136,7 @@ class Update:
         self.unit.rewritten()
 
     def mark_pending(self) -> None:
-        """Lets whoever uses a gradient before the update has read it wait."""
+        """Makes the user wait who uses a gradient before the update has read it."""
         if self.unit.updated is None:
             return
         with torch._C.DisableTorchFunctionSubclass():

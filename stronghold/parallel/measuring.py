@@ -74,7 +74,7 @@ def measure(
             if progress is not None:
                 progress(number + 1)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what copies took is free for whoever asks the device
+        torch.cuda.empty_cache()  # what copies took is free when the device is asked
     return costs
 
 

@@ -48,7 +48,7 @@ def reduce_scatter_bytes(elements: int, element_bytes: int, replicas: int) -> in
 
     Of the N shares that a replica has computed it keeps its own and must part with the other N - 1. A ring does it in
     N - 1 steps in which every replica passes on one partial sum of one share (Patarasuk and Yuan 2009), which is also
-    the least, for whoever owns a share must receive what the others add to it and the others must send it:
+    the least, for the owner of a share must receive what the others add to it and the others must send it:
 
         (N - 1) · ⌈n / N⌉ · bytes an element = (N - 1) / N of the gradient, where N divides it.
     """

@@ -89,11 +89,11 @@ class Store(ABC):
 
     @abstractmethod
     def expect(self, units: Sequence[Unit]) -> None:
-        """Hears which fetches come next, in their order, as far as they can be foreseen."""
+        """Called with the units of the next fetches, in their order, as far as the schedule foresees them."""
 
     @abstractmethod
     def changed(self, unit: Unit) -> None:
-        """Hears that the unit's weights are not what they were: what is held of them beside their memory is stale."""
+        """Called when a unit's weights have changed: what the store holds of them beside their memory is stale."""
 
     def reading(self, unit: Unit) -> Event | None:
         """Returns the event after which the unit's memory may be written: until then it is being read."""

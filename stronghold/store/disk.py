@@ -33,7 +33,7 @@ class DiskStore(Store):
 
     Weights go from disk straight into the slot where that is host memory; the window is then all the lookahead there
     is. Else they go through pinned staging, into which they are read before there is a slot for them. An update passes
-    through the ring. Whoever else looks at a tensor sees it through the page cache: parameters and moments are ordinary
+    through the ring. The user sees a tensor through the page cache: parameters and moments are ordinary
     tensors.
 
     The directories are this run's alone, the same for all its replicas, and its files go when it ends: a store is
@@ -127,7 +127,7 @@ class DiskStore(Store):
         """Syncs and reads a unit's file; returns its name in a checkpoint in place and what to say of it there.
 
         None is for a unit with nothing on disk. Raises StoreError where that cannot be one: its states are not loaded,
-        or somebody holds its weights and may write them. Raises DiskError and CorruptionError.
+        or the user holds its weights and may write them. Raises DiskError and CorruptionError.
         """
         self._check_loaded()
         if (file := self._file_of(unit)) is None or not file.used_bytes:
@@ -146,7 +146,7 @@ class DiskStore(Store):
         self._directory.seal(checkpoint, beside)
 
     def loaded(self) -> None:
-        """Hears that all that was reopened is in use: from now on it may change."""
+        """Called when all that was reopened is in use: from then on it may change."""
         self.reopened = None
 
     def written(self, unit: Unit) -> tuple[list[int], bool]:
@@ -169,7 +169,7 @@ class DiskStore(Store):
         if unit.resident:
             return self.device.device_buffer(length_bytes)
         if kind in unit.on_disk:
-            unit.wait_updated()  # what an update works on is still somebody's
+            unit.wait_updated()  # what an update works on is still in use
             if self.reopened is None:
                 self._directory.unseal()  # it may be a part that was given back, which is what was saved
             return self._file(unit).take(length_bytes, as_kept=self.reopened is not None)
@@ -191,7 +191,7 @@ class DiskStore(Store):
 
     def expect(self, units: Sequence[Unit]) -> None:
         if self._staging is not None:
-            # What somebody may write at any time is read when it is computed with.
+            # What the user may write at any time is read when it is computed with.
             self._staging.expect([unit for unit in units if unit.lives("weights") == "disk" and not unit.is_aliased])
 
     def changed(self, unit: Unit) -> None:
@@ -213,7 +213,7 @@ class DiskStore(Store):
     def written_back(self, unit: Unit, done: Event) -> Event:
         if (file := self._file_of(unit)) is None:
             return done
-        # Whoever waits for the update reads the file: what the update wrote must have arrived there.
+        # What waits for the update reads the file: what the update wrote must have arrived there.
         self.waits.stream(self.device.disk, done, Wait.UPDATE_DONE)
         self.device.disk.submit(file.settle)
         return self.device.disk.record()
@@ -224,7 +224,7 @@ class DiskStore(Store):
         self._check_loaded()
         if self._directory.sealed:
             warnings.warn(
-                f"{unit.name} may be written from now on (somebody asked for a tensor over it, or wrote), so that "
+                f"{unit.name} may be written from now on (a tensor over it was asked for, or it was written), so that "
                 f"{self.paths[0]} is no checkpoint any more; save it again in place",
                 RuntimeWarning,
                 stacklevel=2,
@@ -244,7 +244,7 @@ class DiskStore(Store):
         self._finalizer()
 
     def _begin(self, reopen: bool) -> None:
-        """Takes the directory over, or refuses to: what is there is then somebody else's."""
+        """Takes the directory over, or refuses to: what is there is then another run's."""
         self._directory = Directory(self.paths)
         try:
             self._take_over(reopen)
@@ -304,7 +304,7 @@ class DiskStore(Store):
         begin = file.find(unit.buffer.flat)
         assert begin is not None
         file.wait(file.read(target[:length], begin, priority))
-        file.drop()  # what somebody may have looked at since it was last here
+        file.drop()  # what the user may have looked at since it was last here
 
     def _file(self, unit: Unit) -> UnitFile:
         number = self._numbers[unit]

@@ -47,7 +47,7 @@ class Chunk:
     """The same for all chunks of one update; the chunks of one unit's updates take turns."""
     first: bool
     is_aliased: Callable[[], bool]
-    """Whether somebody may write the unit without our knowing: what is written back then gets no checksums."""
+    """Whether the user may write the unit without our knowing: what is written back then gets no checksums."""
     parts: list[Part]
     runs: list[tuple[int, int, int]]
     slot: _Slot | None = None

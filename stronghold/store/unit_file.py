@@ -1,4 +1,4 @@
-"""One unit's memory on disk: mapped for whoever looks at a tensor, read and written past the cache by us."""
+"""One unit's memory on disk: mapped for the user who looks at a tensor, read and written past the cache by us."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class UnitFile:
     They are mapped once, whole, so that a tensor in them is an ordinary one: who reads or writes such a tensor goes
     through the system's page cache, and the system keeps that coherent with direct transfers as long as the two take
     turns, which is what the engine's events are for. Every page has a checksum, zero where it is not known: a direct
-    write sets it, a direct read compares, and whoever may write through the mapping makes it unknown.
+    write sets it, a direct read compares, and a user who may write through the mapping makes it unknown.
 
     One that was ``kept`` is opened with what it holds: its parts are taken again in the same order, and found as they
     were left. ``replicas`` have the file in common, with its checksums, and each writes pages of its own.
@@ -155,11 +155,11 @@ class UnitFile:
             checksums(memory, self.sums_of(0, self.taken_bytes))
 
     def forget_sums(self) -> None:
-        """Hears that somebody may write through the mapping from now on."""
+        """Called before the user may write through the mapping: what the checksums say is not known from then on."""
         self.sums.zero_()
 
     def check_versions(self, tensors: Sequence[Tensor]) -> None:
-        """Forgets the checksums where somebody has written one of ``tensors``, by their versions, since the last time.
+        """Forgets the checksums where the user has written one of ``tensors``, by their versions, since the last time.
 
         A moment is a plain tensor to its user; parameters tell of writes themselves.
         """

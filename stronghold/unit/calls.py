@@ -116,7 +116,7 @@ def _qualified(function: OpOverload | OpOverloadPacket) -> str:
 
 
 def hands_out(key: str, result: Any, value: Tensor) -> bool:
-    """Whether somebody now has another way to the memory of ``value``: an alias of it, or a view."""
+    """Whether the user now has another way to the memory of ``value``: an alias of it, or a view."""
     if key in ALIASES:
         return True
     with torch._C.DisableTorchFunctionSubclass():

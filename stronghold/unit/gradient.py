@@ -36,7 +36,7 @@ class HostGrad:
 
 @dataclass(frozen=True, eq=False)
 class GradMeta:
-    """What the engine knows of a gradient beside its values, until somebody else writes it.
+    """What the engine knows of a gradient beside its values, until the user writes it.
 
     ``squares`` is the sum of its squares, a float64 number; ``remainder`` holds the low halves of a sum of several
     bf16 gradients, or is None. Both lie in memory that the next gradient at this ``place`` uses again.
@@ -50,8 +50,8 @@ class GradMeta:
 class OffloadedGradient(Tensor):
     """What a gradient of the engine's is: an ordinary tensor that knows who reads and writes it.
 
-    While an update under way still reads it, whoever looks waits. What is ``known`` of it holds until it is written,
-    or lent to somebody who may write it. With neither, it becomes a plain tensor.
+    While an update under way still reads it, a user who looks waits. What is ``known`` of it holds until it is written,
+    or aliased by a tensor of the user's. With neither, it becomes a plain tensor.
     """
 
     _unit: weakref.ref[Unit]

@@ -20,7 +20,7 @@ class Masters:
 
     A user who writes a weight writes its bf16 part, and the master takes that value: the remainder of what was written
     becomes zero, all others stay. A write that goes through the parameter is compared element by element. Where
-    somebody holds a tensor over the weight's memory and may write unseen, a mark for every 64 elements, taken before,
+    the user holds a tensor over the weight's memory and may write unseen, a mark for every 64 elements, taken before,
     tells the blocks that were written. A write that shows in the version alone clears the parameter's remainders.
     """
 
@@ -35,7 +35,7 @@ class Masters:
 
     @property
     def marked(self) -> bool:
-        """Whether somebody may write a weight unseen."""
+        """Whether the user may write a weight unseen."""
         return bool(self._marks)
 
     def place(self, place: int, remainder: Tensor, version: int) -> None:
@@ -43,7 +43,7 @@ class Masters:
         self._accounted[place] = version
 
     def attach(self, place: int, version: int) -> None:
-        """Hears the version that a parameter begins with."""
+        """Called with the version that a parameter begins with."""
         if place in self.remainders:
             self._accounted[place] = version
 
@@ -56,7 +56,7 @@ class Masters:
         return join(weight, self.remainders[place])
 
     def mark_aliased(self, place: int, weight: Tensor) -> bool:
-        """Hears, before anything is written, that somebody gets a tensor over a weight's memory.
+        """Called when the user gets a tensor over a weight's memory, before anything is written through it.
 
         Returns whether it has read the weight, to mark it.
         """
@@ -103,7 +103,7 @@ class Masters:
                 self.remainders[place].zero_()
 
     def updated(self, weights: list[Tensor], shared: Callable[[int], bool]) -> None:
-        """Hears that an update has written the weights."""
+        """Called when an update has written the weights."""
         for place in list(self._marks):
             if shared(place):
                 self._marks[place] = _marks(weights[place])

@@ -1,4 +1,4 @@
-"""Parameters that wait for their update when somebody looks at them."""
+"""Parameters that wait for their update when the user looks at them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stronghold.unit.unit import Unit
 
 
 class _Parameter(nn.Parameter):
-    """One whose gradient somebody may look at when a backward pass has failed."""
+    """One whose gradient the user may look at when a backward pass has failed."""
 
     _unit_reference: weakref.ref[Unit]
 
@@ -40,7 +40,7 @@ class _Parameter(nn.Parameter):
 class OffloadedParameter(_Parameter):
     """What a parameter of an offloaded model is while it is not being computed with.
 
-    An ordinary parameter on the CPU (an edge: on the device) in every respect but one: whoever reads or writes its
+    An ordinary parameter on the CPU (an edge: on the device) in every respect but one: a user who reads or writes its
     values waits until the update under way has written them. ``copy.deepcopy`` and ``pickle`` make plain parameters.
     """
 
@@ -125,7 +125,7 @@ def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
 
 
 def _end_failed_backward(parameter: Tensor) -> None:
-    """Publishes the gradients of a backward pass that an error has ended, before somebody sees or drops them."""
+    """Publishes the gradients of a backward pass that an error has ended, before the user sees or drops them."""
     unit = _unit_of(parameter)
     if unit is not None and unit.owner is not None and torch._C._current_graph_task_id() == -1:
         unit.owner.close_backward()

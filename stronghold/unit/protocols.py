@@ -28,7 +28,7 @@ class Memory(Protocol):
         """Allocates memory of a unit, all zero."""
 
     def mark_dirty(self, unit: Unit) -> None:
-        """Hears that somebody may write the memory of a unit, now and until the next update."""
+        """Called before the user may write a unit's memory, then and until the next update."""
 
     def written(self, unit: Unit) -> tuple[list[int], bool]:
         """Returns which parameters, by number, were written on disk by a way that nothing tells of; asked once.
@@ -84,7 +84,7 @@ class Owner(Protocol):
         """
 
     def changed(self, units: Sequence[Unit]) -> None:
-        """Hears that updates of ``units`` are under way: what the device holds of them is stale."""
+        """Called when updates of ``units`` have been submitted; their copies on the device are stale from then on."""
 
     def take_found_inf(self) -> bool:
         """Whether a gradient of the backward pass was not finite, from where on no layer was updated; forgets it."""
@@ -97,16 +97,16 @@ class Owner(Protocol):
         """
 
     def step_done(self) -> None:
-        """Hears that the optimizer's step has been taken."""
+        """Called when the optimizer has taken its step."""
 
     def wait_updates(self) -> None:
-        """Blocks the host until every update under way is complete: somebody reads or writes what they write."""
+        """Blocks the host until every update under way is complete: the user reads or writes what they write."""
 
     def wait_on_host(self, unit: Unit) -> None:
         """Blocks the host until the update of ``unit`` that is under way is complete, whatever the device waits for."""
 
     def wait_updated(self, unit: Unit) -> None:
-        """Waits for the update of ``unit`` that is under way: somebody uses its weights or gradients."""
+        """Waits for the update of ``unit`` that is under way: the user uses its weights or gradients."""
 
 
 class Prepared(Protocol):
@@ -140,7 +140,7 @@ class Work(Protocol):
         """Updates some of the segments, or parts of them."""
 
     def done(self) -> None:
-        """Hears that all of them are updated."""
+        """Called when all segments are updated."""
 
 
 class Updater(Protocol):

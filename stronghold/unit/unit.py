@@ -69,11 +69,11 @@ class Unit:
         self.updated: Event | None = None
         """Happens when the update under way is complete; None where none is."""
         self.touched = False
-        """Somebody may have written the weights by a way that leaves no trace in the version."""
+        """The user may have written the weights by a way that leaves no trace in the version."""
         self.versions = [0] * len(self.parameters)
         self._samples: Samples | None = None
         self._told: set[int] = set()
-        """The parameters of which it is known that somebody writes them, since this was last asked."""
+        """The parameters of which it is known that the user writes them, since this was last asked."""
         self.replicas: Replicas = ONE_REPLICA
         """The processes that train the unit; those of a machine have it in common, unless it is resident."""
         self.on_disk: frozenset[Kind] = frozenset()
@@ -81,7 +81,7 @@ class Unit:
         self.generation = 0
         """Counts what has changed the weights: updates, and writes that show in the versions."""
         self.writes = 0
-        """Counts how often somebody may have written the weights, whether it shows or not."""
+        """Counts how often the user may have written the weights, whether it shows or not."""
 
     @property
     def owner(self) -> Owner | None:
@@ -235,7 +235,7 @@ class Unit:
         self._samples.take()
 
     def attach(self, place: int) -> None:
-        """Hears that a parameter's memory is this unit's from now on."""
+        """Called when a parameter's memory has become this unit's."""
         self.versions[place] = raw_version(self.parameters[place])
         self.masters.attach(place, self.versions[place])
 
@@ -322,7 +322,7 @@ class Unit:
             return [p._version for p in self.parameters]
 
     def was_written(self) -> bool:
-        """Whether somebody may have written the parameters since this was last asked."""
+        """Whether the user may have written the parameters since this was last asked."""
         versions = self.versions_now()
         self._told.update(place for place, version in enumerate(versions) if version != self.versions[place])
         untold = self._untold_writes()

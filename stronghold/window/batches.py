@@ -19,7 +19,7 @@ class Batches:
         self._warned = replicas.index != 0
 
     def saw(self, size: int) -> None:
-        """Hears that a layer's backward pass begins whose input had ``size`` samples."""
+        """Called when a layer's backward pass begins; its input had ``size`` samples."""
         self._most = max(self._most, size)
 
     def agree(self, done: object) -> None:

@@ -265,7 +265,7 @@ class Gradients:
     def collect(self, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         """Returns the gradients of a layer on the host, with their squares as they were gathered on the way.
 
-        Those that somebody may have written since are read once more.
+        Those that the user may have written since are read once more.
         """
         collected = {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -361,7 +361,7 @@ class Gradients:
             values, its = held.pop(place), known.pop(place)
             if its is None:
                 raise OffloadedModelError(
-                    f"somebody wrote into a gradient of {unit.name} between the backward passes of a step, of which "
+                    f"the user wrote into a gradient of {unit.name} between the backward passes of a step, of which "
                     "update='in_backward' needs the sum as it is; use update='deferred'"
                 )
             sums[place] = HostGrad(values, its.squares, its.remainder, consumed[place])

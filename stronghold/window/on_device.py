@@ -39,7 +39,7 @@ class DeviceGradients:
         self._held: dict[Unit, Tensor] = {}
 
     def expect(self, unit: Unit, place: int, gradient: Tensor | None) -> None:
-        """Hears, before autograd does, that an edge gets a gradient: the one it has is kept out of the way."""
+        """Called before autograd adds to an edge's gradient: the one that is there is kept out of the way."""
         parameter = unit.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():
             before = gradient_of(parameter)

@@ -55,7 +55,7 @@ class Parts:
         """The parameters of which autograd is handing over a part that is not the last."""
 
     def ran(self, layer: int, accumulators: Accumulators) -> None:
-        """Hears that a backward pass may come back to a run of ``layer``."""
+        """Called when autograd has a graph of a run of ``layer``, to which a backward pass may come back."""
         self._runs[layer].add(accumulators)
 
     def several(self, layer: int) -> bool:
@@ -63,7 +63,7 @@ class Parts:
         return len(self._runs[layer]) > 1
 
     def arriving(self, unit: Unit, place: int, gradient: Tensor | None) -> Tensor | None:
-        """Hears of a gradient before all hooks of the user; returns what comes in its stead, or None for itself.
+        """Called with a gradient before all hooks of the user; returns what comes in its stead, or None for itself.
 
         It is None where a function's backward gave none.
         """
@@ -131,7 +131,7 @@ class Parts:
 
 
 class OfSums:
-    """A hook of the user's on a parameter of a layer, which hears of whole gradients alone.
+    """A hook of the user's on a parameter of a layer, called with whole gradients alone.
 
     It takes the hook's place among the parameter's, under its number, so that the user's handle still removes it.
     """
