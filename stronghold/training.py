@@ -35,7 +35,6 @@ from stronghold.device import Timeline, limit_memory
 from stronghold.errors import ParallelError, StrongholdError
 from stronghold.evaluation.progress import StepDisplay
 from stronghold.evaluation.records import Record, append_record, describe_machine
-from stronghold.evaluation.report import Report, table
 from stronghold.evaluation.runlog import RunLog, check_run_folder
 from stronghold.evaluation.runs import Summary, summarize
 from stronghold.evaluation.timeline import TIMELINE_NAME, write_spans
@@ -44,6 +43,7 @@ from stronghold.methods.parallel import join, records_of
 from stronghold.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.models.gpt import GPT, GPTConfig
 from stronghold.pretrained import check_save_folder, save_with_tokenizer
+from stronghold.reports import Report, table
 from stronghold.stops import Output, Stop, taking_signals
 from stronghold.units import format_bytes, format_count
 from stronghold.weights import Weights

@@ -1,6 +1,8 @@
 """Who may know whom: DESIGN's rooms, read from the source by ast, so that no import has to run."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ ROOMS = {
     "errors": 0,
     "layout": 0,
     "outputs": 0,
+    "reports": 1,
     "spans": 0,
     "units": 0,
     "version": 0,
@@ -50,7 +53,8 @@ ROOMS = {
 EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above every room
 # Everything else works on any nn.Module.
 MAY_IMPORT_MODELS = {"models", "methods", "pretrained", "planning", "training", "cli"}
-EVALUATION_MAY_IMPORT = {"evaluation", "errors", "outputs", "spans", "units", "command", "config"}  # never the engine
+# Records only, never the engine.
+EVALUATION_MAY_IMPORT = {"evaluation", "reports", "errors", "outputs", "spans", "units", "command", "config"}
 PURE = {"schedule", "plan"}  # decisions over numbers, without torch
 MAY_READ_ENVIRONMENT = {"cli", "__main__", "parallel"}  # torchrun speaks to its processes by the environment alone
 
@@ -123,6 +127,16 @@ def violations(root: Path) -> list[str]:
 
 def test_every_file_imports_downwards():
     assert violations(Path(stronghold.__file__).parent) == []
+
+
+OTHERS = ["accelerate", "datasets", "matplotlib", "peft", "rich", "tensorboard", "tokenizers", "transformers", "trl"]
+
+
+def test_the_library_imports_none_of_the_packages_that_only_some_of_it_uses():
+    script = "import sys, torch, stronghold; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "stronghold" in loaded
+    assert not set(loaded) & set(OTHERS)
 
 
 GOOD = {

@@ -355,7 +355,7 @@ class Plain:
         self.spoil = spoil
 
     def prepare(self, model, settings, weights=None):
-        from stronghold.evaluation.report import Report
+        from stronghold.reports import Report
 
         fill(model, weights)
         forward, calls = model.forward, []

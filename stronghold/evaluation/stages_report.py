@@ -7,7 +7,7 @@ from statistics import fmean
 
 from rich.table import Table
 
-from stronghold.evaluation.report import Report, StepTimes
+from stronghold.reports import Report, StepTimes
 from stronghold.units import format_bytes, format_count
 
 

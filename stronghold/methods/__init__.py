@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from stronghold.config import TrainSettings
 from stronghold.device import Timeline
-from stronghold.evaluation.report import Measured, Report
 from stronghold.evaluation.stages_report import StagesReport
 from stronghold.models.files import inputs_of
+from stronghold.reports import Measured, Report
 from stronghold.weights import Weights
 
 METHODS = {

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from stronghold.config import OffloadSettings
 from stronghold.device import Device, Timeline, open_device, return_free_memory
 from stronghold.errors import OffloadedModelError
-from stronghold.evaluation.report import Report
 from stronghold.offload.closing import close_engine
 from stronghold.offload.compiled import uncompiled
 from stronghold.offload.engine import Engine
 from stronghold.offload.placement import plan
 from stronghold.offload.reopening import Reopened
 from stronghold.optim.held import name_of
+from stronghold.reports import Report
 from stronghold.unit import ONE_REPLICA, Replicas, unit_of
 from stronghold.weights import Weights, open_weights
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stronghold.device import Device
-from stronghold.evaluation.report import StepTimes
 from stronghold.native import DiskCounters
+from stronghold.reports import StepTimes
 from stronghold.window import Traffic
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from stronghold.evaluation.report import StepTimes
+from stronghold.reports import StepTimes
 
 
 class Swap:

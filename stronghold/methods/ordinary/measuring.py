@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from stronghold.config import TrainSettings
-from stronghold.evaluation.report import Measured, StepTimes
+from stronghold.reports import Measured, StepTimes
 
 
 def measure(

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from stronghold.evaluation.report import Measured, Report, StepTimes, table
+from stronghold.reports import Measured, Report, StepTimes, table
 
 STEP = StepTimes(
     total_s=2.0,

@@ -1,11 +1,15 @@
 """What training takes of each memory, and where its last step's time went."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from html import escape
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from stronghold.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +217,8 @@ class Measured:
 
 def table(title: str, rows: list[tuple[str, str, str]]) -> Table:
     """Returns rows of (section, name, value) as a table, with a line above each section."""
+    from rich.table import Table
+
     drawn = Table(title=title, show_header=False, title_justify="left")
     drawn.add_column("section", style="bold", no_wrap=True)
     drawn.add_column("name", no_wrap=True)
