@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from stronghold.evaluation.stages_report import StagesReport
-from tests.evaluation.test_report import STEP, report
+from tests.test_reports import STEP, report
 
 
 def stages(*steps):

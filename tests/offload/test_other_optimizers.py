@@ -275,29 +275,30 @@ class TestOtherLibraries:
                 x = x + layer(x)
             return x.square().mean()
 
-    def check(self, build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    def check(self, build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tmp_path: Path) -> None:
         torch.manual_seed(0)
         base = self.Wide()
         batches = list(torch.randn(STEPS, 8, 64).unbind())
         plain = copy.deepcopy(base)
         expected = train(plain, build(list(plain.parameters())).step, batches)
-        for window in (1, 4):
-            model = stronghold.offload(copy.deepcopy(base), window=window, device="cpu")
-            assert train(model, build(list(model.parameters())).step, batches) == expected
-            for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-                assert torch.equal(parameter, other), name
+        for window in WINDOWS:
+            for store in ("ram", tmp_path / str(window)):
+                model = stronghold.offload(copy.deepcopy(base), window=window, store=store, device="cpu")
+                assert train(model, build(list(model.parameters())).step, batches) == expected, (window, store)
+                for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                    assert torch.equal(parameter, other), (window, store, name)
 
     @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Lion8bit"])
-    def test_bitsandbytes(self, name: str) -> None:
+    def test_bitsandbytes(self, name: str, tmp_path: Path) -> None:
         import bitsandbytes
 
         settings = {"min_8bit_size": 16} if name.endswith("8bit") else {}
-        self.check(lambda parameters: getattr(bitsandbytes.optim, name)(parameters, lr=0.01, **settings))
+        self.check(lambda parameters: getattr(bitsandbytes.optim, name)(parameters, lr=0.01, **settings), tmp_path)
 
-    def test_torchao(self) -> None:
+    def test_torchao(self, tmp_path: Path) -> None:
         import torchao.optim
 
-        self.check(lambda parameters: torchao.optim.AdamW8bit(parameters, lr=0.01))
+        self.check(lambda parameters: torchao.optim.AdamW8bit(parameters, lr=0.01), tmp_path)
 
 
 @pytest.mark.parametrize("placed", [{"window": 1}, {"resident": 4}, {"activations": "keep"}], ids=str)
