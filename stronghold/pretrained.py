@@ -174,13 +174,13 @@ class _Item:
     tensor: Tensor
     dtype: torch.dtype
     unit: Unit | None
-    place: int
+    index: int
 
     def value(self) -> Tensor:
         """Returns what is written, in the dtype in which it is."""
         if self.unit is None:
             return self.tensor.detach().to(self.dtype)
-        return self.unit.settled_value(self.place, exact=self.unit.dtypes[self.place] != self.dtype).to(self.dtype)
+        return self.unit.settled_value(self.index, exact=self.unit.dtypes[self.index] != self.dtype).to(self.dtype)
 
 
 class _Outgoing:
@@ -228,7 +228,7 @@ def _item(tensor: Tensor, dtype: torch.dtype | None) -> _Item:
         tensor,
         dtype if dtype and parameter and tensor.is_floating_point() else tensor.dtype,
         unit_of(tensor) if isinstance(tensor, nn.Parameter) else None,
-        tensor.__dict__.get("_place", 0),
+        tensor.__dict__.get("_index", 0),
     )
 
 

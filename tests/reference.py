@@ -381,7 +381,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tens
             elif key in state:
                 found[name][key] = state[key].detach().cpu().float().clone()
         if (unit := unit_of(parameter)) is not None and unit.masters:
-            found[name]["master"] = unit.master(parameter.__dict__["_place"]).cpu().clone()
+            found[name]["master"] = unit.master(parameter.__dict__["_index"]).cpu().clone()
     found.update((name, {"buffer": buffer.detach().cpu().clone()}) for name, buffer in model.named_buffers())
     return found
 

@@ -96,7 +96,7 @@ def test_in_bf16_the_masters_are_written_to_the_bit(tmp_path, own):
         if "lora" not in name:
             continue
         name = name.replace(".default", "") if own == "peft" else f"base_model.model.{name.replace('.default', '')}"
-        master = unit_of(parameter).master(parameter.__dict__["_place"])
+        master = unit_of(parameter).master(parameter.__dict__["_index"])
         assert torch.equal(masters[name], master), name
         assert torch.equal(written[name], parameter), name
         found += not torch.equal(master.bfloat16().float(), master)

@@ -225,7 +225,7 @@ def test_host_memory_is_what_report_promised_and_pinned_to_the_byte():
     assert 2 * weights <= promised.pinned_host_bytes <= 1.01 * weights * (2 + 2 / SMALL.layers)
     for unit in engine_of(model).units:  # PyTorch asks the driver
         assert all(weight.is_pinned() for weight in unit.weight), unit.name
-        assert all(unit.gradients.view(unit.gradients.buffer, place).is_pinned() for place in unit.gradients.places)
+        assert all(unit.gradients.view(unit.gradients.buffer, index).is_pinned() for index in unit.gradients.indices)
 
 
 def test_memory_is_unpinned_in_a_thread_that_has_no_context():

@@ -68,12 +68,12 @@ def own_content(
     take: dict[str, Callable[[], Tensor]] = {}
     for unit in engine.units:
         engine.take_writes(unit)
-        for place, (name, parameter) in enumerate(zip(names[unit], unit.parameters, strict=True)):
+        for index, (name, parameter) in enumerate(zip(names[unit], unit.parameters, strict=True)):
             like = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
             step = step_of(parameter, states)
             parameters[name] = ParameterEntry(shape=list(parameter.shape), file="", step=step)
             weights[name] = like
-            take[f"{MODEL}.{name}"] = partial(_master, engine, unit, place)
+            take[f"{MODEL}.{name}"] = partial(_master, engine, unit, index)
             if step is None and not (parameter in trained and parameter.requires_grad):
                 continue
             moments[name] = {"step": torch.tensor(step or 0.0), **dict.fromkeys(MOMENTS, like)}
@@ -186,9 +186,9 @@ class _Planner(dcp.DefaultSavePlanner):
         return self._written
 
 
-def _master(engine: Engine, unit: Unit, place: int) -> Tensor:
+def _master(engine: Engine, unit: Unit, index: int) -> Tensor:
     """Returns a copy of a weight's fp32 master on the host."""
-    master = _on_host(unit.master(place).detach(), unit.weight[place])
+    master = _on_host(unit.master(index).detach(), unit.weight[index])
     engine.store.drop(unit)
     return master
 

@@ -34,8 +34,8 @@ def load_unit(
     manifest = checkpoint.manifest
     engine.store.mark_dirty(unit)
     with checkpoint.unit(names) as reader:
-        for place, (name, parameter) in enumerate(zip(names, unit.parameters, strict=True)):
-            _load_master(reader, unit, place, name)
+        for index, (name, parameter) in enumerate(zip(names, unit.parameters, strict=True)):
+            _load_master(reader, unit, index, name)
             engine.store.drop(unit)
             if manifest.parameters[name].step is not None:
                 _load_moments(reader, optimizer.state[parameter], name)
@@ -51,9 +51,9 @@ def load_unit(
         remember(unit, optimizer, manifest.directory / reader.files[0], entry)
 
 
-def _load_master(file: UnitReader | DistributedTensors, unit: Unit, place: int, name: str) -> None:
-    weight, low = unit.weight[place], f"{name}/remainder"
-    if unit.dtypes[place] == torch.float32:
+def _load_master(file: UnitReader | DistributedTensors, unit: Unit, index: int, name: str) -> None:
+    weight, low = unit.weight[index], f"{name}/remainder"
+    if unit.dtypes[index] == torch.float32:
         if file.dtype(name) == torch.float32:
             file.read_to(name, weight)
         else:
@@ -61,19 +61,19 @@ def _load_master(file: UnitReader | DistributedTensors, unit: Unit, place: int, 
         return
     if file.dtype(name) == torch.float32:
         value = file.read(name).to(weight.device)
-        if place in unit.masters.remainders or not torch.equal(value.to(weight.dtype).float(), value):
-            unit.remainder(place)
-            unit.masters.fill(place, weight, value)
+        if index in unit.masters.remainders or not torch.equal(value.to(weight.dtype).float(), value):
+            unit.remainder(index)
+            unit.masters.fill(index, weight, value)
         else:
             weight.copy_(value)
         return
     file.read_to(name, weight)
     if low in file:
-        remainder = unit.remainder(place)
+        remainder = unit.remainder(index)
         assert remainder is not None
         file.read_to(low, remainder)
-    elif place in unit.masters.remainders:
-        unit.masters.remainders[place].zero_()
+    elif index in unit.masters.remainders:
+        unit.masters.remainders[index].zero_()
 
 
 def _load_moments(file: UnitReader | DistributedTensors, state: dict[str, Any], name: str) -> None:

@@ -16,7 +16,7 @@ from stronghold.unit import Unit, unit_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Names = dict[Unit, list[str]]
-"""The names of a unit's parameters, by place."""
+"""The names of a unit's parameters, by index."""
 Format = Literal["safetensors", "dcp"]
 """How a checkpoint is written: as our own files, or by ``torch.distributed.checkpoint``."""
 
@@ -52,7 +52,7 @@ def names_of(model: nn.Module) -> Names:
 
     Raises OffloadedModelError for one that was added after ``offload``.
     """
-    places: dict[Unit, dict[int, str]] = {}
+    indices: dict[Unit, dict[int, str]] = {}
     for name, parameter in model.named_parameters():
         unit = unit_of(parameter)
         if unit is None:
@@ -60,14 +60,14 @@ def names_of(model: nn.Module) -> Names:
                 f"every parameter of an offloaded model must have been there at offload() (got {name}, which a "
                 "checkpoint would leave out); add modules and parameters first, then offload"
             )
-        places.setdefault(unit, {})[parameter.__dict__["_place"]] = name
-    return {unit: [named[place] for place in range(len(named))] for unit, named in places.items()}
+        indices.setdefault(unit, {})[parameter.__dict__["_index"]] = name
+    return {unit: [named[index] for index in range(len(named))] for unit, named in indices.items()}
 
 
 def group_names(optimizer: AdamW, names: Names) -> list[list[str]]:
     """Returns the names of the parameters of every group of ``optimizer``."""
     return [
-        [names[unit][p.__dict__["_place"]] for p in group["params"] if (unit := unit_of(p)) is not None]
+        [names[unit][p.__dict__["_index"]] for p in group["params"] if (unit := unit_of(p)) is not None]
         for group in optimizer.param_groups
     ]
 
@@ -105,10 +105,10 @@ def tensors_of(unit: Unit, names: list[str], states: Mapping[Tensor, dict[str, A
     and ``/exponents`` these where their moment is in eight bits.
     """
     found: dict[str, Tensor] = {}
-    for place, (name, parameter) in enumerate(zip(names, unit.parameters, strict=True)):
-        found[name] = unit.weight[place]
-        if place in unit.masters.remainders:
-            found[f"{name}/remainder"] = unit.masters.remainders[place]
+    for index, (name, parameter) in enumerate(zip(names, unit.parameters, strict=True)):
+        found[name] = unit.weight[index]
+        if index in unit.masters.remainders:
+            found[f"{name}/remainder"] = unit.masters.remainders[index]
         state = states.get(parameter)
         for key in MOMENTS if state else ():
             assert state is not None

@@ -35,7 +35,7 @@ def file_names(engine: Engine) -> dict[Unit, str]:
     names, edges = {}, 0
     whose = f"process-{engine.company.rank}-" if engine.company.count > 1 else ""
     for unit in engine.units:
-        kind, number = ("edge", edges) if unit.index is None else ("layer", unit.index)
+        kind, number = ("edge", edges) if unit.layer is None else ("layer", unit.layer)
         edges += unit.is_edge
         names[unit] = f"{whose}{kind}-{number:05}.safetensors"
     return names

@@ -94,10 +94,10 @@ class Block:
     """
 
     def __init__(self, module: nn.Module, unit: Unit, engine: Runner, *, keep: bool) -> None:
-        assert unit.index is not None
+        assert unit.layer is not None
         self._module = weakref.ref(module)
         self.unit = unit
-        self.layer = unit.index
+        self.layer = unit.layer
         self.engine = engine
         self.keep = keep
         self._device_type = engine.device.torch_device.type

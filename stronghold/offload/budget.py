@@ -147,11 +147,11 @@ def choose_disk(units: Sequence[Unit], settings: OffloadSettings, device: Device
 
 def _most_moment_bytes(unit: Unit) -> int:
     """Returns what moments may take, whichever their format: of small tensors each array takes whole pages."""
-    return max(lay_out_moments(unit, unit.gradients.places, states).total_bytes for states in STATES)
+    return max(lay_out_moments(unit, unit.gradients.indices, states).total_bytes for states in STATES)
 
 
 def _moment_bytes(unit: Unit) -> int:
-    return lay_out_moments(unit, unit.gradients.places, "fp32").total_bytes
+    return lay_out_moments(unit, unit.gradients.indices, "fp32").total_bytes
 
 
 def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device) -> None:
@@ -171,7 +171,7 @@ def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device)
     gradients = sum(unit.gradients.layout.total_bytes for unit in on_host if unit.has_device_copy) // count
     gradients += RING * max((unit.gradients.layout.total_bytes for unit in on_host if not unit.is_edge), default=0)
     in_memory = [unit for unit in on_host if unit.lives("moments") == "host"]
-    states = sum(lay_out_moments(unit, unit.gradients.places, "8bit").total_bytes for unit in in_memory) // count
+    states = sum(lay_out_moments(unit, unit.gradients.indices, "8bit").total_bytes for unit in in_memory) // count
     ring = RING_BYTES if len(in_memory) < len(on_host) else 0
     total = weights + gradients + states + ring
     if total > budget:

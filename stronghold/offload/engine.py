@@ -270,13 +270,13 @@ class Engine:
         if self.gradients.parts.several(layer):
             self._hooks.on_layer(unit)  # the user may have added some since the forward pass
 
-    def _expect(self, unit: Unit, place: int, gradient: Tensor | None) -> Tensor | None:
+    def _expect(self, unit: Unit, index: int, gradient: Tensor | None) -> Tensor | None:
         # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient. It
         # is opened before autograd adds this gradient to one that the user keeps on the host.
-        assert unit.index is not None
-        if self.gradients.layer != unit.index or not self.window.is_bound(unit.index) or self.turns.elsewhere:
-            self._return_to(unit.index, None)
-        return self.gradients.parts.arriving(unit, place, gradient)
+        assert unit.layer is not None
+        if self.gradients.layer != unit.layer or not self.window.is_bound(unit.layer) or self.turns.elsewhere:
+            self._return_to(unit.layer, None)
+        return self.gradients.parts.arriving(unit, index, gradient)
 
     def _close_layer(self) -> None:
         layer = self.gradients.layer
@@ -326,7 +326,7 @@ class Engine:
     def agree(self, found: Mapping[Unit, Collection[int]]) -> None:
         check_process(self._born)
         if self.replicas.total > 1:
-            self.replicas.agree([(unit.name, tuple(places)) for unit, places in found.items()])
+            self.replicas.agree([(unit.name, tuple(indices)) for unit, indices in found.items()])
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         if unit.is_edge or unit.resident:
@@ -363,8 +363,8 @@ class Engine:
         squares = (
             float(gradient.squares)
             for unit, gradients in found.items()
-            for place, gradient in gradients.items()
-            if id(unit.parameters[place]) not in self.copies
+            for index, gradient in gradients.items()
+            if id(unit.parameters[index]) not in self.copies
         )
         return self.company.sum(sum(squares) if finite else math.nan)
 
@@ -425,7 +425,7 @@ class Engine:
         return max(0, resident_host_bytes() - self._anonymous_bytes - counted)
 
     def changed(self, units: Sequence[Unit]) -> None:
-        self.window.changed([unit.index for unit in units if unit.index is not None])
+        self.window.changed([unit.layer for unit in units if unit.layer is not None])
 
     def step_done(self) -> None:
         self.stopwatch.lap()
@@ -457,11 +457,11 @@ class Engine:
 
     def _attach(self, unit: Unit) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for place, (parameter, weight) in enumerate(zip(unit.parameters, unit.weight, strict=True)):
+            for index, (parameter, weight) in enumerate(zip(unit.parameters, unit.weight, strict=True)):
                 give_values(parameter, weight)
                 parameter.__class__ = OffloadedParameter
-                parameter.__dict__.update(_unit_reference=weakref.ref(unit), _place=place)
-                unit.attach(place)
+                parameter.__dict__.update(_unit_reference=weakref.ref(unit), _index=index)
+                unit.attach(index)
         unit.sample()
 
     def _check_edges(self) -> None:

@@ -39,31 +39,31 @@ class Hooks:
     def on_layer(self, unit: Unit) -> None:
         """Has the gradients of a layer that is about to compute taken, after all hooks of the user."""
         with torch._C.DisableTorchFunctionSubclass():
-            for place, parameter in enumerate(unit.parameters):
+            for index, parameter in enumerate(unit.parameters):
                 if not parameter.requires_grad:
                     continue
                 handle = self._handles.get(id(parameter))
                 if handle is None:
-                    expecting = parameter.register_hook(_about(unit, place, self._expect))
+                    expecting = parameter.register_hook(_about(unit, index, self._expect))
                     _first(parameter._backward_hooks or {}, expecting)
                 elif next(reversed(parameter._post_accumulate_grad_hooks), None) != handle.id:
                     handle.remove()  # the user has added a hook since, which is to see the gradient before it goes
                     handle = None
                 if handle is None:
                     self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take)
-                self._of_sums(unit, place, parameter)
+                self._of_sums(unit, index, parameter)
 
-    def _of_sums(self, unit: Unit, place: int, parameter: nn.Parameter) -> None:
+    def _of_sums(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         """Keeps parts of gradients from the user's hooks: all but the first that go before and the last behind."""
-        assert unit.index is not None
+        assert unit.layer is not None
         before: dict[int, Any] = parameter._backward_hooks or {}
         behind: dict[int, Any] = parameter._post_accumulate_grad_hooks
         for hooks, own in (before, 0), (behind, len(behind) - 1):
             if len(hooks) == 1:
                 continue
-            for index, (number, hook) in enumerate(list(hooks.items())):
-                if index != own and not isinstance(hook, OfSums):
-                    hooks[number] = OfSums(hook, self._parts, (unit.index, place))
+            for position, (number, hook) in enumerate(list(hooks.items())):
+                if position != own and not isinstance(hook, OfSums):
+                    hooks[number] = OfSums(hook, self._parts, (unit.layer, index))
 
     def on_edge(self, unit: Unit) -> None:
         """Has an edge's gradient summed in fp32, in its own memory, before all hooks of the user, who see the sum."""
@@ -94,13 +94,13 @@ def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], 
     return hook
 
 
-def _about(unit: Unit, place: int, call: _Expect) -> Callable[[Tensor | None], Tensor | None]:
+def _about(unit: Unit, index: int, call: _Expect) -> Callable[[Tensor | None], Tensor | None]:
     reference = weakref.ref(unit)
 
     @opaque
     def hook(gradient: Tensor | None) -> Tensor | None:
         if (bound := call()) is None or (its := reference()) is None:
             return None
-        return bound(its, place, gradient)
+        return bound(its, index, gradient)
 
     return hook

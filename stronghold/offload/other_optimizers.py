@@ -21,12 +21,12 @@ from stronghold.unit import Unit, gradient_of, make_plain, opaque
 @opaque
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     units = _stepped(optimizer)
-    for unit, places in units.items():
-        _check_exact(optimizer, unit, places)
+    for unit, indices in units.items():
+        _check_exact(optimizer, unit, indices)
     begin(units)
-    for unit, places in units.items():
-        for place in places:  # a compiler knows nothing of our gradients' class
-            make_plain(gradient_of(unit.parameters[place]))
+    for unit, indices in units.items():
+        for index in indices:  # a compiler knows nothing of our gradients' class
+            make_plain(gradient_of(unit.parameters[index]))
 
 
 @opaque
@@ -47,9 +47,9 @@ def _stepped(optimizer: Optimizer) -> Units:
     return units_of(p for group in optimizer.param_groups for p in group["params"])
 
 
-def _check_exact(optimizer: Optimizer, unit: Unit, places: list[int]) -> None:
+def _check_exact(optimizer: Optimizer, unit: Unit, indices: list[int]) -> None:
     """Refuses to step bf16 weights whose fp32 masters have more bits, which would be lost a step after the other."""
-    if any(unit.has_finer_master(place) for place in places):
+    if any(unit.has_finer_master(index) for index in indices):
         raise OffloadedModelError(
             "an optimizer must step the fp32 masters of a model that computes in bf16, and only stronghold.AdamW does "
             f"(got {name_of(optimizer)} over the bf16 weights of {unit.name}); use stronghold.AdamW or "

@@ -38,10 +38,10 @@ class Reopened:
                     )
             store.place_kept(unit)
             tensors = {}
-            for place, name in enumerate(named):
-                tensors[name] = unit.weight[place]
-                if place in unit.masters.remainders:
-                    tensors[f"{name}/remainder"] = unit.masters.remainders[place]
+            for index, name in enumerate(named):
+                tensors[name] = unit.weight[index]
+                if index in unit.masters.remainders:
+                    tensors[f"{name}/remainder"] = unit.masters.remainders[index]
             wanted = in_memory(kept, store, unit, named, tensors, whole=False)
             with UnitReader(kept, named) as reader:
                 for name in wanted:

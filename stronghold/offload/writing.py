@@ -52,9 +52,9 @@ def end(units: Units) -> None:
 
 
 def _expect_writes(units: Units) -> None:
-    for unit, places in units.items():
-        for place in places:
-            unit.mark_aliased(place, unseen=True)
+    for unit, indices in units.items():
+        for index in indices:
+            unit.mark_aliased(index, unseen=True)
 
 
 def units_of(parameters: Iterable[Any]) -> Units:
@@ -62,5 +62,5 @@ def units_of(parameters: Iterable[Any]) -> Units:
     units: Units = {}
     for parameter in parameters:
         if isinstance(parameter, OffloadedParameter) and (unit := unit_of(parameter)) is not None:
-            units.setdefault(unit, []).append(parameter.__dict__["_place"])
+            units.setdefault(unit, []).append(parameter.__dict__["_index"])
     return units

@@ -275,7 +275,7 @@ class AdamW(torch.optim.Optimizer):
         missing: dict[Unit, list[int]] = {}
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             if number in loaded and (unit := unit_of(parameter)) is not None:
-                missing.setdefault(unit, []).append(parameter.__dict__["_place"])
+                missing.setdefault(unit, []).append(parameter.__dict__["_index"])
         self._provide(missing)
         self.wait()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -284,10 +284,10 @@ class AdamW(torch.optim.Optimizer):
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             if number not in loaded:
                 continue
-            unit, place = unit_of(parameter), parameter.__dict__["_place"]
+            unit, index = unit_of(parameter), parameter.__dict__["_index"]
             assert unit is not None
             unit.mark_dirty()
-            self._state[parameter] = take_saved(loaded[number], self._moments.of(unit, place))
+            self._state[parameter] = take_saved(loaded[number], self._moments.of(unit, index))
 
     def restart(self, steps: Mapping[Tensor, float], *, zeroed: bool = True) -> None:
         """Replaces all states: the parameters of ``steps`` have one, at that step, whose moments the caller fills.
@@ -295,15 +295,15 @@ class AdamW(torch.optim.Optimizer):
         The memory for those of the others is all zero if it was not used before, unless ``zeroed`` is False.
         Raises BudgetError where they do not fit, before anything has changed.
         """
-        placed = [(p, unit, p.__dict__["_place"]) for p in steps if (unit := unit_of(p)) is not None]  # type: ignore[arg-type]
+        placed = [(p, unit, p.__dict__["_index"]) for p in steps if (unit := unit_of(p)) is not None]  # type: ignore[arg-type]
         missing: dict[Unit, list[int]] = {}
-        for _, unit, place in placed:
-            missing.setdefault(unit, []).append(place)
+        for _, unit, index in placed:
+            missing.setdefault(unit, []).append(index)
         self._provide(missing)
         self.wait()
         self._state = defaultdict(dict)
-        for parameter, unit, place in placed:
-            exp_avg, exp_avg_sq = self._moments.of(unit, place)
+        for parameter, unit, index in placed:
+            exp_avg, exp_avg_sq = self._moments.of(unit, index)
             step = torch.tensor(steps[parameter], dtype=torch.float32)
             self._state[parameter] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         if not zeroed:
@@ -317,7 +317,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _trained(self, unit: Unit) -> list[int]:
         parameters = enumerate(unit.parameters)
-        return [place for place, p in parameters if self.updates(unit, place) and p.requires_grad]
+        return [index for index, p in parameters if self.updates(unit, index) and p.requires_grad]
 
     def _check_memory(self, owner: Owner) -> None:
         """Refuses states and gradients that do not fit the model's budgets, before any are allocated."""
@@ -336,10 +336,10 @@ class AdamW(torch.optim.Optimizer):
             what="AdamW, its states and gradients,",
         )
 
-    def _provide(self, places: Mapping[Unit, list[int]]) -> None:
+    def _provide(self, indices: Mapping[Unit, list[int]]) -> None:
         """Allocates moments of parameters that had none when the optimizer was made; refuses what does not fit."""
         assert self._owner is not None
-        missing = {unit: size for unit, its in places.items() if (size := self._moments.missing_bytes(unit, its))}
+        missing = {unit: size for unit, its in indices.items() if (size := self._moments.missing_bytes(unit, its))}
         if not missing:
             return
         host_bytes, device_bytes, disk_bytes = (
@@ -349,7 +349,7 @@ class AdamW(torch.optim.Optimizer):
         what = f"AdamW's state of {', '.join(unit.name for unit in missing)[:200]}"
         self._owner.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes, what=what)
         for unit in missing:
-            self._moments.allocate(unit, places[unit])
+            self._moments.allocate(unit, indices[unit])
 
     def _keeps_gradients(self, unit: Unit) -> bool:
         assert self._owner is not None
@@ -362,15 +362,15 @@ class AdamW(torch.optim.Optimizer):
             assert self._owner is not None
             unit.gradients.allocate(self._owner.device)
 
-    def updates(self, unit: Unit, place: int) -> bool:
+    def updates(self, unit: Unit, index: int) -> bool:
         """Whether a parameter is in one of the groups."""
-        return id(unit.parameters[place]) in self._groups
+        return id(unit.parameters[index]) in self._groups
 
-    def _state_of(self, unit: Unit, place: int) -> dict[str, Any]:
+    def _state_of(self, unit: Unit, index: int) -> dict[str, Any]:
         """Returns the state of a parameter, or a first one that is not in use yet."""
-        if state := self._state.get(unit.parameters[place]):
+        if state := self._state.get(unit.parameters[index]):
             return state
-        exp_avg, exp_avg_sq = self._moments.begin(unit, place)
+        exp_avg, exp_avg_sq = self._moments.begin(unit, index)
         return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def _check_settings(self) -> None:
@@ -380,14 +380,14 @@ class AdamW(torch.optim.Optimizer):
         check_optimizer(self.states, update, self.nonfinite, self.max_grad_norm)
         self._checked = True
 
-    def _change(self, unit: Unit, place: int, gradient: HostGrad) -> Change:
+    def _change(self, unit: Unit, index: int, gradient: HostGrad) -> Change:
         """Notes what one parameter's update needs, with the group's settings as they are now."""
-        group = self.param_groups[self._groups[id(unit.parameters[place])]]
+        group = self.param_groups[self._groups[id(unit.parameters[index])]]
         beta1, beta2 = group["betas"]
         return Change(
-            place=place,
+            index=index,
             gradient=gradient,
-            state=self._state_of(unit, place),
+            state=self._state_of(unit, index),
             lr=float(group["lr"]),
             betas=(float(beta1), float(beta2)),
             eps=float(group["eps"]),
@@ -405,7 +405,7 @@ class AdamW(torch.optim.Optimizer):
         try:
             # What the computation itself updates comes last, so that the host is at work meanwhile.
             for unit, gradients in sorted(found.items(), key=lambda item: item[0].resident):
-                changes = [self._change(unit, place, gradient) for place, gradient in gradients.items()]
+                changes = [self._change(unit, index, gradient) for index, gradient in gradients.items()]
                 updates.append(Update(unit, changes, threads=self.threads, checked=checked))
                 updates[-1].prepare()
         except BaseException:
@@ -414,23 +414,23 @@ class AdamW(torch.optim.Optimizer):
             raise
         changed = {update.unit: update.changes for update in updates}
         for unit in found:
-            self._state.update((unit.parameters[change.place], change.state) for change in changed[unit])
+            self._state.update((unit.parameters[change.index], change.state) for change in changed[unit])
         return updates
 
     def _gradients(self, unit: Unit) -> dict[int, Tensor]:
-        """Returns the gradients that the step uses of one unit, by place."""
+        """Returns the gradients that the step uses of one unit, by index."""
         gradients: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
-            for place, parameter in enumerate(unit.parameters):
+            for index, parameter in enumerate(unit.parameters):
                 gradient = gradient_of(parameter)
-                if gradient is None or isinstance(gradient, ConsumedGradient) or not self.updates(unit, place):
+                if gradient is None or isinstance(gradient, ConsumedGradient) or not self.updates(unit, index):
                     continue
                 if gradient.layout != torch.strided:
                     raise OffloadedModelError(
                         f"{unit.name} has a gradient of layout {gradient.layout}, and only dense gradients are "
                         "updated; pass sparse=False to its embedding"
                     )
-                gradients[place] = gradient
+                gradients[index] = gradient
         return gradients
 
     def _collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:

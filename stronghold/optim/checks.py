@@ -28,13 +28,13 @@ def check_changes(unit: Unit, changes: Sequence[Change]) -> None:
     """
     spans: list[tuple[int, int, str]] = []
     for change in changes:
-        elements = unit.counts[change.place]
+        elements = unit.counts[change.index]
         _check_step(unit, change)
         for name, tensor, dtypes, count in _operands(unit, change):
             if (
                 tensor.dtype not in dtypes
                 or tensor.numel() != count
-                or tensor.device != unit.weight[change.place].device
+                or tensor.device != unit.weight[change.index].device
                 or not tensor.is_contiguous()
             ):
                 raise OffloadedModelError(
@@ -67,9 +67,9 @@ def _check_step(unit: Unit, change: Change) -> None:
 
 def _operands(unit: Unit, change: Change) -> Iterator[tuple[str, Tensor, tuple[torch.dtype, ...], int]]:
     """Yields what an update of one parameter reads and writes: (name, tensor, its possible dtypes, its elements)."""
-    count = unit.counts[change.place]
-    yield "weight", unit.weight[change.place], _FLOATS, count
-    if (remainder := unit.remainder(change.place)) is not None:
+    count = unit.counts[change.index]
+    yield "weight", unit.weight[change.index], _FLOATS, count
+    if (remainder := unit.remainder(change.index)) is not None:
         yield "remainder", remainder, (torch.int16,), count
     yield "gradient", change.gradient.values, _FLOATS, count
     if (low := change.gradient.remainder) is not None:

@@ -16,13 +16,13 @@ from stronghold.unit import Unit
 Moment = Tensor | Blocks
 
 
-def lay_out_moments(unit: Unit, places: Iterable[int], states: str) -> Layout:
-    """Returns how the moments of the parameters at ``places`` lie in one buffer.
+def lay_out_moments(unit: Unit, indices: Iterable[int], states: str) -> Layout:
+    """Returns how the moments of the parameters at ``indices`` lie in one buffer.
 
     First all first moments, then all second ones; then, as ``states`` is ``"fp32"``, 8 bytes a parameter, or
     ``"8bit"``, 2 bytes, the exponents of both likewise.
     """
-    counts = [unit.parameters[place].numel() for place in places]
+    counts = [unit.parameters[index].numel() for index in indices]
     if states == "fp32":
         arrays = [[4 * count for count in counts]] * 2
     else:
@@ -42,39 +42,39 @@ class Moments:
         self._moments: dict[tuple[int, int], tuple[Moment, Moment]] = {}
         self._used: set[tuple[int, int]] = set()
 
-    def missing_bytes(self, unit: Unit, places: Iterable[int]) -> int:
+    def missing_bytes(self, unit: Unit, indices: Iterable[int]) -> int:
         """Returns what :meth:`allocate` would take."""
-        places = [place for place in places if (id(unit), place) not in self._moments]
-        return lay_out_moments(unit, places, self.states).total_bytes
+        indices = [index for index in indices if (id(unit), index) not in self._moments]
+        return lay_out_moments(unit, indices, self.states).total_bytes
 
-    def allocate(self, unit: Unit, places: Iterable[int]) -> None:
-        """Allocates moments, all zero, for the parameters at ``places`` of ``unit`` that have none yet."""
-        places = [place for place in places if (id(unit), place) not in self._moments]
-        if not places:
+    def allocate(self, unit: Unit, indices: Iterable[int]) -> None:
+        """Allocates moments, all zero, for the parameters at ``indices`` of ``unit`` that have none yet."""
+        indices = [index for index in indices if (id(unit), index) not in self._moments]
+        if not indices:
             return
-        layout = lay_out_moments(unit, places, self.states)
+        layout = lay_out_moments(unit, indices, self.states)
         buffer = unit.allocate(layout.total_bytes, "moments")
         self._buffers.append(buffer)
-        count = len(places)
-        for number, place in enumerate(places):
-            shape, elements = unit.shapes[place], unit.parameters[place].numel()
+        count = len(indices)
+        for number, index in enumerate(indices):
+            shape, elements = unit.shapes[index], unit.parameters[index].numel()
             first, second, *exponents = layout.offsets[number::count]
             if self.states == "fp32":
                 one, other = (buffer.view(offset, shape, torch.float32) for offset in (first, second))
-                self._moments[id(unit), place] = (one, other)
+                self._moments[id(unit), index] = (one, other)
                 continue
             codes = [buffer.view(offset, (elements,), torch.uint8) for offset in (first, second)]
             scales = [buffer.view(offset, (exponents_of(elements),), torch.uint8) for offset in exponents]
             blocks = [Blocks(codes=c, exponents=e) for c, e in zip(codes, scales, strict=True)]
-            self._moments[id(unit), place] = (blocks[0], blocks[1])
+            self._moments[id(unit), index] = (blocks[0], blocks[1])
 
-    def begin(self, unit: Unit, place: int) -> tuple[Moment, Moment]:
+    def begin(self, unit: Unit, index: int) -> tuple[Moment, Moment]:
         """Returns the moments of a parameter without state: all zero, though it had one that was since dropped."""
-        used = (id(unit), place) in self._used
-        moments = self.of(unit, place)
+        used = (id(unit), index) in self._used
+        moments = self.of(unit, index)
         if used:
             unit.mark_dirty()
-            begin, end = unit.share(place)
+            begin, end = unit.share(index)
             for moment in moments:
                 if isinstance(moment, Tensor):
                     moment.view(-1)[begin:end].zero_()
@@ -87,8 +87,8 @@ class Moments:
         """Called when moments without a state have been written: their memory need not be zero."""
         self._used.update(self._moments)
 
-    def of(self, unit: Unit, place: int) -> tuple[Moment, Moment]:
+    def of(self, unit: Unit, index: int) -> tuple[Moment, Moment]:
         """Returns (exp_avg, exp_avg_sq) of one parameter, in its shape or as blocks."""
-        self.allocate(unit, [place])
-        self._used.add((id(unit), place))
-        return self._moments[id(unit), place]
+        self.allocate(unit, [index])
+        self._used.add((id(unit), index))
+        return self._moments[id(unit), index]

@@ -22,7 +22,7 @@ from stronghold.unit import HostGrad, Prepared, Unit, grad_meta_of, gradient_of,
 class Change:
     """One parameter's update. The settings are copies: a scheduler may change the group before the update runs."""
 
-    place: int
+    index: int
     gradient: HostGrad
     state: dict[str, Any]
     lr: float
@@ -32,8 +32,8 @@ class Change:
 
     def operands(self, unit: Unit) -> list[Tensor]:
         """Returns what the update reads and writes beside the gradient."""
-        tensors = [unit.weight[self.place]]
-        if (remainder := unit.remainder(self.place)) is not None:
+        tensors = [unit.weight[self.index]]
+        if (remainder := unit.remainder(self.index)) is not None:
             tensors.append(remainder)
         for moment in (self.state["exp_avg"], self.state["exp_avg_sq"]):
             tensors += [moment] if isinstance(moment, Tensor) else [moment.codes, moment.exponents]
@@ -63,7 +63,7 @@ class Update:
         self.scale = 1.0
         self._prepared: Prepared | None = None
         self.operands: Sequence[Sequence[Tensor]] = ()
-        self.parts: Sequence[Part] = [Part(number, *unit.share(change.place)) for number, change in enumerate(changes)]
+        self.parts: Sequence[Part] = [Part(number, *unit.share(change.index)) for number, change in enumerate(changes)]
 
     def prepare(self) -> None:
         """Takes all memory that the update needs and raises what it is refused for; nothing is written."""
@@ -107,8 +107,8 @@ class Update:
             change.state["step"] += 1
             segments.append(
                 native.Segment(
-                    weight=self.unit.weight[change.place],
-                    remainder=self.unit.remainder(change.place),
+                    weight=self.unit.weight[change.index],
+                    remainder=self.unit.remainder(change.index),
                     grad=change.gradient.values,
                     grad_remainder=change.gradient.remainder,
                     exp_avg=change.state["exp_avg"],
@@ -141,7 +141,7 @@ class Update:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for change in self.changes:
-                gradient = gradient_of(self.unit.parameters[change.place])
+                gradient = gradient_of(self.unit.parameters[change.index])
                 if gradient is not None:
                     note_gradient(gradient, self.unit, known=grad_meta_of(gradient), pending=True)
 

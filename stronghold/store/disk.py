@@ -154,12 +154,12 @@ class DiskStore(Store):
             return [], False
         pages, others = file.changed()
         spans = [(file.find(weight), weight.nbytes) for weight in unit.weight] if pages else []
-        places = [
-            place
-            for place, (begin, length) in enumerate(spans)
+        indices = [
+            index
+            for index, (begin, length) in enumerate(spans)
             if begin is not None and any(begin - PAGE_BYTES < page * PAGE_BYTES < begin + length for page in pages)
         ]
-        return places, others
+        return indices, others
 
     def drop(self, unit: Unit) -> None:
         if (file := self._file_of(unit)) is not None:

@@ -44,5 +44,5 @@ def close_parameter(parameter: nn.Parameter) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = None
         parameter.data = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    for name in ("_unit_reference", "_place"):
+    for name in ("_unit_reference", "_index"):
         parameter.__dict__.pop(name, None)

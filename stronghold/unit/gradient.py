@@ -39,10 +39,10 @@ class GradMeta:
     """What the engine knows of a gradient beside its values, until the user writes it.
 
     ``squares`` is the sum of its squares, a float64 number; ``remainder`` holds the low halves of a sum of several
-    bf16 gradients, or is None. Both lie in memory that the next gradient at this ``place`` uses again.
+    bf16 gradients, or is None. Both lie in memory that the next gradient at this ``index`` uses again.
     """
 
-    place: int
+    index: int
     squares: Tensor
     remainder: Tensor | None = None
 
@@ -123,8 +123,8 @@ def note_gradient(gradient: Tensor, unit: Unit, *, known: GradMeta | None = None
 
 
 def latest(unit: Unit, known: GradMeta) -> GradMeta:
-    """Notes that what was known of the gradient before at this place no longer holds; returns ``known``."""
-    unit.gradients.known[known.place] = known
+    """Notes that what was known of the gradient before at this index no longer holds; returns ``known``."""
+    unit.gradients.known[known.index] = known
     return known
 
 
@@ -134,5 +134,5 @@ def grad_meta_of(gradient: Tensor | None) -> GradMeta | None:
         return None
     # A gradient that the user set aside may come back when another one's sums have taken its place.
     unit = gradient._unit()
-    newest = unit.gradients.known.get(gradient.known.place) if unit is not None else None
+    newest = unit.gradients.known.get(gradient.known.index) if unit is not None else None
     return gradient.known if newest is gradient.known else None

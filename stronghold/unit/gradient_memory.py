@@ -24,14 +24,14 @@ class GradientMemory:
 
     def __init__(self, unit: Unit) -> None:
         self._unit_reference = weakref.ref(unit)
-        self.places: tuple[int, ...] = ()
+        self.indices: tuple[int, ...] = ()
         """Whose gradients have room."""
         self.layout: Layout = lay_out([])
         self._low: Layout = lay_out([])
         """Of the low halves of sums, which gradients in fp32 have not."""
         self.buffer: HostBuffer | None = None
         self.known: dict[int, GradMeta] = {}
-        """What is known of the newest gradient at each place."""
+        """What is known of the newest gradient at each index."""
         self._squares: dict[int, Tensor] = {}
         self._sums: Buffer | None = None
         self._sums_host: Buffer | None = None
@@ -46,13 +46,13 @@ class GradientMemory:
     def fit(self) -> bool:
         """Makes room for the parameters that are trained now; returns whether the layout has changed."""
         with torch._C.DisableTorchFunctionSubclass():
-            trained = {place for place, p in enumerate(self._unit.parameters) if p.requires_grad}
-        if trained <= set(self.places):
+            trained = {index for index, p in enumerate(self._unit.parameters) if p.requires_grad}
+        if trained <= set(self.indices):
             return False
-        self.places = tuple(sorted(trained.union(self.places)))
-        sizes = [self._unit.layout.sizes[place] for place in self.places]
+        self.indices = tuple(sorted(trained.union(self.indices)))
+        sizes = [self._unit.layout.sizes[index] for index in self.indices]
         self.layout = lay_out([*sizes, *[8] * len(sizes)])
-        self._low = lay_out([2 * self._unit.counts[p] * (self._unit.dtypes[p] != torch.float32) for p in self.places])
+        self._low = lay_out([2 * self._unit.counts[p] * (self._unit.dtypes[p] != torch.float32) for p in self.indices])
         self.release()
         self._sums = self._sums_host = None
         return True
@@ -77,47 +77,47 @@ class GradientMemory:
         self.known = {}
         self._sums = self._sums_host = None
 
-    def view(self, buffer: Buffer, place: int) -> Tensor:
+    def view(self, buffer: Buffer, index: int) -> Tensor:
         """Returns the gradient of one parameter in a buffer of this layout."""
-        return buffer.view(self._offset(place), self._unit.shapes[place], self._unit.dtypes[place])
+        return buffer.view(self._offset(index), self._unit.shapes[index], self._unit.dtypes[index])
 
-    def squares(self, buffer: Buffer, place: int) -> Tensor:
+    def squares(self, buffer: Buffer, index: int) -> Tensor:
         """Returns the sum of squares of one parameter's gradient in a buffer of this layout."""
-        return buffer.view(self.squares_offset(place), (), torch.float64)
+        return buffer.view(self.squares_offset(index), (), torch.float64)
 
-    def held_squares(self, place: int) -> Tensor:
+    def held_squares(self, index: int) -> Tensor:
         """Returns the same of the host's gradients, which are allocated."""
         assert self.buffer is not None
-        if place not in self._squares:
-            self._squares[place] = self.squares(self.buffer, place)
-        return self._squares[place]
+        if index not in self._squares:
+            self._squares[index] = self.squares(self.buffer, index)
+        return self._squares[index]
 
-    def squares_offset(self, place: int) -> int:
-        return self.layout.offsets[len(self.places) + self.places.index(place)]
+    def squares_offset(self, index: int) -> int:
+        return self.layout.offsets[len(self.indices) + self.indices.index(index)]
 
-    def remainder(self, place: int) -> Tensor | None:
+    def remainder(self, index: int) -> Tensor | None:
         """Returns where the low halves of a sum of bf16 gradients lie: beside the gradient, 2 bytes a parameter.
 
         They are allocated when a second gradient is added to a first. None with fp32 compute, whose sums need none.
         """
-        if self._unit.dtypes[place] == torch.float32:
+        if self._unit.dtypes[index] == torch.float32:
             return None
         if self._sums is None:
             self._sums = self._sum_buffer(on_device=self._unit.resident or self._unit.has_device_copy)
-        return self._sum_in(self._sums, place)
+        return self._sum_in(self._sums, index)
 
-    def host_remainder(self, place: int) -> Tensor:
+    def host_remainder(self, index: int) -> Tensor:
         """Returns where the low halves of an edge's sum arrive on the host."""
         if self._sums_host is None:
             self._sums_host = self._sum_buffer(on_device=False)
-        return self._sum_in(self._sums_host, place)
+        return self._sum_in(self._sums_host, index)
 
     def sum_bytes(self) -> int:
         """Returns what :meth:`remainder` takes."""
         return self._low.total_bytes
 
-    def _offset(self, place: int) -> int:
-        return self.layout.offsets[self.places.index(place)]
+    def _offset(self, index: int) -> int:
+        return self.layout.offsets[self.indices.index(index)]
 
     def _sum_buffer(self, *, on_device: bool) -> Buffer:
         unit, size = self._unit, self.sum_bytes()
@@ -133,5 +133,5 @@ class GradientMemory:
         memory = None if unit.is_edge else unit.replicas.memory(size)
         return unit.owner.device.host_buffer(size, pinned=False, memory=memory)
 
-    def _sum_in(self, buffer: Buffer, place: int) -> Tensor:
-        return buffer.view(self._low.offsets[self.places.index(place)], self._unit.shapes[place], torch.int16)
+    def _sum_in(self, buffer: Buffer, index: int) -> Tensor:
+        return buffer.view(self._low.offsets[self.indices.index(index)], self._unit.shapes[index], torch.int16)

@@ -16,7 +16,7 @@ _ODD = torch.arange(1, 2 * _BLOCK // 4, 2, dtype=torch.int64) * 0x9E3779B97F4A7C
 
 
 class Masters:
-    """The remainders of a unit's weights, by place, and whether they still belong to their weights.
+    """The remainders of a unit's weights, by index, and whether they still belong to their weights.
 
     A user who writes a weight writes its bf16 part, and the master takes that value: the remainder of what was written
     becomes zero, all others stay. A write that goes through the parameter is compared element by element. Where
@@ -38,90 +38,90 @@ class Masters:
         """Whether the user may write a weight unseen."""
         return bool(self._marks)
 
-    def place(self, place: int, remainder: Tensor, version: int) -> None:
-        self.remainders[place] = remainder
-        self._accounted[place] = version
+    def place(self, index: int, remainder: Tensor, version: int) -> None:
+        self.remainders[index] = remainder
+        self._accounted[index] = version
 
-    def attach(self, place: int, version: int) -> None:
+    def attach(self, index: int, version: int) -> None:
         """Called with the version that a parameter begins with."""
-        if place in self.remainders:
-            self._accounted[place] = version
+        if index in self.remainders:
+            self._accounted[index] = version
 
-    def fill(self, place: int, weight: Tensor, values: Tensor) -> None:
+    def fill(self, index: int, weight: Tensor, values: Tensor) -> None:
         """Writes ``values`` (fp32) as the master of one parameter."""
-        split(values, weight, self.remainders[place])
+        split(values, weight, self.remainders[index])
 
-    def value(self, place: int, weight: Tensor) -> Tensor:
+    def value(self, index: int, weight: Tensor) -> Tensor:
         """Returns a copy of the fp32 master of one parameter."""
-        return join(weight, self.remainders[place])
+        return join(weight, self.remainders[index])
 
-    def mark_aliased(self, place: int, weight: Tensor) -> bool:
+    def mark_aliased(self, index: int, weight: Tensor) -> bool:
         """Called when the user gets a tensor over a weight's memory, before anything is written through it.
 
         Returns whether it has read the weight, to mark it.
         """
-        if place not in self.remainders or place in self._marks:
+        if index not in self.remainders or index in self._marks:
             return False
-        self._marks[place] = _marks(weight)
+        self._marks[index] = _marks(weight)
         return True
 
-    def write(self, place: int, weight: Tensor, task: Callable[[], object], version: Callable[[], int]) -> object:
+    def write(self, index: int, weight: Tensor, task: Callable[[], object], version: Callable[[], int]) -> object:
         """Runs ``task``, which writes into one weight, and clears the remainders of the elements it changed."""
-        if place in self._marks:
-            self._clear_marked(place, weight)  # what was written unseen before: the marks below forget it
+        if index in self._marks:
+            self._clear_marked(index, weight)  # what was written unseen before: the marks below forget it
         before = weight.detach().clone()
         seen = version()
         result = task()
-        self._clear(place, before, weight)
-        if self._accounted[place] == seen:
-            self._accounted[place] = version()
-        if place in self._marks:
-            self._marks[place] = _marks(weight)
+        self._clear(index, before, weight)
+        if self._accounted[index] == seen:
+            self._accounted[index] = version()
+        if index in self._marks:
+            self._marks[index] = _marks(weight)
         return result
 
-    def replace(self, place: int, weight: Tensor, value: Tensor) -> None:
+    def replace(self, index: int, weight: Tensor, value: Tensor) -> None:
         """Takes over a whole weight that was written elsewhere (an edge's, on the device)."""
-        if place in self.remainders:
-            self._clear(place, value, weight)
+        if index in self.remainders:
+            self._clear(index, value, weight)
         weight.copy_(value)
 
     def take_writes(self, weights: list[Tensor], versions: list[int], shared: Callable[[int], bool]) -> None:
         """Clears the remainders of what was written since this was last asked."""
-        for place, remainder in self.remainders.items():
-            if place in self._marks:
-                self._clear_marked(place, weights[place])
-                if not shared(place):
-                    del self._marks[place]
-            elif self._accounted[place] != versions[place]:
+        for index, remainder in self.remainders.items():
+            if index in self._marks:
+                self._clear_marked(index, weights[index])
+                if not shared(index):
+                    del self._marks[index]
+            elif self._accounted[index] != versions[index]:
                 remainder.zero_()
-            self._accounted[place] = versions[place]
+            self._accounted[index] = versions[index]
 
-    def forget(self, places: Sequence[int]) -> None:
+    def forget(self, indices: Sequence[int]) -> None:
         """Clears the remainders of weights that were written, it is not known where."""
-        for place in places:
-            if place in self.remainders and place not in self._marks:
-                self.remainders[place].zero_()
+        for index in indices:
+            if index in self.remainders and index not in self._marks:
+                self.remainders[index].zero_()
 
     def updated(self, weights: list[Tensor], shared: Callable[[int], bool]) -> None:
         """Called when an update has written the weights."""
-        for place in list(self._marks):
-            if shared(place):
-                self._marks[place] = _marks(weights[place])
+        for index in list(self._marks):
+            if shared(index):
+                self._marks[index] = _marks(weights[index])
             else:
-                del self._marks[place]
+                del self._marks[index]
 
-    def _clear_marked(self, place: int, weight: Tensor) -> None:
+    def _clear_marked(self, index: int, weight: Tensor) -> None:
         """Clears the remainders of the blocks that were written since they were marked, and marks them anew."""
-        now, remainder = _marks(weight), self.remainders[place]
-        if len(written := torch.nonzero(now != self._marks[place]).flatten()):
+        now, remainder = _marks(weight), self.remainders[index]
+        if len(written := torch.nonzero(now != self._marks[index]).flatten()):
             elements = (written[:, None] * _BLOCK + torch.arange(_BLOCK, device=written.device)).flatten()
             remainder.view(-1)[elements[elements < remainder.numel()]] = 0
-        self._marks[place] = now
+        self._marks[index] = now
 
-    def _clear(self, place: int, before: Tensor, after: Tensor) -> None:
+    def _clear(self, index: int, before: Tensor, after: Tensor) -> None:
         # Bit for bit: a NaN that stayed is no write, and neither is a zero of another sign the same.
         changed = before.view(torch.int16) != after.detach().view(torch.int16)
-        self.remainders[place].masked_fill_(changed, 0)
+        self.remainders[index].masked_fill_(changed, 0)
 
 
 def _marks(weight: Tensor) -> Tensor:

@@ -72,15 +72,15 @@ class OffloadedParameter(_Parameter):
         into = [(value, unit) for value, unit in placed if id(value) in targets]
         if len(into) == 1:
             (value, unit), *_ = into
-            return unit.write(value.__dict__["_place"], call)
+            return unit.write(value.__dict__["_index"], call)
         for _, unit in into:
             unit.check_own()
         for value, unit in into:  # one of many (torch._foreach_*): told apart by blocks, not by copies of all
-            unit.mark_aliased(value.__dict__["_place"], unseen=True)
+            unit.mark_aliased(value.__dict__["_index"], unseen=True)
         result = call()
         for value, unit in placed:
             if hands_out(key, result, value):
-                unit.mark_aliased(value.__dict__["_place"], unseen=key in ALIASES)
+                unit.mark_aliased(value.__dict__["_index"], unseen=key in ALIASES)
         return result
 
     def _set_data(self, value: Tensor) -> None:

@@ -51,7 +51,7 @@ class Owner(Protocol):
     """Whether the masters are kept beside a state dictionary, which has none, or the user was told that it has none."""
 
     def agree(self, found: Mapping[Unit, Collection[int]]) -> None:
-        """Raises ParallelError where replicas have not ``found`` gradients at the same places of the same units."""
+        """Raises ParallelError where replicas have not ``found`` gradients at the same indices of the same units."""
 
     def update_threads(self) -> int:
         """Returns how many cores an update may use: all that the process may, but one for the thread that computes."""
@@ -66,7 +66,7 @@ class Owner(Protocol):
         """Makes ``optimizer`` the one that updates this model; raises where it has one already."""
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
-        """Returns ``gradients`` (by place) where the unit is updated, complete, with their squares on the host."""
+        """Returns ``gradients`` (by index) where the unit is updated, complete, with their squares on the host."""
 
     def take_writes(self, unit: Unit) -> bool:
         """Brings the host's memory of ``unit`` up to what the user wrote into its parameters, if anything."""
@@ -150,7 +150,7 @@ class Updater(Protocol):
     threads: int
     """The cores that work on the host's memory may use."""
 
-    def updates(self, unit: Unit, place: int) -> bool:
+    def updates(self, unit: Unit, index: int) -> bool:
         """Whether a parameter is one of those that the optimizer updates."""
 
     def update_now(self, unit: Unit, gradients: dict[int, HostGrad], ready: Event | None) -> Event | None:

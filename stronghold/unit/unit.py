@@ -23,18 +23,18 @@ from stronghold.unit.samples import Samples
 class Unit:
     """The memory of one unit, and what is under way in it.
 
-    ``index`` is the layer's number, or None for an edge. ``dtype`` is what the parameters compute in, one for all or
+    ``layer`` is the layer's number, or None for an edge. ``dtype`` is what the parameters compute in, one for all or
     one for each. ``weight`` are views of that dtype: what is copied to the device and what the parameter is outside the
     window. A ``resident`` layer has all of that on the device. A unit that ``has_device_copy`` is an edge on a device
     with memory of its own: the parameter is that copy. ``alignment`` is that of its tensors in memory, in bytes.
-    "Place" is a parameter's number in its unit.
+    An index is a parameter's number in its unit.
 
     The engine owns its units and the store; a unit refers to both weakly, and so does a parameter to its unit.
     """
 
     def __init__(
         self,
-        index: int | None,
+        layer: int | None,
         name: str,
         parameters: Sequence[nn.Parameter],
         dtype: torch.dtype | Sequence[torch.dtype],
@@ -44,7 +44,7 @@ class Unit:
         alignment: int = ALIGNMENT_BYTES,
     ) -> None:
         self._born = forks()
-        self.index = index
+        self.layer = layer
         self.name = name
         self.parameters = list(parameters)
         self.dtypes = [dtype] * len(self.parameters) if isinstance(dtype, torch.dtype) else list(dtype)
@@ -106,7 +106,7 @@ class Unit:
 
     @property
     def is_edge(self) -> bool:
-        return self.index is None
+        return self.layer is None
 
     @property
     def trainable(self) -> bool:
@@ -127,15 +127,15 @@ class Unit:
         ``values`` are taken one after another; without them they are the parameters' own.
         """
         values = [p.detach() for p in self.parameters] if values is None else values
-        places = self.make_room(memory)
-        self.replicas.from_rank0(lambda: self._fill(values, places))
+        indices = self.make_room(memory)
+        self.replicas.from_rank0(lambda: self._fill(values, indices))
         for tensor in (*self.weight, *self.masters.remainders.values()):
             self.replicas.take_first(tensor, common=not self.resident)
 
-    def _fill(self, values: Iterable[Tensor], places: Sequence[int]) -> None:
-        for place, (weight, value) in enumerate(zip(self.weight, values, strict=True)):
-            if place in places:
-                self.masters.fill(place, weight, value.to(weight.device, torch.float32).contiguous())
+    def _fill(self, values: Iterable[Tensor], indices: Sequence[int]) -> None:
+        for index, (weight, value) in enumerate(zip(self.weight, values, strict=True)):
+            if index in indices:
+                self.masters.fill(index, weight, value.to(weight.device, torch.float32).contiguous())
             else:
                 weight.copy_(value)
 
@@ -147,9 +147,9 @@ class Unit:
             self.buffer.view(offset, shape, dtype)
             for offset, shape, dtype in zip(self.layout.offsets, self.shapes, self.dtypes, strict=True)
         ]
-        places = self.master_places()
-        self._place_remainders(places)
-        return places
+        indices = self.master_places()
+        self._place_remainders(indices)
+        return indices
 
     def allocate(self, length_bytes: int, kind: Kind) -> Buffer:
         """Allocates memory where this part of the unit lives: on the host, on disk, or on the device."""
@@ -159,65 +159,65 @@ class Unit:
 
     def master_places(self) -> list[int]:
         """Returns which parameters have a remainder: those in bf16 that are trained, or rounded when placed."""
-        places = [place for place, dtype in enumerate(self.dtypes) if dtype != torch.float32]
-        return [p for p in places if _requires_grad(self.parameters[p]) or self.parameters[p].dtype != self.dtypes[p]]
+        indices = [index for index, dtype in enumerate(self.dtypes) if dtype != torch.float32]
+        return [p for p in indices if _requires_grad(self.parameters[p]) or self.parameters[p].dtype != self.dtypes[p]]
 
-    def master(self, place: int) -> Tensor:
+    def master(self, index: int) -> Tensor:
         """Returns the fp32 master of a parameter: a copy, or with fp32 compute the weight itself."""
-        if self.dtypes[place] == torch.float32:
-            return self.weight[place]
-        if place not in self.masters.remainders:
-            return self.weight[place].float()
-        return self.masters.value(place, self.weight[place])
+        if self.dtypes[index] == torch.float32:
+            return self.weight[index]
+        if index not in self.masters.remainders:
+            return self.weight[index].float()
+        return self.masters.value(index, self.weight[index])
 
-    def remainder(self, place: int) -> Tensor | None:
+    def remainder(self, index: int) -> Tensor | None:
         """Returns what the optimizer updates beside the weight, or None with fp32 compute."""
-        if self.dtypes[place] == torch.float32:
+        if self.dtypes[index] == torch.float32:
             return None
-        if place not in self.masters.remainders:  # frozen until now, and its weight exact
-            self._place_remainders([place])
-        return self.masters.remainders[place]
+        if index not in self.masters.remainders:  # frozen until now, and its weight exact
+            self._place_remainders([index])
+        return self.masters.remainders[index]
 
-    def has_finer_master(self, place: int) -> bool:
+    def has_finer_master(self, index: int) -> bool:
         """Whether a parameter that is trained has a master of more bits than its weight, or may get one."""
-        if self.dtypes[place] == torch.float32 or not _requires_grad(self.parameters[place]):
+        if self.dtypes[index] == torch.float32 or not _requires_grad(self.parameters[index]):
             return False
-        remainder = self.masters.remainders.get(place)
-        return self._rounded[place] or (remainder is not None and bool(remainder.any()))
+        remainder = self.masters.remainders.get(index)
+        return self._rounded[index] or (remainder is not None and bool(remainder.any()))
 
     def remainder_bytes(self) -> int:
         """Returns what the remainders take when the unit is placed."""
-        sizes = [2 * self.parameters[place].numel() for place in self.master_places()]
+        sizes = [2 * self.parameters[index].numel() for index in self.master_places()]
         return lay_out(sizes, self.alignment).total_bytes
 
-    def shares(self, place: int) -> list[tuple[int, int]]:
+    def shares(self, index: int) -> list[tuple[int, int]]:
         """Returns which elements of a parameter each of the machine's replicas updates, (begin, end).
 
         Of a resident unit each has all.
         """
-        count = self.counts[place]
+        count = self.counts[index]
         if self.resident:
             return [(0, count)] * self.replicas.count
-        return shares(count, self.replicas.count, GRAIN if self.alignment == PAGE_BYTES else BLOCK, first=place)
+        return shares(count, self.replicas.count, GRAIN if self.alignment == PAGE_BYTES else BLOCK, first=index)
 
-    def share(self, place: int) -> tuple[int, int]:
+    def share(self, index: int) -> tuple[int, int]:
         """Returns which elements of a parameter this process updates."""
-        return self.shares(place)[self.replicas.number]
+        return self.shares(index)[self.replicas.number]
 
-    def own(self, place: int, tensor: Tensor) -> Tensor:
+    def own(self, index: int, tensor: Tensor) -> Tensor:
         """Returns, flat, what this process updates of a tensor that is like the parameter."""
-        begin, end = self.share(place)
+        begin, end = self.share(index)
         return tensor.view(-1)[begin:end]
 
-    def _place_remainders(self, places: Sequence[int]) -> None:
-        layout = lay_out([2 * self.parameters[place].numel() for place in places], self.alignment)
-        if not places:
+    def _place_remainders(self, indices: Sequence[int]) -> None:
+        layout = lay_out([2 * self.parameters[index].numel() for index in indices], self.alignment)
+        if not indices:
             return
         buffer = self.allocate(layout.total_bytes, "remainders")
         self._buffers.append(buffer)
-        for place, offset in zip(places, layout.offsets, strict=True):
-            remainder = buffer.view(offset, self.shapes[place], torch.int16)
-            self.masters.place(place, remainder, raw_version(self.parameters[place]))
+        for index, offset in zip(indices, layout.offsets, strict=True):
+            remainder = buffer.view(offset, self.shapes[index], torch.int16)
+            self.masters.place(index, remainder, raw_version(self.parameters[index]))
 
     def sample(self) -> None:
         """Notes some elements of the weights, by which a write shows that nothing tells of.
@@ -234,12 +234,12 @@ class Unit:
             self._samples = Samples(self.buffer.flat, self.layout, [dtype.itemsize for dtype in self.dtypes])
         self._samples.take()
 
-    def attach(self, place: int) -> None:
+    def attach(self, index: int) -> None:
         """Called when a parameter's memory has become this unit's."""
-        self.versions[place] = raw_version(self.parameters[place])
-        self.masters.attach(place, self.versions[place])
+        self.versions[index] = raw_version(self.parameters[index])
+        self.masters.attach(index, self.versions[index])
 
-    def settled_value(self, place: int, *, exact: bool) -> Tensor:
+    def settled_value(self, index: int, *, exact: bool) -> Tensor:
         """Returns a parameter's value once no update of it is under way: in the compute dtype, or its fp32 master.
 
         What the user wrote is in it. It is where the unit lives, and may be its memory: for reading, and until then.
@@ -248,7 +248,7 @@ class Unit:
         self.owner.wait_on_host(self)  # of an edge, the host's own copy is read here
         self.wait_updated()
         self.owner.take_writes(self)
-        return self.master(place) if exact else self.weight[place]
+        return self.master(index) if exact else self.weight[index]
 
     def close(self) -> None:
         """Gives the unit's memory back."""
@@ -277,30 +277,30 @@ class Unit:
         if (memory := self._memory) is not None:
             memory.mark_dirty(self)
 
-    def mark_aliased(self, place: int, *, unseen: bool) -> None:
+    def mark_aliased(self, index: int, *, unseen: bool) -> None:
         """Called when the user gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
         if not self.is_edge:  # an edge's weight is in memory: what is on disk changes when the write is taken over
             self.mark_dirty()
         self.touched |= unseen
-        self._told.add(place)
+        self._told.add(index)
         if self.is_common:
             return  # nobody may write it
         # Where there is a device copy the host has its own, to compare with. Marking reads the weight: without drop()
         # a state_dict() would leave the whole model in the resident set.
-        if not self.has_device_copy and self.masters.mark_aliased(place, self.weight[place]):
+        if not self.has_device_copy and self.masters.mark_aliased(index, self.weight[index]):
             self.drop()
 
-    def write(self, place: int, task: Callable[[], Any]) -> Any:
+    def write(self, index: int, task: Callable[[], Any]) -> Any:
         """Runs ``task``, which writes into a parameter. Raises OffloadedModelError where replicas have it in common."""
         self.check_own()
         self.touched = True  # a function need not count a version
-        self._told.add(place)
-        changes = not self.is_edge or (not self.has_device_copy and place in self.masters.remainders)
+        self._told.add(index)
+        changes = not self.is_edge or (not self.has_device_copy and index in self.masters.remainders)
         if changes:
             self.mark_dirty()
-        if self.has_device_copy or place not in self.masters.remainders:
+        if self.has_device_copy or index not in self.masters.remainders:
             return task()
-        return self.masters.write(place, self.weight[place], task, lambda: raw_version(self.parameters[place]))
+        return self.masters.write(index, self.weight[index], task, lambda: raw_version(self.parameters[index]))
 
     @property
     def is_common(self) -> bool:
@@ -324,7 +324,7 @@ class Unit:
     def was_written(self) -> bool:
         """Whether the user may have written the parameters since this was last asked."""
         versions = self.versions_now()
-        self._told.update(place for place, version in enumerate(versions) if version != self.versions[place])
+        self._told.update(index for index, version in enumerate(versions) if version != self.versions[index])
         untold = self._untold_writes()
         if versions != self.versions or untold:
             self.generation += 1
@@ -345,24 +345,24 @@ class Unit:
             on_disk, others = self._memory.written(self)
             found += on_disk
             self.touched |= others
-        written = [place for place in found if place not in self._told]
+        written = [index for index in found if index not in self._told]
         self.masters.forget(written)
         return written
 
     def take_writes(self, arrived: Sequence[Tensor] = ()) -> None:
         """Brings the fp32 masters up to what the user wrote into the weights; ``arrived`` is from the device copy."""
-        for place, value in enumerate(arrived):
-            if not torch.equal(_octets(value), _octets(self.weight[place])):
+        for index, value in enumerate(arrived):
+            if not torch.equal(_octets(value), _octets(self.weight[index])):
                 self.mark_dirty()
-                self.masters.replace(place, self.weight[place], value)
+                self.masters.replace(index, self.weight[index], value)
         if not self.has_device_copy and self.masters:
             self.mark_dirty()
-            self.masters.take_writes(self.weight, self.versions, lambda place: is_shared(self.weight[place]))
+            self.masters.take_writes(self.weight, self.versions, lambda index: is_shared(self.weight[index]))
         self.sample()
 
     def rewritten(self) -> None:
         """Called when the engine has written the weights, not the user: an update, or what loads a checkpoint."""
-        self.masters.updated(self.weight, lambda place: is_shared(self.weight[place]))
+        self.masters.updated(self.weight, lambda index: is_shared(self.weight[index]))
         self.sample()
 
     def check_unchanged(self, owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:

@@ -25,10 +25,10 @@ class Views:
         self._known: dict[Unit, tuple[Layout, dict[int, HostGrad]]] = {}
 
     def of(self, unit: Unit, view: Callable[[int], HostGrad]) -> dict[int, HostGrad]:
-        """Returns, by place, the gradients of a layer with their squares, made by ``view`` where they are not known."""
+        """Returns, by index, the gradients of a layer with their squares, made by ``view`` where they are not known."""
         layout, known = self._known.get(unit, (None, {}))
         if layout is not unit.gradients.layout:  # a parameter is trained now that was not
-            known = {place: view(place) for place in unit.gradients.places}
+            known = {index: view(index) for index in unit.gradients.indices}
             self._known[unit] = unit.gradients.layout, known
         return known
 
@@ -86,14 +86,14 @@ class GradOffload:
         """Returns what the gradients of a layer take in a slot."""
         return unit.gradients.layout.total_bytes
 
-    def put(self, unit: Unit, place: int, gradient: Tensor, *, add: bool) -> None:
+    def put(self, unit: Unit, index: int, gradient: Tensor, *, add: bool) -> None:
         """Copies a gradient into the slot that is filled now, in the order of the computation, or adds it there."""
-        self.device.compute_copy(self._slot_views(unit)[place].values, gradient, add=add)
+        self.device.compute_copy(self._slot_views(unit)[index].values, gradient, add=add)
 
-    def send(self, unit: Unit, places: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
+    def send(self, unit: Unit, indices: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
         """Ends the filling of a slot and returns it: copies down may follow. The next one is filled from now on."""
         slot, views = self.slot, self._slot_views(unit)
-        gradients, squares = [views[place].values for place in places], [views[place].squares for place in places]
+        gradients, squares = [views[index].values for index in indices], [views[index].squares for index in indices]
         self.device.compute_run(lambda: write_squares(gradients, squares, threads, found_inf))
         self._turn()
         return slot
@@ -107,10 +107,10 @@ class GradOffload:
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
         self.waits.stream(self.device.gradients, self.device.record_event(), Wait.GRADIENT_WRITTEN)
 
-    def copy(self, unit: Unit, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
-        """Submits the copy of the gradients at ``places``, and of their squares, to a buffer of the same layout."""
-        numbers = [unit.gradients.places.index(place) for place in places]
-        numbers += [len(unit.gradients.places) + number for number in numbers]  # the squares, behind all gradients
+    def copy(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int], buffer: HostBuffer) -> None:
+        """Submits the copy of the gradients at ``indices``, and of their squares, to a buffer of the same layout."""
+        numbers = [unit.gradients.indices.index(index) for index in indices]
+        numbers += [len(unit.gradients.indices) + number for number in numbers]  # the squares, behind all gradients
         with self.device.noted(self.device.gradients, f"gradients {unit.name}"):
             for begin, length in unit.gradients.layout.runs(numbers):
                 self._copy(buffer.flat[begin : begin + length], slot.flat[begin : begin + length])
@@ -119,27 +119,27 @@ class GradOffload:
         self.device.gradients.copy(target, source)
         self.traffic.gradient_bytes += source.nbytes
 
-    def stage(self, unit: Unit, slot: DeviceSlot, places: Sequence[int]) -> tuple[Staging, dict[int, HostGrad]]:
+    def stage(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> tuple[Staging, dict[int, HostGrad]]:
         """Sends gradients down into a staging buffer; returns it and what arrives there."""
         staging = self._staging[0]
         self._staging.append(self._staging.pop(0))
         # What was staged here before must have been added, or used for its update.
         self.waits.stream(self.device.gradients, staging.free, Wait.STAGING_FREE)
-        self.copy(unit, slot, places, staging.buffer)
+        self.copy(unit, slot, indices, staging.buffer)
         slot.drained = self.device.gradients.record()
         buffer, memory = staging.buffer, unit.gradients
         known = staging.views.of(unit, lambda p: HostGrad(memory.view(buffer, p), memory.squares(buffer, p)))
-        return staging, {place: known[place] for place in places}
+        return staging, {index: known[index] for index in indices}
 
 
-def _gradient(flat: Tensor, unit: Unit, place: int) -> Tensor:
+def _gradient(flat: Tensor, unit: Unit, index: int) -> Tensor:
     """Returns the gradient of one parameter in a slot."""
-    layout, number = unit.gradients.layout, unit.gradients.places.index(place)
+    layout, number = unit.gradients.layout, unit.gradients.indices.index(index)
     begin, size = layout.offsets[number], layout.sizes[number]
-    return flat[begin : begin + size].view(unit.dtypes[place]).view(unit.shapes[place])
+    return flat[begin : begin + size].view(unit.dtypes[index]).view(unit.shapes[index])
 
 
-def _squares(flat: Tensor, unit: Unit, place: int) -> Tensor:
+def _squares(flat: Tensor, unit: Unit, index: int) -> Tensor:
     """Returns the sum of squares of one parameter's gradient in a slot."""
-    begin = unit.gradients.squares_offset(place)
+    begin = unit.gradients.squares_offset(index)
     return flat[begin : begin + 8].view(torch.float64).view(())

@@ -93,28 +93,28 @@ class Gradients:
         self._fresh = {}
         held, known = self._held.setdefault(layer, {}), self._known.setdefault(layer, {})
         taken = [] if self.summed else self._taken(unit, range(len(unit.parameters)))
-        for place, parameter in enumerate(unit.parameters):
+        for index, parameter in enumerate(unit.parameters):
             gradient = gradient_of(parameter)
             if gradient is None:
                 continue
             if isinstance(gradient, ConsumedGradient):
                 raise consumed_error()
-            if place in taken:
+            if index in taken:
                 raise OffloadedModelError(
                     f"update='in_backward' adds to no gradient that is there already (got one on a parameter of "
                     f"{unit.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
                 )
-            held[place], known[place] = gradient, grad_meta_of(gradient)
+            held[index], known[index] = gradient, grad_meta_of(gradient)
             set_gradient(parameter, None)
 
     def take(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has just put into ``parameter.grad`` of the layer that is open."""
         assert self._layer is not None
         unit = self.units[self._layer]
-        place = parameter.__dict__["_place"]
+        index = parameter.__dict__["_index"]
         gradient = gradient_of(parameter)
         if gradient is None:  # a function's backward gave none
-            self.parts.keep(unit, place, None)
+            self.parts.keep(unit, index, None)
             return
         set_gradient(parameter, None)
         if gradient.requires_grad:
@@ -128,14 +128,14 @@ class Gradients:
                 f"{unit.name} produced a gradient of layout {gradient.layout}, and only dense gradients travel; "
                 "pass sparse=False to its embedding"
             )
-        if self.parts.is_part((self._layer, place)):
-            self.parts.keep(unit, place, gradient)
+        if self.parts.is_part((self._layer, index)):
+            self.parts.keep(unit, index, gradient)
             return
         if unit.resident:
-            if place in self._fresh:
-                self._fresh[place].add_(gradient)
+            if index in self._fresh:
+                self._fresh[index].add_(gradient)
             else:
-                self._fresh[place] = in_own_memory(gradient)
+                self._fresh[index] = in_own_memory(gradient)
             return
         if not self._written:
             begin = self.device.stamp()
@@ -143,8 +143,8 @@ class Gradients:
             self.waits.compute(self.grad_offload.slot.drained, Wait.GRADIENT_SLOT_FREE)
             # It may have had to wait for staging, which is free when the update from it is done.
             self.grad_offload.traffic.update_waits.append((begin, self.device.stamp()))
-        self.grad_offload.put(unit, place, gradient, add=place in self._written)
-        self._written.add(place)
+        self.grad_offload.put(unit, index, gradient, add=index in self._written)
+        self._written.add(index)
 
     def close(self) -> Event | None:
         """Ends the layer's backward pass and sends its gradients down.
@@ -156,28 +156,28 @@ class Gradients:
             self._close_resident(layer)
         if layer is None or not self._written:
             return None
-        unit, places = self.units[layer], sorted(self._written)
-        taken = self._taken(unit, places)
+        unit, indices = self.units[layer], sorted(self._written)
+        taken = self._taken(unit, indices)
         updater = self._updater
         found_inf = self._found_inf if updater is not None and updater.in_backward else None
-        slot = self.grad_offload.send(unit, places, self._threads, found_inf)
-        self._done.append((layer, tuple(places)))
+        slot = self.grad_offload.send(unit, indices, self._threads, found_inf)
+        self._done.append((layer, tuple(indices)))
         if not self._held[layer].keys().isdisjoint(taken):
-            self._keep(layer, slot, places)
+            self._keep(layer, slot, indices)
             return self._update_sums(unit, slot, taken)
         updated = self._down_and_update(unit, slot, taken) if taken else None
-        if len(taken) < len(places):
-            self._keep(layer, slot, [place for place in places if place not in taken])
+        if len(taken) < len(indices):
+            self._keep(layer, slot, [index for index in indices if index not in taken])
         return updated
 
-    def _taken(self, unit: Unit, places: Iterable[int]) -> list[int]:
+    def _taken(self, unit: Unit, indices: Iterable[int]) -> list[int]:
         """Returns of which places the gradient is used for an update at once, rather than kept for the user."""
         updater = self._updater
         if updater is None or not updater.in_backward or self.more:
             return []
         if unit.resident and self.replicas.total > 1:
             return []  # the step takes the mean
-        return [p for p in places if id(unit.parameters[p]) not in self.shared and updater.updates(unit, p)]
+        return [p for p in indices if id(unit.parameters[p]) not in self.shared and updater.updates(unit, p)]
 
     @property
     def _updater(self) -> Updater | None:
@@ -192,8 +192,8 @@ class Gradients:
         """Keeps the gradients of a resident layer on the device, or updates it with them at once."""
         unit, held, known = self.units[layer], self._held[layer], self._known[layer]
         fresh, self._fresh = self._fresh, {}
-        taken = {place: fresh.pop(place) for place in self._taken(unit, sorted(fresh))}
-        again = {place: fresh.pop(place) for place in list(fresh) if place in held}
+        taken = {index: fresh.pop(index) for index in self._taken(unit, sorted(fresh))}
+        again = {index: fresh.pop(index) for index in list(fresh) if index in held}
         held.update(fresh)
         known.update(dict.fromkeys(fresh))
         if again:
@@ -203,11 +203,11 @@ class Gradients:
             assert updater is not None
             consumed = self._consume(unit, taken)
             remainders = {}
-            if again := {place: gradient for place, gradient in taken.items() if place in held}:
+            if again := {index: gradient for index, gradient in taken.items() if index in held}:
                 add_on_device(self.device, unit, held, known, again, self._threads)
-            for place in again:
-                taken[place], its = held.pop(place), known.pop(place)
-                remainders[place] = its.remainder if its is not None else None
+            for index in again:
+                taken[index], its = held.pop(index), known.pop(index)
+                remainders[index] = its.remainder if its is not None else None
             squares = torch.zeros(len(taken), dtype=torch.float64, device=self.device.torch_device)
             parts = list(squares.unbind())
             self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._found_inf))
@@ -216,23 +216,23 @@ class Gradients:
                 unit, {p: HostGrad(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs}, None
             )
 
-    def _keep(self, layer: int, slot: DeviceSlot, places: Sequence[int]) -> None:
+    def _keep(self, layer: int, slot: DeviceSlot, indices: Sequence[int]) -> None:
         unit, held, known, down = self.units[layer], self._held[layer], self._known[layer], self.device.gradients
         buffer = unit.gradients.allocate(self.device)
         blank = []
-        for place in places:
-            if place not in held and (lent := self._lent.get((layer, place))) is not None and not lent.expired():
+        for index in indices:
+            if index not in held and (lent := self._lent.get((layer, index))) is not None and not lent.expired():
                 unit.check_own()  # replicas have no memory in common but the one
                 # The user has kept the one before.
-                held[place] = torch.empty(unit.shapes[place], dtype=unit.dtypes[place])
-                blank.append(place)
-        fresh = [place for place in places if place not in held]
+                held[index] = torch.empty(unit.shapes[index], dtype=unit.dtypes[index])
+                blank.append(index)
+        fresh = [index for index in indices if index not in held]
         self.grad_offload.copy(unit, slot, fresh, buffer)
-        for place in fresh:
-            held[place] = unit.gradients.view(buffer, place)
-            known[place] = latest(unit, GradMeta(place, unit.gradients.held_squares(place)))
-            self._lent[layer, place] = StorageWeakRef(held[place].untyped_storage())
-        again = [place for place in places if place not in fresh]
+        for index in fresh:
+            held[index] = unit.gradients.view(buffer, index)
+            known[index] = latest(unit, GradMeta(index, unit.gradients.held_squares(index)))
+            self._lent[layer, index] = StorageWeakRef(held[index].untyped_storage())
+        again = [index for index in indices if index not in fresh]
         if again:
             self._add(unit, slot, again, blank)
         else:
@@ -248,15 +248,15 @@ class Gradients:
         self._done = []
         for layer, held in self._held.items():
             unit = self.units[layer]
-            for place, gradient in held.items():
-                known = self._known[layer].get(place)
+            for index, gradient in held.items():
+                known = self._known[layer].get(index)
                 # Without an optimizer of ours nobody asks for squares, and other optimizers compile what they do with
                 # gradients, where one that notes what becomes of it cannot go.
                 if known is not None and (known.remainder is not None or self._updater is not None):
                     note_gradient(gradient, unit, known=known)
-                set_gradient(unit.parameters[place], gradient)
-        for (layer, place), consumed in self._consumed.items():
-            parameter = self.units[layer].parameters[place]
+                set_gradient(unit.parameters[index], gradient)
+        for (layer, index), consumed in self._consumed.items():
+            parameter = self.units[layer].parameters[index]
             set_gradient(parameter, consumed_like(parameter, consumed))
         self._held.clear()
         self._known.clear()
@@ -269,15 +269,15 @@ class Gradients:
         """
         collected = {}
         with torch._C.DisableTorchFunctionSubclass():
-            dense = apart({place: gradient.detach().contiguous() for place, gradient in gradients.items()})
-        for place, values in dense.items():
-            known = grad_meta_of(gradients[place])
+            dense = apart({index: gradient.detach().contiguous() for index, gradient in gradients.items()})
+        for index, values in dense.items():
+            known = grad_meta_of(gradients[index])
             if known is None:
                 squares = torch.tensor(
                     native.squared_norms([values], threads=self._host_threads)[0], dtype=torch.float64
                 )
-                known = GradMeta(place, squares)
-            collected[place] = HostGrad(values, known.squares, known.remainder)
+                known = GradMeta(index, squares)
+            collected[index] = HostGrad(values, known.squares, known.remainder)
         return collected
 
     def has_updated(self, layer: int) -> bool:
@@ -296,19 +296,19 @@ class Gradients:
         """The layer whose backward pass is open."""
         return self._layer
 
-    def _sum_of(self, unit: Unit, place: int, known: GradMeta | None) -> GradMeta:
+    def _sum_of(self, unit: Unit, index: int, known: GradMeta | None) -> GradMeta:
         """Returns what will be known of a sum on the host."""
-        return latest(unit, GradMeta(place, unit.gradients.held_squares(place), remainder_of(unit, place, known)))
+        return latest(unit, GradMeta(index, unit.gradients.held_squares(index), remainder_of(unit, index, known)))
 
-    def _add(self, unit: Unit, slot: DeviceSlot, places: Sequence[int], blank: Sequence[int]) -> None:
+    def _add(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int], blank: Sequence[int]) -> None:
         """Adds gradients to what is held on the host; ``blank`` ones hold nothing yet, in memory of their own."""
-        assert unit.index is not None
-        held, known = self._held[unit.index], self._known[unit.index]
-        staging, arrived = self.grad_offload.stage(unit, slot, places)
-        plain = [p for p in places if p not in blank and not _fits(held[p], unit.dtypes[p])]
+        assert unit.layer is not None
+        held, known = self._held[unit.layer], self._known[unit.layer]
+        staging, arrived = self.grad_offload.stage(unit, slot, indices)
+        plain = [p for p in indices if p not in blank and not _fits(held[p], unit.dtypes[p])]
         if plain:
             unit.check_own()
-        sums = [p for p in places if p not in blank and p not in plain]
+        sums = [p for p in indices if p not in blank and p not in plain]
         known.update({p: self._sum_of(unit, p, known.get(p)) for p in sums})
         known.update(dict.fromkeys([*blank, *plain]))
         updates = self.device.updates
@@ -323,58 +323,58 @@ class Gradients:
             )
             for p in sums
         ]
-        targets = [unit.gradients.held_squares(place) for place in sums]
+        targets = [unit.gradients.held_squares(index) for index in sums]
 
         def add_up() -> None:
             with torch._C.DisableTorchFunctionSubclass():
                 found = torch.tensor(native.accumulate(additions, threads=threads), dtype=torch.float64)
                 self.replicas.updates.sum(found)
-                for place, target, squares in zip(sums, targets, found.tolist(), strict=True):
-                    target.fill_(squares + 0 * arrived[place].squares.item())  # not a number once one before is none
-                for place in blank:
-                    held[place].copy_(arrived[place].values)
-                for place in plain:
-                    held[place].add_(arrived[place].values)
+                for index, target, squares in zip(sums, targets, found.tolist(), strict=True):
+                    target.fill_(squares + 0 * arrived[index].squares.item())  # not a number once one before is none
+                for index in blank:
+                    held[index].copy_(arrived[index].values)
+                for index in plain:
+                    held[index].add_(arrived[index].values)
 
         with self.device.noted(updates, f"add gradients {unit.name}"):
-            updates.run(add_up, moved_bytes=5 * sum(unit.layout.sizes[p] for p in places))
+            updates.run(add_up, moved_bytes=5 * sum(unit.layout.sizes[p] for p in indices))
         self._added = staging.free = updates.record()
 
-    def _down_and_update(self, unit: Unit, slot: DeviceSlot, places: Sequence[int]) -> Event:
+    def _down_and_update(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> Event:
         updater = self._updater
         assert updater is not None
-        consumed = self._consume(unit, places)
-        staging, arrived = self.grad_offload.stage(unit, slot, places)
-        gradients = {place: replace(arrived[place], consumed=consumed[place]) for place in places}
+        consumed = self._consume(unit, indices)
+        staging, arrived = self.grad_offload.stage(unit, slot, indices)
+        gradients = {index: replace(arrived[index], consumed=consumed[index]) for index in indices}
         staging.free = updater.update_now(unit, gradients, slot.drained)
         assert staging.free is not None
         return staging.free
 
-    def _update_sums(self, unit: Unit, slot: DeviceSlot, places: Sequence[int]) -> Event | None:
+    def _update_sums(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> Event | None:
         """Updates with gradients that are held on the host, to which those in ``slot`` are on their way."""
-        assert unit.index is not None
-        updater, held, known = self._updater, self._held[unit.index], self._known[unit.index]
+        assert unit.layer is not None
+        updater, held, known = self._updater, self._held[unit.layer], self._known[unit.layer]
         assert updater is not None
-        consumed = self._consume(unit, places)
+        consumed = self._consume(unit, indices)
         sums = {}
-        for place in places:
-            values, its = held.pop(place), known.pop(place)
+        for index in indices:
+            values, its = held.pop(index), known.pop(index)
             if its is None:
                 raise OffloadedModelError(
                     f"the user wrote into a gradient of {unit.name} between the backward passes of a step, of which "
                     "update='in_backward' needs the sum as it is; use update='deferred'"
                 )
-            sums[place] = HostGrad(values, its.squares, its.remainder, consumed[place])
+            sums[index] = HostGrad(values, its.squares, its.remainder, consumed[index])
         # The additions go before on the updates' own stream; what is there for the first time comes with the copy down.
         return updater.update_now(unit, sums, slot.drained)
 
-    def _consume(self, unit: Unit, places: Iterable[int]) -> dict[int, Consumed]:
-        """Notes, and returns by place, what an update uses up. Raises OffloadedModelError for what one has already."""
-        assert unit.index is not None
-        if any((unit.index, place) in self._consumed for place in places):
+    def _consume(self, unit: Unit, indices: Iterable[int]) -> dict[int, Consumed]:
+        """Notes, and returns by index, what an update uses up. Raises OffloadedModelError for what one has already."""
+        assert unit.layer is not None
+        if any((unit.layer, index) in self._consumed for index in indices):
             raise self.too_late(unit)
-        consumed = {place: Consumed(unit) for place in places}
-        self._consumed.update({(unit.index, place): one for place, one in consumed.items()})
+        consumed = {index: Consumed(unit) for index in indices}
+        self._consumed.update({(unit.layer, index): one for index, one in consumed.items()})
         return consumed
 
 

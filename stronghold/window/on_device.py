@@ -38,7 +38,7 @@ class DeviceGradients:
         self._threads = native.usable_cores()
         self._held: dict[Unit, Tensor] = {}
 
-    def expect(self, unit: Unit, place: int, gradient: Tensor | None) -> None:
+    def expect(self, unit: Unit, index: int, gradient: Tensor | None) -> None:
         """Called before autograd adds to an edge's gradient: the one that is there is kept out of the way."""
         parameter = unit.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():
@@ -82,27 +82,27 @@ class DeviceGradients:
         """Returns the gradients of an edge on the host where it has a device copy, else as they are; all complete."""
         unit.wait_updated()  # an update under way reads the gradient that is replaced here
         unit.gradients.fit()
-        found = {place: grad_meta_of(gradient) for place, gradient in gradients.items()}
+        found = {index: grad_meta_of(gradient) for index, gradient in gradients.items()}
         with torch._C.DisableTorchFunctionSubclass():
-            values = apart({place: gradient.detach().contiguous() for place, gradient in gradients.items()})
+            values = apart({index: gradient.detach().contiguous() for index, gradient in gradients.items()})
             if unit.replicas.total > 1:
-                found = {place: self._mean(unit, place, values[place], one) for place, one in found.items()}
-                for place, gradient in gradients.items():
-                    if gradient.data_ptr() != values[place].data_ptr():
-                        gradient.copy_(values[place])
-                    note_gradient(gradient, unit, known=found[place])
+                found = {index: self._mean(unit, index, values[index], one) for index, one in found.items()}
+                for index, gradient in gradients.items():
+                    if gradient.data_ptr() != values[index].data_ptr():
+                        gradient.copy_(values[index])
+                    note_gradient(gradient, unit, known=found[index])
             squares = torch.stack(self._squares(values, found))
             arrived = torch.zeros(len(found), dtype=torch.float64)
             self.device.compute_copy(arrived, squares)  # all at once: on a GPU each copy is a wait
             collected = {
-                place: self._collected(unit, place, values[place], known, there)
-                for (place, known), there in zip(found.items(), arrived, strict=True)
+                index: self._collected(unit, index, values[index], known, there)
+                for (index, known), there in zip(found.items(), arrived, strict=True)
             }
         # The copies run behind the backward pass on the same stream; the host reads what they bring.
         self.waits.host(self.device.record_event(), Wait.EDGE_GRADIENT)
         return collected
 
-    def _mean(self, unit: Unit, place: int, values: Tensor, known: GradMeta | None) -> GradMeta | None:
+    def _mean(self, unit: Unit, index: int, values: Tensor, known: GradMeta | None) -> GradMeta | None:
         """Makes a gradient the mean of all replicas', in place; returns what is known of that."""
         lane = unit.replicas.main
         if known is None or known.remainder is None:
@@ -118,27 +118,27 @@ class DeviceGradients:
         self.device.compute_now(mean)
         squares = torch.zeros((), dtype=torch.float64, device=values.device)
         self.device.compute_now(lambda: write_squares([join(values, remainder)], [squares], self._threads))
-        return latest(unit, GradMeta(place, squares, remainder))
+        return latest(unit, GradMeta(index, squares, remainder))
 
     def _squares(self, values: dict[int, Tensor], known: dict[int, GradMeta | None]) -> list[Tensor]:
         """Returns the sum of squares of each gradient; those that nobody knows are read, all at once."""
-        sums = {place: one.squares for place, one in known.items() if one is not None}
-        unknown = [place for place in values if place not in sums]
+        sums = {index: one.squares for index, one in known.items() if one is not None}
+        unknown = [index for index in values if index not in sums]
         if unknown:
-            gradients = [values[place] for place in unknown]
+            gradients = [values[index] for index in unknown]
             squares = list(torch.zeros(len(unknown), dtype=torch.float64, device=gradients[0].device).unbind())
             self.device.compute_now(lambda: write_squares(gradients, squares, self._threads))
             sums.update(zip(unknown, squares, strict=True))
-        return [sums[place] for place in values]
+        return [sums[index] for index in values]
 
-    def _collected(self, unit: Unit, place: int, values: Tensor, known: GradMeta | None, squares: Tensor) -> HostGrad:
+    def _collected(self, unit: Unit, index: int, values: Tensor, known: GradMeta | None, squares: Tensor) -> HostGrad:
         remainder = known.remainder if known is not None else None
         if not unit.has_device_copy:
             return HostGrad(values, squares, remainder)
-        on_host = unit.gradients.view(unit.gradients.allocate(self.device), place)
+        on_host = unit.gradients.view(unit.gradients.allocate(self.device), index)
         self.device.compute_copy(on_host, values)
         if remainder is not None:
-            remainder_on_host = unit.gradients.host_remainder(place)
+            remainder_on_host = unit.gradients.host_remainder(index)
             self.device.compute_copy(remainder_on_host, remainder)
             remainder = remainder_on_host
         return HostGrad(on_host, squares, remainder)
@@ -152,35 +152,35 @@ def add_on_device(
     gradients: Mapping[int, Tensor],
     threads: int,
 ) -> None:
-    """Adds ``gradients``, by place, to what is ``held`` there; ``known`` becomes what is known of the sums."""
+    """Adds ``gradients``, by index, to what is ``held`` there; ``known`` becomes what is known of the sums."""
     with torch._C.DisableTorchFunctionSubclass():
-        places = [p for p in gradients if held[p].is_contiguous() and held[p].dtype == unit.dtypes[p]]
-        plain = [p for p in gradients if p not in places]  # the user's own
-        sums = [held[p] for p in places]
-        remainders = [remainder_of(unit, p, known[p]) for p in places]
+        indices = [p for p in gradients if held[p].is_contiguous() and held[p].dtype == unit.dtypes[p]]
+        plain = [p for p in gradients if p not in indices]  # the user's own
+        sums = [held[p] for p in indices]
+        remainders = [remainder_of(unit, p, known[p]) for p in indices]
         squares: list[Tensor] = []
 
         def add_up() -> None:
             if sums:
-                new = [gradients[p].contiguous() for p in places]
+                new = [gradients[p].contiguous() for p in indices]
                 squares.extend(add(sums, remainders, new, threads).unbind())
             for p in plain:
                 held[p].add_(gradients[p])
 
         device.compute_now(add_up)
         known.update(dict.fromkeys(plain))
-        for place, one, remainder in zip(places, squares, remainders, strict=True):
-            known[place] = latest(unit, GradMeta(place, one, remainder))
+        for index, one, remainder in zip(indices, squares, remainders, strict=True):
+            known[index] = latest(unit, GradMeta(index, one, remainder))
 
 
-def remainder_of(unit: Unit, place: int, known: GradMeta | None) -> Tensor | None:
+def remainder_of(unit: Unit, index: int, known: GradMeta | None) -> Tensor | None:
     """Returns where the low halves of a sum lie, which are zero for a first gradient."""
     if known is not None and known.remainder is not None:
         return known.remainder
-    if unit.dtypes[place] == torch.float32:
+    if unit.dtypes[index] == torch.float32:
         return None
     unit.gradients.fit()
-    remainder = unit.gradients.remainder(place)
+    remainder = unit.gradients.remainder(index)
     if remainder is not None:
-        (remainder if unit.is_edge else unit.own(place, remainder)).zero_()
+        (remainder if unit.is_edge else unit.own(index, remainder)).zero_()
     return remainder

@@ -38,7 +38,7 @@ class Accumulators:
         return self.counted and self._saved() is None
 
     def awaited(self) -> list[Node | None]:
-        """Returns, by place, the accumulators to which the backward pass under way comes."""
+        """Returns, by index, the accumulators to which the backward pass under way comes."""
         execute = torch._C._will_engine_execute_node
         return [node if node and execute(node) else None for node, _ in self._together.next_functions]
 
@@ -62,19 +62,19 @@ class Parts:
         """Whether autograd may come back to several runs of ``layer``."""
         return len(self._runs[layer]) > 1
 
-    def arriving(self, unit: Unit, place: int, gradient: Tensor | None) -> Tensor | None:
+    def arriving(self, unit: Unit, index: int, gradient: Tensor | None) -> Tensor | None:
         """Called with a gradient before all hooks of the user; returns what comes in its stead, or None for itself.
 
         It is None where a function's backward gave none.
         """
-        assert unit.index is not None
-        task, key = torch._C._current_graph_task_id(), (unit.index, place)
-        counts = self._left.get((task, unit.index))
+        assert unit.layer is not None
+        task, key = torch._C._current_graph_task_id(), (unit.layer, index)
+        counts = self._left.get((task, unit.layer))
         if counts is None:
-            if not self.several(unit.index):
+            if not self.several(unit.layer):
                 return None
-            counts = self._left[task, unit.index] = self._count(unit)
-        left, counts[place] = counts[place], counts[place] - 1
+            counts = self._left[task, unit.layer] = self._count(unit)
+        left, counts[index] = counts[index], counts[index] - 1
         if left > 1:
             self._coming.add(key)
             return None
@@ -83,7 +83,7 @@ class Parts:
             return None
         if gradient is not None:
             return before.to(gradient.device) + gradient
-        parameter = unit.parameters[place]
+        parameter = unit.parameters[index]
         if len(parameter._backward_hooks or ()) > 1:  # None is passed to these, and none may give something for it
             raise OffloadedModelError(
                 f"{unit.name} runs several times in one backward pass, and the last of its runs gave None for the "
@@ -94,10 +94,10 @@ class Parts:
         return None
 
     def _count(self, unit: Unit) -> list[int]:
-        """Returns, by place, to how many accumulators the backward pass under way comes."""
-        assert unit.index is not None
+        """Returns, by index, to how many accumulators the backward pass under way comes."""
+        assert unit.layer is not None
         awaited: list[set[Node]] = [set() for _ in unit.parameters]
-        for run in list(self._runs[unit.index]):
+        for run in list(self._runs[unit.layer]):
             nodes = run.awaited()
             for known, node in zip(awaited, nodes, strict=True):
                 if node is not None:
@@ -105,17 +105,17 @@ class Parts:
             if any(nodes):
                 run.counted = True
             elif run.spent:  # of a loss that the user has kept
-                self._runs[unit.index].discard(run)
+                self._runs[unit.layer].discard(run)
         return [len(known) for known in awaited]
 
     def is_part(self, key: tuple[int, int]) -> bool:
         """Whether what autograd hands over for the parameter at this layer and place is a part, and not the last."""
         return key in self._coming
 
-    def keep(self, unit: Unit, place: int, gradient: Tensor | None) -> None:
+    def keep(self, unit: Unit, index: int, gradient: Tensor | None) -> None:
         """Keeps a part, if there is one, until the last one comes."""
-        assert unit.index is not None
-        key = (unit.index, place)
+        assert unit.layer is not None
+        key = (unit.layer, index)
         self._coming.discard(key)
         if gradient is None:
             return

@@ -21,10 +21,10 @@ class Regions:
     """How a layer's gradients lie in a slot: for each dtype a region for the share of each replica here.
 
     ``of_dtype`` are the (begin, length) in bytes of a dtype's regions, all of one length one behind the other.
-    ``spans`` are the (begin, length) of each replica's share of each of the gradients at ``places``.
+    ``spans`` are the (begin, length) of each replica's share of each of the gradients at ``indices``.
     """
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     of_dtype: dict[torch.dtype, tuple[int, int]]
     spans: list[list[tuple[int, int]]]
 
@@ -48,15 +48,15 @@ class SharedGradOffload(GradOffload):
     def slot_bytes(self, unit: Unit) -> int:
         return shared_slot_bytes(unit)
 
-    def put(self, unit: Unit, place: int, gradient: Tensor, *, add: bool) -> None:
+    def put(self, unit: Unit, index: int, gradient: Tensor, *, add: bool) -> None:
         values = gradient.detach().reshape(-1)
-        for number, (begin, end) in enumerate(unit.shares(place)):
-            self.device.compute_copy(self._share(self.slot, unit, place, number), values[begin:end], add=add)
+        for number, (begin, end) in enumerate(unit.shares(index)):
+            self.device.compute_copy(self._share(self.slot, unit, index, number), values[begin:end], add=add)
 
-    def send(self, unit: Unit, places: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
+    def send(self, unit: Unit, indices: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
         slot, lane = self.slot, unit.replicas.gradients
-        gradients = [self._share(slot, unit, place, unit.replicas.number) for place in places]
-        squares = [self._square(slot, unit, place) for place in places]
+        gradients = [self._share(slot, unit, index, unit.replicas.number) for index in indices]
+        squares = [self._square(slot, unit, index) for index in indices]
         regions = self._regions_of(unit).of_dtype.items()
         flats = [slot.flat[begin : begin + length].view(dtype) for dtype, (begin, length) in regions]
 
@@ -77,21 +77,21 @@ class SharedGradOffload(GradOffload):
             self.device.gradients.compute(reduce)
         return slot
 
-    def copy(self, unit: Unit, slot: DeviceSlot, places: Sequence[int], buffer: HostBuffer) -> None:
+    def copy(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int], buffer: HostBuffer) -> None:
         with self.device.noted(self.device.gradients, f"gradients {unit.name}"):
-            for place in places:
-                source = self._share(slot, unit, place, unit.replicas.number)
-                self._copy(unit.own(place, unit.gradients.view(buffer, place)), source)
-                self._copy(unit.gradients.squares(buffer, place), self._square(slot, unit, place))
+            for index in indices:
+                source = self._share(slot, unit, index, unit.replicas.number)
+                self._copy(unit.own(index, unit.gradients.view(buffer, index)), source)
+                self._copy(unit.gradients.squares(buffer, index), self._square(slot, unit, index))
 
-    def _share(self, slot: DeviceSlot, unit: Unit, place: int, number: int) -> Tensor:
+    def _share(self, slot: DeviceSlot, unit: Unit, index: int, number: int) -> Tensor:
         """Returns, flat, a replica's share of the gradient of one parameter."""
         regions = self._regions_of(unit)
-        begin, length = regions.spans[number][unit.gradients.places.index(place)]
-        return slot.flat[begin : begin + length].view(unit.dtypes[place])
+        begin, length = regions.spans[number][unit.gradients.indices.index(index)]
+        return slot.flat[begin : begin + length].view(unit.dtypes[index])
 
-    def _square(self, slot: DeviceSlot, unit: Unit, place: int) -> Tensor:
-        begin = self._squares_begin(unit) + 8 * unit.gradients.places.index(place)
+    def _square(self, slot: DeviceSlot, unit: Unit, index: int) -> Tensor:
+        begin = self._squares_begin(unit) + 8 * unit.gradients.indices.index(index)
         return slot.flat[begin : begin + 8].view(torch.float64).view(())
 
     def _squares_begin(self, unit: Unit) -> int:
@@ -99,24 +99,24 @@ class SharedGradOffload(GradOffload):
 
     def _regions_of(self, unit: Unit) -> Regions:
         known = self._known.get(unit)
-        if known is None or known.places != unit.gradients.places:
+        if known is None or known.indices != unit.gradients.indices:
             known = self._known[unit] = _regions(unit)
         return known
 
 
 def shared_slot_bytes(unit: Unit) -> int:
     """Returns what the gradients of a layer take in a slot, region by region, with their squares."""
-    return _regions(unit).total_bytes + 8 * len(unit.gradients.places)
+    return _regions(unit).total_bytes + 8 * len(unit.gradients.indices)
 
 
 def _regions(unit: Unit) -> Regions:
-    count, places = unit.replicas.count, unit.gradients.places
+    count, indices = unit.replicas.count, unit.gradients.indices
     of_dtype: dict[torch.dtype, tuple[int, int]] = {}
-    spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(places) for _ in range(count)]
+    spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(indices) for _ in range(count)]
     end = 0
-    for dtype in dict.fromkeys(unit.dtypes[place] for place in places):
-        numbers = [number for number, place in enumerate(places) if unit.dtypes[place] == dtype]
-        shares = zip(*(unit.shares(places[number]) for number in numbers), strict=True)
+    for dtype in dict.fromkeys(unit.dtypes[index] for index in indices):
+        numbers = [number for number, index in enumerate(indices) if unit.dtypes[index] == dtype]
+        shares = zip(*(unit.shares(indices[number]) for number in numbers), strict=True)
         layouts = [lay_out([(last - first) * dtype.itemsize for first, last in own]) for own in shares]
         each = round_up(max(layout.total_bytes for layout in layouts), ALIGNMENT_BYTES)
         for replica, layout in enumerate(layouts):
@@ -124,4 +124,4 @@ def _regions(unit: Unit) -> Regions:
                 spans[replica][number] = (end + replica * each + offset, size)
         of_dtype[dtype] = (end, each * count)
         end += each * count
-    return Regions(places=places, of_dtype=of_dtype, spans=spans)
+    return Regions(indices=indices, of_dtype=of_dtype, spans=spans)

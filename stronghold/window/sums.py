@@ -72,10 +72,10 @@ def in_own_memory(gradient: Tensor) -> Tensor:
 
 
 def apart(gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Returns dense ``gradients``, by place, with copies of those that overlap one before them in memory."""
+    """Returns dense ``gradients``, by index, with copies of those that overlap one before them in memory."""
     result, reached = dict(gradients), 0
-    for begin, place in sorted((gradient.data_ptr(), place) for place, gradient in gradients.items()):
+    for begin, index in sorted((gradient.data_ptr(), index) for index, gradient in gradients.items()):
         if begin < reached:
-            result[place] = gradients[place].clone()
-        reached = max(reached, begin + gradients[place].nbytes)
+            result[index] = gradients[index].clone()
+        reached = max(reached, begin + gradients[index].nbytes)
     return result

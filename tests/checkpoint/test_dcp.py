@@ -44,7 +44,7 @@ def ours(model: nn.Module, **settings: Any) -> tuple[nn.Module, stronghold.AdamW
 def masters_of(model: nn.Module, optimizer: stronghold.AdamW) -> dict[str, torch.Tensor]:
     optimizer.wait()
     return {
-        name: unit.master(place).clone() for unit, names in names_of(model).items() for place, name in enumerate(names)
+        name: unit.master(index).clone() for unit, names in names_of(model).items() for index, name in enumerate(names)
     }
 
 

@@ -32,7 +32,7 @@ def masters(training: Training) -> dict[str, torch.Tensor]:
     for name, parameter in training.model.named_parameters():
         unit = unit_of(parameter)
         assert unit is not None
-        found[name] = unit.master(parameter.__dict__["_place"]).clone()
+        found[name] = unit.master(parameter.__dict__["_index"]).clone()
     return found
 
 

@@ -39,7 +39,7 @@ def test_bf16_units_hold_weight_and_remainder(tmp_path: Any) -> None:
     unit = unit_of(parameter)
     assert unit is not None
     whole = (tensors["layers.3.up.weight"].view(torch.int16).int() << 16) + tensors["layers.3.up.weight/remainder"]
-    assert torch.equal(whole.view(torch.float32), unit.master(parameter.__dict__["_place"]))
+    assert torch.equal(whole.view(torch.float32), unit.master(parameter.__dict__["_index"]))
     assert tensors["layers.3.up.weight/exp_avg"].dtype is torch.uint8
     assert tensors["layers.3.up.weight/exp_avg/exponents"].numel() == -(-parameter.numel() // 64)
 

@@ -68,7 +68,7 @@ class Roomy(CpuDevice):
 
 def rows(model):
     """Returns which layers are resident."""
-    units = {p._unit.index: p._unit for layer in model.layers for p in layer.parameters() if p._unit.index is not None}
+    units = {p._unit.layer: p._unit for layer in model.layers for p in layer.parameters() if p._unit.layer is not None}
     return [index for index, unit in sorted(units.items()) if unit.resident]
 
 

@@ -27,9 +27,9 @@ def test_every_parameter_has_one_place():
 
 def test_layers_are_numbered_in_the_order_of_the_rows():
     placement = placed(EncoderDecoder())
-    layers = [unit for unit in placement.units if unit.index is not None]
+    layers = [unit for unit in placement.units if unit.layer is not None]
     assert [unit.name for unit in layers] == [f"{row}.{i}" for row in ("encoder", "decoder") for i in range(3)]
-    assert [unit.index for unit in layers] == list(range(6))
+    assert [unit.layer for unit in layers] == list(range(6))
 
 
 def test_what_is_outside_the_layers_is_an_edge():

@@ -120,8 +120,8 @@ def test_our_optimizer_updates_them_in_fp32(adamw):
         if not parameter.requires_grad:
             assert torch.equal(parameter, other), name
             continue
-        unit, place = unit_of(parameter), parameter.__dict__["_place"]
-        assert unit.remainder(place) is None, name
+        unit, index = unit_of(parameter), parameter.__dict__["_index"]
+        assert unit.remainder(index) is None, name
         torch.testing.assert_close(parameter.detach(), other.detach(), rtol=2e-3, atol=3e-6, msg=name)
 
 
@@ -160,19 +160,19 @@ def test_masters_and_low_halves_are_of_what_computes_in_bf16():
     optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
     layer = model[1]
     unit = unit_of(layer.up.weight)
-    names = {name: parameter.__dict__["_place"] for name, parameter in layer.named_parameters()}
-    in_bf16 = {place for name, place in names.items() if name.startswith(("up", "down"))}
+    names = {name: parameter.__dict__["_index"] for name, parameter in layer.named_parameters()}
+    in_bf16 = {index for name, index in names.items() if name.startswith(("up", "down"))}
     assert unit.master_places() == sorted(in_bf16)
-    elements = sum(unit.counts[place] for place in in_bf16)
+    elements = sum(unit.counts[index] for index in in_bf16)
     assert 2 * elements <= unit.gradients.sum_bytes() < 2 * elements + 64 * len(names)
     assert unit.layout.total_bytes >= 2 * elements + 4 * (unit.elements - elements)
     assert stronghold.report(model).dtype == "bfloat16 and float32"
     assert stronghold.report(stronghold.offload(adapted(), device="cpu")).dtype == "bfloat16 and float32"
     squares(model, optimizer)
-    for name, place in names.items():
-        assert unit.master(place).dtype == torch.float32
-        assert (unit.remainder(place) is not None) == (place in in_bf16), name
-        assert layer.get_parameter(name).dtype == (torch.bfloat16 if place in in_bf16 else torch.float32), name
+    for name, index in names.items():
+        assert unit.master(index).dtype == torch.float32
+        assert (unit.remainder(index) is not None) == (index in in_bf16), name
+        assert layer.get_parameter(name).dtype == (torch.bfloat16 if index in in_bf16 else torch.float32), name
     with pytest.raises(OffloadedModelError, match="keeps its shape and dtype"):
         layer.norm.weight.data = torch.ones(16, dtype=torch.bfloat16)
     layer.norm.weight.data = torch.full((16,), 1 + 2**-20)
@@ -274,10 +274,10 @@ def test_each_is_saved_in_its_own_dtype(tmp_path):
     stronghold.save(model, tmp_path / "masters", dtype=torch.float32)
     own, masters = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "masters"))
     for name, parameter in model.named_parameters():
-        unit, place = unit_of(parameter), parameter.__dict__["_place"]
+        unit, index = unit_of(parameter), parameter.__dict__["_index"]
         assert own[name].dtype == parameter.dtype, name
         assert torch.equal(own[name], parameter.detach()), name
-        assert torch.equal(masters[name], unit.master(place)), name
+        assert torch.equal(masters[name], unit.master(index)), name
     kept = snapshot(model, optimizer)
     stronghold.checkpoint.save(tmp_path / "dcp", model, optimizer, format="dcp")
     again = stronghold.offload(both(), device="cpu", layers="", window=1)

@@ -219,11 +219,11 @@ def test_writes_reach_the_bf16_master():
     model(numbers(1)[0].bfloat16()).backward()
     optimizer.step()
     for parameter, before in written:
-        unit, place = parameter._unit, parameter._place
+        unit, index = parameter._unit, parameter._index
         optimizer.wait()
         expected = before.detach().clone()
         expected[0, 0] = 0.5
-        assert torch.equal(unit.master(place), expected), "what was written, and the low bits of all else"
+        assert torch.equal(unit.master(index), expected), "what was written, and the low bits of all else"
 
 
 # What is refused.

@@ -25,7 +25,7 @@ def test_moments_are_fp32_and_zero_in_the_parameters_shape_and_overlap_nowhere()
     moments = Moments("fp32")
     moments.allocate(unit, range(4))
     assert device.pageable_bytes == lay_out_moments(unit, range(4), "fp32").total_bytes
-    views = [view for place in range(4) for view in moments.of(unit, place)]
+    views = [view for index in range(4) for view in moments.of(unit, index)]
     for number, view in enumerate(views):
         assert view.dtype is torch.float32
         assert not view.any()

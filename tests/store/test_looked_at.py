@@ -116,7 +116,7 @@ def test_a_look_alone_changes_no_low_bit(tmp_path):
                     assert model.layers[2].down.weight.data.any()  # whose pages have no checksum from here on
                     assert model.layers[2].up.weight.sum().item() != 0.0
         optimizer.wait()
-        return [unit.master(place).clone() for unit in engine_of(model).units for place in range(len(unit.parameters))]
+        return [unit.master(index).clone() for unit in engine_of(model).units for index in range(len(unit.parameters))]
 
     for got, expected in zip(masters(True), masters(False), strict=True):
         assert torch.equal(got, expected)

@@ -25,7 +25,7 @@ def test_a_write_through_the_parameter_spares_every_other_element():
     masters, weight, value = filled()
     versions = iter([0, 1])
     masters.write(0, weight, lambda: weight[2, 3:5].copy_(torch.tensor([0.5, float("nan")])), lambda: next(versions))
-    masters.take_writes([weight], [1], shared=lambda place: False)
+    masters.take_writes([weight], [1], shared=lambda index: False)
     value[2, 3], value[2, 4] = 0.5, float("nan")
     assert torch.equal(masters.value(0, weight).nan_to_num(9.0), value.nan_to_num(9.0))
 
@@ -41,14 +41,14 @@ def test_an_unseen_write_costs_its_block_of_64_its_low_bits():
     masters.mark_aliased(0, weight)
     assert masters.marked
     weight.view(-1)[100] = 3.0
-    masters.take_writes([weight], [0], shared=lambda place: True)
+    masters.take_writes([weight], [0], shared=lambda index: True)
     expected = value.clone()
     expected.view(-1)[64:128] = rounded(value).float().view(-1)[64:128]
     expected.view(-1)[100] = 3.0
     assert torch.equal(masters.value(0, weight), expected)
     assert masters.marked, "it is still lent"
     weight.view(-1)[209] = 3.0
-    masters.take_writes([weight], [0], shared=lambda place: False)
+    masters.take_writes([weight], [0], shared=lambda index: False)
     expected.view(-1)[192:] = rounded(expected).float().view(-1)[192:]
     expected.view(-1)[209] = 3.0
     assert torch.equal(masters.value(0, weight), expected)
@@ -61,7 +61,7 @@ def test_an_unseen_write_before_a_seen_one_counts_too():
     masters.mark_aliased(0, weight)
     weight.view(-1)[:64] = 0.0
     masters.write(0, weight, lambda: weight.copy_(weight.clone()), lambda: 0)
-    masters.take_writes([weight], [0], shared=lambda place: False)
+    masters.take_writes([weight], [0], shared=lambda index: False)
     value.view(-1)[:64] = 0.0
     assert torch.equal(masters.value(0, weight), value)
 
@@ -70,15 +70,15 @@ def test_an_update_of_a_lent_weight_is_no_write_of_the_users():
     masters, weight, value = filled()
     masters.mark_aliased(0, weight)
     masters.fill(0, weight, value * 1.5)
-    masters.updated([weight], shared=lambda place: True)
-    masters.take_writes([weight], [0], shared=lambda place: True)
+    masters.updated([weight], shared=lambda index: True)
+    masters.take_writes([weight], [0], shared=lambda index: True)
     assert torch.equal(masters.value(0, weight), value * 1.5)
 
 
 def test_a_write_that_shows_in_the_version_alone_clears_the_parameter():
     masters, weight, value = filled()
     weight[0, 0] = 3.0
-    masters.take_writes([weight], [7], shared=lambda place: False)
+    masters.take_writes([weight], [7], shared=lambda index: False)
     expected = rounded(value).float()
     expected[0, 0] = 3.0
     assert torch.equal(masters.value(0, weight), expected)
@@ -120,8 +120,8 @@ def test_however_a_weight_is_written_its_master_is_what_was_written(write, name,
     _, model = pair(Residual, dtype=torch.bfloat16, resident=resident)
     optimizer = stronghold.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     parameter = model.get_parameter(name)
-    unit, place = unit_of(parameter), parameter.__dict__["_place"]
-    master = unit.master(place).clone()
+    unit, index = unit_of(parameter), parameter.__dict__["_index"]
+    master = unit.master(index).clone()
     before = parameter.detach().clone()
     with torch.no_grad():
         if write == "state_dict":
@@ -132,7 +132,7 @@ def test_however_a_weight_is_written_its_master_is_what_was_written(write, name,
     model(numbers(1)[0].bfloat16()).sum().backward()
     optimizer.step()
     optimizer.wait()
-    now = unit.master(place)
+    now = unit.master(index)
     assert torch.equal(parameter, after)
     assert torch.equal(rounded(now), after)
     changed = before != after

@@ -13,9 +13,9 @@ def where():
     return RamStore(CpuDevice())
 
 
-def unit_of(*values, dtype=torch.float32, index=0):
+def unit_of(*values, dtype=torch.float32, layer=0):
     parameters = [nn.Parameter(value) for value in values]
-    unit = Unit(index, "unit", parameters, dtype)
+    unit = Unit(layer, "unit", parameters, dtype)
     unit.place(where())
     return unit, parameters
 
@@ -25,7 +25,7 @@ def test_weights_are_copied_into_one_buffer():
     unit, parameters = unit_of(a, b)
     assert torch.equal(unit.weight[0], a)
     assert torch.equal(unit.weight[1], b)
-    assert all(unit.master(place) is unit.weight[place] for place in (0, 1)), "fp32 needs no second copy"
+    assert all(unit.master(index) is unit.weight[index] for index in (0, 1)), "fp32 needs no second copy"
     base = unit.buffer.flat.data_ptr()
     assert [w.data_ptr() - base for w in unit.weight] == list(unit.layout.offsets)
     assert unit.buffer.length_bytes == unit.layout.total_bytes
@@ -68,17 +68,17 @@ def test_gradients_have_room_for_what_is_trained_and_grow_when_more_is():
     parameters = [nn.Parameter(a), nn.Parameter(b, requires_grad=False), nn.Parameter(c)]
     unit = Unit(0, "unit", parameters, torch.float32)
     unit.place(where())
-    assert unit.gradients.places == (0, 2)
+    assert unit.gradients.indices == (0, 2)
     assert unit.gradients.layout.sizes == (12, 20, 8, 8), "two gradients and their squares"
     assert not unit.gradients.fit()
     parameters[1].requires_grad_(True)
     assert unit.gradients.fit()
     assert unit.gradients.layout.sizes == (12, 16, 20, 8, 8, 8)
     buffer = unit.gradients.allocate(CpuDevice())
-    for place, shape in enumerate([(3,), (4,), (5,)]):
-        unit.gradients.view(buffer, place).fill_(place + 1.0)
-        assert unit.gradients.view(buffer, place).shape == shape
-    assert [unit.gradients.view(buffer, place)[0].item() for place in range(3)] == [1.0, 2.0, 3.0]
+    for index, shape in enumerate([(3,), (4,), (5,)]):
+        unit.gradients.view(buffer, index).fill_(index + 1.0)
+        assert unit.gradients.view(buffer, index).shape == shape
+    assert [unit.gradients.view(buffer, index)[0].item() for index in range(3)] == [1.0, 2.0, 3.0]
     parameters[0].requires_grad_(False)
     assert not unit.gradients.fit(), "frozen again, it keeps its room"
 

@@ -43,7 +43,7 @@ def test_an_initialised_model_is_the_one_that_was_built_whole(tmp_path, store, d
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert same(model, expected)
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        masters = [unit_of(p).master(p.__dict__["_place"]) for p in (one, other)]
+        masters = [unit_of(p).master(p.__dict__["_index"]) for p in (one, other)]
         assert torch.equal(*masters)
     losses = [train(m, stronghold.AdamW(decay_groups(m), lr=1e-2), case.batches(3)) for m in (model.train(), expected)]
     assert losses[0] == losses[1]
@@ -159,10 +159,10 @@ def test_a_write_into_one_parameter_leaves_the_masters_of_the_others():
     assert model.layers[1].up.weight._version != 0, "initialising on the meta device counts as a write"
     stronghold.offload(model, device="cpu", dtype=torch.bfloat16, weights=model.initialize_module)
     parameter = model.layers[1].up.weight
-    unit, place = unit_of(parameter), parameter.__dict__["_place"]
-    before = unit.master(place)
+    unit, index = unit_of(parameter), parameter.__dict__["_index"]
+    before = unit.master(index)
     assert not torch.equal(before, parameter.float())
     with torch.no_grad():
         model.layers[1].down.weight.zero_()
     model(torch.arange(8)[None])
-    assert torch.equal(unit.master(place), before)
+    assert torch.equal(unit.master(index), before)
