@@ -28,7 +28,9 @@ class Accumulators:
     """
 
     def __init__(self, unit: Unit, saved: object) -> None:
-        self._together: Node = _Together.apply(*unit.parameters).grad_fn
+        together: Node | None = _Together.apply(*unit.parameters).grad_fn
+        # None where no parameter is trained now: one that is trained later has no part of this run.
+        self._nodes = [node for node, _ in together.next_functions] if together else [None] * len(unit.parameters)
         self._saved = weakref.ref(saved)
         self.counted = False
 
@@ -40,7 +42,7 @@ class Accumulators:
     def awaited(self) -> list[Node | None]:
         """Returns, by index, the accumulators to which the backward pass under way comes."""
         execute = torch._C._will_engine_execute_node
-        return [node if node and execute(node) else None for node, _ in self._together.next_functions]
+        return [node if node and execute(node) else None for node in self._nodes]
 
 
 class Parts:

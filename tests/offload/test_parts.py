@@ -289,3 +289,16 @@ def test_losses_that_a_user_keeps_cost_no_more_with_every_step(renewed):
         total = total + loss
     owner = stronghold.unit.unit_of(next(ours.layers[0].parameters())).owner
     assert len(owner.gradients.parts._runs[0]) <= 2
+
+
+def test_a_layer_that_was_frozen_in_an_earlier_run_has_no_part_in_it(renewed):
+    """A loss from before is kept; then the layer is trained."""
+    plain, ours = pair(Residual)
+    for model in (plain, ours):
+        model.layers[1].requires_grad_(False)
+        torch.manual_seed(3)
+        early = model(numbers(1)[0])
+        model.layers[1].requires_grad_(True)
+        model(numbers(2)[1]).backward()
+        del early
+    assert_close(gradients_of(ours), gradients_of(plain))
