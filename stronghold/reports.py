@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -38,8 +39,25 @@ class StepTimes:
     disk_busy_s: float = 0.0
 
 
+class _Shown(ABC):
+    """Rows of (section, name, value), as text, as a table of rich's and in a notebook."""
+
+    @abstractmethod
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Returns the table's lines: (section, name, value)."""
+
+    def __str__(self) -> str:
+        return _in_lines(self.rows())
+
+    def __rich__(self) -> Table:
+        return table("report", self.rows())
+
+    def _repr_html_(self) -> str:
+        return _in_html(self.rows())
+
+
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(_Shown):
     """What a model under training takes, in bytes by place; ``str()`` of it is a table to read.
 
     ``peak_device_bytes`` is 0 where the device does not count. ``states`` is the format of the optimizer's moments,
@@ -161,18 +179,9 @@ class Report:
         there = f"weights of {self.weights_on_disk} and states of {self.states_on_disk} of {self.layers} layers"
         return [("", "namely", there), ("", "in", ", ".join(self.disk_paths))]
 
-    def __str__(self) -> str:
-        return _in_lines(self.rows())
-
-    def __rich__(self) -> Table:
-        return table("report", self.rows())
-
-    def _repr_html_(self) -> str:
-        return _in_html(self.rows())
-
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measured(_Shown):
     """What a method that does not plan its memory is seen to take; ``str()`` of it is a table to read.
 
     ``device_bytes`` is 0 where device and host are one memory and the method cannot tell what is on which.
@@ -204,15 +213,6 @@ class Measured:
         if self.disk_paths:
             rows += [("disk", "files", format_bytes(self.disk_bytes)), ("", "in", ", ".join(self.disk_paths))]
         return rows
-
-    def __str__(self) -> str:
-        return _in_lines(self.rows())
-
-    def __rich__(self) -> Table:
-        return table("report", self.rows())
-
-    def _repr_html_(self) -> str:
-        return _in_html(self.rows())
 
 
 def table(title: str, rows: list[tuple[str, str, str]]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -52,26 +53,21 @@ class Program(Plainly):
         return frozenset(found)
 
 
-models = st.builds(
-    Model,
-    layers=st.lists(st.sampled_from(list(KINDS)), min_size=2, max_size=4).map(tuple),
-    order=st.sampled_from(ORDERS),
-    outputs=st.sampled_from(OUTPUTS),
-    dropout=st.sampled_from([0.0, 0.1]),
-    tied=st.booleans(),
-    shared=st.booleans(),
-    frozen=st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple),
-)
-narrow_models = st.builds(
-    Model,
-    layers=st.lists(st.sampled_from([k for k in KINDS if k not in FP32_ALONE]), min_size=2, max_size=4).map(tuple),
-    order=st.sampled_from(ORDERS),
-    outputs=st.sampled_from(OUTPUTS),
-    dropout=st.sampled_from([0.0, 0.1]),
-    tied=st.booleans(),
-    shared=st.booleans(),
-    frozen=st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple),
-)
+def _models_of(kinds: Iterable[str]) -> st.SearchStrategy[Model]:
+    return st.builds(
+        Model,
+        layers=st.lists(st.sampled_from(list(kinds)), min_size=2, max_size=4).map(tuple),
+        order=st.sampled_from(ORDERS),
+        outputs=st.sampled_from(OUTPUTS),
+        dropout=st.sampled_from([0.0, 0.1]),
+        tied=st.booleans(),
+        shared=st.booleans(),
+        frozen=st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple),
+    )
+
+
+models = _models_of(KINDS)
+narrow_models = _models_of(kind for kind in KINDS if kind not in FP32_ALONE)
 
 
 def ways(updates: st.SearchStrategy[str]) -> st.SearchStrategy[Way]:
