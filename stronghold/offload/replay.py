@@ -79,8 +79,8 @@ class State:
 
     That is buffers and plain attributes: ``training``, a count, what a mask is made from. A change shows by the
     object's identity, in a list, dictionary or set by its items', in a tensor by its version; ``batch_norm`` leaves no
-    trace in the version of its statistics, so that of tensors with one dimension a change by the first run is always
-    taken for granted, and one after it is not seen. What an object of another kind holds is not known.
+    trace in the version of its statistics, so that of tensors with one dimension a change is always taken for granted.
+    What an object of another kind holds is not known.
 
     It refers to the modules weakly, and to all that may refer to them, for autograd's graph holds it, and a module may
     hold that.
@@ -135,7 +135,7 @@ class State:
             for name, held, version in left:
                 now = names.get(name, _ABSENT)
                 if now is held:
-                    if version != _version(now) and now.ndim != 1:
+                    if version != _version(now):
                         raise place.refusal(name, "written")
                 elif type(held) is not _Reference:
                     yield place, name, held

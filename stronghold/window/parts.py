@@ -51,7 +51,7 @@ class Parts:
     def __init__(self) -> None:
         self._runs: defaultdict[int, weakref.WeakSet[Accumulators]] = defaultdict(weakref.WeakSet)
         self._left: dict[tuple[int, int], list[int]] = {}
-        """By graph task and layer, how many parts have not come, at each place."""
+        """By graph task and layer, how many parts have not come, at each index."""
         self._waiting: dict[tuple[int, int], Tensor] = {}
         self._coming: set[tuple[int, int]] = set()
         """The parameters of which autograd is handing over a part that is not the last."""
@@ -111,7 +111,7 @@ class Parts:
         return [len(known) for known in awaited]
 
     def is_part(self, key: tuple[int, int]) -> bool:
-        """Whether what autograd hands over for the parameter at this layer and place is a part, and not the last."""
+        """Whether what autograd hands over for the parameter at this layer and index is a part, and not the last."""
         return key in self._coming
 
     def keep(self, unit: Unit, index: int, gradient: Tensor | None) -> None:

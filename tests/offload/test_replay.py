@@ -235,6 +235,7 @@ class Plain(nn.Module):
         super().__init__()
         self.factor, self.kinds, self.inner = 2.0, ["a"], nn.Dropout(0.0)
         self.register_buffer("mask", torch.ones(2, 2))
+        self.register_buffer("row", torch.ones(2))
         self.plan = nn.Identity  # of a kind that can be referred to weakly
         self.tables = list(range(20))  # more than is kept
 
@@ -251,8 +252,10 @@ def test_what_the_user_changes_after_the_first_run_is_put_back_for_the_second():
     module.eval()
     module.factor, module.kinds, module.plan = 3.0, ["b"], nn.Linear
     module.mask = torch.zeros(2, 2)
+    module.row.zero_()
     now = module.mask
     with state.again():
+        assert_close(module.row, torch.ones(2))
         assert module.training
         assert module.inner.training
         assert (module.factor, module.plan) == (2.0, nn.Identity)
@@ -261,6 +264,7 @@ def test_what_the_user_changes_after_the_first_run_is_put_back_for_the_second():
     assert not module.inner.training
     assert (module.factor, module.kinds, module.plan) == (3.0, ["b"], nn.Linear)
     assert module.mask is now
+    assert_close(module.row, torch.zeros(2))
 
 
 @pytest.mark.parametrize(
