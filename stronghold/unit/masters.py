@@ -65,16 +65,20 @@ class Masters:
         self._marks[index] = _marks(weight)
         return True
 
-    def write(self, index: int, weight: Tensor, task: Callable[[], object], version: Callable[[], int]) -> object:
+    def write(
+        self, index: int, weight: Tensor, task: Callable[[], object], versions: Callable[[], list[int]]
+    ) -> object:
         """Runs ``task``, which writes into one weight, and clears the remainders of the elements it changed."""
         if index in self._marks:
             self._clear_marked(index, weight)  # what was written unseen before: the marks below forget it
         before = weight.detach().clone()
-        seen = version()
+        seen = versions()
         result = task()
         self._clear(index, before, weight)
-        if self._accounted[index] == seen:
-            self._accounted[index] = version()
+        # Parameters that were views of one memory share a version: a write into one counts for all and changes no other
+        for known, version in enumerate(versions()):
+            if self._accounted.get(known) == seen[known]:
+                self._accounted[known] = version
         if index in self._marks:
             self._marks[index] = _marks(weight)
         return result

@@ -300,7 +300,7 @@ class Unit:
             self.mark_dirty()
         if self.has_device_copy or index not in self.masters.remainders:
             return task()
-        return self.masters.write(index, self.weight[index], task, lambda: raw_version(self.parameters[index]))
+        return self.masters.write(index, self.weight[index], task, self.versions_now)
 
     @property
     def is_common(self) -> bool:

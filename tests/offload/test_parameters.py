@@ -6,8 +6,8 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import stronghold
-from stronghold.unit import OffloadedParameter
-from tests.small import Residual
+from stronghold.unit import OffloadedParameter, unit_of
+from tests.small import SIZE, Residual, pair
 
 
 class Tagged(nn.Parameter):
@@ -111,3 +111,30 @@ def test_lazy_parameters_and_buffers_have_no_shape_yet():
     model.layers[2].up = nn.LazyLinear(32)
     model(torch.zeros(1, 1, 16))
     assert stronghold.offload(model, device="cpu") is model
+
+
+class Beside(nn.Module):
+    """Parameters that are views of one memory, and share its version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.randn(SIZE * SIZE + SIZE).mul(0.2)
+        self.weight = nn.Parameter(memory[: SIZE * SIZE].view(SIZE, SIZE))
+        self.bias = nn.Parameter(memory[SIZE * SIZE :])
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def test_a_write_into_one_of_several_views_leaves_the_low_bits_of_the_others():
+    _, model = pair(lambda: Residual(2, Beside), dtype=torch.bfloat16, window=1)
+    layer = model.layers[0]
+    unit = unit_of(layer.weight)
+    before = unit.settled_value(0, exact=True).clone()
+    assert not torch.equal(before.bfloat16().float(), before), "there are no low bits to lose"
+    with torch.no_grad():
+        layer.bias.mul_(0.5)
+    assert layer.weight._version == layer.bias._version == 1
+    assert torch.equal(unit.settled_value(0, exact=True), before)
+    bias = layer.bias.detach().float()
+    assert torch.equal(unit.settled_value(1, exact=True), bias)

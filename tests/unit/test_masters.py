@@ -24,7 +24,7 @@ def filled():
 def test_a_write_through_the_parameter_spares_every_other_element():
     masters, weight, value = filled()
     versions = iter([0, 1])
-    masters.write(0, weight, lambda: weight[2, 3:5].copy_(torch.tensor([0.5, float("nan")])), lambda: next(versions))
+    masters.write(0, weight, lambda: weight[2, 3:5].copy_(torch.tensor([0.5, float("nan")])), lambda: [next(versions)])
     masters.take_writes([weight], [1], shared=lambda index: False)
     value[2, 3], value[2, 4] = 0.5, float("nan")
     assert torch.equal(masters.value(0, weight).nan_to_num(9.0), value.nan_to_num(9.0))
@@ -32,7 +32,7 @@ def test_a_write_through_the_parameter_spares_every_other_element():
 
 def test_a_write_of_the_value_that_is_there_is_none():
     masters, weight, value = filled()
-    masters.write(0, weight, lambda: weight.copy_(rounded(value)), lambda: 0)
+    masters.write(0, weight, lambda: weight.copy_(rounded(value)), lambda: [0])
     assert torch.equal(masters.value(0, weight), value)
 
 
@@ -60,7 +60,7 @@ def test_an_unseen_write_before_a_seen_one_counts_too():
     masters, weight, value = filled()
     masters.mark_aliased(0, weight)
     weight.view(-1)[:64] = 0.0
-    masters.write(0, weight, lambda: weight.copy_(weight.clone()), lambda: 0)
+    masters.write(0, weight, lambda: weight.copy_(weight.clone()), lambda: [0])
     masters.take_writes([weight], [0], shared=lambda index: False)
     value.view(-1)[:64] = 0.0
     assert torch.equal(masters.value(0, weight), value)
