@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from stronghold.device import Device
 from stronghold.errors import OffloadedModelError
+from stronghold.offload.forward_hooks import ForwardHooks
 from stronghold.offload.members import Members
 from stronghold.offload.microbatch import batch_of, join, split
-from stronghold.offload.replay import Hooks, State, structural_copy
+from stronghold.offload.replay import State, requiring_grad, structural_copy
 from stronghold.offload.saved import Saved, unwritten
 from stronghold.offload.turns import Turns
 from stronghold.unit import Unit, check_mixed, opaque
@@ -108,6 +109,7 @@ class Block:
         placed = {id(parameter) for parameter in unit.parameters}
         owners = ((m, name, p) for m in module.modules() for name, p in m._parameters.items())
         self._owners = [(weakref.ref(m), name, p) for m, name, p in owners if p is not None and id(p) in placed]
+        self._parameters = [*module.parameters()]  # those that lie elsewhere as well
         self.members = Members(module.named_modules(prefix=unit.name))
 
         module.forward = _Forward(self)  # type: ignore[method-assign]
@@ -191,7 +193,8 @@ class Block:
         tensors: list[Tensor] = []
         arguments = _flatten((args, kwargs), tensors)
         # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
-        again = _Again(run, [(args, kwargs)], arguments, State(self.module), Hooks(self.module))
+        state, hooks = State(self.module), ForwardHooks(self.module)
+        again = _Again(run, [(args, kwargs)], arguments, [p.requires_grad for p in self._parameters], state, hooks)
         del args, kwargs
         compute = functools.partial(_compute, weakref.ref(self), self.unit.name, again)
         with ExitStack() as stack:
@@ -206,8 +209,9 @@ class _Again(NamedTuple):
     run: Run
     first: list[Any]
     arguments: Any
+    trained: list[bool]
     state: State
-    hooks: Hooks
+    hooks: ForwardHooks
 
 
 # What autograd calls is not made for each run: what keeps a function from the compiler refers to it, and it to that.
@@ -224,7 +228,8 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
         return output
     this.engine.return_to(again.run)
     args, kwargs = _fill(again.arguments, tensors)
-    with again.state.again(), again.hooks.again(), unwritten(layer):
+    trained = requiring_grad(zip(this._parameters, again.trained, strict=True))
+    with trained, again.state.again(), again.hooks.again(), unwritten(layer):
         return this._bare(*args, **kwargs)
 
 

@@ -213,6 +213,23 @@ def thawing(model, optimizer, batches):
     return losses
 
 
+def frozen_before_backward(model, optimizer, batches):
+    """Layers and parameters are frozen and unfrozen between the two passes, of which the second has a graph."""
+    seen = []
+    for step, batch in enumerate(batches):
+        kept, loss = model(batch), model(batch.flip(0))
+        model.layers[step % len(model.layers)].requires_grad_(step % 2 == 1)
+        model.layers[-1].up.bias.requires_grad_(step % 2 == 0)
+        loss.backward()
+        seen += [loss.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
+        model.layers[(step + 1) % len(model.layers)].requires_grad_(step % 2 == 0)
+        kept.backward()
+        seen += [p.requires_grad for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
 def gradients_by_hand(model, optimizer, batches):
     """The user reads, keeps, replaces and sets gradients, and steps twice with one."""
     seen = []
@@ -310,6 +327,7 @@ LOOPS = [
     forward_twice_backward_once,
     forward_twice_backward_twice,
     evaluated_before_backward,
+    frozen_before_backward,
     retained,
     dropped,
     clipped,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.errors import OffloadedModelError
-from stronghold.offload.replay import Hooks, State, structural_copy
+from stronghold.offload.forward_hooks import ForwardHooks
+from stronghold.offload.replay import State, structural_copy
 from tests.small import Cache, assert_close
 
 Pair = namedtuple("Pair", ["one", "other"])
@@ -215,7 +216,7 @@ def test_hooks_that_look_run_once_and_hooks_that_change_run_twice():
     module.other.register_forward_hook(note("changes in place", lambda args, output: _doubled(output)))
     module.other.register_forward_hook(note("with keywords", lambda args, kwargs, output: None), with_kwargs=True)
     module.other.register_forward_hook(note("looks always"), always_call=True)
-    x, hooks = torch.ones(1, 2), Hooks(module)
+    x, hooks = torch.ones(1, 2), ForwardHooks(module)
     kept = [dict(m._forward_hooks) for m in (module.one, module.other)]
     with hooks.first():
         first = module.forward(x)
@@ -289,7 +290,7 @@ def test_hooks_that_come_or_go_after_the_first_run():
     module.one.register_forward_hook(lambda m, a, output: output + 1)
     looks = module.one.register_forward_hook(lambda m, a, output: None)
     changes = module.other.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
-    hooks = Hooks(module)
+    hooks = ForwardHooks(module)
     with hooks.first():
         first = module.forward(x)
     late = module.other.register_forward_hook(lambda m, a, output: output * 100)
