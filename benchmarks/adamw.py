@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stronghold import native
-from stronghold.evaluation.records import append_record, describe_machine
+from stronghold.lab.records.json_lines import append_record, describe_machine
 from stronghold.units import format_bytes
 
 RESULTS = Path(__file__).parent.parent / "results" / "adamw.jsonl"

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import stronghold
-from stronghold.evaluation.records import append_record, describe_machine
+from stronghold.lab.records.json_lines import append_record, describe_machine
 
 RESULTS = Path(__file__).parent.parent / "results" / "bubble.jsonl"
 

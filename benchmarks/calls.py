@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 
-from stronghold.evaluation.records import Record, read_records
-from stronghold.evaluation.runs import LOG_NAME
-from stronghold.evaluation.timeline import TIMELINE_NAME
-from stronghold.evaluation.trials import end, exit_reason
+from stronghold.lab.records.json_lines import Record, read_records
+from stronghold.lab.records.runs import LOG_NAME
+from stronghold.lab.records.timeline import TIMELINE_NAME
+from stronghold.lab.records.trials import end, exit_reason
 from stronghold.units import format_seconds
 
 ERROR = "stronghold: error: "

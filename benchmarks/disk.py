@@ -39,7 +39,7 @@ from rich.table import Table
 from torch import Tensor
 
 from stronghold.device.memory import HostBuffer
-from stronghold.evaluation.records import append_record, describe_machine
+from stronghold.lab.records.json_lines import append_record, describe_machine
 from stronghold.native import PIECE_BYTES, SUM_BYTES, Disk, DiskFile, Priority, Transfer
 from stronghold.native.disk_errors import file_system
 from stronghold.units import format_bytes, parse_bytes

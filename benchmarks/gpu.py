@@ -12,7 +12,7 @@ the same seed, data and recomputation, without clipping. A cap is the most that 
 layers and a window what activations leave (--reserve, --activations and --micro-batch are chosen by the cap); where a
 cap is too small for DeepSpeed it accumulates the gradients of parts of the batch. Every round begins with the resident
 run, and a ratio is of two calls of one round; the table has medians and quartiles. Losses that are not the resident
-run's, by stronghold.evaluation.agreement, are WRONG. A method that fails is a line that says so.
+run's, by stronghold.lab.records.agreement, are WRONG. A method that fails is a line that says so.
 
 No call begins that would not end within --minutes by the longest so far. What is left is said, and the same command
 goes on with it: calls that --out has already, of this machine and commit, are not made again (--again). The largest
@@ -43,15 +43,15 @@ from gpu_runs import OutOfTime, Runner, Say
 from gpu_table import goals, notes, rows, table
 from rich.console import Console
 
-from stronghold.evaluation.agreement import disagreements
-from stronghold.evaluation.cases.case import CASES
-from stronghold.evaluation.cases.largest import find_largest
-from stronghold.evaluation.cases.machines import H200, TINY
-from stronghold.evaluation.cases.points import show
-from stronghold.evaluation.cases.reading import read_results
-from stronghold.evaluation.cases.running import Place
-from stronghold.evaluation.cases.table import tables
-from stronghold.methods import METHODS
+from stronghold.lab.cases.case import CASES
+from stronghold.lab.cases.largest import find_largest
+from stronghold.lab.cases.machines import H200, TINY
+from stronghold.lab.cases.points import show
+from stronghold.lab.cases.reading import read_results
+from stronghold.lab.cases.running import Place
+from stronghold.lab.cases.table import tables
+from stronghold.lab.methods import METHODS
+from stronghold.lab.records.agreement import disagreements
 from stronghold.units import format_seconds, parse_bytes
 
 ROOT = Path(__file__).parent.parent

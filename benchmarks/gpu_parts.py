@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from stronghold.evaluation.agreement import REFERENCE
-from stronghold.models.cross_entropy import CHUNK_BYTES
-from stronghold.models.gpt import GPTConfig
+from stronghold.lab.models.cross_entropy import CHUNK_BYTES
+from stronghold.lab.models.gpt import GPTConfig
+from stronghold.lab.records.agreement import REFERENCE
 from stronghold.units import format_bytes
 
 STRONGHOLD = "stronghold"

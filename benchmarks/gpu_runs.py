@@ -10,7 +10,7 @@ from typing import Any
 from calls import Budget, Call, train
 from gpu_parts import Course, Fit, Round, Setting, command, fit, fit_tighter
 
-from stronghold.evaluation.records import Record, append_record, describe_machine, read_records, to_line
+from stronghold.lab.records.json_lines import Record, append_record, describe_machine, read_records, to_line
 from stronghold.units import format_seconds
 
 TRIES = 3

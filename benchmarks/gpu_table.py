@@ -13,9 +13,9 @@ from gpu_parts import DEEPSPEED, FITTED, GOALS, STRONGHOLD
 from rich import box
 from rich.table import Table
 
-from stronghold.evaluation.agreement import REFERENCE, compared, disagreements
-from stronghold.evaluation.records import Record
-from stronghold.evaluation.runs import WARM_UP_STEPS
+from stronghold.lab.records.agreement import REFERENCE, compared, disagreements
+from stronghold.lab.records.json_lines import Record
+from stronghold.lab.records.runs import WARM_UP_STEPS
 from stronghold.units import format_bytes, format_count, format_seconds, parse_bytes
 
 OF_RESIDENT, RESIDENT_CAP, RESIDENT_BATCH = 0.95, parse_bytes("16GiB"), 32

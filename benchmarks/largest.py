@@ -33,8 +33,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stronghold.evaluation.records import Record, append_record, describe_machine, read_records
-from stronghold.evaluation.trials import Limits, end, exit_reason, search, watch
+from stronghold.lab.records.json_lines import Record, append_record, describe_machine, read_records
+from stronghold.lab.records.trials import Limits, end, exit_reason, search, watch
 from stronghold.units import format_bytes, format_count, format_seconds, parse_bytes
 
 ROOT = Path(__file__).parent.parent

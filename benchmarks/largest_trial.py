@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stronghold.data.batches import Batches
-from stronghold.data.text import standard_library
-from stronghold.data.tokens import ByteTokenizer, tokenize
-from stronghold.evaluation.records import append_record
-from stronghold.methods import decay_groups
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.data.batches import Batches
+from stronghold.lab.data.text import standard_library
+from stronghold.lab.data.tokens import ByteTokenizer, tokenize
+from stronghold.lab.methods import decay_groups
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.records.json_lines import append_record
 
 DEVICES = {"zero-infinity": "nvme", "zero-offload": "cpu"}
 BETAS = (0.9, 0.95)

@@ -6,7 +6,7 @@ Each call is a process that trains the reference GPT for some steps through stro
 --method ...`), all with the same seed, data, precision and recomputation, without clipping. Every round calls each
 contender once, in rotated order, so that a ratio is of two calls of one round; the table has medians and quartiles. The
 memory is the process's peak, without what the same method takes for a model of next to nothing (once, before the
-rounds). A contender whose losses are not those of the ordinary loop, by stronghold.evaluation.agreement, is WRONG.
+rounds). A contender whose losses are not those of the ordinary loop, by stronghold.lab.records.agreement, is WRONG.
 Appends one JSON line for each contender to results/methods.jsonl. DeepSpeed's contenders need the extra
 ``baselines``; one that fails is a line that says so.
 """
@@ -24,8 +24,8 @@ from calls import spread, train
 from rich.console import Console
 from rich.table import Table
 
-from stronghold.evaluation.agreement import disagreements
-from stronghold.evaluation.records import Record, append_record, describe_machine
+from stronghold.lab.records.agreement import disagreements
+from stronghold.lab.records.json_lines import Record, append_record, describe_machine
 from stronghold.units import format_bytes, format_count
 
 RESULTS = Path(__file__).parent.parent / "results" / "methods.jsonl"

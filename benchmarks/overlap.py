@@ -27,7 +27,7 @@ from torch import nn
 
 import stronghold
 from stronghold.device.throttled import Speed, ThrottledDevice
-from stronghold.evaluation.records import append_record, describe_machine
+from stronghold.lab.records.json_lines import append_record, describe_machine
 
 LAYER_PARAMETERS = 50_358_272  # 12·h² + 13·h at h = 2048
 RESULTS = Path(__file__).parent.parent / "results" / "overlap.jsonl"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from stronghold.evaluation.records import Record
-from stronghold.models.gpt import GPTConfig
-from stronghold.plan.partition import Stage, partition
-from stronghold.plan.pipeline import Pipeline
-from stronghold.plan.simulate import simulate
-from stronghold.plan.stage_costs import LayerCost
-from stronghold.plan.traffic import (
+from stronghold.lab.models.gpt import GPTConfig
+from stronghold.lab.records.json_lines import Record
+from stronghold.planner.partition import Stage, partition
+from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.simulate import simulate
+from stronghold.planner.stage_costs import LayerCost
+from stronghold.planner.traffic import (
     all_gather_bytes,
     boundary_bytes,
     fetches,

@@ -32,15 +32,15 @@ from rich.table import Table
 from torch import nn
 
 import stronghold
-from stronghold.data.batches import Batches
-from stronghold.data.text import standard_library
-from stronghold.data.tokens import BYTES, ByteTokenizer, tokenize
-from stronghold.evaluation.records import Record, append_record, describe_machine, read_records
-from stronghold.methods import decay_groups
-from stronghold.models.files import inputs_of
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.data.batches import Batches
+from stronghold.lab.data.text import standard_library
+from stronghold.lab.data.tokens import BYTES, ByteTokenizer, tokenize
+from stronghold.lab.methods import decay_groups
+from stronghold.lab.models.files import inputs_of
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.records.json_lines import Record, append_record, describe_machine, read_records
+from stronghold.lab.training import learning_rate_factor
 from stronghold.offload.rows import find_layers
-from stronghold.training import learning_rate_factor
 from stronghold.units import format_count, format_seconds
 
 ROOT = Path(__file__).parent.parent

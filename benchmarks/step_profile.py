@@ -24,10 +24,11 @@ from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from stronghold.config import ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
-from stronghold.evaluation.records import append_record, describe_machine
-from stronghold.methods import METHODS, Prepared, find_method
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.methods import METHODS, Prepared, find_method
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.records.json_lines import append_record, describe_machine
+from stronghold.lab.settings import ModelSettings, OptimizerSettings, TrainSettings
+from stronghold.settings import OffloadSettings
 
 RESULTS = Path(__file__).parent.parent / "results" / "step_profile.jsonl"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn", "_scaled_dot_product")

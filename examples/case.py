@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stronghold.evaluation.cases.__main__ import main
+from stronghold.lab.cases.__main__ import main
 
 __all__ = ["main"]

@@ -9,7 +9,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [[ -z "${PYTHON:-}" ]]; then
   stronghold_environment
   # Some cases compare methods; one that cannot be installed is said and left out when its turn comes.
-  needed="$("$PYTHON" -m stronghold.evaluation.cases needs "$@")"
+  needed="$("$PYTHON" -m stronghold.lab.cases needs "$@")"
   if [[ "$needed" == deepspeed* ]]; then
     read -ra modules <<<"$needed"
     stronghold_baselines "${modules[@]}" || true
@@ -17,4 +17,4 @@ if [[ -z "${PYTHON:-}" ]]; then
 else
   stronghold_exports
 fi
-exec "$PYTHON" -m stronghold.evaluation.cases "$@"
+exec "$PYTHON" -m stronghold.lab.cases "$@"

@@ -89,7 +89,7 @@ while (($#)); do
 done
 
 # What can be known before anything is set up; the program itself checks the rest.
-methods="$(cd "$root/stronghold/methods" && printf '%s ' [a-z]*.py | sed 's/\.py//g; s/_/-/g')all"
+methods="$(cd "$root/stronghold/lab/methods" && printf '%s ' [a-z]*.py | sed 's/\.py//g; s/_/-/g')all"
 [[ " $methods " == *" $method "* ]] || fail "-m must be one of: $methods (got '$method')"
 whole() { [[ "$2" =~ ^[1-9][0-9]{0,8}$ ]] || fail "$1 must be a whole number of at least 1 and at most 999999999 (got '$2')"; }
 whole -l "$layers"

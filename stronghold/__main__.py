@@ -1,8 +1,19 @@
-"""``python -m stronghold``."""
+"""The command line: ``stronghold``, or ``python -m stronghold``."""
 
 import sys
 
-from stronghold.cli import main
+
+def main() -> int:
+    """Runs the command line, and returns its exit code; without the lab's packages, it says which is missing."""
+    try:
+        from stronghold.lab.cli import main as run
+    except ModuleNotFoundError as error:
+        from stronghold.lab.command import WRONG_USAGE, missing
+
+        print(f"stronghold: error: {missing(error)}", file=sys.stderr)
+        return WRONG_USAGE
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

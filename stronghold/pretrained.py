@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from stronghold.adapters import CONFIG as ADAPTER_CONFIG
 from stronghold.adapters import has_adapters, save_adapters
-from stronghold.data.tokenizer_files import is_tokenizer_file
-from stronghold.models.files import build, write_config
+from stronghold.model_config import build, write_config
 from stronghold.offload.compiled import uncompiled
 from stronghold.offload.offload import offload
 from stronghold.tensor_files import TensorFileWriter
@@ -42,13 +41,14 @@ def load(directory: str | os.PathLike[str], *, model_class: Any = None, **option
     """Loads a checkpoint straight into the store, layer by layer, and returns the offloaded model.
 
     ``directory`` holds a config.json and safetensors files, sharded or not, as transformers' ``save_pretrained`` and
-    :func:`save` write them. ``model_class`` is one of transformers' classes, such as ``AutoModel``; by default it is
-    the one that the config names, or AutoModelForCausalLM where that names none. ``options`` are those of
+    :func:`save` write them. ``model_class`` is one of transformers' classes, such as ``AutoModel``, or one of the
+    user's own with ``from_config_dict`` (see :mod:`stronghold.model_config`); by default it is the one of transformers
+    that the config names, or AutoModelForCausalLM where that names none. ``options`` are those of
     :func:`offload` (``window``, ``store``, ``device``, ``dtype``, ...). No more than one layer, and one tensor of the
     files, is in memory beside the store.
 
     The model is what ``from_pretrained(directory)`` and :func:`offload` would make: its parameters have the dtype that
-    the config names (without one the files'; the reference GPT's are fp32), and it is in evaluation mode; call
+    the config names (without one the files'), and it is in evaluation mode; call
     ``train()`` for dropout. Nothing is fetched from a hub. Raises ValueError, before anything is allocated, for a
     folder that is not such a checkpoint, and for tensors that are missing, of another shape, or not the model's; and
     what :func:`offload` raises.
@@ -102,12 +102,17 @@ def save(
     _save(model, Path(directory), dtype, max_shard_size)
 
 
-def save_with_tokenizer(model: nn.Module, directory: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
-    """Saves a model as :func:`save` does, with the tokenizer that it was trained with in the place of any other there.
+def save_with_others(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    write: Callable[[Path], None],
+    replaces: Callable[[Path], bool],
+) -> None:
+    """Saves a model as :func:`save` does, with the files that ``write`` writes into a folder, such as a tokenizer's.
 
-    ``write`` writes the tokenizer's files into a folder; it writes none for a model that was trained on bytes.
+    They take the place of those there of which ``replaces`` is true.
     """
-    _save(model, Path(directory), None, "5GB", write)
+    _save(model, Path(directory), None, "5GB", write, replaces)
 
 
 def _save(
@@ -115,7 +120,8 @@ def _save(
     folder: Path,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
-    write_tokenizer: Callable[[Path], None] | None = None,
+    write_others: Callable[[Path], None] | None = None,
+    replaces: Callable[[Path], bool] = lambda path: False,
 ) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(
@@ -131,14 +137,14 @@ def _save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if folder.exists():
-            _keep_others(folder, partial, with_tokenizer=write_tokenizer is None)
+            _keep_others(folder, partial, replaces)
         if outgoing is None:
             _write_adapters(model, partial, dtype)
         else:
             _write(outgoing, partial, limit)
             write_config(model, partial, outgoing.dtype)
-        if write_tokenizer is not None:
-            write_tokenizer(partial)
+        if write_others is not None:
+            write_others(partial)
         for written in partial.rglob("*"):
             _sync(written)
         _sync(partial)
@@ -302,10 +308,10 @@ def _bytes(announced: tuple[torch.dtype, torch.Size]) -> int:
     return announced[0].itemsize * announced[1].numel()
 
 
-def _keep_others(folder: Path, partial: Path, *, with_tokenizer: bool) -> None:
-    """Puts what ``folder`` holds beside a model, also a tokenizer where it is wanted, into ``partial`` too."""
+def _keep_others(folder: Path, partial: Path, replaces: Callable[[Path], bool]) -> None:
+    """Puts what ``folder`` holds beside a model, but for what is to be replaced, into ``partial`` too."""
     for path in folder.iterdir():
-        if any(path.match(pattern) for pattern in _REPLACED) or (is_tokenizer_file(path) and not with_tokenizer):
+        if replaces(path) or any(path.match(pattern) for pattern in _REPLACED):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, partial / path.name, symlinks=True)

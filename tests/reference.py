@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import stronghold
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.native import Blocks
 from stronghold.unit import unit_of
 

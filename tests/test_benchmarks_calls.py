@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stronghold.evaluation.timeline import read_spans
+from stronghold.lab.records.timeline import read_spans
 
 TINY = ["-l", "2", "--hidden", "32", "--heads", "2", "--vocabulary", "512", "--seq", "16", "--batch", "2"]
 

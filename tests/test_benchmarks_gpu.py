@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stronghold import cli
+from stronghold.lab import cli
 
 GIB = 2**30
 FOLDER = Path(__file__).parent.parent / "benchmarks"

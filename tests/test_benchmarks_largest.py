@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.utils.cpp_extension
 
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SHAPE = {"hidden": 64, "heads": 2, "vocabulary": 300, "sequence": 32}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "states.py"
 

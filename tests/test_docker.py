@@ -76,7 +76,7 @@ def test_what_the_set_up_reads_is_copied_before_it_runs():
     [
         "environment.sh", "test.sh", "setup.py", "pyproject.toml", "README.md", "requirements-baselines.txt",
         "csrc/adamw.cpp", "examples/run.sh", "examples/reproduce.ipynb", "stronghold/_C.pyi", "stronghold/py.typed",
-        "stronghold/evaluation/page/page.css", "stronghold/methods/stronghold.py", "tests/data/test_text.py",
+        "stronghold/lab/page/page.css", "stronghold/lab/methods/stronghold.py", "tests/lab/data/test_text.py",
         "benchmarks/adamw.py", "docker/Dockerfile",
     ],
 )  # fmt: skip
@@ -121,7 +121,7 @@ def test_it_installs_what_the_set_up_and_the_methods_ask_the_system_for():
     )
     asked = set(re.findall(r"missing\+=\(([\w+-]+)\)", (ROOT / "environment.sh").read_text()))
     assert len(asked) == 3
-    engine = (ROOT / "stronghold" / "methods" / "deepspeed" / "engine.py").read_text()
+    engine = (ROOT / "stronghold" / "lab" / "methods" / "deepspeed" / "engine.py").read_text()
     asked.update(re.findall(r"apt-get install ([\w-]+)", engine))
     assert asked | {"python3"} == {word for word in installed if not word.startswith("-")}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.offload import engine_of
 
 pytestmark = [

@@ -15,16 +15,14 @@ ROOMS = {
     "stripes": 1,
     "errors": 0,
     "layout": 0,
-    "outputs": 0,
+    "model_config": 0,
     "reports": 1,
     "spans": 0,
     "units": 0,
     "version": 0,
-    "command": 1,
-    "config": 1,
+    "settings": 1,
     "native": 1,
     "split": 1,
-    "stops": 2,
     "weights": 1,
     "adapters": 2,
     "tensor_files": 2,
@@ -32,31 +30,46 @@ ROOMS = {
     "device": 1,
     "schedule": 2,
     "unit": 2,
-    "models": 2,
-    "data": 2,
-    "evaluation": 2,
     "store": 3,
     "optim": 3,
-    "plan": 3,
+    "planner": 3,
     "window": 4,
     "offload": 5,
     "checkpoint": 6,
     "pretrained": 6,
     "parallel": 6,
-    "methods": 7,
     "trainer": 7,
-    "comparison": 8,
-    "planning": 8,
-    "training": 8,
-    "cli": 9,
 }
+LAB = {
+    "outputs": 0,
+    "command": 0,
+    "models": 0,
+    "settings": 1,
+    "stops": 1,
+    "records": 1,
+    "data": 1,
+    "cases": 2,
+    "page": 3,
+    "methods": 2,
+    "run_checkpoints": 2,
+    "stages": 2,
+    "training": 3,
+    "comparison": 4,
+    "cli": 5,
+}
+"""The lab imports every room of the library, and its own as these numbers say; the library imports none of them."""
+ROOMS |= {f"lab.{name}": 10 + number for name, number in LAB.items()}
 EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above every room
-# Everything else works on any nn.Module.
-MAY_IMPORT_MODELS = {"models", "methods", "pretrained", "planning", "training", "cli"}
 # Records only, never the engine.
-EVALUATION_MAY_IMPORT = {"evaluation", "reports", "errors", "outputs", "spans", "units", "command", "config"}
-PURE = {"schedule", "plan"}  # decisions over numbers, without torch
-MAY_READ_ENVIRONMENT = {"cli", "__main__", "parallel"}  # torchrun speaks to its processes by the environment alone
+RECORDS_MAY_IMPORT = {"reports", "errors", "spans", "units", "lab.outputs", "lab.command", "lab.settings"}
+READS_RECORDS = {"lab.records", "lab.page", "lab.cases"}
+PURE = {"schedule", "planner"}  # decisions over numbers, without torch
+MAY_READ_ENVIRONMENT = {"lab.cli", "__main__", "parallel"}  # torchrun speaks to its processes by the environment alone
+
+
+def room_of(parts: list[str]) -> str:
+    """Returns the room of a dotted name or a path, both without ``stronghold``."""
+    return ".".join(parts[: 2 if parts[0] == "lab" else 1]).removesuffix(".py")
 
 
 def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
@@ -94,14 +107,14 @@ def violations(root: Path) -> list[str]:
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         tree = ast.parse(path.read_text(encoding="utf-8"), str(relative))
-        room = relative.parts[0].removesuffix(".py")
+        room = room_of([*relative.parts])
         if room not in MAY_READ_ENVIRONMENT:
             found += [f"{relative}:{line} reads the environment" for line in environment_reads(tree)]
         package = ["stronghold", *relative.parts[:-1]]
         for line, name in imported_modules(tree, package):
             if "_C" in name.split(".") and name.startswith("stronghold.") and room != "native":
                 found.append(f"{relative}:{line} imports _C, which is native's alone")
-        if str(relative) in EXEMPT:
+        if str(relative) in EXEMPT or room == "lab.__init__":
             continue
         if room not in ROOMS:
             found.append(f"{relative} is in no room")
@@ -112,16 +125,14 @@ def violations(root: Path) -> list[str]:
                 found.append(f"{relative}:{line} imports torch into {room}, which is pure")
             if top != "stronghold" or rest.split(".")[0] == "_C":
                 continue
-            target = rest.split(".")[0]
+            target = room_of(rest.split("."))
             if target not in ROOMS:
-                if room != "cli":
+                if room != "lab.cli":
                     found.append(f"{relative}:{line} imports the public face ({name}), which is above it")
             elif target != room and ROOMS[target] >= ROOMS[room]:
                 found.append(f"{relative}:{line} (room {ROOMS[room]}) imports {target} (room {ROOMS[target]})")
-            elif target == "models" and room not in MAY_IMPORT_MODELS:
-                found.append(f"{relative}:{line} imports models, which the engine must not know")
-            elif room == "evaluation" and target not in EVALUATION_MAY_IMPORT:
-                found.append(f"{relative}:{line} imports {target} into evaluation, which reads records only")
+            elif room in READS_RECORDS and target not in RECORDS_MAY_IMPORT | READS_RECORDS:
+                found.append(f"{relative}:{line} imports {target} into {room}, which reads records only")
     return list(dict.fromkeys(found))  # one line may import several names
 
 
@@ -140,8 +151,8 @@ def test_the_library_imports_none_of_the_packages_that_only_some_of_it_uses():
 
 
 GOOD = {
-    "__init__.py": "from stronghold.offload import offload\nfrom stronghold import training",
-    "__main__.py": "import os\nfrom stronghold.cli import main\nprint(os.environ)",
+    "__init__.py": "from stronghold.offload import offload\nfrom stronghold import trainer",
+    "__main__.py": "import os\nfrom stronghold.lab.cli import main\nprint(os.environ)",
     "errors.py": "import os\nos.cpu_count()",
     "native/__init__.py": "from stronghold.native.kernels import adamw",
     "native/kernels.py": "import torch\nfrom stronghold import _C",
@@ -150,9 +161,11 @@ GOOD = {
     "store/__init__.py": "from .ram import Ram",
     "store/ram.py": "from stronghold.store.base import Base\nfrom . import base\nfrom ..native import adamw",
     "store/base.py": "import torch",
-    "evaluation/tables.py": "from stronghold import units",
-    "training.py": "import os\nfrom stronghold.models.gpt import GPT\nos.environ.update(A='1')",
-    "cli.py": "import os, stronghold\nfrom stronghold import __version__\nos.environ['A']",
+    "lab/__init__.py": "",
+    "lab/records/tables.py": "from stronghold import units\nfrom ..command import run_command",
+    "lab/training.py": "import os\nfrom stronghold.lab.models.gpt import GPT\nos.environ.update(A='1')",
+    "lab/comparison.py": "from stronghold.offload import offload\nfrom stronghold.lab.training import train",
+    "lab/cli/train.py": "import os, stronghold\nfrom stronghold import __version__\nos.environ['A']",
 }
 
 
@@ -185,9 +198,9 @@ def test_a_tree_that_keeps_the_rules_passes(tmp_path):
             "device/cuda.py:1 imports the public face (stronghold), which is above it",
         ),
         (
-            "training.py",
+            "lab/training.py",
             "from stronghold import AdamW",
-            "training.py:1 imports the public face (stronghold.AdamW), which is above it",
+            "lab/training.py:1 imports the public face (stronghold.AdamW), which is above it",
         ),
         ("helpers.py", "", "helpers.py is in no room"),
         ("utils/io.py", "", "utils/io.py is in no room"),
@@ -204,30 +217,41 @@ def test_a_tree_that_keeps_the_rules_passes(tmp_path):
             "__init__.py:1 imports _C, which is native's alone",
         ),
         ("schedule.py", "import torch", "schedule.py:1 imports torch into schedule, which is pure"),
-        ("plan/cost.py", "import torch", "plan/cost.py:1 imports torch into plan, which is pure"),
+        ("planner/cost.py", "import torch", "planner/cost.py:1 imports torch into planner, which is pure"),
         ("schedule.py", "from torch.nn import Module", "schedule.py:1 imports torch into schedule, which is pure"),
         (
             "window.py",
-            "from stronghold.models import gpt",
-            "window.py:1 imports models, which the engine must not know",
+            "from stronghold.lab.models import gpt",
+            "window.py:1 (room 4) imports lab.models (room 10)",
         ),
         (
             "store/ram.py",
-            "from ..models import gpt",
-            "store/ram.py:1 imports models, which the engine must not know",
+            "from ..lab.models import gpt",
+            "store/ram.py:1 (room 3) imports lab.models (room 10)",
         ),
         (
-            "evaluation/tables.py",
+            "trainer.py",
+            "from stronghold import lab",
+            "trainer.py:1 imports the public face (stronghold.lab), which is above it",
+        ),
+        ("lab/tables.py", "", "lab/tables.py is in no room"),
+        (
+            "lab/records/tables.py",
+            "from ..cli import main",
+            "lab/records/tables.py:1 (room 11) imports lab.cli (room 15)",
+        ),
+        (
+            "lab/records/tables.py",
             "from stronghold.native import adamw",
-            "evaluation/tables.py:1 imports native into evaluation, which reads records only",
+            "lab/records/tables.py:1 imports native into lab.records, which reads records only",
         ),
         (
-            "evaluation/tables.py",
-            "from stronghold.window.window import Window",
-            "evaluation/tables.py:1 (room 2) imports window (room 4)",
+            "lab/page/tables.py",
+            "from stronghold.lab.models.gpt import GPT",
+            "lab/page/tables.py:1 imports lab.models into lab.page, which reads records only",
         ),
-        ("training.py", "import os\nos.environ.get('A')", "training.py:2 reads the environment"),
-        ("training.py", "import os\nos.getenv('A')", "training.py:2 reads the environment"),
+        ("lab/training.py", "import os\nos.environ.get('A')", "lab/training.py:2 reads the environment"),
+        ("trainer.py", "import os\nos.getenv('A')", "trainer.py:2 reads the environment"),
         ("native/kernels.py", "from os import environ", "native/kernels.py:1 reads the environment"),
         ("__init__.py", "import os\nprint(os.environ)", "__init__.py:2 reads the environment"),
     ],

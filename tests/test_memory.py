@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 
 SCRIPT = """
 import ctypes, gc, os, sys
 import torch, stronghold
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 
 def resident():
     gc.collect()
@@ -67,7 +67,7 @@ BESIDE = """
 import json, sys, threading, time
 import torch, stronghold
 from stronghold.device import resident_host_bytes
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 
 def watch():
     while watching:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import stronghold
-from stronghold.models.files import load_model
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.files import load_model
+from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.pretrained import check_save_folder
 from stronghold.unit import unit_of
 from tests.reference import CASES, decay_groups, train
@@ -197,7 +197,7 @@ def test_the_reference_gpt_is_saved_and_loaded_too(tmp_path, store):
     assert sorted(os.listdir(tmp_path / "saved")) == ["config.json", "model.safetensors"]
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert config == {"model_type": "stronghold-gpt", **vars(CONFIG)}
-    again = stronghold.load(tmp_path / "saved", device="cpu")
+    again = stronghold.load(tmp_path / "saved", device="cpu", model_class=GPT)
     assert again.config == CONFIG
     assert same(again, model)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from stronghold.evaluation.records import Record, append_record, read_records
+from stronghold.lab.records.json_lines import Record, append_record, read_records
 
 TRAIN = Path(__file__).parent / "train.py"
 

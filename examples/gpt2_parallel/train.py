@@ -23,10 +23,10 @@ import torch.distributed as dist
 from model import config, gpt2, loss
 
 import stronghold
-from stronghold.data.batches import Batches
-from stronghold.data.text import read_documents, standard_library
-from stronghold.data.tokens import ByteTokenizer, tokenize
-from stronghold.evaluation.records import append_record, describe_machine
+from stronghold.lab.data.batches import Batches
+from stronghold.lab.data.text import read_documents, standard_library
+from stronghold.lab.data.tokens import ByteTokenizer, tokenize
+from stronghold.lab.records.json_lines import append_record, describe_machine
 
 WAYS = {
     "one-process": "one process",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stronghold.config import STATES, OffloadSettings
 from stronghold.device import Device
 from stronghold.errors import BudgetError
 from stronghold.optim.states import lay_out_moments
+from stronghold.settings import STATES, OffloadSettings
 from stronghold.store import RING_BYTES, staging_bytes
 from stronghold.unit import Kind, Unit
 from stronghold.units import format_bytes

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stronghold import native
-from stronghold.config import OffloadSettings
 from stronghold.device import (
     Device,
     Wait,
@@ -39,6 +38,7 @@ from stronghold.offload.timing import Stopwatch
 from stronghold.offload.turns import Turns
 from stronghold.offload.updates import PreparedUpdate, Updates
 from stronghold.optim.held import held_bytes
+from stronghold.settings import OffloadSettings
 from stronghold.store import DiskStore, RamStore, Store
 from stronghold.unit import (
     ONE_REPLICA,

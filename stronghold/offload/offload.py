@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.config import OffloadSettings
 from stronghold.device import Device, Timeline, open_device, return_free_memory
 from stronghold.errors import OffloadedModelError
 from stronghold.offload.closing import close_engine
@@ -21,6 +20,7 @@ from stronghold.offload.placement import plan
 from stronghold.offload.reopening import Reopened
 from stronghold.optim.held import name_of
 from stronghold.reports import Report
+from stronghold.settings import OffloadSettings
 from stronghold.unit import ONE_REPLICA, Replicas, unit_of
 from stronghold.weights import Weights, open_weights
 

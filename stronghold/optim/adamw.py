@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.config import check_optimizer
 from stronghold.device import Event
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
 from stronghold.optim.exchange import as_saved, checked_states, take_saved
@@ -23,6 +22,7 @@ from stronghold.optim.groups import (
 )
 from stronghold.optim.states import Moments
 from stronghold.optim.update import Change, Update
+from stronghold.settings import check_optimizer
 from stronghold.unit import (
     ConsumedGradient,
     HostGrad,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stronghold.errors import ParallelError
 from stronghold.parallel.row import Row
-from stronghold.plan.stage_costs import LayerCost
+from stronghold.planner.stage_costs import LayerCost
 
 REPETITIONS = 5
 """Passes of which the median counts, after one that does not."""

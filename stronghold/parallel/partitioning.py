@@ -12,9 +12,9 @@ from torch import Tensor
 from stronghold.errors import ParallelError
 from stronghold.parallel.measuring import measure
 from stronghold.parallel.row import Row
-from stronghold.plan.partition import partition
-from stronghold.plan.partition_file import read_partition
-from stronghold.plan.pipeline import Pipeline
+from stronghold.planner.partition import partition
+from stronghold.planner.partition_file import read_partition
+from stronghold.planner.pipeline import Pipeline
 
 BALANCES = ("time", "memory", "layers")
 """What stages can have in equal parts, as nearly as layers allow."""
@@ -36,7 +36,7 @@ def choose_stages(
     """Returns the number of layers of each stage, and how many at its end are recomputed, where a file says that.
 
     ``"time"`` and ``"memory"`` measure every layer with the first micro-batch of ``inputs`` and ``targets``, and are
-    the least of the slowest stage and of the fullest (stronghold.plan.partition), with all layers recomputed unless
+    the least of the slowest stage and of the fullest (stronghold.planner.partition), with all layers recomputed unless
     ``activations`` are kept. ``"layers"`` gives each stage as many, the first ones one more where they do not divide.
     Where there is but one partition nothing is measured. Raises ParallelError where the numbers do not make up the row,
     or there is nothing to measure with, and what read_stages raises.

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stronghold.config import OffloadSettings
 from stronghold.offload import engine_of, keep_company, offload_shared
 from stronghold.parallel.facts import facts_of
 from stronghold.parallel.processes import Processes
+from stronghold.settings import OffloadSettings
 from stronghold.weights import Weights
 
 

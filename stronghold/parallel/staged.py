@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.config import OffloadSettings
 from stronghold.errors import ParallelError
 from stronghold.offload import engine_of, follow, keep_activations, keep_company, offload_shared
 from stronghold.parallel.drawing import as_within
@@ -21,7 +20,8 @@ from stronghold.parallel.processes import Processes
 from stronghold.parallel.row import Row
 from stronghold.parallel.shapes import Shapes
 from stronghold.parallel.tied import Tied
-from stronghold.plan.pipeline import Pipeline
+from stronghold.planner.pipeline import Pipeline
+from stronghold.settings import OffloadSettings
 from stronghold.unit import unit_of
 from stronghold.weights import Weights
 
@@ -168,7 +168,7 @@ class StagedModule(nn.Module):
         """Returns the bytes that this process has sent to each other one, by its rank, since it was last asked.
 
         They are the activations and their gradients that cross from stage to stage, counted as they are handed over;
-        for a step :func:`stronghold.plan.traffic.boundary_bytes` has the formula.
+        for a step :func:`stronghold.planner.traffic.boundary_bytes` has the formula.
         """
         sent = self._sent.copy()
         self._sent.clear()

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
-from stronghold.plan.partition import Partition
-from stronghold.plan.pipeline import Pipeline
-from stronghold.plan.simulate import simulate
+from stronghold.planner.partition import Partition
+from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.simulate import simulate
 from stronghold.units import format_bytes, format_seconds
 
 

@@ -24,10 +24,11 @@ from typing import Any
 import torch.utils.tensorboard  # imports for seconds: here, once
 from rich.console import Console
 
-import stronghold.methods.stronghold  # noqa: F401
-from stronghold.config import DataSettings, ModelSettings, OffloadSettings, OptimizerSettings, TrainSettings
-from stronghold.evaluation.runs import read_run
-from stronghold.training import train
+import stronghold.lab.methods.stronghold  # noqa: F401
+from stronghold.lab.records.runs import read_run
+from stronghold.lab.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from stronghold.lab.training import train
+from stronghold.settings import OffloadSettings
 
 STEPS = 10
 EVERY = 2

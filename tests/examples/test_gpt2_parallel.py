@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 
-from stronghold.data.batches import Batches
-from stronghold.data.text import read_documents
-from stronghold.data.tokens import ByteTokenizer, tokenize
+from stronghold.lab.data.batches import Batches
+from stronghold.lab.data.text import read_documents
+from stronghold.lab.data.tokens import ByteTokenizer, tokenize
 from tests.examples.started import EXAMPLES, lines_of_tables, printed
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32}

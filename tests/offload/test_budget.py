@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.config import OffloadSettings
 from stronghold.device import CpuDevice
 from stronghold.errors import BudgetError
 from stronghold.offload.budget import spread
 from stronghold.offload.placement import plan
+from stronghold.settings import OffloadSettings
 from stronghold.split import join
 from stronghold.unit import grad_meta_of
 from stronghold.units import parse_bytes

@@ -2,9 +2,9 @@
 
 import torch
 
-from stronghold.config import OffloadSettings
 from stronghold.device import CpuDevice
 from stronghold.offload.placement import plan
+from stronghold.settings import OffloadSettings
 from tests.delayed import Apart
 from tests.small import Decoder, EncoderDecoder, Lending, Residual, Shared
 

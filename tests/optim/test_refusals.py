@@ -632,7 +632,7 @@ def test_budgets_hold_for_what_is_unfrozen_after_the_optimizer_was_made(resident
 
 SCRIPT = """
 import re, resource, sys, torch, stronghold
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.window.gradients import Gradients
 
 

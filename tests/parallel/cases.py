@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import stronghold
-from stronghold.models.gpt import GPT, GPTConfig
-from stronghold.models.gpt_row import GPTRow
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt_row import GPTRow
 from stronghold.offload import engine_of
 from stronghold.parallel import Processes, in_stages
-from stronghold.plan.pipeline import Pipeline
+from stronghold.planner.pipeline import Pipeline
 from tests.small import SIZE, Block
 
 BATCH = 8

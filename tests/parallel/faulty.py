@@ -14,8 +14,8 @@ import torch
 
 from stronghold import AdamW
 from stronghold.checkpoint import saving
-from stronghold.cli import main
-from stronghold.models.gpt import GPT, Block
+from stronghold.lab.cli import main
+from stronghold.lab.models.gpt import GPT, Block
 from stronghold.parallel import processes, watch
 
 

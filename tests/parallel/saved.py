@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import stronghold
 from stronghold.checkpoint import dcp_saving
 from stronghold.checkpoint.units import names_of, tensors_of
-from stronghold.models.gpt import GPT
-from stronghold.models.gpt_row import GPTRow
+from stronghold.lab.models.gpt import GPT
+from stronghold.lab.models.gpt_row import GPTRow
 from stronghold.parallel import Processes, in_stages, watch
 from tests.parallel.cases import CONFIG, batches
 from tests.parallel.faulty import FAULTS

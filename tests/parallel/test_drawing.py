@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.parallel.drawing import as_within
 
 CONFIG = GPTConfig(layers=4, hidden=32, heads=2, sequence=16, vocabulary=100)

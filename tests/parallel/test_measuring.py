@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from stronghold.errors import ParallelError
-from stronghold.models.gpt import GPT, GPTConfig
-from stronghold.models.gpt_row import GPTRow
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt_row import GPTRow
 from stronghold.parallel.measuring import REPETITIONS, measure
 from stronghold.parallel.row import SequentialRow
 from tests.parallel.waiting import Waiting

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.config import OffloadSettings
 from stronghold.device import CpuDevice, Event
 from stronghold.errors import BudgetError
 from stronghold.native import Disk
 from stronghold.offload import engine_of
 from stronghold.offload.placement import plan
+from stronghold.settings import OffloadSettings
 from stronghold.store import disk as disk_module
 from stronghold.store import ring
 from stronghold.store.staging import BUFFERS

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.unit import unit_of
 from stronghold.weights import fill
 from tests.reference import CASES, decay_groups, train

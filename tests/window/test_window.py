@@ -5,7 +5,7 @@ import torch
 
 import stronghold
 from stronghold.errors import OffloadedModelError
-from stronghold.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.offload import engine_of
 from stronghold.unit import OffloadedParameter
 from stronghold.window import Traffic

@@ -1,0 +1,38 @@
+"""What all commands' parsers share: errors in one line, and help that keeps its examples as they are."""
+
+import argparse
+import os
+import time
+from typing import Any, NoReturn
+
+from stronghold.lab.command import WRONG_USAGE
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line with the way to its help."""
+
+    def error(self, message: str) -> NoReturn:
+        told = left_to_the_first()
+        self.exit(WRONG_USAGE, None if told else f"stronghold: error: {message}; see {self.prog} --help\n")
+
+
+def left_to_the_first() -> bool:
+    """Whether the first of the processes that torchrun started tells what is wrong; waits until it has had time.
+
+    That is for before they have joined: each finds the same in the same arguments.
+    """
+    left = os.environ.get("RANK", "0") != "0"
+    if left:
+        time.sleep(20)  # torchrun ends all when the first one does: that one may still be on its way to the same error
+    return left
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help with room for the longest option beside what it does."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+
+Commands = Any
+"""What add_subparsers returns, which argparse gives no public name: a command adds itself to it."""

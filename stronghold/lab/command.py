@@ -1,0 +1,77 @@
+"""How a command ends, whichever it is: its exit code, and its errors in one line."""
+
+import argparse
+import atexit
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from stronghold.errors import StrongholdError
+
+FAILED = 1
+WRONG_USAGE = 2
+INTERRUPTED = 130
+"""As shells have it for SIGINT; for SIGTERM, too."""
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    tell: Callable[[Exception, argparse.Namespace], int],
+) -> int:
+    """Calls the ``run`` of the parsed ``arguments`` (default: the process's own) with them; returns the exit code.
+
+    ``tell`` hears of an error, with the same, and returns its code. An interrupt, and a reader of the output who has
+    gone, are none. What ``run`` gets has the ``arguments`` themselves, too.
+    """
+    _open_missing()
+    atexit.register(gc.freeze)  # what is left when the process ends is not searched for garbage, most of a second
+    options = parser.parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = int(options.run(options))
+        sys.stdout.flush()  # now, while a reader who has gone can still be noticed
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        return tell(error, options)
+
+
+def _open_missing() -> None:
+    """Opens those of the standard streams that the process was started without, to nowhere.
+
+    Else the first files that it opens have their numbers, and libraries would print into them.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (until the process ends)
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns what an error says, with its kind where it is not one that says all by itself."""
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.strerror}: {error.filename}"
+    else:
+        text = str(error)
+    text, kind = " ".join(text.split()), type(error).__name__
+    if isinstance(error, ModuleNotFoundError):
+        return missing(error)
+    if not text:
+        return kind
+    return text if isinstance(error, ValueError | StrongholdError | OSError) else f"{kind}: {text}"
+
+
+def missing(error: ModuleNotFoundError) -> str:
+    """Returns what an error says of a package that is not installed, with the way to install it."""
+    package = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), "lab")
+    return f"this needs {package or error}, which is not installed; pip install 'stronghold[{extra}]'"
+
+
+_EXTRAS = {"baselines": ("deepspeed", "ninja", "torchao"), "examples": ("sklearn",)}
+"""The extras of pyproject.toml that bring what a command may miss; the lab's bring the rest."""

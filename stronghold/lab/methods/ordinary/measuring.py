@@ -1,0 +1,34 @@
+"""Memory as the system and the device tell it."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from stronghold.lab.settings import TrainSettings
+from stronghold.reports import Measured, StepTimes
+
+
+def measure(
+    settings: TrainSettings,
+    parameters: int,
+    *,
+    held_device_bytes: int = 0,
+    disk_bytes: int = 0,
+    disk_paths: tuple[str, ...] = (),
+    step: StepTimes | None = None,
+) -> Measured:
+    """Returns what is taken now. ``held_device_bytes`` stands where the device is the CPU, which does not count."""
+    device = torch.device(settings.device)
+    on_gpu = device.type == "cuda"
+    return Measured(
+        parameters=parameters,
+        device=str(device),
+        dtype={"fp32": "float32", "bf16": "bfloat16"}[settings.dtype],
+        device_bytes=torch.cuda.memory_allocated(device) if on_gpu else held_device_bytes,
+        peak_device_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
+        host_bytes=psutil.Process().memory_info().rss,
+        disk_bytes=disk_bytes,
+        disk_paths=disk_paths,
+        step=step,
+    )

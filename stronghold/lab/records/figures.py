@@ -1,0 +1,89 @@
+"""Figures drawn from runs' logs alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stronghold.lab.records.runs import WARM_UP_STEPS, Run, to_float
+
+# Okabe and Ito's palette: told apart by people of every colour vision; further runs change the dashes.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DASHES = ("-", "--", ":", "-.")
+_SMOOTHED_FROM = 30
+"""Steps from which a running mean is drawn over the faint single losses."""
+
+
+def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
+    """Draws loss and throughput of ``runs`` over their steps into one picture at ``path`` (PNG).
+
+    Raises ValueError if there is no run, or one without a step, and OSError where the file cannot be written.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    if not runs or (empty := [run.name for run in runs if not run.steps]):
+        got = f"none in {', '.join(map(repr, empty))}" if runs else "no run"
+        raise ValueError(f"there must be at least one step to draw in each run (got {got}); pass other runs")
+    path = Path(path)
+    with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(11.0, 4.4), dpi=150, layout="constrained")
+        loss, speed = figure.subplots(1, 2)
+        for index, (run, label) in enumerate(zip(runs, _labels(runs), strict=True)):
+            style: dict[str, Any] = {
+                "color": _COLOURS[index % len(_COLOURS)],
+                "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
+            }
+            _draw_loss(loss, run, label, style)
+            _draw_speed(speed, run, label, style)
+        loss.set(title="Training loss", xlabel="step", ylabel="loss (nats per token)")
+        speed.set(title="Throughput", xlabel="step", ylabel="tokens per second")
+        speed.set_ylim(bottom=0)
+        speed.yaxis.set_major_formatter("{x:,.0f}")
+        for axes in (loss, speed):
+            axes.grid(alpha=0.25, linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.margins(x=0.02)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        handles, labels = loss.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(runs), 3), frameon=False)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, format="png")
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write the figure ({error.strerror})", str(path)) from error
+    return path
+
+
+def _draw_loss(axes: Any, run: Run, label: str, style: dict[str, Any]) -> None:
+    steps = [step["step"] for step in run.steps]
+    losses = [to_float(step["loss"]) for step in run.steps]
+    if len(steps) < _SMOOTHED_FROM:
+        axes.plot(steps, losses, label=label, linewidth=1.6, marker="o" if len(steps) < 3 else None, **style)
+        return
+    axes.plot(steps, losses, linewidth=0.7, alpha=0.3, **style)
+    axes.plot(steps, _running_mean(losses, max(3, len(losses) // 20)), label=label, linewidth=1.6, **style)
+
+
+def _draw_speed(axes: Any, run: Run, label: str, style: dict[str, Any]) -> None:
+    settings = run.start["settings"]
+    tokens = settings["batch"] * settings["sequence"]
+    timed = run.steps[WARM_UP_STEPS:] if len(run.steps) > 2 * WARM_UP_STEPS else run.steps
+    steps = [step["step"] for step in timed]
+    rates = [tokens / step["iteration_s"] for step in timed]
+    marker = "o" if len(steps) < 3 else None
+    axes.plot(steps, rates, label=label, linewidth=1.1, marker=marker, **style)
+
+
+def _running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Returns the mean of up to ``width`` values around each place, as many before it as after it."""
+    reach = [min(width // 2, place, len(values) - 1 - place) for place in range(len(values))]
+    return [sum(values[place - side : place + side + 1]) / (2 * side + 1) for place, side in enumerate(reach)]
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """Returns the runs' names, numbered where two are the same."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
+        for index, name in enumerate(names)
+    ]

@@ -1,0 +1,251 @@
+"""The checkpoints of one training run, in its folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from stronghold.checkpoint.folder import newest, prune, remove, step_path, steps_in
+from stronghold.checkpoint.loading import load
+from stronghold.checkpoint.plain import from_plain
+from stronghold.checkpoint.saving import save
+from stronghold.checkpoint.units import engine_for
+from stronghold.checkpoint_files.lock import locked_to_read
+from stronghold.checkpoint_files.manifest import NAME, Manifest, read_manifest
+from stronghold.checkpoint_files.reader import verify
+from stronghold.errors import CheckpointError, StrongholdError
+from stronghold.lab.data.batches import Batches
+from stronghold.lab.data.tokens import Tokenizer
+from stronghold.lab.records.json_lines import read_records
+from stronghold.lab.records.runs import LOG_NAME
+from stronghold.lab.settings import TrainSettings
+from stronghold.offload import Alone, Company, from_rank0
+from stronghold.store import forget
+from stronghold.weights import Weights
+
+FOLDER = "checkpoints"
+SAME = (
+    *("method", "path", "layers", "hidden", "heads", "vocabulary", "dropout", "source", "held_out"),
+    *(
+        "lr",
+        "warmup_steps",
+        "decay_steps",
+        "betas",
+        "eps",
+        "weight_decay",
+        "max_grad_norm",
+        "dtype",
+        "batch",
+        "sequence",
+        "seed",
+    ),
+)
+"""The settings that a run goes on with: what is learned, from what and in which order. Where and how may change."""
+
+
+class RunCheckpoints:
+    """Saves a run's checkpoints and goes on from the newest intact one.
+
+    Whatever can be refused is refused when it is made; of the processes of ``company``, which all make one, the first
+    looks. ``say`` shows a line to the user. Raises ValueError for a folder
+    that cannot be used as ``settings`` say, and CheckpointError where it holds checkpoints and none is intact.
+    """
+
+    def __init__(self, settings: TrainSettings, say: Callable[[str], None], company: Company | None = None) -> None:
+        self._settings = settings
+        self._company = company or Alone()
+        self._folder = Path(settings.out) / FOLDER
+        self._manifest: Manifest | None = None
+        self._skipped: dict[Path, str] = {}
+        self._data: dict[str, Any] | None = None
+        self._superseded: Manifest | None = None
+        """What the store has kept of this run, where it goes on from another."""
+        self._store = Path(settings.offload.directories[0]) if settings.keep_store else None
+        """Where the run stays when it ends."""
+        self.step = 0
+        """After which step the run goes on."""
+        found = from_rank0(self._company, lambda: self._look(say))
+        self.step, self._manifest, self._skipped, self._superseded = found
+        self._settings = settings.begun(None if self._manifest is None else _settings_of(self._manifest))
+
+    @property
+    def settings(self) -> TrainSettings:
+        """The run's settings, with the schedule that it began with."""
+        return self._settings
+
+    def _look(self, say: Callable[[str], None]) -> tuple[int, Manifest | None, dict[Path, str], Manifest | None]:
+        settings = self._settings
+        if settings.resume:
+            self._find(say)
+        elif steps_in(self._folder):
+            raise ValueError(
+                f"a run's folder must not hold another run (got {settings.out!r}, which has checkpoints); resume it "
+                "(--resume), pass another folder, or remove that one"
+            )
+        elif self._store is not None and (self._store / NAME).exists():
+            raise ValueError(
+                f"a store's folder must not hold another run (got {str(self._store)!r}, which keeps one); resume it "
+                "(--resume, with its --out), pass another folder, or remove that one"
+            )
+        return self.step, self._manifest, self._skipped, self._superseded
+
+    @property
+    def _in_use(self) -> bool:
+        """Whether the run goes on from a checkpoint, or leaves one."""
+        return self._settings.checkpoint_every is not None or self._store is not None or self._manifest is not None
+
+    def open(self, weights: Weights | None, batches: Batches, tokenizer: Tokenizer) -> Weights | None:
+        """Returns what gives the model its values: ``weights``, or the store's directory where the run is kept there.
+
+        A run that the store has kept, and that another checkpoint is chosen over, is one no longer. Raises ValueError
+        where the data or the tokenizer are others.
+        """
+        found = self._manifest
+        if not self._in_use:
+            return weights
+        self._data = {**batches.fingerprint(), "tokenizer": tokenizer.fingerprint}
+        if found is None:
+            return weights
+        saved = self._data | from_plain(found.extra)["data"]  # of earlier versions it does not name the tokenizer
+        if saved["tokenizer"] != tokenizer.fingerprint:
+            raise ValueError(
+                f"a run goes on with the tokenizer it began with (got {tokenizer.name!r}, {tokenizer.fingerprint}; "
+                f"{saved['tokenizer']} in {found.directory}); pass that one, or begin a run in another folder"
+            )
+        if saved != self._data:
+            raise ValueError(
+                f"a run goes on with the data it began with (got {self._data['tokens']:,} tokens with CRC-32C "
+                f"{self._data['crc32c']:08x}, {saved['tokens']:,} with {saved['crc32c']:08x} in {found.directory}); "
+                "restore the text and the tokenizer, or begin a run in another folder"
+            )
+        if found.directory == self._store:
+            return str(self._store)
+        kept = self._superseded
+        if kept is not None and self._data | from_plain(kept.extra)["data"] == self._data:
+            forget(kept.directory)
+        return weights
+
+    def begin(self, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+        """Takes what the run trains, and puts it where the checkpoint found it, if there is one.
+
+        Raises what :func:`load` raises.
+        """
+        if not self._in_use:
+            return
+        engine_for(model, optimizer)
+        self._trained = model, optimizer, scheduler
+        if (found := self._manifest) is not None:
+            load(found.directory, model, optimizer, scheduler=scheduler, verify=False)  # every byte was when found
+
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Whether a checkpoint belongs behind ``step``; behind the ``last`` one always."""
+        every = self._settings.checkpoint_every
+        return every is not None and (last or step % every == 0)
+
+    def save(self, step: int) -> Path:
+        """Saves the checkpoint of ``step`` and then removes those that are too many. Raises what :func:`save` does."""
+        path = step_path(self._folder, step)
+        if path.exists():  # a damaged one, for the run would have gone on from it
+            from_rank0(self._company, lambda: remove(path))
+        self._save(path, step)
+        self._skipped.pop(path, None)
+        keep = self._settings.keep_checkpoints
+        from_rank0(self._company, lambda: prune(self._folder, step, keep, self._skipped))
+        return path
+
+    def keep(self, step: int) -> Path | None:
+        """Makes the store's directory a checkpoint of ``step``, if it is to stay; returns it."""
+        if self._store is not None:
+            self._save(self._store, step)
+        return self._store
+
+    def _save(self, path: Path, step: int) -> None:
+        model, optimizer, scheduler = self._trained
+        extra = {"position": step, "settings": self._settings.flat(), "data": self._data}
+        save(path, model, optimizer, scheduler=scheduler, extra=extra)
+
+    def _find(self, say: Callable[[str], None]) -> None:
+        self._manifest, self._skipped = newest(self._folder)
+        if self._store is not None and (self._store / NAME).exists():
+            self._consider(self._store)
+        for path, reason in self._skipped.items():
+            say(f"skipped    {path}: {reason}")
+        if self._manifest is None:
+            if self._skipped:
+                raise CheckpointError(
+                    f"a run goes on from an intact checkpoint (got {len(self._skipped)} in {self._folder}, all "
+                    f"damaged: {'; '.join(self._skipped.values())}); restore one, or begin a run in another folder"
+                )
+            self._check_log()
+            say(f"resume     no checkpoint in {self._folder} yet: beginning with step 1")
+            return
+        extra = from_plain(self._manifest.extra)
+        if not isinstance(extra, dict) or not {"position", "settings", "data"} <= extra.keys():
+            raise CheckpointError(
+                f"a run goes on from a checkpoint of `stronghold train` (got {self._manifest.directory}, which another "
+                "program saved); load it with stronghold.checkpoint.load"
+            )
+        there = extra["settings"]
+        begun = self._settings.begun(there)
+        here = begun.flat()
+        if others := [name for name in SAME if name in there and here[name] != there[name]]:
+            listed = ", ".join(f"{name}={here[name]!r}, which was {there[name]!r}" for name in others)
+            raise ValueError(
+                f"a run goes on with the settings it began with (got {listed}, in {self._manifest.directory}); "
+                "pass the same, or begin a run in another folder"
+            )
+        self.step = extra["position"]
+        if (decay_steps := begun.optimizer.decay_steps or 0) < begun.steps:
+            say(
+                f"schedule   of the {decay_steps} steps that the run began with; from there to step {begun.steps} a "
+                "tenth of the rate"
+            )
+        say(f"resume     from {self._manifest.directory}, after step {self.step}")
+
+    def _consider(self, store: Path) -> None:
+        """Chooses the run that the store has kept, unless a newer one is chosen or it is damaged."""
+        try:
+            with locked_to_read(store):
+                kept = read_manifest(store)
+                step = _position(kept)
+                self._superseded = kept if self._is_this_run(kept) else None
+                if self._manifest is not None and step < _position(self._manifest):
+                    raise CheckpointError(f"it is of step {step}, and another of step {_position(self._manifest)}")
+                verify(kept)
+        except (StrongholdError, OSError) as error:
+            self._skipped[store] = str(error)
+        else:
+            self._manifest, self._superseded = kept, None
+
+    def _is_this_run(self, kept: Manifest) -> bool:
+        extra = from_plain(kept.extra)
+        there = extra.get("settings", {}) if isinstance(extra, dict) else {}
+        here = self._settings.begun(there or None).flat()
+        same_folder = os.path.abspath(there.get("out", "")) == os.path.abspath(self._settings.out)
+        return same_folder and all(here[name] == there[name] for name in SAME if name in there)
+
+    def _check_log(self) -> None:
+        """Refuses to begin anew over a run that was complete, or never kept checkpoints."""
+        path = Path(self._settings.out) / LOG_NAME
+        records = read_records(path).records if path.exists() else ()
+        events = [record.get("event") for record in records]
+        kept = any(r.get("event") == "start" and r["settings"].get("checkpoint_every") is not None for r in records)
+        if "end" in events or ("step" in events and not kept):
+            raise ValueError(
+                f"a run goes on from a checkpoint (got {self._settings.out!r}, which has a {LOG_NAME} and no "
+                "checkpoint, so that its run would be overwritten); pass another folder, or remove that one"
+            )
+
+
+def _settings_of(manifest: Manifest) -> dict[str, Any]:
+    settings: dict[str, Any] = from_plain(manifest.extra)["settings"]
+    return settings
+
+
+def _position(manifest: Manifest) -> int:
+    extra = from_plain(manifest.extra)
+    return int(extra["position"]) if isinstance(extra, dict) and "position" in extra else int(manifest.step)

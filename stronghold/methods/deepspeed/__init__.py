@@ -1,7 +1,0 @@
-"""DeepSpeed's engine behind the protocol that all methods share; each method's file has its settings."""
-
-from stronghold.methods.deepspeed.engine import begin, prepare
-from stronghold.methods.deepspeed.settings import base_settings, stage_3
-from stronghold.methods.deepspeed.swap import Swap
-
-__all__ = ["Swap", "base_settings", "begin", "prepare", "stage_3"]

@@ -1,8 +1,0 @@
-"""What the methods have in common that are there to be compared with."""
-
-from stronghold.methods.ordinary.measuring import measure
-from stronghold.methods.ordinary.process import join_alone
-from stronghold.methods.ordinary.recomputing import recompute_layers
-from stronghold.methods.ordinary.refusing import reference_model
-
-__all__ = ["join_alone", "measure", "recompute_layers", "reference_model"]

@@ -1,0 +1,84 @@
+"""A model's config.json: the model built from it without values, and the file written from a model.
+
+It is transformers', or one of a class of the user's own that has ``config_dict(self)``, which returns what the file is
+to hold, and a class method ``from_config_dict(settings)``, which makes a model of it.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def build(file: Path, *, dtype: torch.dtype | None = None, model_class: Any = None) -> nn.Module:
+    """Builds the model of a config.json with its parameters on the meta device and its buffers in memory.
+
+    ``dtype`` is that of the parameters of a transformers model, by default the config's own, or fp32. ``model_class``
+    is one of transformers' classes, by default AutoModelForCausalLM, or one with ``from_config_dict``. Raises whatever
+    transformers, or that, raises.
+    """
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if (own := getattr(model_class, "from_config_dict", None)) is not None:
+        with _parameters_on_meta():
+            made: nn.Module = own(settings)
+        return made
+    try:
+        kind = settings["model_type"]
+    except KeyError as error:
+        raise ValueError(f"no {error}") from error
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"transformers has no model_type {kind!r}, and no model_class with from_config_dict was given")
+    config = AutoConfig.from_pretrained(str(file))
+    if getattr(config, "quantization_config", None):
+        raise ValueError("quantised weights cannot be trained here; pass the model in float32 or bfloat16")
+    build_from = getattr(model_class or AutoModelForCausalLM, "from_config", None) or model_class._from_config
+    with _parameters_on_meta():
+        model: nn.Module = build_from(config, dtype=dtype or config.dtype or torch.float32)
+    return model
+
+
+def write_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """Writes config.json, and generation_config.json where the model has one, for weights of ``dtype``.
+
+    A model that has neither a configuration of transformers nor ``config_dict`` has none, and nothing is written.
+    """
+    config: Any = getattr(model, "config", None)
+    if (own := getattr(model, "config_dict", None)) is not None:
+        (folder / "config.json").write_text(json.dumps(own(), indent=2) + "\n", encoding="utf-8")
+    elif hasattr(config, "save_pretrained"):
+        before = config.dtype, config.architectures
+        config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(model).__name__]
+        try:
+            config.save_pretrained(str(folder))
+        finally:
+            config.dtype, config.architectures = before
+        if (generation := getattr(model, "generation_config", None)) is not None:
+            generation.save_pretrained(str(folder))
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Has every module that is built leave its parameters, and not its buffers, on the meta device.
+
+    As accelerate.init_empty_weights(include_buffers=False), but tied parameters stay tied.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            empty.__dict__.update(parameter.__dict__)
+            parameter = empty
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

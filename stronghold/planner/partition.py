@@ -1,0 +1,232 @@
+"""Which layers go to which stage: an exact minimum, by dynamic programming over where the row of layers is cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from stronghold.errors import BudgetError
+from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.stage_costs import LayerCost, StageCosts, StageEnding, ratio_of
+from stronghold.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a partition: ``layers`` layers from ``first`` on, the last ``recomputed`` of them recomputed.
+
+    Seconds are of one micro-batch, ``backward_s`` with the recomputation; ``memory_bytes`` is the stage's peak.
+    """
+
+    first: int
+    layers: int
+    recomputed: int
+    forward_s: float
+    backward_s: float
+    memory_bytes: int
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of one micro-batch, forward and backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def recompute_ratio(self) -> float:
+        """The part of the stage's layers that is recomputed, as vPipe's file has it."""
+        return ratio_of(self.recomputed, self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """A row of layers cut into stages.
+
+    ``ideal_s`` is what each stage took if the time of all layers, without recomputation, divided evenly.
+    """
+
+    stages: tuple[Stage, ...]
+    ideal_s: float
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds of the slowest stage for one micro-batch: while the pipeline is full, all stages take as long."""
+        return max(stage.time_s for stage in self.stages)
+
+    @property
+    def over_ideal(self) -> float:
+        """How much longer the slowest stage takes than the ideal: 0.1 is a tenth."""
+        return self.slowest_s / self.ideal_s - 1 if self.ideal_s else 0.0
+
+    @property
+    def idle_shares(self) -> list[float]:
+        """The share of its time for which each stage waits for the slowest while the pipeline is full."""
+        return [1 - stage.time_s / self.slowest_s if self.slowest_s else 0.0 for stage in self.stages]
+
+
+def partition(
+    layers: Sequence[LayerCost],
+    pipeline: Pipeline,
+    *,
+    balance: str | Sequence[int] = "time",
+    memory_bytes: int | Sequence[int] | None = None,
+    recompute_ratio: float | Sequence[float] | None = None,
+    receive_buffers: bool = False,
+) -> Partition:
+    """Cuts a row of layers into the pipeline's stages, none of them empty.
+
+    - ``balance="time"`` takes the least time of the slowest stage of all partitions that fit ``memory_bytes``.
+    - ``balance="memory"`` takes the least bytes of the fullest stage, and of the partitions that have it the fastest.
+    - A list of numbers of layers is taken as it is.
+
+    ``memory_bytes`` is what a stage may take, one number or one for each stage; stages on the same device have each
+    their own. ``recompute_ratio`` is the part of a stage's layers, taken from its end, that runs forward again in the
+    backward pass instead of keeping activations, one number or one for each stage; by default each stage recomputes as
+    few layers as fit its memory. A stage that holds H micro-batches (``pipeline.held()``) has the peak
+
+        weights + H · (activations of layers that are kept + inputs of those recomputed)
+        + the largest activations of a layer that is recomputed
+
+    since layers are recomputed one at a time. With ``receive_buffers`` what the stage receives from either neighbour
+    is added for every micro-batch of a step, as torch.distributed.pipelining allocates it when it begins.
+
+    The time of a stage is that of its layers; a minimum takes O(stages · layers²) steps. Raises ValueError for more
+    stages than layers, and for a list that does not fit stages or layers; BudgetError where nothing fits the memory,
+    with the least that would do.
+    """
+    stages = pipeline.stages
+    if len(layers) < stages:
+        raise ValueError(
+            f"each stage needs at least one layer (got stages={stages}, layers={len(layers)}); "
+            f"pass at most {len(layers)} stages"
+        )
+    limits = [math.inf] * stages if memory_bytes is None else _for_each(memory_bytes, stages, "memory_bytes", math.inf)
+    ratios = None if recompute_ratio is None else _for_each(recompute_ratio, stages, "recompute_ratio", 1)
+    costs = StageCosts(layers, pipeline.held(), ratios, pipeline.micro_batches if receive_buffers else 0)
+    if not isinstance(balance, str):
+        cuts = [0, *accumulate(_checked_sizes(balance, stages, len(layers)))]
+        _check_memory(costs, limits, cuts)
+    elif balance in ("time", "memory"):
+        if balance == "memory":
+            fullest_bytes, _ = _cut(costs, limits, _bytes)
+            limits = [min(limit, fullest_bytes) for limit in limits]
+        _, cuts = _cut(costs, limits, _time_s)
+        if not cuts:
+            raise _nothing_fits(costs, pipeline, limits)
+    else:
+        raise ValueError(f"balance must be 'time', 'memory' or a list of numbers of layers (got {balance!r})")
+    return Partition(
+        stages=tuple(_stage(costs, stage, *ends, limits[stage]) for stage, ends in enumerate(pairwise(cuts))),
+        ideal_s=(costs.forward_s[-1] + costs.backward_s[-1]) / stages,
+    )
+
+
+def _time_s(ending: StageEnding, limit_bytes: float, first: int) -> float:
+    recomputed = ending.recomputed(first, limit_bytes)
+    return math.inf if recomputed is None else ending.forward_s(first) + ending.backward_s(first, recomputed)
+
+
+def _bytes(ending: StageEnding, limit_bytes: float, first: int) -> float:
+    least = ending.least_bytes(first)
+    return least if least <= limit_bytes else math.inf
+
+
+def _missing_bytes(ending: StageEnding, limit_bytes: float, first: int) -> float:
+    return ending.least_bytes(first) - limit_bytes
+
+
+def _cut(
+    costs: StageCosts, limits: Sequence[float], cost: Callable[[StageEnding, float, int], float]
+) -> tuple[float, list[int]]:
+    """Returns the least maximum of ``cost`` over all stages, and where the row is cut for it, both ends included.
+
+    The least maximum of the first s stages over the first n layers follows from that of s - 1 stages over fewer. Where
+    all is infinite there are no cuts.
+    """
+    stages, layers = len(limits), len(costs.layers)
+    least = [-math.inf] + [math.inf] * layers  # of the stages so far, over so many of the layers
+    begins: list[dict[int, int]] = []
+    for stage, limit in enumerate(limits):
+        extended = [math.inf] * (layers + 1)
+        begin: dict[int, int] = {}
+        behind = stages - 1 - stage
+        for end in range(stage + 1, layers - behind + 1) if behind else [layers]:
+            ending = costs.ending(stage, end)
+            for first in range(stage, end):
+                if least[first] < extended[end]:
+                    worst = max(least[first], cost(ending, limit, first))
+                    if worst < extended[end]:
+                        extended[end], begin[end] = worst, first
+        least = extended
+        begins.append(begin)
+    if least[layers] == math.inf:
+        return math.inf, []
+    cuts = [layers]
+    for begin in reversed(begins):
+        cuts.append(begin[cuts[-1]])
+    return least[layers], cuts[::-1]
+
+
+def _stage(costs: StageCosts, stage: int, first: int, end: int, limit_bytes: float) -> Stage:
+    ending = costs.ending(stage, end)
+    recomputed = ending.recomputed(first, limit_bytes)
+    assert recomputed is not None, "a stage that does not fit"
+    return Stage(
+        first=first,
+        layers=end - first,
+        recomputed=recomputed,
+        forward_s=ending.forward_s(first),
+        backward_s=ending.backward_s(first, recomputed),
+        memory_bytes=ending.memory_bytes(first, recomputed),
+    )
+
+
+def _nothing_fits(costs: StageCosts, pipeline: Pipeline, limits: Sequence[float]) -> BudgetError:
+    missing = int(_cut(costs, limits, _missing_bytes)[0])
+    given = " to ".join(format_bytes(int(limit)) for limit in sorted({min(limits), max(limits)}))
+    return BudgetError(
+        f"no partition of {len(costs.layers)} layers into {len(limits)} stages fits the memory (got "
+        f"memory_bytes={given} for each, and {pipeline.schedule} with {pipeline.micro_batches} micro-batches, of which "
+        f"a stage holds up to {max(costs.held)}); give each {missing} bytes more ({format_bytes(missing)}), or pass "
+        "more stages or smaller micro-batches"
+    )
+
+
+def _check_memory(costs: StageCosts, limits: Sequence[float], cuts: Sequence[int]) -> None:
+    for stage, (first, end) in enumerate(pairwise(cuts)):
+        least = costs.ending(stage, end).least_bytes(first)
+        if least > limits[stage]:
+            raise BudgetError(
+                f"each stage must fit its memory (stage {stage}, layers {first} to {end - 1} with {costs.held[stage]} "
+                f"micro-batches held, needs {least} bytes, {format_bytes(least)}, and may take {int(limits[stage])}); "
+                "give it fewer layers, or pass balance='memory'"
+            )
+
+
+def _checked_sizes(balance: Sequence[int], stages: int, layers: int) -> list[int]:
+    sizes = list(balance)
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes):
+        raise ValueError(
+            f"a partition must be whole numbers of layers, none below 1 (got {sizes}); give each stage one"
+        )
+    if len(sizes) != stages:
+        raise ValueError(
+            f"a partition must have a number of layers for each stage (got {len(sizes)} in {sizes}, stages={stages}); "
+            f"pass {stages} numbers"
+        )
+    if sum(sizes) != layers:
+        raise ValueError(
+            f"a partition must sum to the number of layers (got {sizes}, which sum to {sum(sizes)}, layers={layers}); "
+            f"{'take away' if sum(sizes) > layers else 'add'} {abs(sum(sizes) - layers)}"
+        )
+    return sizes
+
+
+def _for_each(value: float | Sequence[float], stages: int, name: str, most: float) -> list[float]:
+    values = list(value) if isinstance(value, Sequence) else [value] * stages
+    if len(values) != stages or not all(0 <= x <= most for x in values):
+        raise ValueError(
+            f"{name} must be one number, or one for each of the {stages} stages, "
+            f"{'none negative' if most == math.inf else f'from 0 to {most}'} (got {value!r}); pass as many"
+        )
+    return values

@@ -1,0 +1,101 @@
+"""The settings of ``offload`` and ``AdamW``, validated once where they enter."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+from stronghold.units import parse_bytes
+
+STATES = ("fp32", "8bit")
+"""The formats of AdamW's moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadSettings:
+    """How a model is offloaded; the meaning of each is in ``stronghold.offload``.
+
+    Raises ValueError for a value out of range. What depends on the model (a window longer than its row of layers, a
+    budget) is checked where the model is known.
+    """
+
+    window: int | str = "auto"
+    store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = "ram"
+    micro_batch: int | None = None
+    activations: str = "recompute"
+    resident: int | str = 0
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.window != "auto" and (not isinstance(self.window, int) or isinstance(self.window, bool)):
+            raise ValueError(f"window must be a number of layers or 'auto' (got {self.window!r})")
+        paths = [self.store] if isinstance(self.store, (str, os.PathLike)) else self.store
+        if not (isinstance(paths, (list, tuple)) and paths and all(isinstance(p, (str, os.PathLike)) for p in paths)):
+            raise ValueError(
+                f"store must be 'ram', the path of a directory, or a list of such paths (got {self.store!r})"
+            )
+        for path in paths:
+            if path == "disk" or (path == "ram" and not isinstance(self.store, str)):
+                raise ValueError(
+                    f"store must be 'ram' alone, or directories on the disks to use (got {path!r} in "
+                    f"store={self.store!r}); pass one such as '/mnt/nvme/run1', or './{path}' for one of that name"
+                )
+        named = [os.fspath(path) for path in paths]
+        if not isinstance(self.store, str) and named == ["ram"]:
+            named = [os.path.join(os.curdir, "ram")]  # a directory, where the text would be the word
+        if not all(named) or len(set(map(os.path.realpath, named))) < len(named):
+            raise ValueError(f"store must name each directory once (got {self.store!r})")
+        object.__setattr__(self, "store", os.pathsep.join(named))
+        if self.micro_batch is not None and (
+            not isinstance(self.micro_batch, int) or isinstance(self.micro_batch, bool) or self.micro_batch < 1
+        ):
+            raise ValueError(
+                f"micro_batch must be a number of samples, 1 or more (got {self.micro_batch!r}); pass None to run each "
+                "layer over the whole batch"
+            )
+        if self.activations not in ("recompute", "keep", "host"):
+            raise ValueError(f"activations must be 'recompute', 'keep' or 'host' (got {self.activations!r})")
+        if self.resident != "auto" and (
+            not isinstance(self.resident, int) or isinstance(self.resident, bool) or self.resident < 0
+        ):
+            raise ValueError(f"resident must be a number of layers, 0 or more, or 'auto' (got {self.resident!r})")
+        for name in ("device_memory", "host_memory"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value))
+
+    @property
+    def directories(self) -> list[str]:
+        """The directories of a store on disk; none for one in host memory."""
+        return [] if self.store == "ram" else str(self.store).split(os.pathsep)
+
+
+def check_optimizer(states: str, update: str, nonfinite: str, max_grad_norm: float | None) -> None:
+    """Raises ValueError for what ``stronghold.AdamW`` does not know."""
+    check_one_of("states", states, STATES)
+    check_one_of("update", update, ("deferred", "in_backward"))
+    check_one_of("nonfinite", nonfinite, ("raise", "skip"))
+    if max_grad_norm is None:
+        return
+    number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
+    if not (number and 0 < max_grad_norm < math.inf):
+        raise ValueError(
+            f"max_grad_norm must be a positive number, or None for no clipping (got {max_grad_norm!r}); pass one such "
+            "as 1.0"
+        )
+    if update == "in_backward":
+        raise ValueError(
+            f"max_grad_norm needs all gradients before the first update (got max_grad_norm={max_grad_norm} with "
+            "update='in_backward', which updates each layer during the backward pass); use update='deferred', or no "
+            "clipping"
+        )
+
+
+def check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises ValueError where ``value`` is not one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))} (got {value!r}); pass one of them")

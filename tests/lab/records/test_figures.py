@@ -1,0 +1,63 @@
+"""Figures: they show every run, and their running mean is one."""
+
+import math
+
+import numpy as np
+import pytest
+
+from stronghold.lab.records.figures import _labels, _running_mean, draw_runs
+from stronghold.lab.records.runs import Run
+
+
+def run(name, steps, loss=lambda step: 10 / step):
+    return Run(
+        name=name,
+        start={"settings": {"batch": 2, "sequence": 50}},
+        steps=tuple(
+            {"step": step, "loss": loss(step), "iteration_s": 0.5 + step % 3 / 10} for step in range(1, steps + 1)
+        ),
+        end=None,
+    )
+
+
+def picture(path):
+    from matplotlib.image import imread
+
+    return imread(path)
+
+
+def test_one_png_shows_the_colours_of_all_runs(tmp_path):
+    path = draw_runs([run("one", 60), run("two", 10)], tmp_path / "deep" / "runs.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    pixels = np.rint(picture(path)[..., :3] * 255).astype(int)
+    for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
+        assert (pixels == colour).all(axis=-1).sum() > 100, colour
+    assert (pixels == (0x00, 0x9E, 0x73)).all(axis=-1).sum() == 0
+
+
+def test_a_single_step_and_a_nan_are_drawn(tmp_path):
+    draw_runs([run("one", 1)], tmp_path / "one.png")
+    draw_runs([run("nan", 5, loss=lambda step: "nan" if step == 3 else 1.0)], tmp_path / "nan.png")
+    assert picture(tmp_path / "one.png").shape == picture(tmp_path / "nan.png").shape
+
+
+def test_no_step_is_refused_with_the_runs_name(tmp_path):
+    with pytest.raises(ValueError, match="got none in 'empty'"):
+        draw_runs([run("one", 3), run("empty", 0)], tmp_path / "x.png")
+    with pytest.raises(ValueError, match="got no run"):
+        draw_runs([], tmp_path / "x.png")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"cannot write the figure.*file/x.png"):
+        draw_runs([run("one", 3)], tmp_path / "file" / "x.png")
+
+
+def test_the_running_mean_is_centred():
+    assert _running_mean([1.0, 2.0, 6.0, 1.0], 3) == [1.0, 3.0, 3.0, 1.0]
+    assert _running_mean([1.0, math.nan, 1.0, 1.0], 1)[2:] == [1.0, 1.0]
+
+
+def test_equal_names_are_numbered():
+    assert _labels([run("a", 1), run("b", 1), run("a", 1)]) == ["a (1)", "b", "a (2)"]

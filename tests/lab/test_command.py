@@ -1,0 +1,106 @@
+"""How a command ends: its exit code, what is told of an error, and that nobody hears of a reader who has gone."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stronghold.errors import StrongholdError
+from stronghold.lab.command import FAILED, INTERRUPTED, in_one_line, run_command
+
+ROOT = Path(__file__).parents[2]
+
+
+def end_with(raised):
+    """Returns the exit code of a command that returns or raises that, and what was told."""
+    told = []
+
+    def run(options):
+        if isinstance(raised, BaseException):
+            raise raised
+        return raised
+
+    def tell(error, options):
+        told.append((error, options.arguments, options.size))
+        return 7
+
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(run=run)
+    parser.add_argument("--size", type=int)
+    return run_command(parser, ["--size", "3"], tell), told
+
+
+def test_a_command_ends_with_what_it_returns_or_its_error_is_told():
+    error = ValueError("no")
+    assert end_with(0) == (0, [])
+    assert end_with(5) == (5, [])
+    assert end_with(error) == (7, [(error, ["--size", "3"], 3)])
+    assert end_with(KeyboardInterrupt()) == (INTERRUPTED, [])
+    with pytest.raises(SystemExit, match="4"):
+        end_with(SystemExit(4))
+
+
+ENDS = """
+import argparse, sys
+from stronghold.lab.command import run_command
+
+def run(options):
+    for number in range(int(sys.argv[1])):
+        print(number)
+    return 0
+
+parser = argparse.ArgumentParser()
+parser.set_defaults(run=run)
+sys.exit(run_command(parser, [], None))
+"""
+
+
+@pytest.mark.parametrize("lines", [1, 9999])  # of which Python hears at its end, or while it prints
+def test_a_reader_who_has_gone_is_no_error(lines):
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", ENDS, str(lines)]
+    with subprocess.Popen(command, cwd=ROOT, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert b"BrokenPipeError" not in process.stderr.read()
+        assert process.wait() == FAILED
+
+
+CLOSED = """
+import argparse, os, sys
+from stronghold.lab.command import run_command
+
+def run(options):
+    print("to nobody")
+    sys.stdin.read()
+    os.write(3, b"%d" % os.open(os.devnull, os.O_RDONLY))
+    return 0
+
+parser = argparse.ArgumentParser()
+parser.set_defaults(run=run)
+sys.exit(run_command(parser, [], None))
+"""
+
+
+def test_streams_that_are_closed_from_the_beginning_lead_nowhere(tmp_path):
+    command = f"exec {sys.executable} -c '{CLOSED}' 3>{tmp_path}/number <&- >&- 2>{tmp_path}/told"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0, (tmp_path / "told").read_text()
+    assert int((tmp_path / "number").read_text()) > 2, "a file has the number of a standard stream"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("one\n  and another"), "one and another"),
+        (StrongholdError("no"), "no"),
+        (FileNotFoundError(2, "No such file or directory", "x.txt"), "No such file or directory: x.txt"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (KeyError("a"), "KeyError: 'a'"),
+        (ValueError(), "ValueError"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_an_error_is_one_line(error, line):
+    assert in_one_line(error) == line

@@ -1,0 +1,101 @@
+"""The settings of a training run: what is refused, and how they are recorded."""
+
+from pathlib import Path
+
+import pytest
+
+import stronghold
+from stronghold.lab.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from stronghold.settings import OffloadSettings
+from tests.small import Residual
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong", "message"),
+    [
+        (TrainSettings, {"batch": 0}, "batch must be a whole number of at least 1 \\(got 0\\)"),
+        (TrainSettings, {"steps": 2.5}, "steps must be a whole number of at least 1 \\(got 2.5\\)"),
+        (TrainSettings, {"steps": True}, "steps must be a whole number of at least 1 \\(got True\\)"),
+        (TrainSettings, {"checkpoint_every": 0}, "checkpoint_every must be a whole number of at least 1 \\(got 0\\)"),
+        (TrainSettings, {"keep_checkpoints": 0}, "keep_checkpoints must be a whole number of at least 1"),
+        (TrainSettings, {"sequence": 1}, "sequence must be a whole number of at least 2 \\(got 1\\)"),
+        (TrainSettings, {"seed": -1}, "seed must be a whole number of at least 0 \\(got -1\\)"),
+        (TrainSettings, {"dtype": "fp16"}, "dtype must be 'fp32' or 'bf16' \\(got 'fp16'\\)"),
+        (TrainSettings, {"device": "mars"}, "device must be cpu, cuda or cuda:N \\(got 'mars'\\)"),
+        (DataSettings, {"held_out": -1}, "held_out must be a whole number of at least 0 \\(got -1\\)"),
+        (OptimizerSettings, {"lr": 0.0}, "lr must be a positive number \\(got 0.0\\)"),
+        (OptimizerSettings, {"lr": float("nan")}, "lr must be a positive number \\(got nan\\)"),
+        (OptimizerSettings, {"lr": float("inf")}, "lr must be a positive number \\(got inf\\)"),
+        (OptimizerSettings, {"weight_decay": -0.1}, "weight_decay must be 0 or a positive number"),
+        (OptimizerSettings, {"max_grad_norm": 0.0}, "max_grad_norm must be a positive number, or None"),
+        (OptimizerSettings, {"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0"),
+        (OptimizerSettings, {"decay_steps": 0}, "decay_steps must be a whole number of at least 1 \\(got 0\\)"),
+        (OptimizerSettings, {"update": "later"}, "update must be 'deferred' or 'in_backward'"),
+        (OptimizerSettings, {"nonfinite": "ignore"}, "nonfinite must be 'raise' or 'skip'"),
+        (
+            OptimizerSettings,
+            {"update": "in_backward", "max_grad_norm": 1.0},
+            "got max_grad_norm=1.0 with update='in_backward'.*use update='deferred'",
+        ),
+    ],
+)
+def test_values_out_of_range_are_refused(settings, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**({"out": "x"} if settings is TrainSettings else {}), **wrong)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:3"])
+def test_devices(device):
+    assert TrainSettings(out="x", device=device).device == device
+
+
+def test_every_setting_is_recorded_by_its_own_name():
+    settings = TrainSettings(
+        out="here",
+        model=ModelSettings(layers=3),
+        data=DataSettings(source="text"),
+        optimizer=OptimizerSettings(lr=0.5),
+        offload=OffloadSettings(window=2),
+        sequence=64,
+    )
+    flat = settings.flat()
+    expected = {"method": "stronghold", "layers": 3, "source": "text", "lr": 0.5, "window": 2, "sequence": 64}
+    assert flat | expected == flat
+    groups = (settings.model, settings.data, settings.optimizer, settings.offload, settings.parallel)
+    names = [name for group in groups for name in vars(group)]
+    assert len(set(names)) == len(names)
+    assert set(flat) == {*names, *vars(settings)} - {"model", "data", "optimizer", "offload", "parallel"}
+
+
+def test_the_command_lines_word_for_a_directory_of_the_run_names_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for store in ("disk", ["disk"], [tmp_path, "disk"], ["ram"], ["ram", tmp_path]):
+        with pytest.raises(ValueError, match=r"store must be 'ram' alone, or directories .* or './(disk|ram)'"):
+            OffloadSettings(store=store)
+    for store, directories in (
+        ("./disk", ["./disk"]),
+        (Path("disk"), ["disk"]),
+        ("./ram", ["./ram"]),
+        (Path("ram"), ["./ram"]),
+        ([Path("ram")], ["./ram"]),
+        ("ram", []),
+    ):
+        assert OffloadSettings(store=store).directories == directories
+    with pytest.raises(ValueError, match="store must be 'ram' alone"):
+        stronghold.offload(Residual(), store="disk", device="cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_schedule_that_is_left_open_is_of_the_steps_a_run_begins_with():
+    def schedule(before=None, steps=300, **given):
+        settings = TrainSettings(out="x", steps=steps, optimizer=OptimizerSettings(**given)).begun(before)
+        return settings.optimizer.warmup_steps, settings.optimizer.decay_steps
+
+    assert schedule() == (0, 300)
+    assert schedule(warmup_steps=None) == (30, 300)
+    assert schedule(warmup_steps=None, steps=5000) == (100, 5000)
+    assert schedule(warmup_steps=7, decay_steps=9) == (7, 9)
+    began = {"steps": 50, "warmup_steps": 4, "decay_steps": 40}
+    assert schedule(began, warmup_steps=None) == (4, 40)
+    assert schedule(began, warmup_steps=5) == (5, 40)
+    assert schedule({"steps": 50, "warmup_steps": 4}, warmup_steps=None) == (4, 50)

@@ -1,0 +1,67 @@
+"""The library with its four dependencies alone: it is imported fast, and trains; the lab says what it misses."""
+
+import pytest
+
+from tests import lean
+
+TRAIN = """
+import torch, stronghold
+from torch import nn
+
+def losses(offloaded):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))
+    if offloaded:
+        model = stronghold.offload(model, device="cpu", window=2)
+        optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(5):
+        loss = model(torch.linspace(-1, 1, 32).reshape(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+    if offloaded:
+        stronghold.save(model, "saved")
+        print(stronghold.report(model))
+
+torch.testing.assert_close([*losses(True)], [*losses(False)])
+"""
+IMPORT = """
+import time, torch
+begin = time.process_time()
+import stronghold
+print(time.process_time() - begin)
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    return lean.make(tmp_path_factory.mktemp("lean"))
+
+
+def test_the_dependencies_are_four():
+    assert sorted(lean.dependencies()) == ["numpy", "psutil", "safetensors", "torch"]
+
+
+def test_it_trains_saves_and_reports_with_its_dependencies_alone(environment):
+    done = lean.run(environment, TRAIN)
+    assert done.returncode == 0, done.stderr
+    assert "layers" in done.stdout
+
+
+def test_it_is_imported_in_a_third_of_a_second(environment):
+    """Of processor time, the shortest of some, so that what else the machine does is not counted."""
+    times = []
+    for _ in range(5):
+        done = lean.run(environment, IMPORT)
+        assert done.returncode == 0, done.stderr
+        times.append(float(done.stdout))
+    assert min(times) < 0.3, times
+
+
+def test_a_command_says_which_package_it_misses(environment):
+    done = lean.run(environment, "from stronghold.__main__ import main; sys.exit(main())", "train", "--help")
+    assert done.returncode == 2
+    assert done.stderr == "stronghold: error: this needs rich, which is not installed; pip install 'stronghold[lab]'\n"
