@@ -1,10 +1,10 @@
 """Trains models larger than the device's memory: a window of layers on the device, the rest in RAM."""
 
 from stronghold import checkpoint
+from stronghold.checkpoint.pretrained import load, save
 from stronghold.offload import close, offload, report, trace, verify, writing
 from stronghold.optim import AdamW
 from stronghold.parallel import pipeline, replicate
-from stronghold.pretrained import load, save
 from stronghold.version import __version__
 
 __all__ = [

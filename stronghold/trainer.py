@@ -19,8 +19,8 @@ from stronghold.checkpoint.folder import remove
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.random_states import put_random_states, take_random_states
 from stronghold.checkpoint.units import engine_for
-from stronghold.checkpoint_files.manifest import NAME, read_manifest
 from stronghold.errors import CheckpointError
+from stronghold.formats.manifest import NAME, read_manifest
 from stronghold.offload import Engine, from_rank0
 from stronghold.optim import AdamW
 

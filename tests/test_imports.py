@@ -11,11 +11,8 @@ import pytest
 import stronghold
 
 ROOMS = {
-    "directories": 0,
-    "stripes": 1,
     "errors": 0,
     "layout": 0,
-    "model_config": 0,
     "reports": 1,
     "spans": 0,
     "units": 0,
@@ -23,10 +20,8 @@ ROOMS = {
     "settings": 1,
     "native": 1,
     "split": 1,
-    "weights": 1,
-    "adapters": 2,
-    "tensor_files": 2,
-    "checkpoint_files": 2,
+    "weights": 3,
+    "formats": 2,
     "device": 1,
     "schedule": 2,
     "unit": 2,
@@ -36,7 +31,6 @@ ROOMS = {
     "window": 4,
     "offload": 5,
     "checkpoint": 6,
-    "pretrained": 6,
     "parallel": 6,
     "trainer": 7,
 }

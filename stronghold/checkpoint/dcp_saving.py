@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from stronghold.checkpoint.units import MOMENTS, Names, names_of, persistent_buffers, step_of
 from stronghold.checkpoint.writing import manifest_of
-from stronghold.checkpoint_files.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
-from stronghold.checkpoint_files.manifest import Manifest, ParameterEntry, content_of
+from stronghold.formats.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
+from stronghold.formats.manifest import Manifest, ParameterEntry, content_of
 from stronghold.native import Blocks
 from stronghold.offload import Company, Engine, from_rank0
 from stronghold.optim import AdamW

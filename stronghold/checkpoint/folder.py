@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from stronghold.checkpoint_files.lock import locked_to_read
-from stronghold.checkpoint_files.manifest import Manifest, read_manifest
-from stronghold.checkpoint_files.reader import verify
-from stronghold.directories import sync_directory
 from stronghold.errors import StrongholdError
+from stronghold.formats.lock import locked_to_read
+from stronghold.formats.manifest import Manifest, read_manifest
+from stronghold.formats.reader import verify
+from stronghold.formats.sync import sync_directory
 
 
 def step_path(folder: str | Path, step: int) -> Path:

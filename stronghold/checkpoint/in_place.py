@@ -9,8 +9,8 @@ from torch import nn
 
 from stronghold.checkpoint.units import Names, all_groups, names_of, step_of, tensors_of
 from stronghold.checkpoint.writing import file_names, manifest_of, write_buffers, write_file
-from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, UnitFileEntry
-from stronghold.checkpoint_files.reader import UnitReader
+from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, UnitFileEntry
+from stronghold.formats.reader import UnitReader
 from stronghold.offload import Engine
 from stronghold.optim import AdamW
 from stronghold.store import DiskStore, in_memory

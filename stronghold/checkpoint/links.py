@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from stronghold.checkpoint.units import MOMENTS, step_of
-from stronghold.checkpoint_files.manifest import FileEntry, name_of
+from stronghold.formats.manifest import FileEntry, name_of
 from stronghold.native import Blocks
 from stronghold.optim import AdamW
 from stronghold.unit import Unit

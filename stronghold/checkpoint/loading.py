@@ -25,17 +25,17 @@ from stronghold.checkpoint.units import (
     names_of,
     persistent_buffers,
 )
-from stronghold.checkpoint_files.lock import locked_to_read
-from stronghold.checkpoint_files.manifest import Manifest, UnitFileEntry, name_of
-from stronghold.checkpoint_files.reader import Checkpoint
-from stronghold.checkpoint_files.reader import verify as verify_files
 from stronghold.errors import CheckpointError
+from stronghold.formats.lock import locked_to_read
+from stronghold.formats.manifest import Manifest, UnitFileEntry, name_of
+from stronghold.formats.reader import Checkpoint
+from stronghold.formats.reader import verify as verify_files
 from stronghold.offload import Engine, uncompiled
 from stronghold.optim import AdamW
 from stronghold.optim.groups import check_saved_group, check_saved_step, is_number
 
 if TYPE_CHECKING:
-    from stronghold.checkpoint_files.dcp import DistributedCheckpoint
+    from stronghold.formats.dcp import DistributedCheckpoint
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def load(
 def _open(directory: Path, format: Format, forms: Forms, groups: list[list[str]]) -> Checkpoint | DistributedCheckpoint:
     if format == "safetensors":
         return Checkpoint(directory)
-    from stronghold.checkpoint_files.dcp import DistributedCheckpoint  # which takes a while to import
+    from stronghold.formats.dcp import DistributedCheckpoint  # which takes a while to import
 
     return DistributedCheckpoint(directory, *forms, groups)
 

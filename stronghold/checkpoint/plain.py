@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stronghold.checkpoint_files.manifest import name_of
 from stronghold.errors import CheckpointError
+from stronghold.formats.manifest import name_of
 
 
 def to_plain(value: Any, where: str = "value") -> Any:

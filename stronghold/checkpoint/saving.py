@@ -24,8 +24,8 @@ from stronghold.checkpoint.units import (
     tensors_of,
 )
 from stronghold.checkpoint.writing import buffers_of, file_names, joined, manifest_of, settings_of, write_file
-from stronghold.checkpoint_files.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
-from stronghold.directories import sync_directory
+from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
+from stronghold.formats.sync import sync_directory
 from stronghold.offload import Engine, from_rank0, uncompiled
 from stronghold.optim import AdamW
 from stronghold.unit import Unit

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint.links import remember
 from stronghold.checkpoint.units import MOMENTS, tensors_of
-from stronghold.checkpoint_files.manifest import FileEntry, name_of
-from stronghold.checkpoint_files.moments import wrong_moment
-from stronghold.checkpoint_files.reader import Checkpoint, UnitReader
 from stronghold.errors import CheckpointError
+from stronghold.formats.manifest import FileEntry, name_of
+from stronghold.formats.moments import wrong_moment
+from stronghold.formats.reader import Checkpoint, UnitReader
 from stronghold.native import BLOCK, Blocks
 from stronghold.offload import Engine
 from stronghold.optim import AdamW
@@ -21,7 +21,7 @@ from stronghold.split import join
 from stronghold.unit import Unit
 
 if TYPE_CHECKING:
-    from stronghold.checkpoint_files.dcp import DistributedCheckpoint, DistributedTensors
+    from stronghold.formats.dcp import DistributedCheckpoint, DistributedTensors
 
 _PART = 2**20
 """Elements of an 8-bit moment that are decoded at a time."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stronghold.checkpoint.plain import to_plain
 from stronghold.checkpoint.random_states import take_random_states
 from stronghold.checkpoint.units import persistent_buffers
-from stronghold.checkpoint_files.manifest import (
+from stronghold.formats.manifest import (
     BUFFERS,
     BufferEntry,
     FileEntry,
@@ -23,10 +23,10 @@ from stronghold.checkpoint_files.manifest import (
     UnitFileEntry,
     name_of,
 )
+from stronghold.formats.tensor_files import DTYPES, TensorFileWriter
 from stronghold.native import crc32c
 from stronghold.offload import Engine
 from stronghold.optim import AdamW
-from stronghold.tensor_files import DTYPES, TensorFileWriter
 from stronghold.unit import Unit
 
 

@@ -14,10 +14,10 @@ from stronghold.checkpoint.loading import load
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.saving import save
 from stronghold.checkpoint.units import engine_for
-from stronghold.checkpoint_files.lock import locked_to_read
-from stronghold.checkpoint_files.manifest import NAME, Manifest, read_manifest
-from stronghold.checkpoint_files.reader import verify
 from stronghold.errors import CheckpointError, StrongholdError
+from stronghold.formats.lock import locked_to_read
+from stronghold.formats.manifest import NAME, Manifest, read_manifest
+from stronghold.formats.reader import verify
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.tokens import Tokenizer
 from stronghold.lab.records.json_lines import read_records

@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from stronghold.checkpoint.pretrained import check_save_folder, save_with_others
 from stronghold.device import Timeline, limit_memory
 from stronghold.errors import ParallelError, StrongholdError
 from stronghold.lab.data.batches import Batches
@@ -43,7 +44,6 @@ from stronghold.lab.records.timeline import TIMELINE_NAME, write_spans
 from stronghold.lab.run_checkpoints import RunCheckpoints
 from stronghold.lab.settings import OptimizerSettings, TrainSettings
 from stronghold.lab.stops import Output, Stop, taking_signals
-from stronghold.pretrained import check_save_folder, save_with_others
 from stronghold.reports import Report, table
 from stronghold.units import format_bytes, format_count
 from stronghold.weights import Weights

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from stronghold.checkpoint_files.manifest import BUFFERS, Manifest
-from stronghold.checkpoint_files.reader import FileReader, UnitReader
 from stronghold.errors import StoreError
+from stronghold.formats.manifest import BUFFERS, Manifest
+from stronghold.formats.reader import FileReader, UnitReader
 from stronghold.store import DiskStore, in_memory
 from stronghold.unit import Unit
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stronghold.checkpoint_files.moments import wrong_moment
+from stronghold.formats.moments import wrong_moment
 from stronghold.native import Blocks
 from stronghold.optim.blocks import LARGEST, decode, encode
 from stronghold.optim.groups import check_saved_group, check_saved_step

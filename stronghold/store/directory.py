@@ -10,22 +10,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stronghold.checkpoint_files.content import parsed
-from stronghold.checkpoint_files.lock import LOCK, lock_to_change
-from stronghold.checkpoint_files.manifest import NAME, PARTIAL, put_partial, read_manifest, write_partial
-from stronghold.checkpoint_files.manifest import Manifest as Checkpoint
-from stronghold.directories import sync_directory
 from stronghold.errors import CheckpointError, StoreError
+from stronghold.formats.content import parsed
+from stronghold.formats.lock import LOCK, lock_to_change
+from stronghold.formats.manifest import NAME, PARTIAL, Manifest, put_partial, read_manifest, write_partial
+from stronghold.formats.sync import sync_directory
 
 FORMAT = 1
-_MANIFEST = "store.json"
+_INVENTORY = "store.json"
 _BESIDE = re.compile(r"((layer|edge)-\d{5}|buffers)\.safetensors(\.partial)?")
 """What a checkpoint in place has beside the units' own files."""
 
 
 @dataclass
 class UnitRecord:
-    """What the manifest says of one unit, which has a file of its own in each directory.
+    """What the inventory says of one unit, which has a file of its own in each directory.
 
     ``dtype`` is its parameters' compute type, or where they have several each one's, with a space between.
     """
@@ -42,7 +41,7 @@ class UnitRecord:
 
 
 @dataclass
-class Manifest:
+class Inventory:
     """Which model's units lie in a directory.
 
     It says nothing of their contents: a store is memory, unless a checkpoint's manifest lies beside. It outlives a run
@@ -54,7 +53,7 @@ class Manifest:
 
 
 class Directory:
-    """One or several directories that one run at a time uses; the manifests are in the first.
+    """One or several directories that one run at a time uses; inventory and manifest are in the first.
 
     With a checkpoint's manifest there they are sealed, a checkpoint: that is written last, and removed before the first
     byte changes. Where they are not ``ours`` another process of this run has taken them. Raises StoreError where
@@ -76,49 +75,49 @@ class Directory:
             raise
 
     @property
-    def manifest_path(self) -> Path:
-        return self.paths[0] / _MANIFEST
+    def inventory_path(self) -> Path:
+        return self.paths[0] / _INVENTORY
 
     def files(self, number: int, name: str) -> list[Path]:
         """Returns the files for the stripes of the unit with this number; units take turns in which has the first."""
         first = number % len(self.paths)
         return [path / name for path in self.paths[first:] + self.paths[:first]]
 
-    def read(self) -> Manifest | None:
-        """Returns the manifest, or None for a directory without a run. Raises StoreError for one that is not ours."""
+    def read(self) -> Inventory | None:
+        """Returns the inventory, or None for a directory without a run. Raises StoreError for one that is not ours."""
         try:
-            content = parsed(self.manifest_path.read_text(encoding="utf-8"))
+            content = parsed(self.inventory_path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise StoreError(
                     f"the store at {self.paths[0]} has format {content['format']}, and this version reads {FORMAT}; "
                     "use another directory, or remove it"
                 )
-            return Manifest(units=[UnitRecord(**unit) for unit in content["units"]])
+            return Inventory(units=[UnitRecord(**unit) for unit in content["units"]])
         except FileNotFoundError:
             foreign = sorted(p.name for path in self.paths for p in path.iterdir() if p.name != LOCK)
             if foreign:
                 raise StoreError(
                     f"a store's directory must be new or empty, or hold a run (got {self.paths[0]} with "
-                    f"{', '.join(foreign[:3])} and no {_MANIFEST}); pass another directory"
+                    f"{', '.join(foreign[:3])} and no {_INVENTORY}); pass another directory"
                 ) from None
             return None
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(
-                f"{self.manifest_path} cannot be read ({type(error).__name__}: {error}): it was cut or altered; remove "
-                "the directory and go on from a checkpoint"
+                f"{self.inventory_path} cannot be read ({type(error).__name__}: {error}): it was cut or altered; "
+                "remove the directory and go on from a checkpoint"
             ) from error
 
-    def write(self, manifest: Manifest) -> None:
-        """Writes the manifest: it is the old one or the new one, whatever happens."""
-        partial = self.manifest_path.with_suffix(".partial")
+    def write(self, inventory: Inventory) -> None:
+        """Writes the inventory: it is the old one or the new one, whatever happens."""
+        partial = self.inventory_path.with_suffix(".partial")
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(asdict(manifest), file)
+            json.dump(asdict(inventory), file)
             file.flush()
             os.fsync(file.fileno())
-        partial.rename(self.manifest_path)
+        partial.rename(self.inventory_path)
         sync_directory(self.paths[0])
 
-    def checkpoint(self) -> Checkpoint | None:
+    def checkpoint(self) -> Manifest | None:
         """Returns what the directory is a checkpoint of, or None. Raises StoreError for a manifest that is damaged."""
         if not (self.paths[0] / NAME).exists():
             return None
@@ -131,7 +130,7 @@ class Directory:
                 "directory, or remove that one"
             ) from error
 
-    def seal(self, checkpoint: Checkpoint, beside: Iterable[Path]) -> None:
+    def seal(self, checkpoint: Manifest, beside: Iterable[Path]) -> None:
         """Makes the directory a checkpoint, with the files ``beside`` those of the units, which end in ".partial".
 
         All files are on disk already. Raises OSError, and then the directory is as it was, or no checkpoint.
@@ -162,7 +161,7 @@ class Directory:
     def remove(self, files: Iterable[Path]) -> None:
         """Removes ``files`` and what else the run has made, the directories with it if they were made for it."""
         self.clear()
-        for path in [*files, self.manifest_path, self.manifest_path.with_suffix(".partial")]:
+        for path in [*files, self.inventory_path, self.inventory_path.with_suffix(".partial")]:
             path.unlink(missing_ok=True)
         for path in self.paths:
             (path / LOCK).unlink(missing_ok=True)
@@ -197,9 +196,9 @@ class Directory:
 
 
 def check_same(
-    held: Manifest, wanted: Sequence[UnitRecord], path: Path, there_is: str = "", *, any_dtype: bool = False
+    held: Inventory, wanted: Sequence[UnitRecord], path: Path, there_is: str = "", *, any_dtype: bool = False
 ) -> None:
-    """Raises StoreError where a manifest is not of the model with the units ``wanted``, with the first difference."""
+    """Raises StoreError where an inventory is not of the model with the units ``wanted``, with the first difference."""
     differing: Any = next(
         ((a, b) for a, b in zip(held.units, wanted, strict=False) if not a.describes(b, any_dtype=any_dtype)),
         None if len(held.units) == len(wanted) else (len(held.units), len(wanted)),

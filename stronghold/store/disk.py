@@ -11,14 +11,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from stronghold.checkpoint_files.manifest import Manifest as Checkpoint
-from stronghold.checkpoint_files.manifest import UnitFileEntry, name_of
 from stronghold.device import Buffer, Device, Event, Stream, Wait, Waits
 from stronghold.errors import StoreError
+from stronghold.formats.manifest import Manifest as Checkpoint
+from stronghold.formats.manifest import UnitFileEntry, name_of
 from stronghold.layout import PAGE_BYTES, Part, lay_out
 from stronghold.native import DISK_THREADS, Disk, DiskCounters, Priority
 from stronghold.store.base import Store, UpdateIO
-from stronghold.store.directory import Directory, Manifest, UnitRecord, check_same
+from stronghold.store.directory import Directory, Inventory, UnitRecord, check_same
 from stronghold.store.kept import file_name, open_kept, otherwise
 from stronghold.store.ram import InPlace
 from stronghold.store.ring import DiskUpdateIO, Ring
@@ -279,7 +279,7 @@ class DiskStore(Store):
         for unit in self._records:
             for path in self._paths(unit):
                 path.unlink(missing_ok=True)
-        self._directory.write(Manifest(units=records))
+        self._directory.write(Inventory(units=records))
 
     def _begin_read(self, stream: Stream, unit: Unit, target: Tensor, priority: Priority) -> Event:
         """Reads a unit's weights in the order of ``stream``; returns the event after which they are there."""

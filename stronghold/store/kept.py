@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from stronghold.checkpoint_files.manifest import Manifest, PlacedEntry, TensorEntry, UnitFileEntry
-from stronghold.checkpoint_files.reader import FileReader
 from stronghold.device import Device
 from stronghold.errors import CheckpointError, CorruptionError, StoreError
+from stronghold.formats.manifest import Manifest, PlacedEntry, TensorEntry, UnitFileEntry
+from stronghold.formats.reader import FileReader
 from stronghold.native import Disk
 from stronghold.store.base import Store
 from stronghold.store.unit_file import UnitFile, file_bytes

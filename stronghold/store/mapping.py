@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from stronghold.stripes import Stripes
+from stronghold.formats.stripes import Stripes
 
 
 def map_striped(paths: Sequence[Path], stripes: Stripes, capacity_bytes: int) -> mmap.mmap:

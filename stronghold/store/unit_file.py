@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stronghold.checkpoint_files.manifest import PlacedEntry, UnitFileEntry, name_of
 from stronghold.device import Device
 from stronghold.device.memory import HostBuffer, MappedBuffer
 from stronghold.errors import CorruptionError, DiskError, StoreError
+from stronghold.formats.manifest import PlacedEntry, UnitFileEntry, name_of
+from stronghold.formats.stripes import Stripes
 from stronghold.layout import PAGE_BYTES, round_up
 from stronghold.native import PIECE_BYTES, Disk, DiskFile, Priority, Transfer, checksums, crc32c, warn_of_no_reserve
 from stronghold.store.looked_at import looked_at
 from stronghold.store.mapping import map_striped
-from stronghold.stripes import Stripes
 from stronghold.unit import ONE_REPLICA, Replicas
 from stronghold.units import format_bytes
 

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stronghold
-from stronghold.checkpoint_files.manifest import NAME
 from stronghold.errors import CheckpointError, CorruptionError, StoreError
+from stronghold.formats.manifest import NAME
 from tests.checkpoint.test_dcp import states_of
 from tests.checkpoint.training import Training, of_kind
-from tests.checkpoint_files.forged import content, forge, write
+from tests.formats.forged import content, forge, write
 from tests.reference import differences, snapshot
 from tests.small import Residual
 

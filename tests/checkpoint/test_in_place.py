@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.checkpoint_files.manifest import NAME, UnitFileEntry, read_manifest
-from stronghold.checkpoint_files.reader import verify
 from stronghold.errors import CheckpointError, CorruptionError, StoreError
+from stronghold.formats.manifest import NAME, UnitFileEntry, read_manifest
+from stronghold.formats.reader import verify
 from stronghold.offload import engine_of
 from stronghold.store.ring import RING_BYTES
 from tests.checkpoint.training import Training
@@ -150,7 +150,7 @@ def test_a_new_process_goes_on(tmp_path: Path) -> None:
 def test_a_run_that_is_killed_after_the_first_change_leaves_no_checkpoint(tmp_path: Path, moment: str) -> None:
     sealed(tmp_path / "store")
     code = """
-    import stronghold.checkpoint_files.manifest as manifests, stronghold.store.directory as directory
+    import stronghold.formats.manifest as manifests, stronghold.store.directory as directory
     from stronghold.native import Disk
     path, moment = Path(sys.argv[1]), sys.argv[2]
     kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from stronghold.checkpoint.pretrained import save
 from stronghold.lab import methods, training
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.text import read_documents
@@ -23,7 +24,6 @@ from stronghold.lab.records.json_lines import read_records
 from stronghold.lab.records.runs import read_run
 from stronghold.lab.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 from stronghold.lab.training import TrainingError, learning_rate_factor, train
-from stronghold.pretrained import save
 from stronghold.settings import OffloadSettings
 from stronghold.weights import fill
 

@@ -12,7 +12,7 @@ from torch import nn
 import stronghold
 from stronghold.errors import StoreError
 from stronghold.offload import engine_of
-from stronghold.store.directory import Directory, Manifest, UnitRecord, check_same
+from stronghold.store.directory import Directory, Inventory, UnitRecord, check_same
 
 
 def layers(width=8, count=3):
@@ -34,7 +34,7 @@ def record(name="0", shapes=((2, 3),)):
 def test_a_manifest_comes_back(tmp_path):
     directory = Directory([tmp_path / "a"])
     unit = record()
-    manifest = Manifest(units=[unit, record("1")])
+    manifest = Inventory(units=[unit, record("1")])
     assert directory.read() is None
     directory.write(manifest)
     assert directory.read() == manifest
@@ -69,7 +69,7 @@ def test_a_manifest_that_is_not_ours_is_refused(tmp_path, content, message):
 
 
 def test_another_model_is_refused_with_the_first_difference():
-    held = Manifest(units=[record("0"), record("1")])
+    held = Inventory(units=[record("0"), record("1")])
     check_same(held, [record("0"), record("1")], "here")
     with pytest.raises(StoreError, match=r"it has 1 of float32 with shapes \[\[2, 3\]\], this model 1 .*\[\[3, 2\]\]"):
         check_same(held, [record("0"), record("1", [(3, 2)])], "here")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stronghold.formats.model_config import build
+from stronghold.formats.weight_files import INDEX, SINGLE, WeightFiles
 from stronghold.lab.models.gpt import GPT, MODEL_TYPE, GPTConfig
-from stronghold.model_config import build
-from stronghold.weights import Checkpoint, Weights, fill
-from stronghold.weights.checkpoint import INDEX, SINGLE
+from stronghold.weights import Weights, fill
 
 
 def load_model(path: str | Path) -> tuple[nn.Module, bool]:
@@ -44,7 +44,7 @@ def build_model(path: str | Path) -> tuple[nn.Module, Weights | None, bool]:
             return _load_whole(path), None, True
         model = build(file, dtype=torch.float32, model_class=_class_of(file)).train()
         if with_weights:
-            Checkpoint(path)
+            WeightFiles(path)
     except Exception as error:  # transformers raises all kinds for what it cannot read
         raise _no_model(path, error) from error
     return model, path if with_weights else initialiser_of(model), with_weights

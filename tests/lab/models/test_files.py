@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from stronghold.checkpoint.pretrained import save
 from stronghold.lab.models.files import (
     build_model,
     initialiser_of,
@@ -12,7 +13,6 @@ from stronghold.lab.models.files import (
     vocabulary_of,
 )
 from stronghold.lab.models.gpt import GPT, GPTConfig
-from stronghold.pretrained import save
 from stronghold.weights import fill
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=300, dropout=0.25)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from stronghold.checkpoint_files import moments
-from stronghold.checkpoint_files.moments import moment_in, wrong_moment
+from stronghold.formats import moments
+from stronghold.formats.moments import moment_in, wrong_moment
 
 HUGE = torch.finfo(torch.float32).max
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stronghold.checkpoint_files.manifest import NAME
+from stronghold.formats.manifest import NAME
 from stronghold.native import crc32c
 
 Change = Callable[[Any], Any]

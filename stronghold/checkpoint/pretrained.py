@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.adapters import CONFIG as ADAPTER_CONFIG
-from stronghold.adapters import has_adapters, save_adapters
-from stronghold.model_config import build, write_config
+from stronghold.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
+from stronghold.checkpoint.adapters import has_adapters, save_adapters
+from stronghold.formats.conversion import Group, from_model
+from stronghold.formats.model_config import build, write_config
+from stronghold.formats.sync import sync_directory, sync_path
+from stronghold.formats.tensor_files import TensorFileWriter
+from stronghold.formats.weight_files import INDEX, SINGLE, WeightFiles
 from stronghold.offload.compiled import uncompiled
 from stronghold.offload.offload import offload
-from stronghold.tensor_files import TensorFileWriter
 from stronghold.unit import Unit, unit_of
 from stronghold.units import parse_bytes
-from stronghold.weights import Checkpoint, Group, from_model
-from stronghold.weights.checkpoint import INDEX, SINGLE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REPLACED = (
@@ -42,8 +43,8 @@ def load(directory: str | os.PathLike[str], *, model_class: Any = None, **option
 
     ``directory`` holds a config.json and safetensors files, sharded or not, as transformers' ``save_pretrained`` and
     :func:`save` write them. ``model_class`` is one of transformers' classes, such as ``AutoModel``, or one of the
-    user's own with ``from_config_dict`` (see :mod:`stronghold.model_config`); by default it is the one of transformers
-    that the config names, or AutoModelForCausalLM where that names none. ``options`` are those of
+    user's own with ``from_config_dict`` (see :mod:`stronghold.formats.model_config`); by default it is the one of
+    transformers that the config names, or AutoModelForCausalLM where that names none. ``options`` are those of
     :func:`offload` (``window``, ``store``, ``device``, ``dtype``, ...). No more than one layer, and one tensor of the
     files, is in memory beside the store.
 
@@ -57,7 +58,7 @@ def load(directory: str | os.PathLike[str], *, model_class: Any = None, **option
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"a model must be a folder with a config.json (got {str(directory)!r}); pass one")
-    checkpoint = Checkpoint(folder)
+    checkpoint = WeightFiles(folder)
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         known = settings.get("dtype") or settings.get("torch_dtype")
@@ -146,14 +147,14 @@ def _save(
         if write_others is not None:
             write_others(partial)
         for written in partial.rglob("*"):
-            _sync(written)
-        _sync(partial)
+            sync_path(written)
+        sync_directory(partial)
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
         partial.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
-        _sync(folder.parent)
+        sync_directory(folder.parent)
     except OSError as error:
         raise OSError(error.errno, f"cannot save the model ({error.strerror or error})", str(folder)) from error
     finally:
@@ -317,16 +318,6 @@ def _keep_others(folder: Path, partial: Path, replaces: Callable[[Path], bool]) 
             shutil.copytree(path, partial / path.name, symlinks=True)
         else:
             shutil.copy2(path, partial / path.name, follow_symlinks=False)
-
-
-def _sync(path: Path) -> None:
-    if path.is_symlink():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _class_of(settings: dict[str, Any]) -> Any:

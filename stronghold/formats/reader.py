@@ -13,8 +13,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from stronghold.checkpoint_files.content import parsed
-from stronghold.checkpoint_files.manifest import (
+from stronghold.errors import CheckpointError, CorruptionError
+from stronghold.formats.content import parsed
+from stronghold.formats.manifest import (
     BUFFERS,
     BufferEntry,
     Manifest,
@@ -22,10 +23,9 @@ from stronghold.checkpoint_files.manifest import (
     UnitFileEntry,
     read_manifest,
 )
-from stronghold.checkpoint_files.moments import moment_in, wrong_moment
-from stronghold.errors import CheckpointError, CorruptionError
+from stronghold.formats.moments import moment_in, wrong_moment
+from stronghold.formats.stripes import Stripes
 from stronghold.native import crc32c
-from stronghold.stripes import Stripes
 
 _READ_BYTES = 16 * 2**20
 

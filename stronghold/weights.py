@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from stronghold.weights.checkpoint import Checkpoint, some
-from stronghold.weights.conversion import Group, into_model, remember
+from stronghold.formats.conversion import Group, into_model, remember
+from stronghold.formats.weight_files import WeightFiles, some
 
 Initialiser = Callable[[nn.Module], object]
 Weights = str | os.PathLike[str] | Initialiser
@@ -43,7 +43,7 @@ def open_weights(model: nn.Module, weights: Weights | None) -> Source:
         _refuse_meta(model)
         return Own()
     if isinstance(weights, (str, os.PathLike)):
-        return FromCheckpoint(model, Checkpoint(weights))
+        return FromCheckpoint(model, WeightFiles(weights))
     if not callable(weights):
         raise ValueError(
             "weights must be a checkpoint's folder, or a function that initialises the module that it is given (got "
@@ -98,7 +98,7 @@ class FromCheckpoint:
     parameter with several names one is enough. What is neither in the files nor on the meta device keeps its value.
     """
 
-    def __init__(self, model: nn.Module, checkpoint: Checkpoint) -> None:
+    def __init__(self, model: nn.Module, checkpoint: WeightFiles) -> None:
         self._checkpoint = checkpoint
         named: dict[str, Tensor] = {}
         persistent = []

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import stronghold
+from stronghold.checkpoint.pretrained import check_save_folder
 from stronghold.lab.models.files import load_model
 from stronghold.lab.models.gpt import GPT, GPTConfig
-from stronghold.pretrained import check_save_folder
 from stronghold.unit import unit_of
 from tests.reference import CASES, decay_groups, train
 from tests.small import Residual

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from stronghold.checkpoint_files.manifest import BufferEntry, Manifest, ParameterEntry, manifest_from, name_of
-from stronghold.checkpoint_files.moments import wrong_moment
 from stronghold.errors import CheckpointError
+from stronghold.formats.manifest import BufferEntry, Manifest, ParameterEntry, manifest_from, name_of
+from stronghold.formats.moments import wrong_moment
 
 T = TypeVar("T")
 

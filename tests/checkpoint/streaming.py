@@ -11,8 +11,8 @@ import torch
 import transformers
 
 import stronghold
+from stronghold.formats.model_config import build
 from stronghold.lab.models.files import initialiser_of
-from stronghold.model_config import build
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=512, hidden_size=768, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=8

@@ -24,7 +24,7 @@ class Entry:
     shape: tuple[int, ...]
 
 
-class Checkpoint:
+class WeightFiles:
     """The tensors in a folder: those of ``model.safetensors``, or of the shards that its index names.
 
     Opening reads the headers alone. Raises ValueError for a folder without such files, and for files that are not

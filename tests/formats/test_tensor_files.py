@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from stronghold.formats.tensor_files import TensorFileWriter
 from stronghold.native import crc32c
-from stronghold.tensor_files import TensorFileWriter
 
 TENSORS = {
     "codes": torch.arange(7, dtype=torch.uint8),

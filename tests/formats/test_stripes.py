@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stronghold.formats.stripes import Span, Stripes
 from stronghold.native import PIECE_BYTES
 from stronghold.store.mapping import map_striped
-from stronghold.stripes import Span, Stripes
 
 PAGE = 4096
 

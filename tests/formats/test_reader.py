@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from stronghold.checkpoint_files.manifest import NAME, read_manifest
-from stronghold.checkpoint_files.reader import FileReader, verify
 from stronghold.errors import CheckpointError, CorruptionError
+from stronghold.formats.manifest import NAME, read_manifest
+from stronghold.formats.reader import FileReader, verify
 from tests.checkpoint.training import of_kind
 
 
@@ -92,7 +92,7 @@ def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Any) -> None:
 
 
 def test_another_format_is_told_from_damage(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.checkpoint_files.manifest._READ", (3,))
+    monkeypatch.setattr("stronghold.formats.manifest._READ", (3,))
     with pytest.raises(CheckpointError, match=r"must be of format 3 \(got format 2 in .*version of stronghold"):
         read_manifest(saved)
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from stronghold.checkpoint_files.content import BUFFERS as BUFFERS
-from stronghold.checkpoint_files.content import check_content, parsed
-from stronghold.directories import sync_directory
 from stronghold.errors import CheckpointError
+from stronghold.formats.content import BUFFERS as BUFFERS
+from stronghold.formats.content import check_content, parsed
+from stronghold.formats.sync import sync_directory
 from stronghold.native import crc32c
 
 FORMAT = 2

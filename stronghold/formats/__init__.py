@@ -1,0 +1,1 @@
+"""What files hold: safetensors, the manifest of a checkpoint with its checksums, DCP, transformers' folders."""
