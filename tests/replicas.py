@@ -60,9 +60,8 @@ class ThreadReplicas:
     """One of several replicas, and the company of all of them."""
 
     def __init__(self, number: int, exchanges: dict[str, Exchange], memories: list[mmap.mmap]) -> None:
-        self.number = self.rank = self.index = number
-        self.count = self.total = exchanges["main"].count
-        self.local_world_size = self.count
+        self.rank = self.local_rank = number
+        self.world_size = self.local_world_size = exchanges["main"].count
         self._exchange = exchanges["main"]
         self.main, self.gradients, self.updates, self.written_back = (
             ThreadLane(exchanges[name], number, name) for name in ("main", "gradients", "updates", "written_back")
@@ -72,14 +71,14 @@ class ThreadReplicas:
 
     def memory(self, length_bytes: int) -> Common:
         assert len(set(self.all_gather_object(length_bytes))) == 1
-        if self.number == 0:
+        if self.rank == 0:
             self._memories.append(mmap.mmap(-1, max(1, length_bytes)))
         self.all_gather_object(None)
         self._taken += 1
-        return Common(self._memories[self._taken - 1], self.count)
+        return Common(self._memories[self._taken - 1], self.world_size)
 
     def from_rank0(self, action: Callable[[], None]) -> None:
-        if self.number == 0:
+        if self.rank == 0:
             action()
         self.all_gather_object(None)
 
@@ -97,7 +96,7 @@ class ThreadReplicas:
         return sum(self.all_gather_object(value))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return self._exchange.all_gather_object(self.number, value)
+        return self._exchange.all_gather_object(self.rank, value)
 
     def run_on_all(self, action: Callable[[], Any]) -> Any:
         return action()

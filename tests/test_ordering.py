@@ -82,7 +82,7 @@ def _numbers_at(parameter: nn.Parameter) -> ctypes.Array:
 
 def _train_replica(device: DelayedDevice | str, one: ThreadReplicas, settings):
     """Trains with a device of its own: the first replica's is as late as ``device``, the others are not."""
-    _own.device = device if one.number == 0 or isinstance(device, str) else DelayedDevice(one.number, gradients=1e-3)
+    _own.device = device if one.rank == 0 or isinstance(device, str) else DelayedDevice(one.rank, gradients=1e-3)
     return _train(_own.device, replicas=one, **settings)
 
 
@@ -112,7 +112,7 @@ def _train(
         stronghold.offload(model, window=window, device=device, **kwargs)
     else:
         offload_shared(model, replicas, window=window, device=device, **kwargs)
-        copies = model.parameters() if replicas.number else ()
+        copies = model.parameters() if replicas.local_rank else ()
         keep_company(engine_of(model), replicas, shared=(), copies=copies, model="Model", passes=1)
     optimizer = stronghold.AdamW(model.parameters(), lr=0.05, update=update, threads=1, states=states)
     generator = torch.Generator().manual_seed(1)
@@ -121,7 +121,7 @@ def _train(
         for _ in range(accumulate):
             x = torch.randn(6, 8, generator=generator).to(kwargs.get("dtype"))
             if replicas is not None:
-                x = x.chunk(replicas.count)[replicas.number]
+                x = x.chunk(replicas.local_world_size)[replicas.local_rank]
             loss = (model(x) ** 2).mean() + model(-x).abs().mean() * 0.1
             loss.backward()
             seen.append(loss.item())

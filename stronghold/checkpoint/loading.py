@@ -122,9 +122,9 @@ def _load(
         check_random_states(states, engine.device.torch_device)
     if verify:
         files = [f for f, e in manifest.files.items() if not (own and isinstance(e, UnitFileEntry))]
-        company.run_on_all(lambda: verify_files(manifest, files[company.rank :: company.count]))
+        company.run_on_all(lambda: verify_files(manifest, files[company.rank :: company.world_size]))
         if not isinstance(checkpoint, Checkpoint):
-            company.run_on_all(lambda: checkpoint.check_moments(company.rank, company.count))
+            company.run_on_all(lambda: checkpoint.check_moments(company.rank, company.world_size))
     with nullcontext() if scheduler is None else _scheduled(scheduler, state, manifest.directory):
         company.run_on_all(lambda: _put(checkpoint, model, engine, optimizer, names, own))
     _put_settings(optimizer, manifest)
@@ -132,8 +132,8 @@ def _load(
         return
     own_states = everyones[company.rank] if company.rank < len(everyones) else everyones[0]  # one that was not there
     put_random_states(own_states, engine.device.torch_device)
-    if company.rank >= len(everyones) and engine.replicas.index:
-        torch.manual_seed(torch.initial_seed() + engine.replicas.index)  # replicas draw apart
+    if company.rank >= len(everyones) and engine.replicas.rank:
+        torch.manual_seed(torch.initial_seed() + engine.replicas.rank)  # replicas draw apart
 
 
 @contextmanager

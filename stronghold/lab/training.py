@@ -114,7 +114,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         start["placement"] = {name: getattr(report, name) for name in ("window", "resident", "device_bytes")}
     after = checkpoints.step if settings.resume else None
     timelines: list[Timeline] = []
-    signals = taking_signals(stop, first=company.rank == 0, alone=company.count == 1)
+    signals = taking_signals(stop, first=company.rank == 0, alone=company.world_size == 1)
     with signals, RunLog(run.out, text=run.log, after=after) as log:
         log.start(start)
         steps, done = log.steps, checkpoints.step

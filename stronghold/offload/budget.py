@@ -72,7 +72,7 @@ def _need_no_slots(settings: OffloadSettings, device: Device, units: Sequence[Un
     """
     bounded = settings.device_memory is not None or settings.host_memory is not None or settings.directories
     asked = (settings.window, settings.resident)
-    alone = units[0].replicas.total == 1
+    alone = units[0].replicas.world_size == 1
     return device.is_host and alone and not bounded and (asked == ("auto", 0) or settings.resident == "auto")
 
 
@@ -131,7 +131,7 @@ def choose_disk(units: Sequence[Unit], settings: OffloadSettings, device: Device
     if not isinstance(budget, int):
         return
     layers = [unit for unit in on_host if not unit.is_edge]
-    count = units[0].replicas.count  # what they have in common each counts a part of
+    count = units[0].replicas.local_world_size  # what they have in common each counts a part of
     room = count * (budget - RING_BYTES - RING * max((h.gradients.layout.total_bytes for h in layers), default=0))
     room -= sum(unit.gradients.layout.total_bytes for unit in on_host)
     room -= sum(unit.layout.total_bytes for unit in on_host if unit.is_edge)
@@ -166,7 +166,7 @@ def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device)
     on_host = [unit for unit in units if not unit.resident]
     weights = sum(unit.layout.total_bytes for unit in on_host if unit.lives("weights") == "host")
     weights += sum(unit.remainder_bytes() for unit in on_host if unit.lives("remainders") == "host")
-    count = units[0].replicas.count  # what they have in common each counts a part of
+    count = units[0].replicas.local_world_size  # what they have in common each counts a part of
     weights = weights // count + staging_bytes(on_host, device)
     gradients = sum(unit.gradients.layout.total_bytes for unit in on_host if unit.has_device_copy) // count
     gradients += RING * max((unit.gradients.layout.total_bytes for unit in on_host if not unit.is_edge), default=0)

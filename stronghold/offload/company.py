@@ -19,7 +19,7 @@ class Company(Protocol):
     """The processes that train one model together. All of them call the same methods in the same order."""
 
     rank: int
-    count: int
+    world_size: int
     local_world_size: int
     """How many of them, with this one, are on this machine."""
 
@@ -37,7 +37,7 @@ class Alone:
     """One process that has the whole model."""
 
     rank = 0
-    count = 1
+    world_size = 1
     local_world_size = 1
 
     def sum(self, value: float) -> float:

@@ -152,7 +152,7 @@ class Engine:
         self._outside = Members((n, m) for n, m in model.named_modules() if id(m) not in within)
         streams = device.streams + ([self._updates.written_back] if self._updates.written_back is not None else [])
         # A replica does not wait for others that may be gone: its threads end by themselves.
-        self._end = end_with(self, streams if replicas.total == 1 else [], self.store, own=own_device)
+        self._end = end_with(self, streams if replicas.world_size == 1 else [], self.store, own=own_device)
 
     def __deepcopy__(self, memo: dict) -> None:
         """Leaves itself out: a copy of an offloaded model is an ordinary model."""
@@ -325,7 +325,7 @@ class Engine:
 
     def agree(self, found: Mapping[Unit, Collection[int]]) -> None:
         check_process(self._born)
-        if self.replicas.total > 1:
+        if self.replicas.world_size > 1:
             self.replicas.agree([(unit.name, tuple(indices)) for unit, indices in found.items()])
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
@@ -374,8 +374,10 @@ class Engine:
     def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
         self.check_open()
         self.store.check_space(disk_bytes, what)
-        self.check_budgets(host_bytes=host_bytes // self.replicas.count, device_bytes=device_bytes, what=what)
-        self._host_memory.check(host_bytes, self._held_host_bytes() * self.replicas.count, what)
+        self.check_budgets(
+            host_bytes=host_bytes // self.replicas.local_world_size, device_bytes=device_bytes, what=what
+        )
+        self._host_memory.check(host_bytes, self._held_host_bytes() * self.replicas.local_world_size, what)
 
     def check_budgets(self, *, host_bytes: int, device_bytes: int, what: str) -> None:
         """Raises BudgetError where ``what`` does not fit the budgets beside what is held already."""

@@ -263,7 +263,9 @@ def report(model: nn.Module) -> Report:
         disk_bytes=engine.store.disk_bytes,
         disk_paths=tuple(map(str, engine.store.paths)),
         on_root_disk=any(path.stat().st_dev == os.stat("/").st_dev for path in engine.store.paths),
-        accumulation_bytes=sum(h.gradients.sum_bytes() // (1 if h.is_edge else h.replicas.count) for h in engine.units),
+        accumulation_bytes=sum(
+            h.gradients.sum_bytes() // (1 if h.is_edge else h.replicas.local_world_size) for h in engine.units
+        ),
         skipped_steps=optimizer.skipped_steps if optimizer is not None else 0,
         step=engine.stopwatch.last(),
         weights_on_disk=sum(unit.lives("weights") == "disk" for unit in engine.layers),

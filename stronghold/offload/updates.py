@@ -12,7 +12,7 @@ class Updates:
 
     def __init__(self, device: Device, store: Store, waits: Waits, replicas: Replicas) -> None:
         self._device, self._store, self.waits, self._replicas = device, store, waits, replicas
-        self.written_back = device.host_stream("written_back") if replicas.count > 1 else None
+        self.written_back = device.host_stream("written_back") if replicas.local_world_size > 1 else None
         """Where this process waits for the updates of the machine's other replicas."""
 
     def prepare(self, unit: Unit, work: Work, moved_bytes: int) -> PreparedUpdate:
@@ -22,7 +22,7 @@ class Updates:
 
     def run(self, unit: Unit, work: Work, moved_bytes: int, update_io: UpdateIO, after: Event | None) -> Event | None:
         """Updates a unit when ``after`` has happened. Returns when the next may use it; None for a resident layer."""
-        shared = self._replicas.count > 1 and not unit.resident
+        shared = self._replicas.local_world_size > 1 and not unit.resident
 
         def task() -> None:
             segments = work.segments()

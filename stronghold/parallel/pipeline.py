@@ -101,10 +101,10 @@ def in_stages(
     """Does the same with a row of layers of any kind."""
     each = processes.each
     if stages % each or each == 1 < stages:
-        of_one = " of a replica" if each < processes.count else ""
+        of_one = " of a replica" if each < processes.world_size else ""
         processes.refuse(
             f"the processes{of_one} must divide the stages, and be two or more (got {each} for {stages} stages); start "
-            f"torchrun with --nproc-per-node {stages * processes.count // each}"
+            f"torchrun with --nproc-per-node {stages * processes.world_size // each}"
         )
     a_device = stages // each
     order = processes.run_on_all(
@@ -122,8 +122,8 @@ def in_stages(
             row,
             order,
             balance,
-            inputs=None if inputs is None else inputs[: len(inputs) * each // processes.count],
-            targets=None if targets is None else targets[: len(targets) * each // processes.count],
+            inputs=None if inputs is None else inputs[: len(inputs) * each // processes.world_size],
+            targets=None if targets is None else targets[: len(targets) * each // processes.world_size],
             device=processes.device,
             dtype=dtype,
             activations=settings.get("activations"),

@@ -49,23 +49,23 @@ class Processes:
             store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=count)
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if device.type == "cuda":
             if device.index is None:  # each process of a machine has a GPU of its own
                 device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
             torch.cuda.set_device(device)
         self.device = device
-        self.watch = watch_over(self.rank, self.count)
+        self.watch = watch_over(self.rank, self.world_size)
         self.agree(VERSIONS)
         self._machines = self.all_gather_object(this_machine())
         self.local_world_size = self._machines.count(self._machines[self.rank])
-        replicas = self.count if replicas is None else replicas
-        if self.count % replicas:
+        replicas = self.world_size if replicas is None else replicas
+        if self.world_size % replicas:
             self.refuse(
-                f"the replicas must divide the processes (got {replicas} replicas and {self.count} processes); start "
-                f"torchrun with --nproc-per-node {wanted}"
+                f"the replicas must divide the processes (got {replicas} replicas and {self.world_size} processes); "
+                f"start torchrun with --nproc-per-node {wanted}"
             )
-        self.each = self.count // replicas
+        self.each = self.world_size // replicas
         """The processes of a replica."""
         self.replica, self.place = divmod(self.rank, self.each)
         try:
@@ -81,7 +81,7 @@ class Processes:
     @cached_property
     def replicas(self) -> Replicas:
         """This process and those that have the same layers. To be asked for by all processes at once."""
-        if self.count == self.each:
+        if self.world_size == self.each:
             return ONE_REPLICA
         return ReplicaProcesses(self.mesh, self.rank, self.watch)
 
@@ -142,7 +142,7 @@ class Processes:
 
     def all_gather_object(self, value: T) -> list[T]:
         """Returns the ``value`` of every process, in the order of their ranks."""
-        values: list[Any] = [None] * self.count
+        values: list[Any] = [None] * self.world_size
         with self.watch.waiting():
             dist.all_gather_object(values, value)
         return values
@@ -156,7 +156,7 @@ class Processes:
 
     def sum(self, value: float) -> float:
         """Returns the sum of all processes' ``value``, correctly rounded, and so the same bits in each."""
-        gathered = [torch.empty((), dtype=torch.float64) for _ in range(self.count)]
+        gathered = [torch.empty((), dtype=torch.float64) for _ in range(self.world_size)]
         with self.watch.waiting():
             dist.all_gather(gathered, torch.tensor(value, dtype=torch.float64))
         values = [one.item() for one in gathered]
@@ -169,7 +169,7 @@ class Processes:
         """
         mean = torch.tensor(0.0 if value is None else value.item(), dtype=torch.float64)
         last = self.place == self.each - 1
-        if last and self.replicas.total > 1:
+        if last and self.replicas.world_size > 1:
             self.replicas.main.mean(mean)
         if self.each > 1:
             row = self.row

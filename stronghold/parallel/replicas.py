@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Those of ``ranks``, of which this process is ``number``; ``link`` is None where it is alone."""
+    """Those of ``ranks``, of which this process has the ``rank``; ``link`` is None where it is alone."""
 
     link: dist.ProcessGroup | None
     ranks: tuple[int, ...]
-    number: int = 0
+    rank: int = 0
 
     @property
-    def count(self) -> int:
+    def world_size(self) -> int:
         return len(self.ranks)
 
 
@@ -54,13 +54,13 @@ class ReplicaProcesses:
         self._here = self._group(here, mesh.get_group(REPLICA))
         # Those of the same number on each machine have the same share of every layer.
         self._opposite = self._group(opposite, mesh.get_group(MACHINE))
-        if self._here.count == 1 or self._opposite.count == 1:
-            self._all = self._here if self._opposite.count == 1 else self._opposite
+        if self._here.world_size == 1 or self._opposite.world_size == 1:
+            self._all = self._here if self._opposite.world_size == 1 else self._opposite
         else:
             self._all = self._group(sets_along(mesh.mesh, MACHINE, REPLICA))
-        self.index, self.total = self._all.number, self._all.count
-        self.number, self.count = self._here.number, self._here.count
-        if self.count > 1 and not hasattr(os, "memfd_create"):
+        self.rank, self.world_size = self._all.rank, self._all.world_size
+        self.local_rank, self.local_world_size = self._here.rank, self._here.world_size
+        if self.local_world_size > 1 and not hasattr(os, "memfd_create"):
             raise ParallelError(
                 "replicas here have memory in common by Linux's memfd_create (got a system without); use stages",
                 ours=rank == 0,
@@ -84,11 +84,11 @@ class ReplicaProcesses:
 
     def memory(self, length_bytes: int) -> Common | None:
         """Returns memory that all replicas here have, all zero. It goes with the last process that has it."""
-        if self.count == 1:
+        if self.local_world_size == 1:
             return None
         length = max(length_bytes, 1)
         descriptor, error = -1, ""
-        if self.number == 0:
+        if self.local_rank == 0:
             try:
                 descriptor = os.memfd_create("stronghold", os.MFD_CLOEXEC)
                 os.ftruncate(descriptor, length)
@@ -100,7 +100,7 @@ class ReplicaProcesses:
                 f"replicas must need the same memory (got {', '.join(format_bytes(one[0]) for one in told)}); build "
                 "the same model and optimizer in each"
             )
-        if self.number:
+        if self.local_rank:
             _, process, number = told[0]
             try:
                 descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -115,15 +115,15 @@ class ReplicaProcesses:
             os.close(descriptor)
         if mapped is None or errors:
             raise MemoryError(
-                f"the system refused {format_bytes(length_bytes)} of memory to {self.count} replicas in common "
-                f"({errors[0]}); start them as one user in one container, or use stages"
+                f"the system refused {format_bytes(length_bytes)} of memory to {self.local_world_size} replicas in "
+                f"common ({errors[0]}); start them as one user in one container, or use stages"
             )
-        return Common(mapped, self.count)
+        return Common(mapped, self.local_world_size)
 
     def from_rank0(self, action: Callable[[], None]) -> None:
         """Runs ``action`` in the machine's first replica while its others wait; where it raises, they raise too."""
         error = None
-        if self.number == 0:
+        if self.local_rank == 0:
             try:
                 action()
             except Exception as raised:  # told to the others first, then raised
@@ -137,7 +137,7 @@ class ReplicaProcesses:
     def take_first(self, values: Tensor, *, common: bool) -> None:
         """Makes ``values`` those of the first replica; what is in ``common`` here the first one takes."""
         group = self._opposite if common else self._all
-        if group.link is None or (common and self.number):
+        if group.link is None or (common and self.local_rank):
             return
         sent = values.contiguous()
         with self._watch.waiting(group.ranks):
@@ -158,14 +158,14 @@ class ReplicaProcesses:
         if extremes[0] != -extremes[1]:
             raise ParallelError(
                 "replicas must compute the same layers in the same order, and have gradients for the same parameters "
-                f"(replica {self.index}: {str(done)[:300]}); give each data that take the same way through the model",
-                ours=self.index == 0,
+                f"(replica {self.rank}: {str(done)[:300]}); give each data that take the same way through the model",
+                ours=self.rank == 0,
             )
         return -int(extremes[3]), int(extremes[2])
 
     def _everyone(self, value: T) -> list[T]:
         """Returns the ``value`` of each replica here."""
-        values: list[T] = [value] * self.count
+        values: list[T] = [value] * self.local_world_size
         if self._here.link is not None:
             with self._watch.waiting(self._here.ranks):
                 dist.all_gather_object(values, value, group=self._here.link)
@@ -194,25 +194,25 @@ class ProcessLane:
     def reduce_scatter_mean(self, flat: Tensor) -> None:
         if not flat.numel():
             return
-        own = flat.view(self._here.count, -1)[self._here.number]
+        own = flat.view(self._here.world_size, -1)[self._here.rank]
         with self._waiting():
             if self._here.link is not None:
                 _reduce_scatter(own, flat, group=self._here.link)
             if self._opposite.link is not None:
                 dist.all_reduce(own, group=self._opposite.link)
             _settle(own)
-        own.div_(self._here.count * self._opposite.count)
+        own.div_(self._here.world_size * self._opposite.world_size)
 
     def mean(self, values: Tensor) -> None:
         self.sum(values)
         if self._opposite.link is not None:
             with self._waiting():
-                if self._here.number == 0:
+                if self._here.rank == 0:
                     dist.all_reduce(values, group=self._opposite.link)
                 if self._here.link is not None:  # one sum for all: others might be added in another order
                     dist.broadcast(values, group=self._here.link, group_src=0)
                 _settle(values)
-        values.div_(self._here.count * self._opposite.count)
+        values.div_(self._here.world_size * self._opposite.world_size)
 
     def sum(self, values: Tensor) -> None:
         if self._here.link is not None:

@@ -70,7 +70,7 @@ def replicated(
     """Does the same with ``processes`` that have joined."""
     processes.agree(facts_of(model, dtype, settings))
     directories = OffloadSettings(store=settings.get("store", "ram")).directories
-    if directories and processes.local_world_size < processes.count:  # they may be the same ones on all machines
+    if directories and processes.local_world_size < processes.world_size:  # they may be the same ones on all machines
         settings["store"] = processes.folders(directories)
     processes.run_on_all(
         lambda: offload_shared(

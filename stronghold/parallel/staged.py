@@ -54,7 +54,7 @@ class StagedModule(nn.Module):
         self._register_load_state_dict_pre_hook(self._from_names)
         self._order, self._processes, self._device = order, processes, processes.device
         self._loss = row.loss
-        own = {"partition": list(sizes), "schedule": str(order), "replicas": processes.count // processes.each}
+        own = {"partition": list(sizes), "schedule": str(order), "replicas": processes.world_size // processes.each}
         processes.agree({**facts_of(row.model, dtype, settings), **own})
         stages = [row.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
         self._shapes = Shapes(stages, dtype)
@@ -136,7 +136,7 @@ class StagedModule(nn.Module):
 
     @property
     def _replicas(self) -> int:
-        return self._processes.count // self._processes.each
+        return self._processes.world_size // self._processes.each
 
     def _own(self, batch: Tensor) -> Tensor:
         """Returns the samples of this process's replica."""

@@ -35,7 +35,9 @@ class Tied:
         for parameter, places in users.items():
             if len(places) == 1:
                 continue
-            sets = [[first + place for place in sorted(places)] for first in range(0, processes.count, processes.each)]
+            sets = [
+                [first + place for place in sorted(places)] for first in range(0, processes.world_size, processes.each)
+            ]
             group = groups_of(sets, self._watch)[processes.replica]
             if processes.place in places:
                 self.shared.append(parameter)

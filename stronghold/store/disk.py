@@ -50,9 +50,9 @@ class DiskStore(Store):
         super().__init__(device)
         self.waits = waits
         self._replicas = units[0].replicas
-        if reopen and self._replicas.count > 1:
+        if reopen and self._replicas.local_world_size > 1:
             raise StoreError(
-                f"a store that was kept is reopened by one process (got {self._replicas.count} replicas for "
+                f"a store that was kept is reopened by one process (got {self._replicas.local_world_size} replicas for "
                 f"{paths[0]}); load a checkpoint in a directory of its own"
             )
         self.disk = Disk(threads=DISK_THREADS * len(paths))  # before the directory is taken: it may be refused
@@ -65,7 +65,7 @@ class DiskStore(Store):
         self._directory = Directory(paths, ours=False)
         self._replicas.from_rank0(lambda: self._begin(reopen))
         # Not a method: it would keep the store alive.
-        owned = self._files if self._replicas.number == 0 else {}
+        owned = self._files if self._replicas.local_rank == 0 else {}
         self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, owned, os.getpid())
         if self.reopened is not None:
             try:
@@ -87,7 +87,7 @@ class DiskStore(Store):
 
     @property
     def disk_bytes(self) -> int:
-        return sum(file.used_bytes for file in self._files.values()) // self._replicas.count
+        return sum(file.used_bytes for file in self._files.values()) // self._replicas.local_world_size
 
     def counters(self) -> DiskCounters:
         return self.disk.counters()
@@ -107,7 +107,7 @@ class DiskStore(Store):
     def place(self, unit: Unit, values: Iterable[Tensor] | None = None) -> None:
         super().place(unit, values)
         if (file := self._file_of(unit)) is not None:
-            if self._replicas.number == 0:
+            if self._replicas.local_rank == 0:
                 file.sum_up()
             file.drop()
 

@@ -127,7 +127,7 @@ class UnitFile:
         return MappedBuffer(part, length_bytes)
 
     def _give_back(self) -> None:
-        while self._replicas.count == 1 and self._parts and self._parts[-1][1]() is None:
+        while self._replicas.local_world_size == 1 and self._parts and self._parts[-1][1]() is None:
             self.taken_bytes, _ = self._parts.pop()
 
     def _reserve(self, length_bytes: int) -> None:

@@ -14,7 +14,7 @@ class Lane(Protocol):
     """What replicas say to one another from one of their threads, all in the same order."""
 
     def reduce_scatter_mean(self, flat: Tensor) -> None:
-        """Makes the replica's own part of ``flat``, of ``count`` equal ones, the mean of all replicas' (in place).
+        """Makes the replica's own part of ``flat``, of ``local_world_size`` equal ones, the mean of all (in place).
 
         What the other parts hold afterwards is not said.
         """
@@ -37,13 +37,13 @@ class Replicas(Protocol):
     machines have the same bits, and all losses are those of one process with all the data.
     """
 
-    number: int
+    local_rank: int
     """Which of this machine's replicas this process is."""
-    count: int
+    local_world_size: int
     """How many this machine has."""
-    index: int
+    rank: int
     """Which of all replicas this process is."""
-    total: int
+    world_size: int
     """How many there are on all machines, each of which has as many."""
     main: Lane
     """Of the thread that computes."""
@@ -90,8 +90,8 @@ class _Alone:
 class OneReplica:
     """One process that trains its layers with all the data."""
 
-    number = index = 0
-    count = total = 1
+    local_rank = rank = 0
+    local_world_size = world_size = 1
     main: Lane = _Alone()
     gradients: Lane = main
     updates: Lane = main

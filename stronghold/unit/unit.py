@@ -197,12 +197,14 @@ class Unit:
         """
         count = self.counts[index]
         if self.resident:
-            return [(0, count)] * self.replicas.count
-        return shares(count, self.replicas.count, GRAIN if self.alignment == PAGE_BYTES else BLOCK, first=index)
+            return [(0, count)] * self.replicas.local_world_size
+        return shares(
+            count, self.replicas.local_world_size, GRAIN if self.alignment == PAGE_BYTES else BLOCK, first=index
+        )
 
     def share(self, index: int) -> tuple[int, int]:
         """Returns which elements of a parameter this process updates."""
-        return self.shares(index)[self.replicas.number]
+        return self.shares(index)[self.replicas.local_rank]
 
     def own(self, index: int, tensor: Tensor) -> Tensor:
         """Returns, flat, what this process updates of a tensor that is like the parameter."""
@@ -305,15 +307,15 @@ class Unit:
     @property
     def is_common(self) -> bool:
         """Whether what a parameter is here other processes have too, or the same bits of it: nobody may write it."""
-        return self.replicas.total > 1 and not self.resident and not self.has_device_copy
+        return self.replicas.world_size > 1 and not self.resident and not self.has_device_copy
 
     def check_own(self) -> None:
         """Raises OffloadedModelError where other processes would write the same memory, or this is a child of fork."""
         check_process(self._born)
         if self.is_common:
             raise OffloadedModelError(
-                f"{self.replicas.total} replicas have the weights and gradients of {self.name} in common, so that each "
-                "would write what the others write too; change weights before the model is offloaded, clip by "
+                f"{self.replicas.world_size} replicas have the weights and gradients of {self.name} in common, so that "
+                "each would write what the others write too; change weights before the model is offloaded, clip by "
                 "AdamW(max_grad_norm=...), and load states by stronghold.checkpoint.load"
             )
 

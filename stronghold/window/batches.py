@@ -16,7 +16,7 @@ class Batches:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._most = 0
-        self._warned = replicas.index != 0
+        self._warned = replicas.rank != 0
 
     def saw(self, size: int) -> None:
         """Called when a layer's backward pass begins; its input had ``size`` samples."""

@@ -61,7 +61,7 @@ class Gradients:
         self.shared: frozenset[int] = frozenset()
         """Parameters, by id, whose gradients in_backward leaves to the step: they are not complete before."""
         self._threads = native.usable_cores()
-        self.grad_offload = (SharedGradOffload if replicas.total > 1 else GradOffload)(units, device, waits)
+        self.grad_offload = (SharedGradOffload if replicas.world_size > 1 else GradOffload)(units, device, waits)
         self._layer: int | None = None
         self._written: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
@@ -175,7 +175,7 @@ class Gradients:
         updater = self._updater
         if updater is None or not updater.in_backward or self.more:
             return []
-        if unit.resident and self.replicas.total > 1:
+        if unit.resident and self.replicas.world_size > 1:
             return []  # the step takes the mean
         return [p for p in indices if id(unit.parameters[p]) not in self.shared and updater.updates(unit, p)]
 
@@ -380,7 +380,7 @@ class Gradients:
 
 def gradient_slot_bytes(unit: Unit) -> int:
     """Returns what the gradients of a layer take on the device, on their way down."""
-    return shared_slot_bytes(unit) if unit.replicas.total > 1 else unit.gradients.layout.total_bytes
+    return shared_slot_bytes(unit) if unit.replicas.world_size > 1 else unit.gradients.layout.total_bytes
 
 
 def _raw(gradient: Tensor) -> Tensor:

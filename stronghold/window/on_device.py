@@ -85,7 +85,7 @@ class DeviceGradients:
         found = {index: grad_meta_of(gradient) for index, gradient in gradients.items()}
         with torch._C.DisableTorchFunctionSubclass():
             values = apart({index: gradient.detach().contiguous() for index, gradient in gradients.items()})
-            if unit.replicas.total > 1:
+            if unit.replicas.world_size > 1:
                 found = {index: self._mean(unit, index, values[index], one) for index, one in found.items()}
                 for index, gradient in gradients.items():
                     if gradient.data_ptr() != values[index].data_ptr():

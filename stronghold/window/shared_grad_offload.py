@@ -55,7 +55,7 @@ class SharedGradOffload(GradOffload):
 
     def send(self, unit: Unit, indices: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
         slot, lane = self.slot, unit.replicas.gradients
-        gradients = [self._share(slot, unit, index, unit.replicas.number) for index in indices]
+        gradients = [self._share(slot, unit, index, unit.replicas.local_rank) for index in indices]
         squares = [self._square(slot, unit, index) for index in indices]
         regions = self._regions_of(unit).of_dtype.items()
         flats = [slot.flat[begin : begin + length].view(dtype) for dtype, (begin, length) in regions]
@@ -69,9 +69,11 @@ class SharedGradOffload(GradOffload):
 
         replicas = unit.replicas
         for flat in flats:
-            share = flat.numel() // replicas.count
-            self.traffic.reduced_bytes += reduce_scatter_bytes(flat.numel(), flat.itemsize, replicas.count)
-            self.traffic.crossed_bytes += all_reduce_bytes(share, flat.itemsize, replicas.total // replicas.count)
+            share = flat.numel() // replicas.local_world_size
+            self.traffic.reduced_bytes += reduce_scatter_bytes(flat.numel(), flat.itemsize, replicas.local_world_size)
+            self.traffic.crossed_bytes += all_reduce_bytes(
+                share, flat.itemsize, replicas.world_size // replicas.local_world_size
+            )
         self._turn()
         with self.device.noted(self.device.gradients, f"reduce-scatter {unit.name}"):
             self.device.gradients.compute(reduce)
@@ -80,7 +82,7 @@ class SharedGradOffload(GradOffload):
     def copy(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int], buffer: HostBuffer) -> None:
         with self.device.noted(self.device.gradients, f"gradients {unit.name}"):
             for index in indices:
-                source = self._share(slot, unit, index, unit.replicas.number)
+                source = self._share(slot, unit, index, unit.replicas.local_rank)
                 self._copy(unit.own(index, unit.gradients.view(buffer, index)), source)
                 self._copy(unit.gradients.squares(buffer, index), self._square(slot, unit, index))
 
@@ -110,7 +112,7 @@ def shared_slot_bytes(unit: Unit) -> int:
 
 
 def _regions(unit: Unit) -> Regions:
-    count, indices = unit.replicas.count, unit.gradients.indices
+    count, indices = unit.replicas.local_world_size, unit.gradients.indices
     of_dtype: dict[torch.dtype, tuple[int, int]] = {}
     spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(indices) for _ in range(count)]
     end = 0

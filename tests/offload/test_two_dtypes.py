@@ -239,8 +239,8 @@ def test_replicas_with_the_same_data_train_the_bits_of_one(build, update):
     run = {"steps": 3, "accumulation": 1}
 
     def one(replicas):
-        model = offload_shared(models[replicas.number], replicas, device="cpu", window=1, layers=layers)
-        copies = model.parameters() if replicas.number else ()
+        model = offload_shared(models[replicas.local_rank], replicas, device="cpu", window=1, layers=layers)
+        copies = model.parameters() if replicas.local_rank else ()
         keep_company(engine_of(model), replicas, shared=(), copies=copies, model="Model", passes=1)
         optimizer = stronghold.AdamW(trained(model), lr=1e-2, threads=1, update=update)
         found = squares(model, optimizer, **run) if build is both else together(model, optimizer)

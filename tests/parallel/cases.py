@@ -186,7 +186,9 @@ def staged(case: Case, device: str) -> Trained:
         with machines(case.machines):
             processes = Processes(torch.device(device), wanted=case.stages * case.replicas, replicas=case.replicas)
         folders = processes.all_gather_object(folder)
-        folder = folders[processes.rank - processes.replicas.number * processes.each]  # theirs have one store in common
+        folder = folders[
+            processes.rank - processes.replicas.local_rank * processes.each
+        ]  # theirs have one store in common
         file = Path(folders[0]) / "partition.json"
         if case.ratios is not None and processes.rank == 0:  # which is the one that reads it
             file.write_text(json.dumps({"partition": case.balance, "recompute_ratio": case.ratios}))

@@ -17,14 +17,14 @@ def train(sizes, *, steps=1, **settings):
     """Returns the warnings of a training in which replica i has batches of ``sizes[i]`` samples."""
 
     def one(replicas):
-        model = offload_shared(models[replicas.number], replicas, device="cpu", window=1, **settings)
-        copies = model.parameters() if replicas.number else ()
+        model = offload_shared(models[replicas.local_rank], replicas, device="cpu", window=1, **settings)
+        copies = model.parameters() if replicas.local_rank else ()
         keep_company(engine_of(model), replicas, shared=(), copies=copies, model="Model", passes=1)
         optimizer = stronghold.AdamW(model.parameters(), threads=1)
         for _ in range(steps):
             with torch.no_grad():
-                model(torch.ones(3 + replicas.number, 8))  # an evaluation is each one's own
-            model(torch.ones(sizes[replicas.number], 8)).sum().backward()
+                model(torch.ones(3 + replicas.local_rank, 8))  # an evaluation is each one's own
+            model(torch.ones(sizes[replicas.local_rank], 8)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 

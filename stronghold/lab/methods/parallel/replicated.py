@@ -24,8 +24,8 @@ class Replicated(Prepared):
 
         A batch that does not divide is evaluated by each replica whole.
         """
-        if len(batch) % self.processes.count == 0:
-            batch = batch.chunk(self.processes.count)[self.processes.replica]
+        if len(batch) % self.processes.world_size == 0:
+            batch = batch.chunk(self.processes.world_size)[self.processes.replica]
         loss = super().loss(batch)
         if torch.is_grad_enabled():
             loss.backward()
@@ -44,7 +44,7 @@ def replicas_of(
     """Returns ``model`` offloaded by all processes. Raises ParallelError where they are not as many as replicas."""
     if processes.each > 1:
         processes.refuse(
-            f"there must be as many processes as replicas, or stages in each (got {processes.count} processes for "
+            f"there must be as many processes as replicas, or stages in each (got {processes.world_size} processes for "
             f"{settings.parallel.replicas} replicas of one stage); start torchrun with --nproc-per-node "
             f"{settings.parallel.replicas}, or pass stages"
         )

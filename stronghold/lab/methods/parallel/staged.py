@@ -61,7 +61,7 @@ def stages_of(model: torch.nn.Module, settings: TrainSettings, processes: Proces
 
 def report_of(model: torch.nn.Module, processes: Processes, parameters: int) -> StagesReport:
     """Returns what all processes take."""
-    replicas, reports = processes.count // processes.each, tuple(processes.all_gather_object(report(model)))
+    replicas, reports = processes.world_size // processes.each, tuple(processes.all_gather_object(report(model)))
     return StagesReport(parameters=parameters, replicas=replicas, reports=reports)
 
 
