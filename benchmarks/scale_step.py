@@ -66,14 +66,14 @@ class Run:
     def layer_parameters(self) -> int:
         return 12 * self.model.hidden**2 + 13 * self.model.hidden
 
-    def edge_parameters(self, stage: Stage) -> int:
+    def root_parameters(self, stage: Stage) -> int:
         """Returns the embedding's, which the head shares, for the first stage and for the last."""
         at_an_end = stage.first == 0 or stage.first + stage.layers == self.model.layers
         return self.model.rows * self.model.hidden if at_an_end else 0
 
     def parameters(self, stage: Stage) -> int:
-        """Returns those of the stage's layers and edge."""
-        return self.layer_parameters * stage.layers + self.edge_parameters(stage)
+        """Returns those of the stage's layers and root parameter."""
+        return self.layer_parameters * stage.layers + self.root_parameters(stage)
 
     @property
     def activation_bytes(self) -> int:
@@ -156,7 +156,7 @@ def play(run: Run, machine: Machine) -> Record:
 
     on_device = [[stages[stage] for stage in pipeline.stages_of(device)] for device in range(pipeline.devices)]
     held = [sum(run.parameters(stage) for stage in own) for own in on_device]
-    edges = [sum(run.edge_parameters(stage) for stage in own) for own in on_device]
+    root = [sum(run.root_parameters(stage) for stage in own) for own in on_device]
     fetched = [sum(run.fetches(stage) for stage in own) for own in on_device]
     update = UPDATE_BYTES[run.reduce] * machine.devices_per_node / machine.host_memory  # seconds a parameter
     ends_s = [
@@ -178,13 +178,13 @@ def play(run: Run, machine: Machine) -> Record:
         "stage_link_bytes": max(boundary_bytes(pipeline, run.activation_bytes).values(), default=0),
         "replica_link_bytes": max(
             layers * all_gather_bytes(run.layer_parameters, WEIGHT_BYTES, replicas)
-            + all_gather_bytes(edge, WEIGHT_BYTES, replicas)
+            + all_gather_bytes(root, WEIGHT_BYTES, replicas)
             + run.reductions * reduce_scatter_bytes(count, WEIGHT_BYTES, replicas)
-            for layers, edge, count in zip(fetched, edges, held, strict=True)
+            for layers, root, count in zip(fetched, root, held, strict=True)
         ),
         "host_up_bytes": max(
-            (layers * share(run.layer_parameters, replicas) + share(edge, replicas)) * WEIGHT_BYTES
-            for layers, edge in zip(fetched, edges, strict=True)
+            (layers * share(run.layer_parameters, replicas) + share(root, replicas)) * WEIGHT_BYTES
+            for layers, root in zip(fetched, root, strict=True)
         ),
         "host_down_bytes": run.reductions * share(max(held), replicas) * WEIGHT_BYTES,
         "host_bytes": max(host_bytes(held, replicas, machine.devices_per_node, KEPT_BYTES[run.reduce])),

@@ -169,7 +169,7 @@ def run(settings: Settings, variant: str, batches: Batches, say: Callable[[str],
         say(f"{settings.title}, {VARIANTS[variant]}: step {step} of {settings.steps}, loss {losses[-1]:.4f}")
     optimizer.wait()
     in_layers = [p for layer in find_layers(model) for p in layer.module.parameters()]
-    gradient_bytes = dtype.itemsize * sum(p.numel() for p in in_layers)  # an edge's is autograd's own
+    gradient_bytes = dtype.itemsize * sum(p.numel() for p in in_layers)  # a root parameter's is autograd's own
     return {
         "benchmark": "states",
         "variant": variant,

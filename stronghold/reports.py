@@ -65,7 +65,7 @@ class Report(_Shown):
     takes, for sums in fp32. ``process_host_bytes`` is what the process had in memory, the interpreter and its libraries
     with it, before anything was placed, without the model's own parameters.
 
-    Not counted on the device: ``edge_gradients_device_bytes``, which autograd holds from ``backward()`` to
+    Not counted on the device: ``root_gradients_device_bytes``, which autograd holds from ``backward()`` to
     ``zero_grad()``, and for a moment twice where weights are tied; activations; and what the operation under way needs.
     Where device and host are one memory, all of that is on the host, with what the C library keeps of it for the next
     step. ``beside_host_bytes`` is what it has come to by now: the process's memory in RAM that is no file's, less what
@@ -87,7 +87,7 @@ class Report(_Shown):
     states: str | None
     slots_device_bytes: int
     gradients_device_bytes: int
-    edges_device_bytes: int
+    root_device_bytes: int
     resident_device_bytes: int
     peak_device_bytes: int
     pinned_host_bytes: int
@@ -104,14 +104,14 @@ class Report(_Shown):
     other_optimizers: tuple[str, ...] = ()
     others_host_bytes: int = 0
     others_device_bytes: int = 0
-    edge_gradients_device_bytes: int = 0
+    root_gradients_device_bytes: int = 0
     beside_host_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
-        """What is held on the device between steps: slots, gradients, edges, resident layers, others' states."""
+        """What is held on the device between steps: slots, gradients, the root, resident layers, others' states."""
         streamed = self.slots_device_bytes + self.gradients_device_bytes
-        return streamed + self.edges_device_bytes + self.resident_device_bytes + self.others_device_bytes
+        return streamed + self.root_device_bytes + self.resident_device_bytes + self.others_device_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -131,14 +131,14 @@ class Report(_Shown):
             ("", "moments", ", ".join(filter(None, (self.states, *self.other_optimizers))) or "none yet"),
             ("device", "slots", format_bytes(self.slots_device_bytes)),
             ("", "gradients", format_bytes(self.gradients_device_bytes)),
-            ("", "edges", format_bytes(self.edges_device_bytes)),
+            ("", "root", format_bytes(self.root_device_bytes)),
             *([("", "resident layers", format_bytes(self.resident_device_bytes))] if self.resident else []),
             *([("", "other states", format_bytes(self.others_device_bytes))] if self.others_device_bytes else []),
             ("", "together", format_bytes(self.device_bytes)),
             (
                 "",
                 "in a step",
-                f"{format_bytes(self.edge_gradients_device_bytes)} more for edges' gradients, and activations",
+                f"{format_bytes(self.root_gradients_device_bytes)} more for the root's gradients, and activations",
             ),
             ("", "peak", format_bytes(self.peak_device_bytes) if self.peak_device_bytes else "not counted"),
             ("host", "pinned", format_bytes(self.pinned_host_bytes)),

@@ -112,7 +112,7 @@ class DelayedDevice(CpuDevice):
 
     def settle(self) -> None:
         """Waits until all streams have done what they were given, and raises RaceError for what was seen."""
-        for stream in (self.reads, self.fetches, self.edges, self.gradients, self.updates, self.lag):
+        for stream in (self.reads, self.fetches, self.root, self.gradients, self.updates, self.lag):
             stream.record().wait()
         if self.races:
             raise RaceError(f"{len(self.races)} races: {self.races[0]}")

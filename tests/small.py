@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """Edges before and behind a ModuleList."""
+    """Root parameters before and behind a ModuleList."""
 
     def __init__(self, layers: int = 4, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class Skipping(Residual):
 
 
 class Shared(Residual):
-    """Two layers share a parameter, which therefore is an edge."""
+    """Two layers share a parameter, which therefore is a root parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,15 +22,15 @@ def recorded(scale, tmp_path, *arguments):
 
 
 SMALL = ("--models", "8x128", "--batch", "16", "--sequence", "64", "--schedules", "1F1B", "--layouts", "2x2")
-LAYER, EDGE = 12 * 128**2 + 13 * 128, 51_328 * 128  # parameters; 51,201 rows are padded to 51,328
+LAYER, ROOT = 12 * 128**2 + 13 * 128, 51_328 * 128  # parameters; 51,201 rows are padded to 51,328
 LAYER_FLOPS = 24 * 64 * 128**2 + 4 * 64**2 * 128
-HEAD_FLOPS = 2 * 64 * EDGE
+HEAD_FLOPS = 2 * 64 * ROOT
 
 
 def test_a_step_by_hand(scale, tmp_path):
     """The head takes longer than all layers: seven on the first stage, one on the second, at one MFLOP/s."""
     (found,) = recorded(scale, tmp_path, *SMALL, "--tflops", "1e-6")
-    assert (found["parameters"], found["partition"], found["micro_batches"]) == (8 * LAYER + EDGE + 256, [7, 1], 8)
+    assert (found["parameters"], found["partition"], found["micro_batches"]) == (8 * LAYER + ROOT + 256, [7, 1], 8)
     first_s, last_s = 7 * LAYER_FLOPS / 1e6, (LAYER_FLOPS + HEAD_FLOPS) / 1e6  # forward; backward three times that
     assert found["step_s"] == pytest.approx(4 * first_s + 8 * 4 * last_s, rel=1e-9)
     assert found["bubble"] == pytest.approx(1 - 8 * 4 * (first_s + last_s) / (2 * found["step_s"]), rel=1e-9)
@@ -38,29 +38,29 @@ def test_a_step_by_hand(scale, tmp_path):
     assert (found["longest"], found["update_s"]) == ("compute", 0)
     assert found["stage_link_bytes"] == 8 * 64 * 128 * 2
     # the first of 16 passes fetches seven layers, the others three: half from either replica's host
-    assert found["host_up_bytes"] == (7 + 15 * 3) * LAYER + EDGE
-    assert found["host_down_bytes"] == 8 * (7 * LAYER + EDGE)
+    assert found["host_up_bytes"] == (7 + 15 * 3) * LAYER + ROOT
+    assert found["host_down_bytes"] == 8 * (7 * LAYER + ROOT)
     assert found["replica_link_bytes"] == found["host_up_bytes"] + found["host_down_bytes"]
-    assert found["host_bytes"] == 16 * (8 * LAYER + 2 * EDGE)  # all four devices are on one node
+    assert found["host_bytes"] == 16 * (8 * LAYER + 2 * ROOT)  # all four devices are on one node
     assert found["activation_bytes"] == (2 * 7 + 17) * 64 * 128 * 2  # two micro-batches held, one layer recomputed
 
 
 def test_gradients_that_are_summed_on_the_device_leave_it_once(scale, tmp_path):
     (found,) = recorded(scale, tmp_path, *SMALL, "--tflops", "1e-6", "--reduce", "step")
-    assert found["host_down_bytes"] == 7 * LAYER + EDGE
+    assert found["host_down_bytes"] == 7 * LAYER + ROOT
     assert found["replica_link_bytes"] == found["host_up_bytes"] + found["host_down_bytes"]
-    assert found["host_bytes"] == 14 * (8 * LAYER + 2 * EDGE)
+    assert found["host_bytes"] == 14 * (8 * LAYER + 2 * ROOT)
 
 
 @pytest.mark.parametrize(
     ("slow", "longest", "forward_s", "backward_s", "update_s"),
     [
         # 8 + 15 · 4 fetches in 16 passes; gradients go down while weights come up
-        ("--host-link", "host link", 4.25 * LAYER, 8 * LAYER + EDGE, 0),
+        ("--host-link", "host link", 4.25 * LAYER, 8 * LAYER + ROOT, 0),
         # both one way
-        ("--node-link", "replicas", 4.25 * LAYER, 4.25 * LAYER + 8 * LAYER + EDGE, 0),
+        ("--node-link", "replicas", 4.25 * LAYER, 4.25 * LAYER + 8 * LAYER + ROOT, 0),
         # an eighth of the node's memory for each device
-        ("--host-memory", "host memory", 0, 8 * 10 * (4 * LAYER + EDGE / 2), 8 * 28 * (4 * LAYER + EDGE / 2)),
+        ("--host-memory", "host memory", 0, 8 * 10 * (4 * LAYER + ROOT / 2), 8 * 28 * (4 * LAYER + ROOT / 2)),
     ],
 )
 def test_what_is_slow_is_what_a_pass_takes(scale, tmp_path, slow, longest, forward_s, backward_s, update_s):

@@ -24,7 +24,7 @@ STEPS = 3
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["", "apart"])
 def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets edges be the host's own memory, and copies as on a device that has memory of its own."""
+    """Lets root parameters be the host's own memory, and copies as on a device that has memory of its own."""
     monkeypatch.setattr(CpuDevice, "is_host", request.param)
 
 
@@ -262,7 +262,7 @@ WRITES = [
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 @pytest.mark.usefixtures("slow_updates")
 def test_writing(write: Callable[[nn.Module], None], window: int, dtype: torch.dtype) -> None:
-    """Layers and edges, on steps 1 and 2; the engine must notice, whatever way the values went.
+    """Layers and root parameters, on steps 1 and 2; the engine must notice, whatever way the values went.
 
     What goes through the parameter counts element by element; what goes by an alias of the host's memory in bf16 counts
     by blocks of 64 (:mod:`stronghold.unit.masters`).

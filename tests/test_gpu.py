@@ -182,7 +182,7 @@ def test_resident_auto_keeps_to_device_memory(states):
 
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_peak_device_memory_is_what_report_promised(window):
-    """With next to no activations the peak is slots, gradient slots and edges, to within 2 %."""
+    """With next to no activations the peak is slots, gradient slots and root parameters, to within 2 %."""
     transient = take_workspaces()
     gc.collect()
     torch.cuda.empty_cache()

@@ -96,7 +96,7 @@ watcher.join()
 last = stronghold.report(model)
 counted = first.host_bytes + first.device_bytes
 assert counted == last.host_bytes + last.device_bytes
-print(counted, first.edge_gradients_device_bytes, last.beside_host_bytes, max(seen) - before, seen[-1] - before)
+print(counted, first.root_gradients_device_bytes, last.beside_host_bytes, max(seen) - before, seen[-1] - before)
 """
 
 

@@ -130,7 +130,7 @@ def test_the_interpreter_runs_while_a_kernel_does():
         time.sleep(0.001)
     begin, end = span
     inside = [tick for tick in ticks if begin <= tick <= end]
-    # With the lock held, Python could tick at the call's two edges at most.
+    # With the lock held, Python could tick at the call's two root parameters at most.
     gaps = [b - a for a, b in zip([begin, *inside], [*inside, end], strict=True)]
     assert max(gaps) < (end - begin) / 2
 

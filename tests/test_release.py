@@ -231,7 +231,7 @@ def test_what_was_closed_cannot_be_used(setting, tmp_path):
         "state_dict": model.state_dict,
         "a weight": lambda: weight.sum(),
         "a write": lambda: weight.data.zero_(),
-        "an edge": lambda: model.out.weight + 1,
+        "a root parameter": lambda: model.out.weight + 1,
         "to": lambda: model.to("cpu"),
         "copy": lambda: copy.deepcopy(model),
         "report": lambda: stronghold.report(model),

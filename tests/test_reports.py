@@ -33,13 +33,13 @@ def report(**changes):
         "dtype": "bfloat16",
         "slots_device_bytes": 4 * 2**20,
         "gradients_device_bytes": 2**20,
-        "edges_device_bytes": 3 * 2**20,
+        "root_device_bytes": 3 * 2**20,
         "resident_device_bytes": 0,
         "peak_device_bytes": 0,
         "pinned_host_bytes": 2**30,
         "pageable_host_bytes": 2**29,
         "process_host_bytes": 300 * 2**20,
-        "edge_gradients_device_bytes": 2 * 2**20,
+        "root_gradients_device_bytes": 2 * 2**20,
         "beside_host_bytes": 5 * 2**20,
         "disk_bytes": 0,
         "disk_paths": (),
@@ -66,9 +66,9 @@ model   parameters         1.717 B
         moments            fp32
 device  slots              4.00 MiB
         gradients          1.00 MiB
-        edges              3.00 MiB
+        root parameters              3.00 MiB
         together           8.00 MiB
-        in a step          2.00 MiB more for edges' gradients, and activations
+        in a step          2.00 MiB more for root parameters' gradients, and activations
         peak               not counted
 host    pinned             1.00 GiB
         pageable           512 MiB

@@ -32,11 +32,11 @@ from stronghold.unit import Unit
 
 def file_names(engine: Engine) -> dict[Unit, str]:
     """Returns the name of each unit's file, in the safetensors format."""
-    names, edges = {}, 0
+    names, root = {}, 0
     whose = f"process-{engine.company.rank}-" if engine.company.world_size > 1 else ""
     for unit in engine.units:
-        kind, number = ("edge", edges) if unit.layer is None else ("layer", unit.layer)
-        edges += unit.is_edge
+        kind, number = ("root", root) if unit.layer is None else ("layer", unit.layer)
+        root += unit.is_root
         names[unit] = f"{whose}{kind}-{number:05}.safetensors"
     return names
 

@@ -22,7 +22,7 @@ _Kind = TypeVar("_Kind", HostBuffer, DeviceBuffer)
 class Device(ABC):
     """Buffers, streams, and a clock.
 
-    ``fetches`` copies layers to the device and ``edges`` the edges (apart, because an edge that is updated last would
+    ``fetches`` copies layers to the device and ``root`` root parameters (apart, because one that is updated last would
     hold up the layers behind it), ``gradients`` copies from the device, ``updates`` works on the host, ``disk`` waits
     for what is being written, ``reads`` reads layers from there before their fetch. The computation itself is a stream
     that autograd issues from the caller's thread: ``compute_wait`` makes it wait, ``record_event`` records an event in
@@ -32,9 +32,9 @@ class Device(ABC):
     name: str
     torch_device: torch.device
     is_host: bool = False
-    """Whether its memory is the host's: edges and layers can be computed with where they lie, slots read from disk."""
+    """Whether its memory is the host's: parameters can be computed with where they lie, and slots read from disk."""
     fetches: Stream
-    edges: Stream
+    root: Stream
     gradients: Stream
     updates: Stream
     disk: Stream
@@ -53,7 +53,7 @@ class Device(ABC):
 
     @property
     def streams(self) -> list[Stream]:
-        return [self.fetches, self.edges, self.gradients, self.updates, self.disk, self.reads]
+        return [self.fetches, self.root, self.gradients, self.updates, self.disk, self.reads]
 
     @abstractmethod
     def buffer(self, length_bytes: int) -> Tensor:

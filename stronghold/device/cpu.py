@@ -27,7 +27,7 @@ class CpuDevice(Device):
     def __init__(self) -> None:
         super().__init__()
         self.fetches = self.stream("fetches")
-        self.edges = self.stream("edges")
+        self.root = self.stream("root")
         self.gradients = self.stream("gradients")
         self.updates = self.stream("updates")
         self.disk = self.stream("disk")

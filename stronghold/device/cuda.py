@@ -99,9 +99,9 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
         self.fetches = CudaStream("fetches", self.torch_device)
-        self.edges = CudaStream("edges", self.torch_device)
+        self.root = CudaStream("root", self.torch_device)
         self.gradients = CudaStream("gradients", self.torch_device)
-        self._copies = [self.fetches.cuda, self.edges.cuda, self.gradients.cuda]
+        self._copies = [self.fetches.cuda, self.root.cuda, self.gradients.cuda]
         self.updates = self.host_stream("updates")
         self.disk = self.host_stream("disk")
         self.reads = self.host_stream("reads")

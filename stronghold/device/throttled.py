@@ -44,7 +44,7 @@ class ThrottledDevice(CpuDevice):
         self.scale = scale
         self.paced = paced
         self.clock_s = 0.0
-        self.busy_s = {"compute": 0.0, "fetches": 0.0, "edges": 0.0, "gradients": 0.0, "updates": 0.0}
+        self.busy_s = {"compute": 0.0, "fetches": 0.0, "root": 0.0, "gradients": 0.0, "updates": 0.0}
         """Seconds of work given to each resource so far."""
         self._origin_s = time.perf_counter()
         super().__init__()
@@ -127,7 +127,7 @@ class _ThrottledStream(Stream):
 
     def _timed(self, task: Task, moved_bytes: int) -> None:
         speed = self._device.speed
-        rate = {"fetches": speed.up, "edges": speed.up, "gradients": speed.down, "updates": speed.host}[self.name]
+        rate = {"fetches": speed.up, "root": speed.up, "gradients": speed.down, "updates": speed.host}[self.name]
         spent_s = moved_bytes * self._device.scale / rate
         self._device.busy_s[self.name] += spent_s
 

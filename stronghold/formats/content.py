@@ -280,7 +280,12 @@ def _plain_or_path(value: Any, where: str) -> None:
     _need(_PLAIN.fullmatch(name), where, "a file's plain name", value)
     if folder or value != name:
         whole = os.path.isabs(value) and os.path.normpath(value) == value and value.isprintable()
-        _need(whole and re.fullmatch(r"(layer|edge)-\d{5,}\.bin", name), where, "a plain name, or a unit's file", value)
+        _need(
+            whole and re.fullmatch(r"(layer|root|edge)-\d{5,}\.bin", name),
+            where,
+            "a plain name, or a unit's file",
+            value,
+        )
 
 
 def _parts(value: Any, where: str) -> None:

@@ -31,7 +31,7 @@ def resident_bytes(unit: Unit) -> int:
     return unit.layout.total_bytes + unit.remainder_bytes() + unit.gradients.layout.total_bytes + states
 
 
-def keep_resident(units: Sequence[Unit], edge_bytes: int, settings: OffloadSettings, device: Device) -> None:
+def keep_resident(units: Sequence[Unit], root_bytes: int, settings: OffloadSettings, device: Device) -> None:
     """Marks the layers that stay on the device; raises ValueError and BudgetError."""
     wanted = settings.resident
     limit = settings.device_memory
@@ -45,9 +45,9 @@ def keep_resident(units: Sequence[Unit], edge_bytes: int, settings: OffloadSetti
             )
         _mark(units, wanted)
         budget = settings.device_memory
-        if wanted and isinstance(budget, int) and (needed := _fixed_bytes(units, edge_bytes)) > budget:
+        if wanted and isinstance(budget, int) and (needed := _fixed_bytes(units, root_bytes)) > budget:
             raise BudgetError(
-                f"{wanted} resident layers need {format_bytes(needed)} on the device with edges and gradient slots, "
+                f"{wanted} resident layers need {format_bytes(needed)} on the device with the root and gradient slots, "
                 f"before any window and activations (got device_memory={format_bytes(budget)}); pass a smaller "
                 "resident=, or 'auto'"
             )
@@ -61,7 +61,7 @@ def keep_resident(units: Sequence[Unit], edge_bytes: int, settings: OffloadSetti
         streamed = [unit for unit in units if not unit.resident]
         window = settings.window if isinstance(settings.window, int) else 2
         slots = min(window, len(streamed)) * _longest(streamed)
-        if number == 0 or _fixed_bytes(units, edge_bytes) + slots <= limit:
+        if number == 0 or _fixed_bytes(units, root_bytes) + slots <= limit:
             return
 
 
@@ -76,15 +76,15 @@ def _need_no_slots(settings: OffloadSettings, device: Device, units: Sequence[Un
     return device.is_host and alone and not bounded and (asked == ("auto", 0) or settings.resident == "auto")
 
 
-def choose_window(units: Sequence[Unit], edge_bytes: int, settings: OffloadSettings, device: Device) -> int:
+def choose_window(units: Sequence[Unit], root_bytes: int, settings: OffloadSettings, device: Device) -> int:
     """Returns the number of slots; raises ValueError and BudgetError."""
     streamed = [unit for unit in units if not unit.resident]
-    layers, slot, fixed = len(streamed), _longest(streamed), _fixed_bytes(units, edge_bytes)
+    layers, slot, fixed = len(streamed), _longest(streamed), _fixed_bytes(units, root_bytes)
     budget = settings.device_memory
     assert budget is None or isinstance(budget, int)
     resident = " and resident layers" if layers < len(units) else ""
     needed = (
-        f"edges, gradient slots{resident} take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
+        f"root and gradient slots{resident} take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
     )
     if isinstance(settings.window, int):
         window = settings.window
@@ -118,7 +118,7 @@ def choose_window(units: Sequence[Unit], edge_bytes: int, settings: OffloadSetti
 
 
 def choose_disk(units: Sequence[Unit], settings: OffloadSettings, device: Device) -> None:
-    """Marks what of each unit is on disk: all but the edges' weights, or what ``host_memory`` does not hold.
+    """Marks what of each unit is on disk: all but the root parameters' weights, or what ``host_memory`` does not hold.
 
     Weights are the first to stay in host memory, as a step reads them there three times and writes them once; then the
     remainders and moments, layer by layer, which an update reads and writes once. Gradients come first of all, as if
@@ -126,15 +126,15 @@ def choose_disk(units: Sequence[Unit], settings: OffloadSettings, device: Device
     """
     on_host = [unit for unit in units if not unit.resident]
     for unit in on_host:
-        unit.on_disk = _STATES if unit.is_edge else _STATES | {"weights"}
+        unit.on_disk = _STATES if unit.is_root else _STATES | {"weights"}
     budget = settings.host_memory
     if not isinstance(budget, int):
         return
-    layers = [unit for unit in on_host if not unit.is_edge]
+    layers = [unit for unit in on_host if not unit.is_root]
     count = units[0].replicas.local_world_size  # what they have in common each counts a part of
     room = count * (budget - RING_BYTES - RING * max((h.gradients.layout.total_bytes for h in layers), default=0))
     room -= sum(unit.gradients.layout.total_bytes for unit in on_host)
-    room -= sum(unit.layout.total_bytes for unit in on_host if unit.is_edge)
+    room -= sum(unit.layout.total_bytes for unit in on_host if unit.is_root)
     if sum(unit.layout.total_bytes for unit in layers) > room:  # some weights will be on disk
         room -= count * staging_bytes(layers, device)
     for part in (frozenset({"weights"}), _STATES):
@@ -169,7 +169,7 @@ def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device)
     count = units[0].replicas.local_world_size  # what they have in common each counts a part of
     weights = weights // count + staging_bytes(on_host, device)
     gradients = sum(unit.gradients.layout.total_bytes for unit in on_host if unit.has_device_copy) // count
-    gradients += RING * max((unit.gradients.layout.total_bytes for unit in on_host if not unit.is_edge), default=0)
+    gradients += RING * max((unit.gradients.layout.total_bytes for unit in on_host if not unit.is_root), default=0)
     in_memory = [unit for unit in on_host if unit.lives("moments") == "host"]
     states = sum(lay_out_moments(unit, unit.gradients.indices, "8bit").total_bytes for unit in in_memory) // count
     ring = RING_BYTES if len(in_memory) < len(on_host) else 0
@@ -189,11 +189,11 @@ def _mark(units: Sequence[Unit], resident: int) -> None:
         unit.resident = row in rows
 
 
-def _fixed_bytes(units: Sequence[Unit], edge_bytes: int) -> int:
-    """Returns what edges, gradient slots and resident layers take on the device."""
+def _fixed_bytes(units: Sequence[Unit], root_bytes: int) -> int:
+    """Returns what root parameters, gradient slots and resident layers take on the device."""
     streamed = [unit for unit in units if not unit.resident]
     slots = RING * max(map(gradient_slot_bytes, streamed), default=0)
-    return edge_bytes + slots + sum(resident_bytes(unit) for unit in units if unit.resident)
+    return root_bytes + slots + sum(resident_bytes(unit) for unit in units if unit.resident)
 
 
 def _longest(units: Sequence[Unit]) -> int:

@@ -121,16 +121,16 @@ class Engine:
             self.store.close()
             raise
         self.replicas.main.barrier()  # the first one's values are there
-        self.edge_bytes = placement.edge_bytes
+        self.root_bytes = placement.root_bytes
         self.window = Window(self.layers, placement.window, device, self.store, self.waits)
         self.gradients = Gradients(self.layers, device, self.waits, replicas)
         self.device_gradients = DeviceGradients(device, self.waits)
         self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
-        for unit in self.units:  # from here on nothing large is allocated but the edges, and the model changes
+        for unit in self.units:  # from here on nothing large is allocated but the root, and the model changes
             self._attach(unit)
         for module, name, buffer in weights.buffers():
             module._buffers[name] = buffer
-        placement.move_edges(device)
+        placement.move_root(device)
         for module, name in placement.buffers:
             if (moved := module._buffers[name]) is not None:
                 replicas.take_first(moved, common=False)
@@ -143,12 +143,12 @@ class Engine:
         layers = zip(placement.modules, self.layers, strict=True)
         # Weakly, as all that is the user's: a layer holds its block, and that holds the engine.
         self._blocks = [weakref.ref(Block(module, unit, self, keep=keep)) for module, unit in layers]
-        self._edges = [(unit, [(weakref.ref(m), name) for m, name in owners]) for unit, owners in placement.edges]
+        self._root = [(unit, [(weakref.ref(m), name) for m, name in owners]) for unit, owners in placement.root]
         self._budgets = settings.device_memory, settings.host_memory
         self._host_memory = HostMemory()
         within = {id(inner) for module in placement.modules for inner in module.modules()}
-        for unit, _ in self._edges:
-            self._hooks.on_edge(unit)
+        for unit, _ in self._root:
+            self._hooks.on_root(unit)
         self._outside = Members((n, m) for n, m in model.named_modules() if id(m) not in within)
         streams = device.streams + ([self._updates.written_back] if self._updates.written_back is not None else [])
         # A replica does not wait for others that may be gone: its threads end by themselves.
@@ -190,7 +190,7 @@ class Engine:
         block.check()
         self.take_writes(block.unit)
         if block.layer == 0:
-            self._check_edges()
+            self._check_root()
         if torch.is_grad_enabled():
             self._hooks.on_layer(block.unit)
         return [run.layer for run in self._alive()]
@@ -329,7 +329,7 @@ class Engine:
             self.replicas.agree([(unit.name, tuple(indices)) for unit, indices in found.items()])
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
-        if unit.is_edge or unit.resident:
+        if unit.is_root or unit.resident:
             return self.device_gradients.collect(unit, gradients)
         return self.gradients.collect(gradients)
 
@@ -345,7 +345,7 @@ class Engine:
         for value, there in zip(arrived, unit.on_device, strict=True):
             self.device.compute_copy(value, there)
         # The host is to compare its weight with what was written on the device.
-        self.waits.host(self.device.record_event(), Wait.EDGE_WRITTEN)
+        self.waits.host(self.device.record_event(), Wait.ROOT_WRITTEN)
         unit.take_writes(arrived)
         return True
 
@@ -406,17 +406,17 @@ class Engine:
     def device_bytes(self) -> int:
         """Returns what is held on the device between steps."""
         slots = sum(slot.flat.numel() for slot in self.window.slots)
-        return slots + self.gradients.grad_offload.device_bytes + self.edge_bytes + self.resident_bytes()
+        return slots + self.gradients.grad_offload.device_bytes + self.root_bytes + self.resident_bytes()
 
     def resident_bytes(self) -> int:
         """Returns what resident layers hold on the device, their gradients and states included."""
         gradients = sum(unit.gradients.layout.total_bytes for unit in self.layers if unit.resident)
         return gradients + self.device.resident_bytes
 
-    def edge_gradient_bytes(self) -> int:
-        """Returns what autograd holds of the edges' gradients on the device, from ``backward()`` to ``zero_grad()``."""
+    def root_gradient_bytes(self) -> int:
+        """Returns what autograd holds of the root's gradients on the device, from ``backward()`` to ``zero_grad()``."""
         counts = (
-            n for unit, _ in self._edges for n, p in zip(unit.counts, unit.parameters, strict=True) if p.requires_grad
+            n for unit, _ in self._root for n, p in zip(unit.counts, unit.parameters, strict=True) if p.requires_grad
         )
         return sum(counts) * self.layers[0].dtype.itemsize
 
@@ -445,8 +445,8 @@ class Engine:
     def wait_updated(self, unit: Unit) -> None:
         event, begin = unit.updated, self.device.stamp()
         if unit.has_device_copy:
-            # The upload of the edge's new value must have arrived before anything computes with it.
-            self.waits.compute(event, Wait.EDGE_UPLOADED)
+            # The upload of the root parameter's new value must have arrived before anything computes with it.
+            self.waits.compute(event, Wait.ROOT_UPLOADED)
         else:
             self.waits.host(event, Wait.WEIGHTS_READ)
         self.window.traffic.update_waits.append((begin, self.device.stamp()))
@@ -466,9 +466,9 @@ class Engine:
                 unit.attach(index)
         unit.sample()
 
-    def _check_edges(self) -> None:
-        for unit, owners in self._edges:
-            self._hooks.on_edge(unit)
+    def _check_root(self) -> None:
+        for unit, owners in self._root:
+            self._hooks.on_root(unit)
             there = ((module(), name) for module, name in owners)
             unit.check_unchanged((module, name, unit.parameters[0]) for module, name in there if module is not None)
         if not self._outside.same():

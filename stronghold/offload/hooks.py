@@ -17,7 +17,7 @@ _Expect = weakref.WeakMethod[Callable[[Unit, int, Tensor | None], Tensor | None]
 
 
 class Hooks:
-    """Hooks on the parameters of layers and edges.
+    """Hooks on the parameters of layers and of the root.
 
     ``expect`` is called with a layer's gradient before all hooks of the user, and before autograd adds it to one that
     is there. The user's hooks on a layer's parameters are called with whole gradients alone. Nothing is kept alive: the
@@ -33,8 +33,8 @@ class Hooks:
         self._parts = gradients.parts
         self._handles: dict[int, RemovableHandle] = {}
         self._expect: _Expect = weakref.WeakMethod(expect)
-        self._expect_edge: _Expect = weakref.WeakMethod(device_gradients.expect)
-        self._take, self._take_edge = _weakly(gradients.take), _weakly(device_gradients.take)
+        self._expect_root: _Expect = weakref.WeakMethod(device_gradients.expect)
+        self._take, self._take_root = _weakly(gradients.take), _weakly(device_gradients.take)
 
     def on_layer(self, unit: Unit) -> None:
         """Has the gradients of a layer that is about to compute taken, after all hooks of the user."""
@@ -65,15 +65,15 @@ class Hooks:
                 if position != own and not isinstance(hook, OfSums):
                     hooks[number] = OfSums(hook, self._parts, (unit.layer, index))
 
-    def on_edge(self, unit: Unit) -> None:
-        """Has an edge's gradient summed in fp32, in its own memory, before all hooks of the user, who see the sum."""
+    def on_root(self, unit: Unit) -> None:
+        """Has a root parameter's gradient summed in fp32, in its own memory, before the user's hooks see it."""
         parameter = unit.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():
             if not parameter.requires_grad or id(parameter) in self._handles:
                 return
             if unit.dtype != torch.float32:  # in fp32 autograd's own sum is exact enough
-                parameter.register_hook(_about(unit, 0, self._expect_edge))
-            handle = self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_edge)
+                parameter.register_hook(_about(unit, 0, self._expect_root))
+            handle = self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_root)
             _first(parameter._post_accumulate_grad_hooks, handle)
 
 

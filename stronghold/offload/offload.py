@@ -43,7 +43,7 @@ def offload(
     """Moves the layers of ``model`` into the store and computes them through a window; returns the same module.
 
     The model is changed in place and used as before. Outside its own computation a layer's parameter is an ordinary
-    CPU tensor, and so is its gradient; edges (embedding, final norm, head) stay on the device.
+    CPU tensor, and so is its gradient; root parameters (embedding, final norm, head) stay on the device.
 
     ``window`` is the number of layers on the device at a time, or ``"auto"`` for as many as ``device_memory`` (by
     default the free memory) allows with half of it left to activations. ``device`` is where layers compute; on the CPU,
@@ -59,7 +59,7 @@ def offload(
     with moments in fp32 (it is the optimizer that says later which they are).
 
     ``device_memory`` and ``host_memory`` are budgets, in bytes or like ``"24GiB"``: what cannot fit is refused before
-    anything has changed, here or when the optimizer is made. They count slots, gradient slots, edges and resident
+    anything has changed, here or when the optimizer is made. They count slots, gradient slots, the root and resident
     layers, and weights, gradients and AdamW's states; activations depend on the batch and come on top.
 
     A model larger than memory is built on the ``meta`` device, with real buffers
@@ -215,7 +215,7 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
     """Records what the computation, the streams and the disk do for ``model`` inside of the block, a step say.
 
     ``spans()`` of what it yields are the parts afterwards, a lane each for "compute", "waits" (for layers), "fetches",
-    "gradients" (on their way down), "updates", "edges", "disk reads" and "disk writes"; it blocks until what the block
+    "gradients" (on their way down), "updates", "root", "disk reads" and "disk writes"; it blocks until what the block
     gave to the streams has been done. Recording waits for nothing, but for the computation once, at the beginning.
 
     Raises OffloadedModelError for a model that is not offloaded.
@@ -252,9 +252,9 @@ def report(model: nn.Module) -> Report:
         others_device_bytes=others_device_bytes,
         slots_device_bytes=sum(slot.flat.numel() for slot in engine.window.slots),
         gradients_device_bytes=engine.gradients.grad_offload.device_bytes,
-        edges_device_bytes=engine.edge_bytes,
+        root_device_bytes=engine.root_bytes,
         resident_device_bytes=engine.resident_bytes(),
-        edge_gradients_device_bytes=engine.edge_gradient_bytes(),
+        root_gradients_device_bytes=engine.root_gradient_bytes(),
         peak_device_bytes=device.peak_bytes(),
         pinned_host_bytes=device.pinned_bytes,
         pageable_host_bytes=device.pageable_bytes,
@@ -264,7 +264,7 @@ def report(model: nn.Module) -> Report:
         disk_paths=tuple(map(str, engine.store.paths)),
         on_root_disk=any(path.stat().st_dev == os.stat("/").st_dev for path in engine.store.paths),
         accumulation_bytes=sum(
-            h.gradients.sum_bytes() // (1 if h.is_edge else h.replicas.local_world_size) for h in engine.units
+            h.gradients.sum_bytes() // (1 if h.is_root else h.replicas.local_world_size) for h in engine.units
         ),
         skipped_steps=optimizer.skipped_steps if optimizer is not None else 0,
         step=engine.stopwatch.last(),

@@ -29,21 +29,21 @@ class Placement:
 
     ``units`` are all units in the order of the model's parameters, which is about the order of their first use and
     the order of their updates; ``layers`` those of the layers, and ``modules`` the layers themselves, in the order of
-    the rows; ``edges`` the edges with the modules that own them.
+    the rows; ``root`` the root parameters with the modules that own them.
     """
 
     units: list[Unit]
     layers: list[Unit]
     modules: list[nn.Module]
-    edges: list[tuple[Unit, list[Owner]]]
+    root: list[tuple[Unit, list[Owner]]]
     buffers: list[Owner]
-    edge_bytes: int
+    root_bytes: int
     window: int
 
-    def move_edges(self, device: Device) -> None:
-        """Moves the edges that have a device copy, and all buffers, to the device, once the edges' units are placed."""
+    def move_root(self, device: Device) -> None:
+        """Moves root parameters that have a device copy, and all buffers, to the device, once units are placed."""
         with torch._C.DisableTorchFunctionSubclass():
-            for unit in (unit for unit, _ in self.edges if unit.has_device_copy):
+            for unit in (unit for unit, _ in self.root if unit.has_device_copy):
                 for parameter, weight in zip(unit.parameters, unit.weight, strict=True):
                     # Not through .to(): on a device that plays one on the CPU that would be the host's own tensor.
                     there = torch.empty(weight.shape, dtype=weight.dtype, device=device.torch_device)
@@ -69,8 +69,8 @@ def plan(
     """Places the parameters of ``model`` and chooses the window; changes nothing.
 
     A parameter that one layer alone uses goes with that layer; what layers share, with one another or with the rest of
-    the model, is an edge, and so is everything outside the layers. ``replicas`` are the processes that have all of it
-    in common. Raises ValueError and BudgetError.
+    the model, is a root parameter, as is everything outside the layers. ``replicas`` are the processes that have all of
+    it in common. Raises ValueError and BudgetError.
     """
     check_parameters(model)
     found = find_layers(model, layers)
@@ -83,7 +83,7 @@ def plan(
         )
     if settings.micro_batch is not None:
         _check_micro_batch(found)
-    owned, edges = _share_out(model, found)
+    owned, root = _share_out(model, found)
     units_by_parameter: dict[int, Unit] = {}
     modules: list[nn.Module] = []
     layer_units: list[Unit] = []
@@ -99,23 +99,23 @@ def plan(
             f"every parameter of the {len(found)} layers of {type(model).__name__} is shared with other layers or the "
             "rest of the model, so that nothing can be moved by itself: there is nothing to offload"
         )
-    edge_units = []
-    for name, parameter, owners in edges:
+    root_units = []
+    for name, parameter, owners in root:
         dtypes = _dtypes_of(name, [parameter], dtype)
         unit = Unit(None, name, [parameter], dtypes, has_device_copy=not device.is_host, alignment=alignment)
         units_by_parameter[id(parameter)] = unit
-        edge_units.append((unit, owners))
+        root_units.append((unit, owners))
     units = list({id(h): h for p in model.parameters() if (h := units_by_parameter[id(p)])}.values())
     buffers = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     buffer_bytes = sum(b.numel() * b.element_size() for m, name in buffers if (b := m._buffers[name]) is not None)
-    # An edge's gradient lies on the device, as in any model there.
-    edge_bytes = buffer_bytes + sum(
-        (unit.has_device_copy + unit.trainable) * unit.layout.total_bytes for unit, _ in edge_units
+    # A root parameter's gradient lies on the device, as in any model there.
+    root_bytes = buffer_bytes + sum(
+        (unit.has_device_copy + unit.trainable) * unit.layout.total_bytes for unit, _ in root_units
     )
     for unit in units:
         unit.replicas = replicas
-    keep_resident(layer_units, edge_bytes, settings, device)
-    window = choose_window(layer_units, edge_bytes, settings, device)
+    keep_resident(layer_units, root_bytes, settings, device)
+    window = choose_window(layer_units, root_bytes, settings, device)
     if settings.directories:
         choose_disk(units, settings, device)
     check_host(units, settings, device)
@@ -123,9 +123,9 @@ def plan(
         units=units,
         layers=layer_units,
         modules=modules,
-        edges=edge_units,
+        root=root_units,
         buffers=buffers,
-        edge_bytes=edge_bytes,
+        root_bytes=root_bytes,
         window=window,
     )
 
@@ -183,7 +183,7 @@ def _check_micro_batch(layers: Sequence[Layer]) -> None:
 def _share_out(
     model: nn.Module, layers: Sequence[Layer]
 ) -> tuple[list[list[nn.Parameter]], list[tuple[str, nn.Parameter, list[Owner]]]]:
-    """Returns each layer's own parameters, and the edges with their names and owners."""
+    """Returns each layer's own parameters, and the root parameters with their names and owners."""
     users_of = _users(model, layers)
     owned: list[list[nn.Parameter]] = [[] for _ in layers]
     owners: dict[int, list[Owner]] = {}
@@ -191,15 +191,15 @@ def _share_out(
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
-    edges = []
+    root = []
     for name, parameter in model.named_parameters():
         users = set().union(*(users_of[id(module)] for module, _ in owners[id(parameter)]))
         layer = users.pop()
         if layer is None or users:
-            edges.append((name, parameter, owners[id(parameter)]))
+            root.append((name, parameter, owners[id(parameter)]))
         else:
             owned[layer].append(parameter)
-    return owned, edges
+    return owned, root
 
 
 def _users(model: nn.Module, layers: Sequence[Layer]) -> dict[int, set[int | None]]:

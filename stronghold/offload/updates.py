@@ -50,14 +50,14 @@ class Updates:
             done = self._written_back_everywhere(done, work)
         if not unit.has_device_copy:
             return done
-        edges = self._device.edges
+        root = self._device.root
         # The upload carries what the update wrote. That nobody computes with the old value any more, the host knows
-        # since it waited for the edge's gradient.
-        self.waits.stream(edges, done, Wait.EDGE_UPDATED)
-        with self._device.noted(edges, f"upload {unit.name}"):
+        # since it waited for the root parameter's gradient.
+        self.waits.stream(root, done, Wait.ROOT_UPDATED)
+        with self._device.noted(root, f"upload {unit.name}"):
             for target, weight in zip(unit.on_device, unit.weight, strict=True):
-                edges.copy(target, weight)
-        return edges.record()
+                root.copy(target, weight)
+        return root.record()
 
     def _written_back_everywhere(self, done: Event, work: Work) -> Event:
         """Returns the event after which the updates of all replicas' shares of a unit are complete."""

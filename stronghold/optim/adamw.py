@@ -354,7 +354,7 @@ class AdamW(torch.optim.Optimizer):
     def _keeps_gradients(self, unit: Unit) -> bool:
         assert self._owner is not None
         sums = not self.in_backward or self._owner.sums_gradients
-        return bool(self._trained(unit)) and not unit.resident and (unit.has_device_copy if unit.is_edge else sums)
+        return bool(self._trained(unit)) and not unit.resident and (unit.has_device_copy if unit.is_root else sums)
 
     def _allocate(self, unit: Unit) -> None:
         self._moments.allocate(unit, self._trained(unit))

@@ -38,7 +38,7 @@ def replicate(
     each replica brings its share down and updates that share of the layer, in host memory that all of them have in
     common: weights, gradients and AdamW's states are there once, however many replicas there are, and a fetch reads
     what all of them have written. So a parameter is the same tensor in each, which may be read; to write it is an
-    error, as it is to clip gradients in place: pass ``max_grad_norm``. What is on the device, edges and resident
+    error, as it is to clip gradients in place: pass ``max_grad_norm``. What is on the device, the root and resident
     layers, each has for itself. On several machines, each with as many processes, every machine has one such set: the
     shares of a gradient are added up over the machines (all-reduced) before they come down, and each machine updates
     all weights, to the same bits. With bf16 compute the mean is taken in bf16. Values and buffers are the first one's;

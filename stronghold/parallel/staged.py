@@ -106,7 +106,7 @@ class StagedModule(nn.Module):
     def _check_tied(self) -> None:
         """Refuses a parameter that is a layer's own in one stage and in another one too, where there are replicas."""
         units = [unit_of(parameter) for parameter in self._tied.shared]
-        own = any(unit is not None and not unit.is_edge for unit in units)
+        own = any(unit is not None and not unit.is_root for unit in units)
         if any(self._processes.all_gather_object(own)) and self._replicas > 1:
             self._processes.refuse(
                 f"a parameter that layers of several stages share must be outside the row of layers where there are "

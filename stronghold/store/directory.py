@@ -18,8 +18,8 @@ from stronghold.formats.sync import sync_directory
 
 FORMAT = 1
 _INVENTORY = "store.json"
-_BESIDE = re.compile(r"((layer|edge)-\d{5}|buffers)\.safetensors(\.partial)?")
-"""What a checkpoint in place has beside the units' own files."""
+_BESIDE = re.compile(r"((layer|root|edge)-\d{5}|buffers)\.safetensors(\.partial)?")
+"""What a checkpoint in place has beside the units' own files; root parameters were called edges once."""
 
 
 @dataclass

@@ -258,6 +258,8 @@ class DiskStore(Store):
         if held is not None:
             step = "" if kept is None else f", with a run after step {kept.step:g},"
             check_same(held, records, self.paths[0], step, any_dtype=reopen)
+            for before, record in zip(held.units, records, strict=True):
+                record.file = before.file  # another version may have called it otherwise
         if reopen:
             if kept is None:
                 raise StoreError(
@@ -342,7 +344,7 @@ def capacity_bytes(unit: Unit) -> int:
 
 
 def _record(number: int, unit: Unit) -> UnitRecord:
-    kind, dtypes = "edge" if unit.is_edge else "layer", [name_of(dtype) for dtype in unit.dtypes]
+    kind, dtypes = "root" if unit.is_root else "layer", [name_of(dtype) for dtype in unit.dtypes]
     return UnitRecord(
         file=f"{kind}-{number:05}.bin",
         name=unit.name,

@@ -107,7 +107,7 @@ class GradientMemory:
         return self._sum_in(self._sums, index)
 
     def host_remainder(self, index: int) -> Tensor:
-        """Returns where the low halves of an edge's sum arrive on the host."""
+        """Returns where the low halves of a root parameter's sum arrive on the host."""
         if self._sums_host is None:
             self._sums_host = self._sum_buffer(on_device=False)
         return self._sum_in(self._sums_host, index)
@@ -129,8 +129,8 @@ class GradientMemory:
         )
         if on_device:
             return unit.owner.device.device_buffer(size)
-        # Of an edge each replica has its own gradient, as it has of everything that is on its device.
-        memory = None if unit.is_edge else unit.replicas.memory(size)
+        # Of a root parameter each replica has its own gradient, as it has of everything that is on its device.
+        memory = None if unit.is_root else unit.replicas.memory(size)
         return unit.owner.device.host_buffer(size, pinned=False, memory=memory)
 
     def _sum_in(self, buffer: Buffer, index: int) -> Tensor:

@@ -84,7 +84,7 @@ class Masters:
         return result
 
     def replace(self, index: int, weight: Tensor, value: Tensor) -> None:
-        """Takes over a whole weight that was written elsewhere (an edge's, on the device)."""
+        """Takes over a whole weight that was written elsewhere (a root parameter's, on the device)."""
         if index in self.remainders:
             self._clear(index, value, weight)
         weight.copy_(value)

@@ -40,8 +40,9 @@ class _Parameter(nn.Parameter):
 class OffloadedParameter(_Parameter):
     """What a parameter of an offloaded model is while it is not being computed with.
 
-    An ordinary parameter on the CPU (an edge: on the device) in every respect but one: a user who reads or writes its
-    values waits until the update under way has written them. ``copy.deepcopy`` and ``pickle`` make plain parameters.
+    An ordinary parameter on the CPU (of the root: on the device) in every respect but one: a user who reads or writes
+    its values waits until the update under way has written them. ``copy.deepcopy`` and ``pickle`` make plain
+    parameters.
     """
 
     @classmethod

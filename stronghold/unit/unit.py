@@ -1,4 +1,4 @@
-"""Where one unit of parameters lives on the host: a layer, or one parameter of the edges."""
+"""Where one unit of parameters lives on the host: a layer, or one root parameter."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from stronghold.unit.samples import Samples
 class Unit:
     """The memory of one unit, and what is under way in it.
 
-    ``layer`` is the layer's number, or None for an edge. ``dtype`` is what the parameters compute in, one for all or
-    one for each. ``weight`` are views of that dtype: what is copied to the device and what the parameter is outside the
-    window. A ``resident`` layer has all of that on the device. A unit that ``has_device_copy`` is an edge on a device
-    with memory of its own: the parameter is that copy. ``alignment`` is that of its tensors in memory, in bytes.
-    An index is a parameter's number in its unit.
+    ``layer`` is the layer's number, or None for a root parameter. ``dtype`` is what the parameters compute in, one for
+    all or one for each. ``weight`` are views of that dtype: what is copied to the device and what the parameter is
+    outside the window. A ``resident`` layer has all of that on the device. A unit that ``has_device_copy`` is a root
+    parameter on a device with memory of its own: the parameter is that copy. ``alignment`` is that of its tensors in
+    memory, in bytes. An index is a parameter's number in its unit.
 
     The engine owns its units and the store; a unit refers to both weakly, and so does a parameter to its unit.
     """
@@ -61,7 +61,7 @@ class Unit:
         self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
         self.on_device: list[Tensor] = []
-        """Where an edge has a device copy, that copy; a layer has none but its slot."""
+        """Where a root parameter has a device copy, that copy; a layer has none but its slot."""
         self.masters = Masters()
         self._buffers: list[Buffer] = []
         self._memory_of: weakref.ref[Memory] | None = None
@@ -105,7 +105,7 @@ class Unit:
         return counts.most_common(1)[0][0]
 
     @property
-    def is_edge(self) -> bool:
+    def is_root(self) -> bool:
         return self.layer is None
 
     @property
@@ -227,7 +227,7 @@ class Unit:
         Not of what needs none: a unit on disk, whose pages tell; one that is computed with where the user writes it
         and has no masters; and a layer on the device, where a look would wait for the computation.
         """
-        in_place = (self.resident or (self.is_edge and not self.has_device_copy)) and not self.masters
+        in_place = (self.resident or (self.is_root and not self.has_device_copy)) and not self.masters
         elsewhere = "weights" in self.on_disk or not all(weight.is_cpu for weight in self.weight)
         if self.buffer is None or in_place or elsewhere or self.is_common:
             self._samples = None
@@ -247,7 +247,7 @@ class Unit:
         What the user wrote is in it. It is where the unit lives, and may be its memory: for reading, and until then.
         """
         assert self.owner is not None
-        self.owner.wait_on_host(self)  # of an edge, the host's own copy is read here
+        self.owner.wait_on_host(self)  # of a root parameter, the host's own copy is read here
         self.wait_updated()
         self.owner.take_writes(self)
         return self.master(index) if exact else self.weight[index]
@@ -281,7 +281,7 @@ class Unit:
 
     def mark_aliased(self, index: int, *, unseen: bool) -> None:
         """Called when the user gets a tensor over a parameter's memory; its writes are ``unseen`` by the version."""
-        if not self.is_edge:  # an edge's weight is in memory: what is on disk changes when the write is taken over
+        if not self.is_root:  # a root parameter's is in memory: what is on disk changes when the write is taken over
             self.mark_dirty()
         self.touched |= unseen
         self._told.add(index)
@@ -297,7 +297,7 @@ class Unit:
         self.check_own()
         self.touched = True  # a function need not count a version
         self._told.add(index)
-        changes = not self.is_edge or (not self.has_device_copy and index in self.masters.remainders)
+        changes = not self.is_root or (not self.has_device_copy and index in self.masters.remainders)
         if changes:
             self.mark_dirty()
         if self.has_device_copy or index not in self.masters.remainders:
@@ -340,7 +340,7 @@ class Unit:
         """Returns which parameters were written though nothing told of it, as far as their memory shows it."""
         if self.updated is not None and not self.updated.done:
             return []
-        if self._samples is not None and self.on_device:  # what the host has of an edge there is the engine's alone
+        if self._samples is not None and self.on_device:  # what the host has of it is the engine's alone
             return [] if torch.equal(self._samples.now(self.on_device[0]), self._samples.now()) else [0]
         found = list(self._samples.written()) if self._samples is not None else []
         if self._memory is not None and self.on_disk:

@@ -1,4 +1,4 @@
-"""Gradients that stay on the device: those of edges and of resident layers."""
+"""Gradients that stay on the device: those of root parameters and of resident layers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from stronghold.window.sums import add, apart, in_own_memory, write_squares
 
 
 class DeviceGradients:
-    """Adds up the gradients of edges in fp32, where autograd would in bf16, and hands gradients to the optimizer.
+    """Adds up the root's gradients in fp32, where autograd would in bf16, and hands gradients to the optimizer.
 
-    The gradient of an edge with a device copy goes down when it is collected; others are used where they are. Where
+    The gradient of one with a device copy goes down when it is collected; others are used where they are. Where
     there are replicas each has its own until then, and all have the mean from then on.
     """
 
@@ -39,7 +39,7 @@ class DeviceGradients:
         self._held: dict[Unit, Tensor] = {}
 
     def expect(self, unit: Unit, index: int, gradient: Tensor | None) -> None:
-        """Called before autograd adds to an edge's gradient: the one that is there is kept out of the way."""
+        """Called before autograd adds to a root parameter's gradient: the one that is there is kept out of the way."""
         parameter = unit.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():
             before = gradient_of(parameter)
@@ -79,7 +79,7 @@ class DeviceGradients:
         self._held.clear()
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
-        """Returns the gradients of an edge on the host where it has a device copy, else as they are; all complete."""
+        """Returns a root parameter's gradients, on the host where it has a device copy, else as they are."""
         unit.wait_updated()  # an update under way reads the gradient that is replaced here
         unit.gradients.fit()
         found = {index: grad_meta_of(gradient) for index, gradient in gradients.items()}
@@ -99,7 +99,7 @@ class DeviceGradients:
                 for (index, known), there in zip(found.items(), arrived, strict=True)
             }
         # The copies run behind the backward pass on the same stream; the host reads what they bring.
-        self.waits.host(self.device.record_event(), Wait.EDGE_GRADIENT)
+        self.waits.host(self.device.record_event(), Wait.ROOT_GRADIENT)
         return collected
 
     def _mean(self, unit: Unit, index: int, values: Tensor, known: GradMeta | None) -> GradMeta | None:
@@ -182,5 +182,5 @@ def remainder_of(unit: Unit, index: int, known: GradMeta | None) -> Tensor | Non
     unit.gradients.fit()
     remainder = unit.gradients.remainder(index)
     if remainder is not None:
-        (remainder if unit.is_edge else unit.own(index, remainder)).zero_()
+        (remainder if unit.is_root else unit.own(index, remainder)).zero_()
     return remainder

@@ -25,7 +25,7 @@ from tests.formats.forged import content, forge, write
 from tests.reference import differences, snapshot
 from tests.small import Residual
 
-LAYER, EDGE = "layer-00001.safetensors", "edge-00001.safetensors"
+LAYER, ROOT = "layer-00001.safetensors", "root-00001.safetensors"
 WEIGHT = "layers.1.norm.weight"
 
 
@@ -90,7 +90,7 @@ def in_two_files(found: Any) -> None:
 
 
 def of_another_file(found: Any) -> None:
-    found["parameters"][WEIGHT]["file"] = EDGE
+    found["parameters"][WEIGHT]["file"] = ROOT
 
 
 PICKLE = {"$tensor": {"dtype": "load", "shape": [1], "data": "AAAA"}}

@@ -27,6 +27,7 @@ from stronghold.formats.reader import verify
 from stronghold.offload import engine_of
 from stronghold.store.ring import RING_BYTES
 from tests.checkpoint.training import Training
+from tests.formats import forged
 from tests.reference import CASES, differences, snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -348,7 +349,7 @@ def test_writes_of_every_kind_end_the_checkpoint(tmp_path: Path) -> None:
     states = training.optimizer.state_dict()
     saved = training.save(tmp_path / "plain")
 
-    def write_edge() -> None:
+    def write_root() -> None:
         training.model.embedding.weight.data.mul_(1.5)
         assert (tmp_path / "store" / NAME).exists(), "so far it is on the device alone"
         stronghold.save(training.model, tmp_path / "model")
@@ -360,7 +361,7 @@ def test_writes_of_every_kind_end_the_checkpoint(tmp_path: Path) -> None:
             lambda: nn.init.zeros_(next(training.model.layers.parameters())),
             lambda: training.optimizer.load_state_dict(states),
             lambda: training.load(saved),
-            write_edge,
+            write_root,
         )
     ):
         training.save(tmp_path / "store", extra={"number": number})
@@ -373,7 +374,24 @@ def test_writes_of_every_kind_end_the_checkpoint(tmp_path: Path) -> None:
         stronghold.verify(training.model)
 
 
-@pytest.mark.parametrize("file", ["edge-00001.safetensors.partial", "manifest.json.partial"])
+def test_a_store_whose_root_parameters_have_their_old_names_is_reopened_to_the_bit(tmp_path: Path) -> None:
+    final = sealed(store := tmp_path / "store")
+
+    def old(text: str) -> str:
+        return re.sub(r"root-(\d{5})", r"edge-\1", text)
+
+    for path in list(store.iterdir()):
+        path.rename(store / old(path.name))
+    (store / "store.json").write_text(old((store / "store.json").read_text()))
+    forged.forge(store, lambda content: json.loads(old(json.dumps(content))))
+    assert any(path.name.startswith("edge-") for path in store.iterdir())
+    training = reopened(store)
+    assert training.load(store) == {"position": 2}
+    assert not differences(snapshot(training.model, training.optimizer), final)
+    stronghold.verify(training.model)
+
+
+@pytest.mark.parametrize("file", ["root-00001.safetensors.partial", "manifest.json.partial"])
 def test_saving_again_keeps_what_was_kept_until_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:

@@ -14,7 +14,7 @@ import stronghold
 from tests.checkpoint.training import Training, of_kind
 from tests.reference import differences, snapshot
 
-FROZEN = {"layer-00000.safetensors", "layer-00002.safetensors", "edge-00000.safetensors", "edge-00001.safetensors"}
+FROZEN = {"layer-00000.safetensors", "layer-00002.safetensors", "root-00000.safetensors", "root-00001.safetensors"}
 STORES = pytest.mark.parametrize("store", ["ram", "disk"])
 
 

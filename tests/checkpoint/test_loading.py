@@ -193,17 +193,17 @@ def test_what_the_user_wrote_is_saved_and_what_he_writes_after_loading_counts(
 ) -> None:
     training, kind = of_kind(dtype=DTYPES[dtype])
     training.steps(kind.batches(1))
-    parameter, edge = training.model.layers[1].up.weight, training.model.out.weight
+    parameter, root = training.model.layers[1].up.weight, training.model.out.weight
     with torch.no_grad():
-        for one in (parameter, edge):
+        for one in (parameter, root):
             (one.data if unseen else one).fill_(0.375)
     path = training.save(tmp_path / "saved")
     with torch.no_grad():
         parameter.fill_(-1.0)  # pending when it is loaded: must not be taken for writes into what was loaded
-        edge.fill_(-1.0)
+        root.fill_(-1.0)
         torch._foreach_mul_([training.model.layers[2].up.weight, training.model.layers[2].down.weight], 2.0)
     training.load(path)
-    assert (parameter == 0.375).all() and (edge == 0.375).all()
+    assert (parameter == 0.375).all() and (root == 0.375).all()
     expected = masters(training)
     assert (expected["layers.1.up.weight"] == 0.375).all()
     losses = training.steps(kind.batches(2))

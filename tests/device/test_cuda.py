@@ -329,7 +329,7 @@ def test_a_model_that_goes_amid_a_prefetch_leaves_nothing_to_a_copy(driver, acti
 def test_memory_of_the_device_is_known_to_the_copy_streams_when_it_is_allocated(driver):
     device = CudaOnCpu()
     model = stronghold.offload(Model(), window=2, device=device)
-    copies = [device.fetches.cuda, device.edges.cuda, device.gradients.cuda]
+    copies = [device.fetches.cuda, device.root.cuda, device.gradients.cuda]
     recorded = dict(device.recorded)
     engine = model._stronghold
     used = [slot.flat for slot in (*engine.window.slots, *engine.gradients.grad_offload.slots)]
@@ -348,7 +348,7 @@ def test_every_thread_works_on_the_models_device(driver, tmp_path):
     model(torch.ones(6, 8)).sum().backward()
     optimizer.step()
     optimizer.wait()
-    threads = {f"stronghold-{name}" for name in ("fetches", "edges", "gradients", "updates", "disk", "reads")}
+    threads = {f"stronghold-{name}" for name in ("fetches", "root", "gradients", "updates", "disk", "reads")}
     assert driver.cuda.device_of == dict.fromkeys(threads, torch.device("cuda", 0))
 
 

@@ -79,9 +79,9 @@ def test_a_file_of_another_length_is_named(saved: Any, length: int) -> None:
 
 
 def test_a_missing_file_is_named(saved: Any) -> None:
-    manifest, path = read_manifest(saved), saved / "edge-00001.safetensors"
+    manifest, path = read_manifest(saved), saved / "root-00001.safetensors"
     path.rename(saved / "away")
-    with pytest.raises(CheckpointError, match=r"into\.bias cannot be read \(No such file.*edge-00001"):
+    with pytest.raises(CheckpointError, match=r"into\.bias cannot be read \(No such file.*root-00001"):
         verify(manifest)
     (saved / "away").rename(path)
 

@@ -259,9 +259,9 @@ def test_and_so_does_a_transformer_with_clipping_accumulation_and_decay_groups()
 def test_with_all_layers_resident_there_is_nothing_of_them_on_the_host():
     model = offload(resident=4)
     optimizer = stronghold.AdamW(model.parameters())
-    edges = sum(4 * p.numel() for p in (*model.into.parameters(), *model.out.parameters()))
-    # Weights, gradients and two moments of the edges, a number each, and what alignment takes.
-    assert 4 * edges <= stronghold.report(model).host_bytes <= 4 * edges + 4 * (8 + 4 * 64)
+    root = sum(4 * p.numel() for p in (*model.into.parameters(), *model.out.parameters()))
+    # Weights, gradients and two moments of the root parameters, a number each, and what alignment takes.
+    assert 4 * root <= stronghold.report(model).host_bytes <= 4 * root + 4 * (8 + 4 * 64)
     del optimizer
 
 
@@ -286,7 +286,7 @@ def test_resident_layers_that_do_not_fit_are_refused_with_the_numbers():
     needed = taken(Residual, resident=3, window=1) - stronghold.report(offload(resident=3, window=1)).slots_device_bytes
     found = refused(
         Residual,
-        "3 resident layers need .* with edges and gradient slots.*pass a smaller resident=, or 'auto'",
+        "3 resident layers need .* with root parameters and gradient slots.*pass a smaller resident=, or 'auto'",
         resident=3,
         window=1,
         device_memory=needed - 1,
@@ -315,7 +315,7 @@ def test_a_window_beside_resident_layers_is_refused_with_what_would_fit(resident
         hint = f"pass window={window - 1} or less" if window > 1 else "not even a window of 1 fits"
         refused(
             Residual,
-            f"a window of {window} needs .* edges, gradient slots and resident layers take .*{hint}",
+            f"a window of {window} needs .* root parameters, gradient slots and resident layers take .*{hint}",
             resident=resident,
             window=window,
             device_memory=need - 1,
@@ -394,10 +394,10 @@ def test_what_is_counted_is_what_was_allocated(dtype, resident):
     model = offload(device=device, resident=resident, window=1, dtype=dtype)
     optimizer = steps(model)
     report = stronghold.report(model)
-    edges = [*model.into.parameters(), *model.out.parameters()]
-    assert report.edges_device_bytes == 2 * sum(p.numel() * p.element_size() for p in edges)
+    root = [*model.into.parameters(), *model.out.parameters()]
+    assert report.root_device_bytes == 2 * sum(p.numel() * p.element_size() for p in root)
     gradients = sum(p.numel() * p.element_size() for i in rows(model) for p in model.layers[i].parameters())
-    counted = report.device_bytes - report.edges_device_bytes - device.given
+    counted = report.device_bytes - report.root_device_bytes - device.given
     # Gradients of resident layers are autograd's own: counted with their squares, each aligned, and not allocated here.
     assert gradients <= counted <= gradients + 12 * 64 * resident
     optimizer.zero_grad()
@@ -424,7 +424,7 @@ def total(parameter):
 
 @pytest.mark.parametrize("resident", [0, 2, 4])
 def test_sums_that_do_not_fit_the_device_are_refused_and_lose_no_gradient(resident):
-    """A second backward pass in bf16 needs 2 bytes a parameter more, of edges and of resident layers."""
+    """A second backward pass in bf16 needs 2 bytes a parameter more, of root parameters and of resident layers."""
     budget = taken(Residual, resident=resident, window=1, dtype=torch.bfloat16)
     model = offload(resident=resident, window=1, dtype=torch.bfloat16, device_memory=budget).eval()
     optimizer = stronghold.AdamW(model.parameters(), **ADAMW)
@@ -461,16 +461,16 @@ def test_planning_marks_layers_and_changes_nothing_else():
     settings = OffloadSettings(resident=2, window=3)
     placement = plan(model, None, None, settings, CpuDevice())
     assert [unit.resident for unit in placement.layers] == [True, False, True, False, False]
-    assert not any(unit.resident for unit, _ in placement.edges)
+    assert not any(unit.resident for unit, _ in placement.root)
     assert placement.window == 3
     assert [(id(p), p.data_ptr(), type(p), p._version) for p in model.parameters()] == before
 
 
-def test_tied_edges_are_counted_once():
+def test_tied_root_parameters_are_counted_once():
     model = offload(Decoder, resident=1)
     report = stronghold.report(model)
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    assert report.edges_device_bytes == 2 * 4 * model.words.weight.numel() + buffers
+    assert report.root_device_bytes == 2 * 4 * model.words.weight.numel() + buffers
     optimizer = stronghold.AdamW(model.parameters(), **ADAMW)
     ordinary_loop(model, optimizer, words(2))
     assert copy.deepcopy(report.device_bytes) < stronghold.report(model).device_bytes

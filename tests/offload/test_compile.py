@@ -127,7 +127,7 @@ def test_a_step_compiled_as_a_whole_changes_no_bit(update):
 def test_a_compiled_root_waits_for_the_updates_of_its_parameters():
     settings = {"window": 1, "layers": "layers"}
     expected = eager(**settings)
-    device = DelayedDevice(3, updates=0.01, edges=0.01)
+    device = DelayedDevice(3, updates=0.01, root=0.01)
     model = pair(Residual, **settings, device=device)[1]
     with pytest.warns(UserWarning, match="leaves the layers"):
         got, _ = losses(compiler(model))

@@ -1,4 +1,4 @@
-"""Where the CPU is the device, layers and edges are computed with where they lie, unless a window is asked for."""
+"""Where the CPU is the device, layers and root are computed with where they lie, unless a window is asked for."""
 
 import time
 
@@ -37,17 +37,17 @@ def test_on_disk_layers_have_slots(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{}, {"window": 2}], ids=str)
-def test_an_edge_is_the_hosts_own_memory(settings):
+def test_a_root_parameter_is_the_hosts_own_memory(settings):
     model = stronghold.offload(Residual(), device="cpu", **settings)
     stronghold.AdamW(model.parameters(), **ADAMW)
-    edges = [unit for unit in engine_of(model).units if unit.is_edge]
-    assert {edge.name for edge in edges} == {"into.weight", "into.bias", "out.weight", "out.bias"}
-    for edge in edges:
-        assert edge.parameters[0].data_ptr() == edge.weight[0].data_ptr()
-        assert edge.gradients.buffer is None
-    weights = sum(p.numel() * 4 for edge in edges for p in edge.parameters)
+    root = [unit for unit in engine_of(model).units if unit.is_root]
+    assert {unit.name for unit in root} == {"into.weight", "into.bias", "out.weight", "out.bias"}
+    for unit in root:
+        assert unit.parameters[0].data_ptr() == unit.weight[0].data_ptr()
+        assert unit.gradients.buffer is None
+    weights = sum(p.numel() * 4 for unit in root for p in unit.parameters)
     apart = stronghold.report(stronghold.offload(Residual(), device=Apart(), **settings))
-    assert apart.edges_device_bytes - stronghold.report(model).edges_device_bytes >= weights
+    assert apart.root_device_bytes - stronghold.report(model).root_device_bytes >= weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -84,7 +84,7 @@ def test_a_gradient_that_is_kept_may_be_written_once_the_step_has_returned(monke
             one(batch).backward()
             updater.step()
         for parameter in model.parameters():
-            parameter.grad.fill_(float("nan"))  # of an edge that is updated behind the step's return, too
+            parameter.grad.fill_(float("nan"))  # of a root parameter that is updated behind the step's return, too
         optimizer.zero_grad()
         other.zero_grad()
     assert_same_models(model, twin)

@@ -162,7 +162,7 @@ def test_a_device_budget_that_cannot_hold_the_window():
 
 @pytest.fixture
 def apart(monkeypatch):
-    """Lets the device have memory of its own, where edges are copies and layers need slots."""
+    """Lets the device have memory of its own, where root parameters are copies and layers need slots."""
     monkeypatch.setattr(CpuDevice, "is_host", False)
 
 
@@ -209,8 +209,8 @@ def test_sums_of_gradients_are_told_beforehand_and_kept_to_the_budget():
     accumulate(model, optimizer, numbers(3))
     after = stronghold.report(model)
     taken = after.host_bytes + after.device_bytes - before.host_bytes - before.device_bytes
-    edges = sum(unit.gradients.sum_bytes() for unit in model.out.weight._unit.owner.units if unit.is_edge)
-    assert taken == before.accumulation_bytes + edges, "an edge's sum arrives on the host too"
+    root = sum(unit.gradients.sum_bytes() for unit in model.out.weight._unit.owner.units if unit.is_root)
+    assert taken == before.accumulation_bytes + root, "a root parameter's sum arrives on the host too"
     assert str(before.accumulation_bytes // 1024) in str(before)
     model = stronghold.offload(Residual(), device="cpu", dtype=torch.bfloat16, host_memory=before.host_bytes)
     optimizer = stronghold.AdamW(model.parameters())
@@ -306,7 +306,7 @@ def replaced_by_assignment(model):
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
 
 
-def replaced_edge(model):
+def replaced_root(model):
     model.out.weight = nn.Parameter(torch.zeros(3, SIZE))
 
 
@@ -329,7 +329,7 @@ def removed_from_a_layer(model):
 CHANGES = [
     replaced_in_a_layer,
     replaced_by_assignment,
-    replaced_edge,
+    replaced_root,
     added_to_a_layer,
     module_added_to_a_layer,
     module_replaced_in_a_layer,
@@ -448,8 +448,8 @@ def test_report_counts_what_there_is():
     assert report.step is None
     layer = sum(p.numel() for p in model.layers[0].parameters()) * 4
     assert 3 * layer <= report.slots_device_bytes <= 3 * (layer + 6 * 64)
-    edges = [*model.into.parameters(), *model.out.parameters()]
-    assert report.edges_device_bytes == 2 * 4 * sum(p.numel() for p in edges), "weights, and gradients beside them"
+    root = [*model.into.parameters(), *model.out.parameters()]
+    assert report.root_device_bytes == 2 * 4 * sum(p.numel() for p in root), "weights, and gradients beside them"
     ordinary_loop(model, optimizer, numbers(3))
     step = stronghold.report(model).step
     assert step.fetches == 2 * 4 - 3

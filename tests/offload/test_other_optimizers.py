@@ -310,7 +310,7 @@ def test_a_backward_pass_behind_the_step_is_refused(placed, fused):
     early = ours(numbers(2)[0])
     ours(numbers(2)[1]).backward()
     optimizer.step()
-    said = r"must be the same in the backward pass|modified by an inplace operation"  # the latter torch's, of an edge
+    said = r"must be the same in the backward pass|modified by an inplace operation"  # the latter torch's, of the root
     with pytest.raises((OffloadedModelError, RuntimeError), match=said):
         early.backward()
 

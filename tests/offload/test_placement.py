@@ -32,26 +32,26 @@ def test_layers_are_numbered_in_the_order_of_the_rows():
     assert [unit.layer for unit in layers] == list(range(6))
 
 
-def test_what_is_outside_the_layers_is_an_edge():
+def test_what_is_outside_the_layers_is_a_root_parameter():
     model = Residual()
     placement = placed(model)
-    assert [unit.name for unit, _ in placement.edges] == ["into.weight", "into.bias", "out.weight", "out.bias"]
-    assert all(unit.is_edge and len(unit.parameters) == 1 for unit, _ in placement.edges)
+    assert [unit.name for unit, _ in placement.root] == ["into.weight", "into.bias", "out.weight", "out.bias"]
+    assert all(unit.is_root and len(unit.parameters) == 1 for unit, _ in placement.root)
 
 
-def test_what_layers_share_is_an_edge():
+def test_what_layers_share_is_a_root_parameter():
     model = Shared()
     placement = placed(model)
-    shared = [(unit, owners) for unit, owners in placement.edges if unit.name == "layers.0.down.weight"]
+    shared = [(unit, owners) for unit, owners in placement.root if unit.name == "layers.0.down.weight"]
     assert len(shared) == 1
     assert shared[0][1] == [(model.layers[0].down, "weight"), (model.layers[2].down, "weight")]
     assert "layers.0.down.weight" not in names_of(model, placement.layers[0])
     assert "layers.1.down.weight" in names_of(model, placement.layers[1])
 
 
-def test_tied_parameters_are_one_edge():
+def test_tied_parameters_are_one_root_parameter():
     model = Decoder()
-    (tied,) = [owners for unit, owners in placed(model).edges if unit.name == "words.weight"]
+    (tied,) = [owners for unit, owners in placed(model).root if unit.name == "words.weight"]
     assert tied == [(model.words, "weight"), (model.head, "weight")]
 
 
@@ -75,5 +75,5 @@ def test_layers_without_parameters_of_their_own_are_no_layers_of_the_window():
     placement = placed(model)
     assert [unit.name for unit in placement.layers] == ["layers.0", "layers.2", "layers.3"]
     assert names_of(model, placement.layers[0]) == ["layers.0.norm.weight", "layers.0.norm.bias"]
-    assert "layers.3.up.weight" in [unit.name for unit, _ in placement.edges], "the head uses it too"
+    assert "layers.3.up.weight" in [unit.name for unit, _ in placement.root], "the head uses it too"
     assert "layers.3.down.weight" in names_of(model, placement.layers[2])

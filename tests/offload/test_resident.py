@@ -234,7 +234,7 @@ def test_late_copies_change_no_bit(states, update, dtype):
         return losses, snapshot(model, optimizer)
 
     losses, expected = train_on("cpu")
-    late = DelayedDevice(1, fetches=2e-3, gradients=2e-3, updates=2e-3, edges=2e-3, compute=2e-3)
+    late = DelayedDevice(1, fetches=2e-3, gradients=2e-3, updates=2e-3, root=2e-3, compute=2e-3)
     got_losses, got = train_on(late)
     late.settle()
     assert got_losses == losses

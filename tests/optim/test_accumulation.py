@@ -237,7 +237,7 @@ def test_what_is_added_on_the_host_takes_the_cores_of_an_update(monkeypatch, dty
 
         monkeypatch.setattr(native, name, noted)
     _, model = pair(Residual, window=2, dtype=dtype)
-    model.into.requires_grad_(False)  # an edge's sum is the computation's own work
+    model.into.requires_grad_(False)  # a root parameter's sum is the computation's own work
     model.out.requires_grad_(False)
     optimizer = stronghold.AdamW(model.parameters(), threads=3)
     for batch in numbers(2):

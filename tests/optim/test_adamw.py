@@ -345,7 +345,7 @@ def test_gradients_that_are_not_finite_change_nothing(where, bad):
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_gradients_that_are_not_finite_in_the_backward_pass(layer, nonfinite):
-    """Layers updated before the first such gradient stay updated; it and all others are left alone, edges too."""
+    """Layers updated before the first such gradient stay updated; it and all others are left alone, the root too."""
     model, optimizer = offloaded("in_backward", nonfinite=nonfinite)
     ordinary_loop(model, optimizer, numbers(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -108,8 +108,8 @@ def test_codes_are_those_that_the_kernel_writes(kind, elements):
 @SIGNED
 def test_next_to_a_power_of_two_exponents_and_codes_are_the_kernels(signed):
     """Where rounding up would leave the binade, the block takes the next exponent, and not a number sooner."""
-    edges = torch.arange(1, 255).repeat_interleave(BLOCK) << 23
-    numbers = (edges - (1 << 19) + torch.arange(-2, 5).repeat(len(edges))[: len(edges)]).to(torch.int32)
+    root = torch.arange(1, 255).repeat_interleave(BLOCK) << 23
+    numbers = (root - (1 << 19) + torch.arange(-2, 5).repeat(len(root))[: len(root)]).to(torch.int32)
     alone = torch.arange(len(numbers)) % BLOCK == torch.arange(len(numbers)) // BLOCK % BLOCK
     values = torch.where(alone, numbers, 0).view(torch.float32)  # one a block: the others would hide its exponent
     for step in (1, 2, 3, 4):

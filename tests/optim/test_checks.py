@@ -30,7 +30,7 @@ class Stacked(nn.Module):
         return self.linear(x) + torch.stack(list(self.terms)).sum(0)
 
 
-class StackedEdges(Residual):
+class StackedRoot(Residual):
     def __init__(self):
         super().__init__(block=Stacked)
         self.shift, self.other = nn.Parameter(torch.randn(SIZE)), nn.Parameter(torch.randn(SIZE))
@@ -42,13 +42,13 @@ class StackedEdges(Residual):
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 @pytest.mark.parametrize("resident", [0, 2, 4])
 def test_gradients_that_share_memory(resident, update):
-    follow(StackedEdges, numbers(3), ours_only={"update": update}, resident=resident)
+    follow(StackedRoot, numbers(3), ours_only={"update": update}, resident=resident)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_gradients_that_share_memory_are_those_of_gradients_that_do_not(dtype):
     """To such a gradient plain PyTorch adds once for each parameter that has it."""
-    models = [pair(StackedEdges, dtype=dtype, resident=resident)[1] for resident in (0, 4)]
+    models = [pair(StackedRoot, dtype=dtype, resident=resident)[1] for resident in (0, 4)]
     batches = [batch.to(dtype) for batch in numbers(3)]
     for model in models:
         for batch in batches:
@@ -58,7 +58,7 @@ def test_sums_of_gradients_that_share_memory_are_those_of_gradients_that_do_not(
     for gradients in (streamed, resident):
         assert_close(gradients["other"], gradients["shift"], rtol=0.0, atol=0.0)
         assert_close(gradients["layers.2.terms.1"], gradients["layers.2.terms.0"], rtol=0.0, atol=0.0)
-    plain = pair(StackedEdges)[0]
+    plain = pair(StackedRoot)[0]
     if dtype == torch.float32:
         alone = [torch.autograd.grad(plain(batch), plain.shift)[0] for batch in batches]
         assert_close(streamed["shift"], sum(alone))

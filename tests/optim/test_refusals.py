@@ -285,7 +285,7 @@ class Odd(Block):
         self.norm.weight = nn.Parameter(torch.ones(SIZE, 3)[:, 1])
 
 
-class OddEdges(Residual):
+class OddRoot(Residual):
     def __init__(self):
         super().__init__(block=Odd)
         self.into.weight = nn.Parameter(torch.randn(SIZE, SIZE).mul(0.2).t())
@@ -296,7 +296,7 @@ class OddEdges(Residual):
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 @pytest.mark.parametrize("resident", [0, 1, 4])
 def test_parameters_that_are_not_contiguous_train_exactly(resident, update, states):
-    plain, model = pair(OddEdges, resident=resident)
+    plain, model = pair(OddRoot, resident=resident)
     assert not any(p.is_contiguous() for p in (plain.into.weight, plain.layers[1].up.weight))
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0.0, atol=0.0)
     optimizer = stronghold.AdamW(model.parameters(), **ADAMW, update=update, states=states)
@@ -322,12 +322,12 @@ def across_layers(model):
     model.layers[2].up.weight = nn.Parameter(model.layers[1].up.weight.data)
 
 
-def of_edges(model):
+def of_root(model):
     model.into.weight = nn.Parameter(torch.randn(SIZE, SIZE) * 0.2)
     model.out.weight = nn.Parameter(model.into.weight.data[:3])
 
 
-def of_an_edge_and_a_layer(model):
+def of_a_root_parameter_and_a_layer(model):
     model.into.weight = nn.Parameter(model.layers[0].up.weight.data[:SIZE])
 
 
@@ -348,7 +348,7 @@ def as_a_buffer(model):
     model.layers[3].register_forward_hook(lambda module, args, output: output + module.copied.sum())
 
 
-ALIASES = [whole, across_layers, of_edges, of_an_edge_and_a_layer, in_part, within_itself, as_a_buffer]
+ALIASES = [whole, across_layers, of_root, of_a_root_parameter_and_a_layer, in_part, within_itself, as_a_buffer]
 
 
 @RESIDENT

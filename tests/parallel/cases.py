@@ -211,7 +211,7 @@ def staged(case: Case, device: str) -> Trained:
             if case.replicas == 1:
                 trained.gradients.append(gradients(module, names))
             optimizer.step()
-            if case.replicas > 1:  # of an edge each has its own until the step
+            if case.replicas > 1:  # of a root parameter each has its own until the step
                 trained.gradients.append(gradients(module, names))
             optimizer.zero_grad()
             trained.evaluated.append(module.evaluate(batch[:5], batch[:5]).item())

@@ -108,12 +108,12 @@ def test_a_used_gradient_takes_no_memory():
 def test_the_norm_is_that_of_the_plain_model_and_asking_changes_nothing(foreach, settings):
     plain, model, optimizer = after_backward(**settings)
     wanted = get_total_norm([p.grad for p in plain.parameters()])
-    edge = model.out.weight.grad.clone()
+    root = model.out.weight.grad.clone()
     asked = get_total_norm([p.grad for p in model.parameters()], foreach=foreach)
     found = clip_grad_norm_(model.parameters(), math.inf, foreach=foreach)
     loose = clip_grad_norm_(model.parameters(), 2 * float(wanted), foreach=foreach)
     torch.testing.assert_close([float(asked), float(found), float(loose)], 3 * [float(wanted)], rtol=1e-6, atol=0)
-    assert torch.equal(model.out.weight.grad, edge)
+    assert torch.equal(model.out.weight.grad, root)
     adamw = torch.optim.AdamW(plain.parameters(), **ADAMW)
     adamw.step()
     optimizer.step()
@@ -138,7 +138,7 @@ def test_clipping_that_would_scale_is_refused_before_anything_has_changed(foreac
     _, model, _ = after_backward(window=2, dtype=dtype)
     before = {name: p.grad.clone() for name, p in model.named_parameters() if "layers" not in name}
     assert len(before) > 1
-    # In either order: the gradients of edges are there, and could be scaled before one that is used up is come across.
+    # In either order: the root's gradients are there, and could be scaled before one that is used up is come across.
     for parameters in (list(model.parameters()), list(model.parameters())[::-1]):
         with pytest.raises(OffloadedModelError, match=r"cannot be scaled \(got 0\.\d+\).*deferred.*max_grad_norm=0"):
             clip_grad_norm_(parameters, 1e-3, foreach=foreach)

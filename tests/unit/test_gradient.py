@@ -18,7 +18,7 @@ from stronghold.split import join
 from stronghold.unit import OffloadedGradient, grad_meta_of, note_gradient
 from tests.small import ADAMW, Residual, numbers, pair
 
-LAYER, EDGE = "layers.0.up.weight", "out.weight"
+LAYER, ROOT = "layers.0.up.weight", "out.weight"
 
 
 def trained(*, backwards=1, dtype=torch.float32, **settings):
@@ -40,7 +40,7 @@ CASES = {
     "a layer's in fp32": (LAYER, {"dtype": torch.float32}),
     "a layer's in bf16": (LAYER, {"dtype": torch.bfloat16}),
     "a layer's sum": (LAYER, {"dtype": torch.bfloat16, "backwards": 2}),
-    "an edge's sum": (EDGE, {"dtype": torch.bfloat16, "backwards": 2}),
+    "a root parameter's sum": (ROOT, {"dtype": torch.bfloat16, "backwards": 2}),
     "a resident layer's sum": (LAYER, {"dtype": torch.bfloat16, "backwards": 2, "resident": 1}),
 }
 

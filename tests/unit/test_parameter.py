@@ -13,7 +13,7 @@ import stronghold
 from stronghold.unit import OffloadedGradient, OffloadedParameter
 from tests.small import ADAMW, Residual, assert_close, numbers, pair
 
-LAYER, EDGE = "layers.1.up.weight", "out.weight"
+LAYER, ROOT = "layers.1.up.weight", "out.weight"
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def _saved(parameter):
     return torch.load(file, weights_only=True)["p"]
 
 
-@pytest.mark.parametrize("name", [LAYER, EDGE])
+@pytest.mark.parametrize("name", [LAYER, ROOT])
 @pytest.mark.parametrize("reader", READERS)
 def test_whoever_reads_a_parameter_waits_for_its_update(late, reader, name):
     model, plain, _ = late
@@ -66,7 +66,7 @@ def test_whoever_reads_a_parameter_waits_for_its_update(late, reader, name):
     assert_close(got.detach(), plain.get_parameter(name).detach())
 
 
-@pytest.mark.parametrize("name", [LAYER, EDGE])
+@pytest.mark.parametrize("name", [LAYER, ROOT])
 def test_whoever_writes_a_parameter_waits_for_its_update(late, name):
     model, plain, _ = late
     for one in (model, plain):
@@ -75,7 +75,7 @@ def test_whoever_writes_a_parameter_waits_for_its_update(late, name):
     assert_close(model.get_parameter(name).detach(), plain.get_parameter(name).detach())
 
 
-@pytest.mark.parametrize("name", [LAYER, EDGE])
+@pytest.mark.parametrize("name", [LAYER, ROOT])
 def test_data_is_copied_in(name):
     _, model = pair(Residual)
     parameter = model.get_parameter(name)
@@ -103,7 +103,7 @@ def test_facts_about_a_parameter_wait_for_nothing(late):
 
 def test_a_parameter_is_an_nn_parameter():
     _, model = pair(Residual)
-    for name in (LAYER, EDGE):
+    for name in (LAYER, ROOT):
         parameter = model.get_parameter(name)
         assert isinstance(parameter, nn.Parameter)
         assert isinstance(parameter, OffloadedParameter)

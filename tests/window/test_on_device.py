@@ -1,4 +1,4 @@
-"""Gradients that stay on the device, of edges and of resident layers: added in fp32, whatever ends a backward pass."""
+"""Gradients that stay on the device, of root and resident layers: added in fp32, whatever ends a backward pass."""
 
 import copy
 import math
@@ -16,14 +16,14 @@ from stronghold.split import join, rounded
 from stronghold.unit import grad_meta_of
 from tests.small import Block, Decoder, Residual, numbers, pair, words
 
-EDGES = ("into.weight", "into.bias", "out.weight", "out.bias")
+ROOTS = ("into.weight", "into.bias", "out.weight", "out.bias")
 RESIDENT = ("layers.0.up.weight", "layers.2.norm.bias", "layers.2.down.weight")
 """With two of four layers resident these are 0 and 2."""
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["", "apart"])
 def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets edges be the host's own memory, and copies as on a device that has memory of its own."""
+    """Lets root parameters be the host's own memory, and copies as on a device that has memory of its own."""
     monkeypatch.setattr(CpuDevice, "is_host", request.param)
 
 
@@ -191,7 +191,7 @@ def test_an_expanded_gradient_is_added_in_fp32_too(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_an_edge_that_is_used_twice_in_one_pass_is_what_plain_pytorch_makes_it(dtype):
+def test_a_root_parameter_that_is_used_twice_in_one_pass_is_what_plain_pytorch_makes_it(dtype):
     """The words are the head too; both uses come to one gradient, which autograd adds up before anybody sees it."""
     plain, model = pair(Decoder, dtype=dtype)
     for parameter in plain.parameters():
@@ -215,8 +215,8 @@ def test_an_edge_that_is_used_twice_in_one_pass_is_what_plain_pytorch_makes_it(d
 # ---- hooks of the user ----
 
 
-@pytest.mark.parametrize("name", EDGES)
-def test_a_hook_on_an_edge_sees_the_sum(name):
+@pytest.mark.parametrize("name", ROOTS)
+def test_a_hook_on_a_root_parameter_sees_the_sum(name):
     model = offloaded()
     samples, seen = batches(4), []
     single = apart(model, samples)[name]
@@ -229,7 +229,7 @@ def test_a_hook_on_an_edge_sees_the_sum(name):
         assert torch.equal(gradient, rounded(summed(single[:count])))
 
 
-@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("name", ROOTS)
 def test_a_hook_that_was_there_before_offload_sees_the_sum_too(name):
     torch.manual_seed(0)
     model, seen = Residual().eval(), []
@@ -246,7 +246,7 @@ def test_a_hook_that_was_there_before_offload_sees_the_sum_too(name):
         assert torch.equal(gradient, rounded(summed(single[:count]))), count
 
 
-@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("name", ROOTS)
 def test_a_hook_that_changes_a_gradient_changes_what_is_added(name):
     model = offloaded()
     samples = batches(3)
@@ -257,7 +257,7 @@ def test_a_hook_that_changes_a_gradient_changes_what_is_added(name):
     assert torch.equal(total(model.get_parameter(name)), summed([2 * gradient for gradient in single]))
 
 
-@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("name", ROOTS)
 def test_a_hook_that_writes_the_sum_is_heard(name):
     model = offloaded()
     samples = batches(3)
@@ -307,7 +307,7 @@ def test_a_gradient_asked_for_by_itself_costs_the_next_sum_nothing():
         torch.testing.assert_close(moment, summed(single[name][:2]) * 0.1, rtol=2e-7, atol=0.0)
 
 
-def test_gradients_of_an_edge_with_a_graph_stay_autograds_own():
+def test_gradients_of_a_root_parameter_with_a_graph_stay_autograds_own():
     """Beside the layers second derivatives work as ever."""
     plain = nn.Linear(16, 3).bfloat16()
     model = offloaded()
@@ -394,7 +394,7 @@ def fail(anything):
 
 
 @pytest.mark.parametrize("register", [hook_before, hook_behind])
-@pytest.mark.parametrize("name", [*EDGES, *RESIDENT])
+@pytest.mark.parametrize("name", [*ROOTS, *RESIDENT])
 def test_a_hook_that_fails_loses_no_gradient(name, register):
     """Of the parameter that it is on, the sum from before is left, or the one that the hook saw."""
     model = offloaded(resident=2)
@@ -419,7 +419,7 @@ def test_a_hook_that_fails_loses_no_gradient(name, register):
     assert torch.equal(total(parameter), summed([single[name][i] for i in passes]))
 
 
-@pytest.mark.parametrize("name", [*EDGES, *RESIDENT])
+@pytest.mark.parametrize("name", [*ROOTS, *RESIDENT])
 def test_dropped_after_a_hook_has_failed_a_gradient_stays_dropped(name):
     model = offloaded(resident=2)
     samples = batches(3)
@@ -458,7 +458,7 @@ def test_zero_grad_after_a_failed_pass_leaves_nothing_of_it():
 # ---- frozen, sparse ----
 
 
-def test_a_frozen_edge_gets_no_gradient_and_once_unfrozen_its_own_sum():
+def test_a_frozen_root_parameter_gets_no_gradient_and_once_unfrozen_its_own_sum():
     def build():
         model = Residual()
         model.out.requires_grad_(False)
@@ -492,7 +492,7 @@ class Sparse(nn.Module):
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_sparse_gradient_of_an_edge_is_refused_by_the_step_and_changes_nothing(passes):
+def test_a_sparse_gradient_of_a_root_parameter_is_refused_by_the_step_and_changes_nothing(passes):
     class Model(Residual):
         def __init__(self):
             super().__init__()
@@ -596,7 +596,7 @@ def test_the_norm_of_a_gradient_that_is_kept_is_its_own(resident):
 def test_gradients_of_resident_layers_are_on_the_device_and_of_the_compute_type():
     model = offloaded(resident=2)
     model(batches(1)[0]).sum().backward()
-    for name in (*EDGES, *RESIDENT):
+    for name in (*ROOTS, *RESIDENT):
         gradient = model.get_parameter(name).grad
         assert gradient.dtype is torch.bfloat16
         assert gradient.shape == model.get_parameter(name).shape

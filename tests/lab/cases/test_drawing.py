@@ -45,8 +45,8 @@ def test_the_bars_of_a_group_stand_side_by_side(measure):
     records = measure(make_record("megatron-lm", seconds=0.25), make_record())
     here, published = figure(2, records).axes
     assert [round(patch.get_x() + patch.get_width(), 6) for patch in here.patches] == [0, 0.4]
-    edges = sorted((patch.get_x(), patch.get_x() + patch.get_width()) for patch in published.patches)
-    assert all(left[1] <= right[0] + 1e-9 for left, right in pairwise(edges))
+    root = sorted((patch.get_x(), patch.get_x() + patch.get_width()) for patch in published.patches)
+    assert all(left[1] <= right[0] + 1e-9 for left, right in pairwise(root))
     assert [text.get_text() for text in here.get_xticklabels()] == ["Megatron-LM\n2 layers"]
 
 

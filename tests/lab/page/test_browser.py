@@ -118,7 +118,7 @@ def test_the_timeline_is_drawn_in_its_lanes_colours(opened, page):
         "   [s.parentElement.innerText, seen[getComputedStyle(s).backgroundColor.match(/\\d+/g)] === 1]); })()"
     )
     assert [lane for lane, _ in drawn][:3] == ["compute", "waits", "fetches"]
-    assert {lane: found for lane, found in drawn if lane not in ("waits", "edges")} == {
+    assert {lane: found for lane, found in drawn if lane not in ("waits", "root")} == {
         name: True for name in ("compute", "fetches", "gradients", "updates", "disk reads", "disk writes", EVIL)
     }
 
