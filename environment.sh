@@ -6,6 +6,10 @@
 # active virtual environment, the project's .venv and the python3 on the PATH, as they are, if they have everything;
 # otherwise it fills the project's .venv. It leaves the caller's working directory alone.
 
+# What the tests import, by the name under which Python has it.
+STRONGHOLD_TEST_MODULES=(pytest pytest_timeout xdist hypothesis nbclient ipykernel sklearn peft trl lightning bitsandbytes
+  torchao datasets sybil mkdocs material mkdocstrings)
+
 STRONGHOLD_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
 stronghold_environment() {

@@ -7,7 +7,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=environment.sh
 . "$root/environment.sh"
-stronghold_environment pytest pytest_timeout xdist hypothesis nbclient ipykernel sklearn peft trl lightning bitsandbytes torchao datasets
+stronghold_environment "${STRONGHOLD_TEST_MODULES[@]}"
 if [[ " $* " == *" --baselines "* ]]; then stronghold_baselines deepspeed ninja || exit 1; fi
 
 # The models of the tests are small: more threads than two only get into one another's way.
