@@ -3,8 +3,8 @@
     python benchmarks/scale.py [--models 70B 405B 1T] [--layouts 8x8 64x16 …] [--tflops 400] [--network 45GB/s] …
 
 A layout is stages × replicas. Layers are cut by stronghold.planner.partition, the schedule's passes are played by
-stronghold.planner.simulate, and bytes follow stronghold.planner.traffic. Prints a table and appends one JSON line per
-row to results/scale.jsonl.
+stronghold.planner.simulate, and bytes follow stronghold.planner.link_bytes. Prints a table and appends one JSON line
+per row to results/scale.jsonl.
 
 What is assumed: bf16 compute; every layer and the head recomputed; the replicas of a stage are neighbours on a node; a
 window of each device's layers on the device, the others fetched anew by every pass. A pass takes as long as the longest
@@ -29,7 +29,7 @@ from scale_step import KEPT_BYTES, Machine, Run, play
 
 from stronghold.lab.models.gpt import GPTConfig
 from stronghold.lab.records.json_lines import append_record, describe_machine
-from stronghold.planner.pipeline import SCHEDULES, Pipeline
+from stronghold.planner.pipeline_order import SCHEDULES, Pipeline
 from stronghold.units import format_bytes, format_count, format_seconds, parse_bytes
 
 RESULTS = Path(__file__).parent.parent / "results" / "scale.jsonl"

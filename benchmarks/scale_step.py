@@ -7,11 +7,7 @@ from itertools import pairwise
 
 from stronghold.lab.models.gpt import GPTConfig
 from stronghold.lab.records.json_lines import Record
-from stronghold.planner.partition import Stage, partition
-from stronghold.planner.pipeline import Pipeline
-from stronghold.planner.simulate import simulate
-from stronghold.planner.stage_costs import LayerCost
-from stronghold.planner.traffic import (
+from stronghold.planner.link_bytes import (
     all_gather_bytes,
     boundary_bytes,
     fetches,
@@ -19,6 +15,10 @@ from stronghold.planner.traffic import (
     reduce_scatter_bytes,
     share,
 )
+from stronghold.planner.partition import StagePlan, partition
+from stronghold.planner.pipeline_order import Pipeline
+from stronghold.planner.simulate import simulate
+from stronghold.planner.stage_costs import LayerCost
 
 WEIGHT_BYTES = 2  # bf16, on every link
 KEPT_BYTES = {"micro-batch": 16, "step": 14}  # weight 2, remainder 2, moments 8, gradient 2; low half of its sum 2
@@ -66,12 +66,12 @@ class Run:
     def layer_parameters(self) -> int:
         return 12 * self.model.hidden**2 + 13 * self.model.hidden
 
-    def root_parameters(self, stage: Stage) -> int:
+    def root_parameters(self, stage: StagePlan) -> int:
         """Returns the embedding's, which the head shares, for the first stage and for the last."""
         at_an_end = stage.first == 0 or stage.first + stage.layers == self.model.layers
         return self.model.rows * self.model.hidden if at_an_end else 0
 
-    def parameters(self, stage: Stage) -> int:
+    def parameters(self, stage: StagePlan) -> int:
         """Returns those of the stage's layers and root parameter."""
         return self.layer_parameters * stage.layers + self.root_parameters(stage)
 
@@ -85,7 +85,7 @@ class Run:
         """How often in a step gradients are summed over the replicas."""
         return self.pipeline.micro_batches if self.reduce == "micro-batch" else 1
 
-    def fetches(self, stage: Stage) -> int:
+    def fetches(self, stage: StagePlan) -> int:
         """Returns the layers that a stage fetches in a step; stages of one device share its window."""
         return fetches(stage.layers, self.window // self.pipeline.stages_per_device, self.pipeline.micro_batches)
 
@@ -116,7 +116,7 @@ class Run:
         ]
 
 
-def pass_s(run: Run, machine: Machine, stage: Stage) -> tuple[dict[str, float], dict[str, float]]:
+def pass_s(run: Run, machine: Machine, stage: StagePlan) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the seconds of each resource in a forward and in a backward pass of one micro-batch through a stage.
 
     Fetches are the mean over a step's passes: the first one fetches all layers, the others what the window lacks.

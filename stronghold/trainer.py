@@ -18,7 +18,7 @@ from stronghold.checkpoint import load, save
 from stronghold.checkpoint.folder import remove
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.random_states import put_random_states, take_random_states
-from stronghold.checkpoint.units import engine_for
+from stronghold.checkpoint.unit_tensors import engine_for
 from stronghold.errors import CheckpointError
 from stronghold.formats.manifest import NAME, read_manifest
 from stronghold.offload import Engine, from_rank0

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from stronghold.formats.conversion import Group, into_model, remember
+from stronghold.formats.conversion import Conversion, into_model, remember
 from stronghold.formats.weight_files import WeightFiles, some
 
 Initialiser = Callable[[nn.Module], object]
@@ -136,17 +136,19 @@ class FromCheckpoint:
         (name, group), *_ = self._found[id(tensor)].items()
         return self._read(name, group).to(tensor.dtype)
 
-    def _read(self, name: str, group: Group) -> Tensor:
+    def _read(self, name: str, group: Conversion) -> Tensor:
         if name not in self._kept:
             self._kept.update(group.convert([self._checkpoint.read(source) for source in group.sources]))
         return self._kept.pop(name)
 
-    def _match(self, model: nn.Module, named: dict[str, Tensor], groups: list[Group]) -> dict[int, dict[str, Group]]:
+    def _match(
+        self, model: nn.Module, named: dict[str, Tensor], groups: list[Conversion]
+    ) -> dict[int, dict[str, Conversion]]:
         """Returns, by the id of each tensor that the files have, its names there and what it is made from.
 
         Raises ValueError for what does not fit.
         """
-        found: dict[int, dict[str, Group]] = {}
+        found: dict[int, dict[str, Conversion]] = {}
         surplus: list[str] = []
         misshapen: list[str] = []
         for group in groups:

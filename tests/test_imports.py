@@ -134,6 +134,20 @@ def test_every_file_imports_downwards():
     assert violations(Path(stronghold.__file__).parent) == []
 
 
+def test_no_file_and_no_class_of_the_library_has_the_name_of_another():
+    root = Path(stronghold.__file__).parent
+    names: dict[str, list[str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if relative.parts[0] == "lab" or path.name.startswith("__"):
+            continue
+        names.setdefault(path.name, []).append(str(relative))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                names.setdefault(f"class {node.name}", []).append(str(relative))
+    assert {name: places for name, places in names.items() if len(places) > 1} == {}
+
+
 OTHERS = ["accelerate", "datasets", "matplotlib", "peft", "rich", "tensorboard", "tokenizers", "transformers", "trl"]
 
 
@@ -153,7 +167,7 @@ GOOD = {
     "native/disk.py": "from stronghold.errors import DiskError\nfrom .. import _C",
     "schedule.py": "from collections import deque\nfrom stronghold.errors import StrongholdError",
     "store/__init__.py": "from .ram import Ram",
-    "store/ram.py": "from stronghold.store.base import Base\nfrom . import base\nfrom ..native import adamw",
+    "store/ram.py": "from stronghold.store.store import Base\nfrom . import base\nfrom ..native import adamw",
     "store/base.py": "import torch",
     "lab/__init__.py": "",
     "lab/records/tables.py": "from stronghold import units\nfrom ..command import run_command",

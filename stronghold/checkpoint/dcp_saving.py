@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stronghold.checkpoint.units import MOMENTS, Names, names_of, persistent_buffers, step_of
-from stronghold.checkpoint.writing import manifest_of
+from stronghold.checkpoint.file_writing import manifest_of
+from stronghold.checkpoint.unit_tensors import MOMENTS, Names, names_of, persistent_buffers, step_of
 from stronghold.formats.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
 from stronghold.formats.manifest import Manifest, ParameterEntry, content_of
 from stronghold.native import Blocks
@@ -100,7 +100,7 @@ def write_distributed(content: Content, manifest: Manifest, company: Company) ->
     one that hangs or fails is told of. Raises OSError, with the file's name, where the disk refuses.
     """
     own = {**content.state[OWN], RECORD: json.dumps(content_of(manifest), allow_nan=False)}
-    planner, first = _Planner(content.take), company.rank == 0
+    planner, first = _SavePlanner(content.take), company.rank == 0
     # With anything to copy ahead, tensors would be taken before those in front of them are written.
     writer = dcp.FileSystemWriter(manifest.directory, per_thread_copy_ahead=0)
     writer.fs = files = _Files()
@@ -169,7 +169,7 @@ class _File(io.FileIO):
             raise
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _SavePlanner(dcp.DefaultSavePlanner):
     """Takes each tensor of the model when it is written, and where several processes have one, the first's."""
 
     def __init__(self, take: dict[str, Callable[[], Tensor]]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from stronghold.checkpoint.units import Names, all_groups, names_of, step_of, tensors_of
-from stronghold.checkpoint.writing import file_names, manifest_of, write_buffers, write_file
+from stronghold.checkpoint.file_writing import file_names, manifest_of, write_buffers, write_file
+from stronghold.checkpoint.unit_tensors import Names, all_groups, names_of, step_of, tensors_of
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, UnitFileEntry
 from stronghold.formats.reader import UnitReader
 from stronghold.offload import Engine

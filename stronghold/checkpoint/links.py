@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stronghold.checkpoint.units import MOMENTS, step_of
+from stronghold.checkpoint.unit_tensors import MOMENTS, step_of
 from stronghold.formats.manifest import FileEntry, name_of
 from stronghold.native import Blocks
 from stronghold.optim import AdamW
@@ -19,7 +19,7 @@ from stronghold.unit import Unit
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptFile:
     path: Path
     entry: FileEntry
     file: tuple[int, ...]
@@ -27,12 +27,12 @@ class _Kept:
     state: tuple[Any, ...]
 
 
-_KEPT: weakref.WeakKeyDictionary[Unit, _Kept] = weakref.WeakKeyDictionary()
+_KEPT: weakref.WeakKeyDictionary[Unit, _KeptFile] = weakref.WeakKeyDictionary()
 
 
 def remember(unit: Unit, optimizer: AdamW, path: Path, entry: FileEntry) -> None:
     """Notes that ``path`` holds a unit as it is now."""
-    _KEPT[unit] = _Kept(path, entry, _identity(path), weakref.ref(optimizer), _state(unit, optimizer))
+    _KEPT[unit] = _KeptFile(path, entry, _identity(path), weakref.ref(optimizer), _state(unit, optimizer))
 
 
 def link_unchanged(unit: Unit, optimizer: AdamW, tensors: Mapping[str, Tensor], target: Path) -> FileEntry | None:

@@ -15,7 +15,7 @@ from stronghold.checkpoint.in_place import check_in_place, load_in_place
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.random_states import check_random_states, put_random_states
 from stronghold.checkpoint.unit_loading import load_buffers, load_unit
-from stronghold.checkpoint.units import (
+from stronghold.checkpoint.unit_tensors import (
     Format,
     Names,
     all_groups,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from stronghold.checkpoint.adapters import has_adapters, save_adapters
-from stronghold.formats.conversion import Group, from_model
+from stronghold.formats.conversion import Conversion, from_model
 from stronghold.formats.model_config import build, write_config
 from stronghold.formats.sync import sync_directory, sync_path
 from stronghold.formats.tensor_files import TensorFileWriter
@@ -204,13 +204,13 @@ class _Outgoing:
         self.groups = from_model(model, self._items)
         self._last: Unit | None = None
 
-    def announce(self, group: Group) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    def announce(self, group: Conversion) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Returns dtype and shape of what a group becomes, by name."""
         items = [self._items[source] for source in group.sources]
         empty = [torch.empty(item.tensor.shape, dtype=item.dtype, device="meta") for item in items]
         return {name: (value.dtype, value.shape) for name, value in group.convert(empty).items()}
 
-    def values(self, group: Group) -> dict[str, Tensor]:
+    def values(self, group: Conversion) -> dict[str, Tensor]:
         """Returns what a group becomes, by name."""
         values = []
         for item in (self._items[source] for source in group.sources):
@@ -291,9 +291,11 @@ def _write(outgoing: _Outgoing, folder: Path, limit: int) -> None:
 _Announced = dict[str, tuple[torch.dtype, torch.Size]]
 
 
-def _shards(groups: Sequence[tuple[Group, _Announced]], limit: int) -> Iterator[list[tuple[Group, _Announced]]]:
+def _shards(
+    groups: Sequence[tuple[Conversion, _Announced]], limit: int
+) -> Iterator[list[tuple[Conversion, _Announced]]]:
     """Yields the groups of each file in turn: as many as fit, and at least one."""
-    shard: list[tuple[Group, _Announced]] = []
+    shard: list[tuple[Conversion, _Announced]] = []
     size = 0
     for group, announced in groups:
         own = sum(_bytes(one) for one in announced.values())

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stronghold.checkpoint.file_writing import buffers_of, file_names, joined, manifest_of, settings_of, write_file
 from stronghold.checkpoint.in_place import save_in_place
 from stronghold.checkpoint.links import link_unchanged, remember
-from stronghold.checkpoint.units import (
+from stronghold.checkpoint.unit_tensors import (
     Format,
     all_groups,
     check_format,
@@ -23,7 +24,6 @@ from stronghold.checkpoint.units import (
     step_of,
     tensors_of,
 )
-from stronghold.checkpoint.writing import buffers_of, file_names, joined, manifest_of, settings_of, write_file
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
 from stronghold.formats.sync import sync_directory
 from stronghold.offload import Engine, from_rank0, uncompiled

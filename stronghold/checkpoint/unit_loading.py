@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.checkpoint.links import remember
-from stronghold.checkpoint.units import MOMENTS, tensors_of
+from stronghold.checkpoint.unit_tensors import MOMENTS, tensors_of
 from stronghold.errors import CheckpointError
 from stronghold.formats.manifest import FileEntry, name_of
 from stronghold.formats.moments import wrong_moment

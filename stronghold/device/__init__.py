@@ -2,8 +2,8 @@
 
 import torch
 
-from stronghold.device.base import Device
 from stronghold.device.cpu import CpuDevice
+from stronghold.device.device import Device
 from stronghold.device.events import Event
 from stronghold.device.forks import check_process, forks
 from stronghold.device.heap import keep_freed_memory

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stronghold.device.base import Device
+from stronghold.device.device import Device
 from stronghold.device.events import Event
 from stronghold.device.memory import Common, HostBuffer
 from stronghold.device.streams import Stream, Task

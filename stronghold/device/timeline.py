@@ -10,7 +10,7 @@ from stronghold.device.events import Event
 from stronghold.spans import Span
 
 if TYPE_CHECKING:
-    from stronghold.device.base import Device
+    from stronghold.device.device import Device
     from stronghold.device.streams import Stream
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from stronghold.device.base import Device
+from stronghold.device.device import Device
 from stronghold.device.events import Event
 from stronghold.device.streams import Stream
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 @dataclass
-class Group:
+class Conversion:
     """Tensors, named ``sources`` on one side, that together become tensors of the other side.
 
     Most groups are one tensor that stays as it is, and is called ``target`` on the other side.
@@ -44,7 +44,9 @@ class Group:
         }
 
 
-def into_model(model: nn.Module, names: Iterable[str], wanted: Collection[str]) -> tuple[list[Group], list[Any] | None]:
+def into_model(
+    model: nn.Module, names: Iterable[str], wanted: Collection[str]
+) -> tuple[list[Conversion], list[Any] | None]:
     """Groups a checkpoint's tensors, called ``names``, by what they become in ``model``, which wants those ``wanted``.
 
     Also returns transformers' conversions that were of use, for :func:`remember`. For a transformers model,
@@ -53,12 +55,12 @@ def into_model(model: nn.Module, names: Iterable[str], wanted: Collection[str]) 
     conversions = _conversions(model)
     prefix = getattr(model, "base_model_prefix", None)
     if conversions is None or not isinstance(prefix, str):
-        return [Group(name, [name]) for name in names], None
+        return [Conversion(name, [name]) for name in names], None
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     renamings, converters, by_pattern = _sorted_out(conversions)
     there = dict.fromkeys(wanted, True)
-    groups: dict[str, Group] = {}
+    groups: dict[str, Conversion] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, there)
         if target not in there and name in there:
@@ -74,7 +76,7 @@ def remember(model: nn.Module, conversions: list[Any] | None) -> None:
         model.__dict__["_weight_conversions"] = conversions
 
 
-def from_model(model: nn.Module, names: Iterable[str]) -> list[Group]:
+def from_model(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
     """Groups the tensors of ``model``, called ``names``, by what they become in a checkpoint's files."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None and (known := _conversions(model, add_legacy=False)):
@@ -82,11 +84,11 @@ def from_model(model: nn.Module, names: Iterable[str]) -> list[Group]:
 
         conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
     if not conversions:
-        return [Group(name, [name]) for name in names]
+        return [Conversion(name, [name]) for name in names]
     from transformers.core_model_loading import apply_converters
 
     renamings, converters, by_pattern = _sorted_out([one.reverse_transform() for one in reversed(conversions)])
-    groups: dict[str, Group] = {}
+    groups: dict[str, Conversion] = {}
     for name in names:
         target, pattern = apply_converters(name, converters)
         if pattern is None:
@@ -116,19 +118,21 @@ def _sorted_out(conversions: Sequence[Any]) -> tuple[list[Any], list[Any], dict[
 
 
 def _group(
-    groups: dict[str, Group],
+    groups: dict[str, Conversion],
     target: str,
     name: str,
     pattern: str | None,
     by_pattern: dict[str, Any],
     model: nn.Module,
     renamings: Sequence[Any],
-) -> Group:
+) -> Conversion:
     if pattern is None:
         # Under the file's own name if another tensor has taken the target: then one of the two is one too many.
         key = target if target not in groups else name
-        return groups.setdefault(key, Group(target))
-    group = groups.setdefault(target, Group(target, _converter=by_pattern[pattern], _model=model, _renamings=renamings))
+        return groups.setdefault(key, Conversion(target))
+    group = groups.setdefault(
+        target, Conversion(target, _converter=by_pattern[pattern], _model=model, _renamings=renamings)
+    )
     group._patterns.append(pattern)
     return group
 

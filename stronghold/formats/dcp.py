@@ -107,7 +107,7 @@ class DistributedCheckpoint:
         self._reader.wanted = tuple(state)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each process reads for itself
-            dcp.load(state, storage_reader=self._reader, planner=_Planner(), no_dist=True)
+            dcp.load(state, storage_reader=self._reader, planner=_LoadPlanner(), no_dist=True)
 
     def _refuse(self, rule: str) -> NoReturn:
         raise CheckpointError(
@@ -291,7 +291,7 @@ class _Reader(dcp.FileSystemReader):
         return replace(self._metadata, state_dict_metadata={key: entries[key] for key in self.wanted})
 
 
-class _Planner(dcp.DefaultLoadPlanner):
+class _LoadPlanner(dcp.DefaultLoadPlanner):
     """Unpickles nothing but plain values, where torch's own would run what it finds."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -13,7 +13,7 @@ _MOST_STRIPES = 64
 
 
 @dataclass(frozen=True)
-class Span:
+class StripeSpan:
     """Bytes ``begin`` to ``end`` of a unit, which lie at ``offset`` of the file with the number ``file``."""
 
     file: int
@@ -40,24 +40,24 @@ class Stripes:
         rounds, rest = divmod(length_bytes, self.files * self.stripe_bytes)
         return rounds * self.stripe_bytes + min(max(rest - file * self.stripe_bytes, 0), self.stripe_bytes)
 
-    def spans(self, begin: int, end: int) -> Iterator[Span]:
+    def spans(self, begin: int, end: int) -> Iterator[StripeSpan]:
         """Yields where the bytes from ``begin`` to ``end`` lie, in their order."""
         while begin < end:
             stripe, inside = divmod(begin, self.stripe_bytes)
             turn, file = divmod(stripe, self.files)
             length = min(self.stripe_bytes - inside, end - begin)
-            yield Span(file, turn * self.stripe_bytes + inside, begin, begin + length)
+            yield StripeSpan(file, turn * self.stripe_bytes + inside, begin, begin + length)
             begin += length
 
-    def transfers(self, begin: int, end: int, piece_bytes: int) -> Iterator[Span]:
+    def transfers(self, begin: int, end: int, piece_bytes: int) -> Iterator[StripeSpan]:
         """Yields the same in pieces, in an order in which all the drives are busy from the first on."""
         if self.files == 1:
             yield from self.spans(begin, end)
             return
-        queues: list[list[Span]] = [[] for _ in range(self.files)]
+        queues: list[list[StripeSpan]] = [[] for _ in range(self.files)]
         for span in self.spans(begin, end):
             for at in range(span.begin, span.end, piece_bytes):
                 length = min(piece_bytes, span.end - at)
-                queues[span.file].append(Span(span.file, span.offset + at - span.begin, at, at + length))
+                queues[span.file].append(StripeSpan(span.file, span.offset + at - span.begin, at, at + length))
         for turn in zip_longest(*queues):
             yield from (span for span in turn if span is not None)

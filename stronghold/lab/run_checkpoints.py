@@ -13,7 +13,7 @@ from stronghold.checkpoint.folder import newest, prune, remove, step_path, steps
 from stronghold.checkpoint.loading import load
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.saving import save
-from stronghold.checkpoint.units import engine_for
+from stronghold.checkpoint.unit_tensors import engine_for
 from stronghold.errors import CheckpointError, StrongholdError
 from stronghold.formats.lock import locked_to_read
 from stronghold.formats.manifest import NAME, Manifest, read_manifest

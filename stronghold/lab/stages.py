@@ -25,7 +25,7 @@ from stronghold.parallel.row import Row, SequentialRow
 from stronghold.parallel.table import partition_lines, partition_table, sizes_of
 from stronghold.planner.partition import Partition, partition
 from stronghold.planner.partition_file import PartitionFile, read_partition, write_partition
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.stage_costs import LayerCost
 from stronghold.units import format_count, format_seconds, parse_bytes
 

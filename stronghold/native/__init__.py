@@ -3,7 +3,8 @@
 The only room that imports ``stronghold._C``. The interpreter lock is released while compiled code runs or waits.
 """
 
-from stronghold.native.disk import (
+from stronghold.native.disk_errors import BufferedDiskWarning, UnreservedDiskWarning, warn_of_no_reserve
+from stronghold.native.disk_io import (
     DISK_THREADS,
     PIECE_BYTES,
     SUM_BYTES,
@@ -15,7 +16,6 @@ from stronghold.native.disk import (
     checksums,
     crc32c,
 )
-from stronghold.native.disk_errors import BufferedDiskWarning, UnreservedDiskWarning, warn_of_no_reserve
 from stronghold.native.faults import Fault
 from stronghold.native.host_memory import most_host_bytes
 from stronghold.native.kernels import (

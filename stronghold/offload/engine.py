@@ -29,8 +29,8 @@ from stronghold.errors import BudgetError, OffloadedModelError
 from stronghold.offload.block import Block, Run
 from stronghold.offload.closing import end_with
 from stronghold.offload.company import Alone, Company
+from stronghold.offload.free_memory import HostMemory
 from stronghold.offload.hooks import Hooks
-from stronghold.offload.host_memory import HostMemory
 from stronghold.offload.members import Members, refuse_changes
 from stronghold.offload.placement import Placement
 from stronghold.offload.reopening import Reopened

@@ -13,8 +13,8 @@ from stronghold import native
 from stronghold.device import Event
 from stronghold.layout import Part
 from stronghold.native import Blocks
+from stronghold.optim.adamw_on_device import adamw_on_device
 from stronghold.optim.checks import check_changes
-from stronghold.optim.on_device import adamw_on_device
 from stronghold.unit import HostGrad, Prepared, Unit, grad_meta_of, gradient_of, note_gradient
 
 

@@ -14,7 +14,7 @@ from stronghold.parallel.measuring import measure
 from stronghold.parallel.row import Row
 from stronghold.planner.partition import partition
 from stronghold.planner.partition_file import read_partition
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 
 BALANCES = ("time", "memory", "layers")
 """What stages can have in equal parts, as nearly as layers allow."""

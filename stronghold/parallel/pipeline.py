@@ -12,7 +12,7 @@ from stronghold.parallel.partitioning import Balance, choose_stages
 from stronghold.parallel.processes import Processes
 from stronghold.parallel.row import Loss, Row, SequentialRow
 from stronghold.parallel.staged import StagedModule
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 from stronghold.weights import Weights
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stronghold.errors import ParallelError
 from stronghold.parallel.machine import this_machine
 from stronghold.parallel.mesh import REPLICA, STAGE, mesh_of, ranks_by_place, sets_along
-from stronghold.parallel.replicas import ReplicaProcesses
+from stronghold.parallel.replica_processes import ReplicaProcesses
 from stronghold.parallel.watch import watch_over
 from stronghold.unit import ONE_REPLICA, Replicas
 from stronghold.version import __version__

@@ -20,7 +20,7 @@ from stronghold.parallel.processes import Processes
 from stronghold.parallel.row import Row
 from stronghold.parallel.shapes import Shapes
 from stronghold.parallel.tied import Tied
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 from stronghold.settings import OffloadSettings
 from stronghold.unit import unit_of
 from stronghold.weights import Weights
@@ -168,7 +168,7 @@ class StagedModule(nn.Module):
         """Returns the bytes that this process has sent to each other one, by its rank, since it was last asked.
 
         They are the activations and their gradients that cross from stage to stage, counted as they are handed over;
-        for a step :func:`stronghold.planner.traffic.boundary_bytes` has the formula.
+        for a step :func:`stronghold.planner.link_bytes.boundary_bytes` has the formula.
         """
         sent = self._sent.copy()
         self._sent.clear()

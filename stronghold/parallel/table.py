@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from stronghold.planner.partition import Partition
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.simulate import simulate
 from stronghold.units import format_bytes, format_seconds
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stronghold.parallel.mesh import groups_of
 from stronghold.parallel.processes import Processes
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 
 
 class Tied:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from stronghold.errors import BudgetError
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.stage_costs import LayerCost, StageCosts, StageEnding, ratio_of
 from stronghold.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class StagePlan:
     """One stage of a partition: ``layers`` layers from ``first`` on, the last ``recomputed`` of them recomputed.
 
     Seconds are of one micro-batch, ``backward_s`` with the recomputation; ``memory_bytes`` is the stage's peak.
@@ -45,7 +45,7 @@ class Partition:
     ``ideal_s`` is what each stage took if the time of all layers, without recomputation, divided evenly.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StagePlan, ...]
     ideal_s: float
 
     @property
@@ -167,11 +167,11 @@ def _cut(
     return least[layers], cuts[::-1]
 
 
-def _stage(costs: StageCosts, stage: int, first: int, end: int, limit_bytes: float) -> Stage:
+def _stage(costs: StageCosts, stage: int, first: int, end: int, limit_bytes: float) -> StagePlan:
     ending = costs.ending(stage, end)
     recomputed = ending.recomputed(first, limit_bytes)
     assert recomputed is not None, "a stage that does not fit"
-    return Stage(
+    return StagePlan(
         first=first,
         layers=end - first,
         recomputed=recomputed,

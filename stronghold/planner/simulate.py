@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stronghold.planner.pipeline import Pass, Pipeline
+from stronghold.planner.pipeline_order import Pass, Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)

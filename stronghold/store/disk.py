@@ -17,12 +17,12 @@ from stronghold.formats.manifest import Manifest as Checkpoint
 from stronghold.formats.manifest import UnitFileEntry, name_of
 from stronghold.layout import PAGE_BYTES, Part, lay_out
 from stronghold.native import DISK_THREADS, Disk, DiskCounters, Priority
-from stronghold.store.base import Store, UpdateIO
 from stronghold.store.directory import Directory, Inventory, UnitRecord, check_same
 from stronghold.store.kept import file_name, open_kept, otherwise
 from stronghold.store.ram import InPlace
 from stronghold.store.ring import DiskUpdateIO, Ring
-from stronghold.store.staging import AHEAD, Read, Staging, staging_bytes
+from stronghold.store.staging import AHEAD, DiskStaging, Read, staging_bytes
+from stronghold.store.store import Store, UpdateIO
 from stronghold.store.unit_file import UnitFile
 from stronghold.unit import Kind, Unit
 from stronghold.units import format_bytes
@@ -77,7 +77,7 @@ class DiskStore(Store):
         states = any("moments" in unit.on_disk and unit.trainable for unit in units)
         self._ring = Ring(device) if states else None
         length = staging_bytes(units, device)
-        self._staging = Staging(device, waits, _reading_in(self), length) if length else None
+        self._staging = DiskStaging(device, waits, _reading_in(self), length) if length else None
         self._reading: dict[Unit, Event] = {}
         """When the newest read of each unit's weights is complete."""
 

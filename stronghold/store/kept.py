@@ -13,7 +13,7 @@ from stronghold.errors import CheckpointError, CorruptionError, StoreError
 from stronghold.formats.manifest import Manifest, PlacedEntry, TensorEntry, UnitFileEntry
 from stronghold.formats.reader import FileReader
 from stronghold.native import Disk
-from stronghold.store.base import Store
+from stronghold.store.store import Store
 from stronghold.store.unit_file import UnitFile, file_bytes
 from stronghold.unit import Unit
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from stronghold.device import Buffer, over
 from stronghold.layout import Part
 from stronghold.native import Segment
-from stronghold.store.base import Kernel, Store, UpdateIO
+from stronghold.store.store import Kernel, Store, UpdateIO
 from stronghold.unit import Kind, Unit
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from stronghold.device import Buffer, Device, over
 from stronghold.layout import Part
 from stronghold.native import BLOCK, Priority, Segment, Transfer
-from stronghold.store.base import Kernel
 from stronghold.store.chunks import Array, chunks, spans
+from stronghold.store.store import Kernel
 from stronghold.store.unit_file import UnitFile
 
 SLOTS = 4
@@ -23,7 +23,7 @@ RING_BYTES = SLOTS * SLOT_BYTES
 
 
 @dataclass
-class _Slot:
+class _RingSlot:
     buffer: Buffer
     chunk: Chunk | None = None
     written: UnitFile | None = None
@@ -50,7 +50,7 @@ class Chunk:
     """Whether the user may write the unit without our knowing: what is written back then gets no checksums."""
     parts: list[Part]
     runs: list[tuple[int, int, int]]
-    slot: _Slot | None = None
+    slot: _RingSlot | None = None
     reads: list[Transfer] = field(default_factory=list)
 
     def twin(self, tensor: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Ring:
     """
 
     def __init__(self, device: Device) -> None:
-        self._slots = [_Slot(device.host_buffer(SLOT_BYTES, pinned=False, private=True)) for _ in range(SLOTS)]
+        self._slots = [_RingSlot(device.host_buffer(SLOT_BYTES, pinned=False, private=True)) for _ in range(SLOTS)]
         self._waiting: deque[Chunk] = deque()
         self._lock = threading.Lock()
 
@@ -150,11 +150,11 @@ class Ring:
     def _before(earlier: Chunk, chunk: Chunk) -> bool:
         return earlier.update is not chunk.update and earlier.file is chunk.file
 
-    def _free(self) -> _Slot | None:
+    def _free(self) -> _RingSlot | None:
         idle = (slot for slot in self._slots if slot.chunk is None)
         return next((slot for slot in idle if all(transfer.done() for transfer in slot.writes)), None)
 
-    def _draining(self) -> _Slot | None:
+    def _draining(self) -> _RingSlot | None:
         return next((slot for slot in self._slots if slot.chunk is None), None)
 
 

@@ -35,7 +35,7 @@ class _Buffer:
     """Nobody reads into it or copies from it any more."""
 
 
-class Staging:
+class DiskStaging:
     """``BUFFERS`` buffers, filled by a fetch or, ``AHEAD`` layers before it, by a stream of their own.
 
     Nothing here waits in a circle, for everything waits for what was issued before it: a read ahead for an update and

@@ -1,9 +1,9 @@
 """The window: layers in slots, gradients and inputs on their way."""
 
 from stronghold.window.activations import HostActivations
+from stronghold.window.device_gradients import DeviceGradients
 from stronghold.window.grad_offload import RING
 from stronghold.window.gradients import Gradients, gradient_slot_bytes
-from stronghold.window.on_device import DeviceGradients
 from stronghold.window.parts import Accumulators, OfSums, Parts
 from stronghold.window.traffic import Traffic
 from stronghold.window.window import Window

@@ -19,7 +19,7 @@ SLOTS = 2
 
 
 @dataclass
-class _Slot:
+class _InputSlot:
     flat: Tensor
     event: Event | None = None
     used_bytes: int = 0
@@ -30,13 +30,13 @@ class _Inputs:
     """The inputs of one run of a layer, which come up together; they live as long as autograd keeps one of them."""
 
     def __init__(self) -> None:
-        self.kept: list[weakref.ref[_Kept]] = []
+        self.kept: list[weakref.ref[_KeptInput]] = []
         self.length_bytes = 0
-        self.slot: _Slot | None = None
+        self.slot: _InputSlot | None = None
         """The slot that holds them on the device, or soon will."""
 
 
-class _Kept:
+class _KeptInput:
     """One input that lies in host memory; it gives its memory back when autograd lets go of it."""
 
     def __init__(self, tensor: Tensor, buffer: HostBuffer, inputs: _Inputs) -> None:
@@ -68,9 +68,9 @@ class HostActivations:
     def __init__(self, device: Device, waits: Waits) -> None:
         self.device = device
         self.waits = waits
-        self._outgrown: list[_Slot] = []
-        self._down: list[_Slot] = []
-        self._up: list[_Slot] = []
+        self._outgrown: list[_InputSlot] = []
+        self._down: list[_InputSlot] = []
+        self._up: list[_InputSlot] = []
         self._runs: list[weakref.ref[_Inputs]] = []
         self._pool: list[HostBuffer] = []
 
@@ -86,7 +86,7 @@ class HostActivations:
         """Sends a layer's input down; tensors without gradient (masks, positions) stay where they are."""
         if not tensor.requires_grad or tensor.device != self.device.torch_device or not tensor.numel():
             return tensor
-        kept = _Kept(tensor, self._take(tensor.numel() * tensor.element_size()), inputs)
+        kept = _KeptInput(tensor, self._take(tensor.numel() * tensor.element_size()), inputs)
         weakref.finalize(kept, self._pool.append, kept.buffer)
         slot = self._next(self._down, kept.length_bytes)
         # The copy down of the input that used this slot before must have read it.
@@ -132,11 +132,11 @@ class HostActivations:
         slot.event = up.record()
         slot.inputs, inputs.slot, slot.used_bytes = weakref.ref(inputs), slot, inputs.length_bytes
 
-    def _next(self, slots: list[_Slot], length: int) -> _Slot:
+    def _next(self, slots: list[_InputSlot], length: int) -> _InputSlot:
         if not slots or slots[0].flat.numel() < length:
             # Copies may still be under way in those that are too short now.
             self._outgrown = [slot for slot in self._outgrown + slots if slot.event and not slot.event.done]
-            slots[:] = [_Slot(self.device.buffer(length)) for _ in range(SLOTS)]
+            slots[:] = [_InputSlot(self.device.buffer(length)) for _ in range(SLOTS)]
         slots.append(slots.pop(0))
         return slots[-1]
 

@@ -43,7 +43,7 @@ class DeviceSlot:
 
 
 @dataclass
-class Staging:
+class GradStaging:
     """A fixed host buffer for gradients that are added to others, or used for an update, and then gone."""
 
     buffer: HostBuffer
@@ -60,7 +60,7 @@ class GradOffload:
         self.waits = waits
         self.traffic = Traffic()
         self.slots: list[DeviceSlot] = []
-        self._staging: list[Staging] = []
+        self._staging: list[GradStaging] = []
         self._outgrown: list[object] = []
         self.fit()
 
@@ -80,7 +80,7 @@ class GradOffload:
             self._outgrown += [*self.slots, *self._staging]  # copies may still be under way in them
             self.slots = [DeviceSlot(self.device.buffer(longest)) for _ in range(RING)]
             staged = max(unit.gradients.layout.total_bytes for unit in self.units)
-            self._staging = [Staging(self.device.host_buffer(staged, private=True)) for _ in range(RING)]
+            self._staging = [GradStaging(self.device.host_buffer(staged, private=True)) for _ in range(RING)]
 
     def slot_bytes(self, unit: Unit) -> int:
         """Returns what the gradients of a layer take in a slot."""
@@ -119,7 +119,7 @@ class GradOffload:
         self.device.gradients.copy(target, source)
         self.traffic.gradient_bytes += source.nbytes
 
-    def stage(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> tuple[Staging, dict[int, HostGrad]]:
+    def stage(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> tuple[GradStaging, dict[int, HostGrad]]:
         """Sends gradients down into a staging buffer; returns it and what arrives there."""
         staging = self._staging[0]
         self._staging.append(self._staging.pop(0))

@@ -32,8 +32,8 @@ from stronghold.unit import (
     set_gradient,
 )
 from stronghold.window.batches import Batches
+from stronghold.window.device_gradients import add_on_device, remainder_of
 from stronghold.window.grad_offload import DeviceSlot, GradOffload
-from stronghold.window.on_device import add_on_device, remainder_of
 from stronghold.window.parts import Parts
 from stronghold.window.shared_grad_offload import SharedGradOffload, shared_slot_bytes
 from stronghold.window.sums import apart, in_own_memory, write_squares

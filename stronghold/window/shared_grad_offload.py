@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stronghold.device import Device, HostBuffer, Waits
 from stronghold.layout import ALIGNMENT_BYTES, lay_out, round_up
-from stronghold.planner.traffic import all_reduce_bytes, reduce_scatter_bytes
+from stronghold.planner.link_bytes import all_reduce_bytes, reduce_scatter_bytes
 from stronghold.unit import Unit
 from stronghold.window.grad_offload import DeviceSlot, GradOffload
 from stronghold.window.sums import spread, squares_of

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import stronghold
 from stronghold.checkpoint import dcp_saving
-from stronghold.checkpoint.units import names_of
+from stronghold.checkpoint.unit_tensors import names_of
 from stronghold.errors import CheckpointError
 from tests.checkpoint import sharded
 from tests.checkpoint.test_loading import DTYPES, masters, same

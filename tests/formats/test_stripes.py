@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stronghold.formats.stripes import Span, Stripes
+from stronghold.formats.stripes import Stripes, StripeSpan
 from stronghold.native import PIECE_BYTES
 from stronghold.store.mapping import map_striped
 
@@ -78,9 +78,9 @@ def test_a_unit_has_few_stripes_of_whole_pieces(files, capacity):
 def test_spans_by_hand():
     stripes = Stripes(2, PIECE_BYTES)
     assert list(stripes.spans(PAGE, 2 * PIECE_BYTES + PAGE)) == [
-        Span(0, PAGE, PAGE, PIECE_BYTES),
-        Span(1, 0, PIECE_BYTES, 2 * PIECE_BYTES),
-        Span(0, PIECE_BYTES, 2 * PIECE_BYTES, 2 * PIECE_BYTES + PAGE),
+        StripeSpan(0, PAGE, PAGE, PIECE_BYTES),
+        StripeSpan(1, 0, PIECE_BYTES, 2 * PIECE_BYTES),
+        StripeSpan(0, PIECE_BYTES, 2 * PIECE_BYTES, 2 * PIECE_BYTES + PAGE),
     ]
 
 

@@ -25,7 +25,7 @@ from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.models.gpt_row import GPTRow
 from stronghold.offload import engine_of
 from stronghold.parallel import Processes, in_stages
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 from tests.small import SIZE, Block
 
 BATCH = 8

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import stronghold
 from stronghold.checkpoint import dcp_saving
-from stronghold.checkpoint.units import names_of, tensors_of
+from stronghold.checkpoint.unit_tensors import names_of, tensors_of
 from stronghold.lab.models.gpt import GPT
 from stronghold.lab.models.gpt_row import GPTRow
 from stronghold.parallel import Processes, in_stages, watch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stronghold.planner.traffic import boundary_bytes
+from stronghold.planner.link_bytes import boundary_bytes
 from tests.parallel import cases
 from tests.parallel.launched import launch
 

@@ -16,7 +16,7 @@ from stronghold.errors import ParallelError
 from stronghold.parallel import partitioning
 from stronghold.parallel.partitioning import choose_stages
 from stronghold.parallel.row import SequentialRow
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 from tests.parallel.cases import residual
 from tests.parallel.launched import launch
 from tests.parallel.waiting import Waiting

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stronghold.errors import BudgetError
 from stronghold.planner.partition import partition
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.stage_costs import LayerCost, ratio_of, recomputed_layers
 
 

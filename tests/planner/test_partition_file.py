@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stronghold.planner.partition import Partition, Stage
+from stronghold.planner.partition import Partition, StagePlan
 from stronghold.planner.partition_file import PartitionFile, read_partition, write_partition
 
 
 def stage(layers, recomputed):
-    return Stage(first=0, layers=layers, recomputed=recomputed, forward_s=0, backward_s=0, memory_bytes=0)
+    return StagePlan(first=0, layers=layers, recomputed=recomputed, forward_s=0, backward_s=0, memory_bytes=0)
 
 
 def file(path, text):

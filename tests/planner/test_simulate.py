@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.simulate import simulate
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from stronghold.planner.pipeline import SCHEDULES
+from stronghold.planner.pipeline_order import SCHEDULES
 
 SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "vocabulary": 51200, "dropout": 0.0}
 """The reference GPT's, unless told."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint.plain import to_plain
 from stronghold.checkpoint.random_states import take_random_states
-from stronghold.checkpoint.units import persistent_buffers
+from stronghold.checkpoint.unit_tensors import persistent_buffers
 from stronghold.formats.manifest import (
     BUFFERS,
     BufferEntry,

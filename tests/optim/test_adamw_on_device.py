@@ -9,8 +9,8 @@ import torch
 
 from stronghold import native
 from stronghold.native import BLOCK, Blocks, Segment
+from stronghold.optim.adamw_on_device import adamw_on_device
 from stronghold.optim.blocks import decode, exponents_of
-from stronghold.optim.on_device import adamw_on_device
 from stronghold.split import join, split
 from tests.native_reference import State, adamw_8bit
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stronghold.planner.pipeline import Pipeline
-from stronghold.planner.traffic import all_gather_bytes, boundary_bytes, fetches, host_bytes, reduce_scatter_bytes
+from stronghold.planner.link_bytes import all_gather_bytes, boundary_bytes, fetches, host_bytes, reduce_scatter_bytes
+from stronghold.planner.pipeline_order import Pipeline
 from stronghold.schedule import trace
 from tests.planner.torch_schedules import sends
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Those of ``ranks``, of which this process has the ``rank``; ``link`` is None where it is alone."""
 
     link: dist.ProcessGroup | None
@@ -49,7 +49,7 @@ class ReplicaProcesses:
     """
 
     def __init__(self, mesh: DeviceMesh, rank: int, watch: Watch) -> None:
-        self._watch, self._alone = watch, Group(None, (rank,))
+        self._watch, self._alone = watch, RankGroup(None, (rank,))
         here, opposite = sets_along(mesh.mesh, REPLICA), sets_along(mesh.mesh, MACHINE)
         self._here = self._group(here, mesh.get_group(REPLICA))
         # Those of the same number on each machine have the same share of every layer.
@@ -73,14 +73,14 @@ class ReplicaProcesses:
         self.updates: Lane = ProcessLane(self._group(here), self._alone, watch.beside)
         self.written_back: Lane = ProcessLane(self._group(here), self._alone, watch.beside)
 
-    def _group(self, sets: Sequence[list[int]], link: dist.ProcessGroup | None = None) -> Group:
+    def _group(self, sets: Sequence[list[int]], link: dist.ProcessGroup | None = None) -> RankGroup:
         """Returns that of the ``sets`` of ranks that this process is in; without a ``link`` all make all of them."""
         if all(len(ranks) == 1 for ranks in sets):
             return self._alone
         (rank,) = self._alone.ranks
         which = next(number for number, ranks in enumerate(sets) if rank in ranks)
         link = groups_of(sets, self._watch)[which] if link is None else link
-        return Group(link, tuple(sets[which]), sets[which].index(rank))
+        return RankGroup(link, tuple(sets[which]), sets[which].index(rank))
 
     def memory(self, length_bytes: int) -> Common | None:
         """Returns memory that all replicas here have, all zero. It goes with the last process that has it."""
@@ -185,7 +185,7 @@ class ProcessLane:
     """What replicas say to one another from one of their threads: those ``here``, and those ``opposite`` elsewhere."""
 
     def __init__(
-        self, here: Group, opposite: Group, waiting: Callable[[Collection[int]], AbstractContextManager[None]]
+        self, here: RankGroup, opposite: RankGroup, waiting: Callable[[Collection[int]], AbstractContextManager[None]]
     ) -> None:
         self._here = here
         self._opposite = opposite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stronghold.planner.traffic import all_reduce_bytes, reduce_scatter_bytes, share
+from stronghold.planner.link_bytes import all_reduce_bytes, reduce_scatter_bytes, share
 from tests.parallel.launched import launch
 
 

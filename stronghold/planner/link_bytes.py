@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from stronghold.planner.pipeline import Pipeline
+from stronghold.planner.pipeline_order import Pipeline
 
 
 def boundary_bytes(pipeline: Pipeline, activation_bytes: int | Sequence[int]) -> dict[tuple[int, int], int]:

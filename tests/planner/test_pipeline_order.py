@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from stronghold.planner.pipeline import SCHEDULES, Pass, Pipeline
+from stronghold.planner.pipeline_order import SCHEDULES, Pass, Pipeline
 from tests.planner.torch_schedules import executed_order, held_order, schedule_of
 
 
