@@ -145,11 +145,12 @@ _stronghold_create() {
   PYTHON="$root/.venv/bin/python"
   rm -f "$root"/build/extension*.sha256 # the build is what registers the project in the new environment
   local torch
-  torch="$(grep -m 1 '^torch==' "$root/requirements.txt")"
+  # STRONGHOLD_TORCH names another build, such as the last one for an older GPU, with PIP_EXTRA_INDEX_URL where it is.
+  torch="${STRONGHOLD_TORCH:-$(grep -m 1 '^torch==' "$root/requirements.txt")}"
   _stronghold_say "installing $torch (a large download)"
   _stronghold_pip install "$torch"
   _stronghold_say "installing the other dependencies of requirements.txt"
-  _stronghold_pip install -r "$root/requirements.txt"
+  _stronghold_pip install -r <(grep -v '^torch==' "$root/requirements.txt") "$torch"
 }
 
 _stronghold_pip() {

@@ -34,7 +34,7 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
   --micro-batches N
                   parts of the batch that go through the stages one behind the other (default: as many as divide it)
   --micro-batch N samples that a layer computes at a time (default: the batch; stronghold and l2l)
-  --seq N         tokens in a sample (default: 256; the paper's runs have 1024)
+  --seq N         tokens in a sample (default: 1024, as the paper's runs have; on a CPU 256)
   --steps N       steps (default: 50)
   --lr X          highest learning rate (default: 6e-4), after a tenth of the steps
   --dtype TYPE    fp32 or bf16, the compute type (default: fp32)
@@ -62,7 +62,7 @@ fail() {
 }
 
 method=stronghold layers=16 hidden=2048 batch=4 window=4 stages=1 replicas=1 micro_batches="" micro_batch=""
-seq=256 steps=50 lr=6e-4 dtype=fp32 store=ram states=fp32 clip="" device="" results=results
+seq="" steps=50 lr=6e-4 dtype=fp32 store=ram states=fp32 clip="" device="" results=results
 while (($#)); do
   case "$1" in
     --help) usage; exit 0 ;;
@@ -99,7 +99,7 @@ whole -p "$stages"
 whole -r "$replicas"
 [[ -z "$micro_batches" ]] || whole --micro-batches "$micro_batches"
 [[ -z "$micro_batch" ]] || whole --micro-batch "$micro_batch"
-whole --seq "$seq"
+[[ -z "$seq" ]] || whole --seq "$seq"
 whole --steps "$steps"
 if [[ "$window" != auto ]]; then
   whole -w "$window"
@@ -118,6 +118,15 @@ case "$method" in
   torchao-*) stronghold_baselines torchao || exit 1 ;;
   all) stronghold_baselines deepspeed ninja torchao || true ;; # without them its table says what is missing
 esac
+
+if [[ -z "$seq" ]]; then
+  if [[ "$device" == cuda* ]] || { [[ -z "$device" ]] && "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }; then
+    seq=1024
+  else
+    seq=256
+    printf 'sequence   256 tokens, for this is a CPU; on a GPU, as in the paper, 1024 (--seq)\n'
+  fi
+fi
 
 start=("$PYTHON" -m stronghold)
 if ((processes > 1)); then

@@ -56,14 +56,27 @@ def table(runs: list[dict]) -> Table:
 
 
 def draw(runs: list[dict], out: Path) -> None:
-    figure, (learning, testing) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for place, run in enumerate(runs):
-        style = {"label": name(run), "linestyle": (3 * place, (3, 3 * (len(runs) - 1)))}  # dashes that do not overlap
-        learning.plot(range(1, len(run["losses"]) + 1), run["losses"], **style)
-        testing.plot(range(1, len(run["accuracies"]) + 1), [100 * share for share in run["accuracies"]], **style)
-    learning.set(xlabel="batch", ylabel="loss", yscale="log")
-    testing.set(xlabel="epoch", ylabel="right of the tested, %")
-    testing.legend(loc="lower right")
+    """Draws the first run, and how far the others are from it: on one scale they would be one curve."""
+    figure, (learning, apart, testing) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    first = runs[0]
+    learning.plot(range(1, len(first["losses"]) + 1), first["losses"], color="black")
+    learning.set(title=f"Loss, {name(first)}", xlabel="batch", ylabel="loss", yscale="log")
+    for place, run in enumerate(runs[1:]):
+        furthest = [abs(ours - one) for ours, one in zip(run["losses"], first["losses"], strict=False)]
+        marker = {"marker": "os^v"[place % 4], "markersize": 5 - place % 4, "fillstyle": "none"}
+        apart.plot(range(1, len(furthest) + 1), furthest, **marker, linestyle="", color=f"C{place}", label=name(run))
+    apart.set(title="How far each loss is from that", xlabel="batch", ylabel="difference")
+    apart.set_yscale("symlog", linthresh=1e-9)
+    apart.set_ylim(bottom=0)
+    same = all(run["accuracies"] == first["accuracies"] for run in runs)
+    for run, colour in zip(
+        runs[:1] if same else runs, ["black", *(f"C{place}" for place in range(len(runs) - 1))], strict=False
+    ):
+        share = [100 * tested for tested in run["accuracies"]]
+        testing.plot(range(1, len(share) + 1), share, "o-", color=colour)
+    testing.set(title="Told right of those tested" + ", in every run" * same, xlabel="epoch", ylabel="%")
+    figure.suptitle("Images of digits, learned without stages and in stages")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(out, dpi=150)
 
 

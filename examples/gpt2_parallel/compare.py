@@ -95,9 +95,9 @@ def table(records: list[Record]) -> Table:
     table = Table(
         title=f"{first['steps']} steps of {first['batch']} x {first['sequence']} tokens, runs: {len(records)}"
     )
-    table.add_column("way", no_wrap=True)
-    for column in ("processes", "cores", "training s", "least", "most", "tokens/s", "furthest loss"):
-        table.add_column(column, justify="right")
+    table.add_column("way", overflow="fold")
+    for column in ("processes", "cores", "seconds", "least", "most", "tokens/s", "furthest loss"):
+        table.add_column(column, justify="right", no_wrap=column not in ("processes", "furthest loss"), min_width=5)
     for runs in by_way(records):
         one = runs[0]
         losses = (zip(run["losses"], first["losses"], strict=True) for run in runs)

@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 from tables import sizes
 
 
@@ -29,7 +30,7 @@ def main() -> None:
             compared.setdefault(settings, {})[str(record["balance"])] = record  # of runs alike, the last one
     if not compared:
         parser.error(f"{options.records} has no partition that compare.py measured; pass what it wrote to --out")
-    size = (5.5 * len(compared), 3.2)
+    size = (5.5 * len(compared), 3.5)
     figure, axes = plt.subplots(1, len(compared), figsize=size, squeeze=False, layout="constrained")
     for axis, (settings, named) in zip(axes[0], compared.items(), strict=True):
         rows = list(named.values())
@@ -40,10 +41,11 @@ def main() -> None:
         labels = [f"{row['balance'] if isinstance(row['balance'], str) else 'given'}\n{sizes(row)}" for row in rows]
         axis.set_yticks(range(len(rows)), labels)
         axis.invert_yaxis()
-        axis.axvline(rows[0]["ideal_seconds"], color="black", linestyle="--", label="ideal")
+        ideal = axis.axvline(rows[0]["ideal_seconds"], color="black", linestyle="--", label="ideal: equal stages")
         axis.set_title(f"{settings[0]}: batch {settings[1]}, {settings[3]} stages on {settings[4]} cores")
         axis.set_xlabel("seconds a batch: median, least to most")
-        axis.legend(loc="lower right")
+    fastest = Patch(color="tab:green", label="the fastest")
+    figure.legend(handles=[fastest, ideal], loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(options.out, dpi=150)
 
 

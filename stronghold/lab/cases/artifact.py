@@ -18,6 +18,10 @@ _LOSS = re.compile(r"lm loss: (\S+)")
 _NOT_A_NUMBER = re.compile(r"number of nan iterations:\s+[1-9]|grad norm: nan")
 _RATE = re.compile(r"SamplesPerSec(?:ond: |=)([\d.]+)")
 _PARAMETERS = re.compile(r"total parameters ([\d.]+) B")
+_DEVICE_MB = re.compile(r"\bmax allocated: ([\d.]+)")
+"""Of Megatron-LM's "memory (MB)" line, which counts in 2**20 bytes."""
+_DEVICE_GB = re.compile(r"\bMax_MA ([\d.]+) GB")
+"""Of DeepSpeed's see_memory_usage, which counts in 2**30 bytes."""
 _EXACT = re.compile(r"model parallel rank \(\d+, \d+\): (\d+)")
 
 
@@ -69,10 +73,18 @@ def read_artifact_log(path: Path, text: str) -> Measurement:
         high=max(timed),
         samples_per_s=settings["batch"] / statistics.median(timed),
         losses=losses,
+        device_bytes=_device_bytes(text),
         artifact=True,
         note="; ".join(notes),
         wrong="" if all(map(math.isfinite, losses)) else "its loss is nan",
     )
+
+
+def _device_bytes(text: str) -> int:
+    """Returns the most that the log says was allocated on the device, or 0 where it does not say."""
+    seen = [float(found) * 2**20 for found in _DEVICE_MB.findall(text)]
+    seen += [float(found) * 2**30 for found in _DEVICE_GB.findall(text)]
+    return round(max(seen, default=0))
 
 
 def _printed_settings(text: str) -> dict[str, Any]:

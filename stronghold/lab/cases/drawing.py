@@ -102,6 +102,16 @@ def _draw_line(axes: Any, case: Case, panel: Panel) -> None:
     series = SERIES[points[0].wanted.method]
     style = {"linestyle": "--", "markerfacecolor": "white"} if panel.published else {"linestyle": "-"}
     line = {"color": series.colour, "marker": series.marker, "linewidth": 1.6, "label": series.label}
+    if case.x == "layers" and x[0]:  # what the case is to show: time grows with the layers, and no faster
+        ends = [0, x[-1]]
+        axes.plot(ends, [y[0] / x[0] * end for end in ends], ":", color="#777777", linewidth=1.2, zorder=1)
+        axes.annotate(
+            f"dotted: {x[0]} layers' time, in proportion",
+            (0.97, 0.04),
+            xycoords="axes fraction",
+            ha="right",
+            fontsize=8,
+        )
     axes.errorbar(x, y, yerr=spread, capsize=3, elinewidth=0.9, **line, **style)
     wrong = [point for point in points if point.wrong]
     if wrong:

@@ -35,6 +35,22 @@ def test_the_method_is_that_of_the_printed_settings(method, tmp_path):
     assert found.window == (15 if method == "stronghold" else None)
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", 0),
+        (
+            "[Rank 0] (after 10 iterations) memory (MB) | allocated: 1.5 | max allocated: 24600.5 | reserved: 3\n",
+            24600.5 * 2**20,
+        ),
+        ("MA 1.25 GB         Max_MA 2.5 GB         CA 3.0 GB\nMA 1.0 GB         Max_MA 1.5 GB\n", 2.5 * 2**30),
+    ],
+    ids=["none", "megatron", "deepspeed"],
+)
+def test_the_most_that_the_device_held_is_read(line, expected, tmp_path):
+    assert read(tmp_path, artifact_log() + line).device_bytes == expected
+
+
 def test_the_log_counts_and_not_its_name(tmp_path):
     found = read(tmp_path, artifact_log(method="l2l", layers=78, times=(1.0,) * 5), NAME)
     assert (found.method, found.layers) == ("l2l", 78)

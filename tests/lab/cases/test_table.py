@@ -2,6 +2,7 @@
 
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -37,9 +38,17 @@ def test_the_csv_has_every_number_unrounded(measure):
     assert len(rows) == 2 + 5
 
 
+def test_the_artifacts_number_stands_beside_runs_of_its_own_models_alone(measure):
+    """Seconds of a V100 for another model say nothing beside those of a CPU."""
+    runs = measure(make_record("megatron-lm", seconds=0.25), make_record(seconds=0.5, wrong="bad"))
+    here, _ = tables(show(CASES[2], TINY, runs))
+    assert "artifact" not in text(here).splitlines()[3]
+    assert "0.7496" not in text(here)
+
+
 def test_the_table_has_the_artifacts_number_beside_each(measure):
     runs = measure(make_record("megatron-lm", seconds=0.25), make_record(seconds=0.5, wrong="bad"))
-    here, published = tables(show(CASES[2], TINY, runs))
+    here, published = tables(show(CASES[2], replace(TINY, name="v100"), runs))
     lines = text(here).splitlines()
     (megatron,) = [line for line in lines if line.count("Megatron-LM") == 2]
     assert [cell.strip() for cell in megatron.split("│")[1:-1]] == [
@@ -58,7 +67,7 @@ def test_the_largest_models_table_says_none_where_none_trained(measure):
     here, _ = tables(show(CASES[1], TINY, trials))
     (none,) = [line for line in text(here).splitlines() if "Megatron-LM" in line]
     assert [cell.strip() for cell in none.split("│")[1:4]] == ["Megatron-LM", "none", ""]
-    assert "5.141 B" in text(here)
+    assert "5.141 B" not in text(here), "the artifact's, of another model"
 
 
 @pytest.mark.parametrize(
