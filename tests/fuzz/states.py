@@ -191,6 +191,9 @@ class AddGroup(Operation):
         known = {id(p) for group in twin.optimizer.param_groups for p in group["params"]}
         if added := [p for p in twin.late(twin.model) if id(p) not in known]:
             twin.scheduler = None  # it knows of the groups before
+            if "in_backward" in twin.program.updates:  # which adds to no gradient that is there
+                for parameter in added:
+                    parameter.grad = None
             twin.optimizer.add_param_group({"params": list(dict.fromkeys(added)), "lr": 0.02})
 
 
