@@ -66,9 +66,9 @@ model   parameters         1.717 B
         moments            fp32
 device  slots              4.00 MiB
         gradients          1.00 MiB
-        root parameters              3.00 MiB
+        root               3.00 MiB
         together           8.00 MiB
-        in a step          2.00 MiB more for root parameters' gradients, and activations
+        in a step          2.00 MiB more for the root's gradients, and activations
         peak               not counted
 host    pinned             1.00 GiB
         pageable           512 MiB

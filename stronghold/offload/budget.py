@@ -83,9 +83,7 @@ def choose_window(units: Sequence[Unit], root_bytes: int, settings: OffloadSetti
     budget = settings.device_memory
     assert budget is None or isinstance(budget, int)
     resident = " and resident layers" if layers < len(units) else ""
-    needed = (
-        f"root and gradient slots{resident} take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
-    )
+    needed = f"root, gradient slots{resident} take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
     if isinstance(settings.window, int):
         window = settings.window
         if not 1 <= window <= len(units):

@@ -96,7 +96,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(
     training.save(tmp_path / "step-2")
     training.steps(kind.batches(1))
     limit, calls[0] = (call if call >= 0 else calls[0] + call), 0
-    with pytest.raises(OSError, match=r"No space left.*\.step-3\.partial/(layer|root parameter|manifest)") as caught:
+    with pytest.raises(OSError, match=r"No space left.*\.step-3\.partial/(layer|root|manifest)") as caught:
         training.save(tmp_path / "step-3")
     assert caught.value.errno == errno.ENOSPC
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]

@@ -286,7 +286,7 @@ def test_resident_layers_that_do_not_fit_are_refused_with_the_numbers():
     needed = taken(Residual, resident=3, window=1) - stronghold.report(offload(resident=3, window=1)).slots_device_bytes
     found = refused(
         Residual,
-        "3 resident layers need .* with root parameters and gradient slots.*pass a smaller resident=, or 'auto'",
+        "3 resident layers need .* with the root and gradient slots.*pass a smaller resident=, or 'auto'",
         resident=3,
         window=1,
         device_memory=needed - 1,
@@ -315,7 +315,7 @@ def test_a_window_beside_resident_layers_is_refused_with_what_would_fit(resident
         hint = f"pass window={window - 1} or less" if window > 1 else "not even a window of 1 fits"
         refused(
             Residual,
-            f"a window of {window} needs .* root parameters, gradient slots and resident layers take .*{hint}",
+            f"a window of {window} needs .* root, gradient slots and resident layers take .*{hint}",
             resident=resident,
             window=window,
             device_memory=need - 1,
