@@ -50,28 +50,37 @@ def load(
 ) -> Any:
     """Puts ``model``, ``optimizer``, ``scheduler`` and the random states where :func:`save` found them.
 
-    Returns the ``extra`` that it was given. The model must have the same parameters, by name and shape, and the
+    The model must have the same parameters, by name and shape, and the
     optimizer the same groups; window, store, resident layers, device, threads and the way of updating may be others.
     So may the formats where nothing is lost: the fp32 masters are exact whether saved or loaded with fp32 or bf16
     compute, and 8-bit moments go into fp32 exactly. fp32 moments do not go into eight bits, which is refused. Memory
     is bounded by one tensor beside the model. Gradients are left as they are, and so is a scheduler that is not passed.
 
-    With ``verify`` every byte is read and compared with its checksum before anything changes, and again when it is
-    loaded; without it, only then, and a damaged file leaves the model half loaded, which the error says. So it is with
-    moments that no update can have left, such as NaN.
-
     In the directory of the model's own store, reopened or saved in place and not changed since, what is on disk was
     verified and stays where it is, and only what belongs in memory is read. A directory that another run has open is
     not read, for that may change it.
 
-    With ``format="dcp"`` it is one of ``torch.distributed.checkpoint``: one that :func:`save` wrote so, or one that
-    another program did, with the parameters' and moments' names under prefixes of any kind ("model." and
-    "optimizer.state."). Of that one the learning rates, betas, eps and weight decays are taken too, the random states
-    left as they are, and None is returned. It has no checksums, and a pickle in it is run: load what you trust.
+    Args:
+        directory: The checkpoint.
+        model: An offloaded model with its parameters.
+        optimizer: Its optimizer, with the same groups.
+        scheduler: What was saved as such.
+        verify: Whether every byte is read and compared with its checksum before anything changes, and again when it is
+            loaded; without it, only then, and a damaged file leaves the model half loaded, which the error says. So it
+            is with moments that no update can have left, such as NaN.
+        format: ``"dcp"`` for one of ``torch.distributed.checkpoint``: one that :func:`save` wrote so, or one that
+            another program did, with the parameters' and moments' names under prefixes of any kind ("model." and
+            "optimizer.state."). Of that one the learning rates, betas, eps and weight decays are taken too, and the
+            random states left as they are. It has no checksums, and a pickle in it is run: load what you trust.
 
-    Raises CheckpointError for a checkpoint that is absent, incomplete or of another model, CorruptionError for altered
-    bytes, OffloadedModelError and BudgetError as :class:`AdamW` does, and StoreError for a directory that is in use, or
-    to be loaded in place into a store that is placed otherwise.
+    Returns:
+        The ``extra`` that was saved; None for another program's checkpoint.
+
+    Raises:
+        CheckpointError: A checkpoint that is absent, incomplete or of another model.
+        CorruptionError: Altered bytes.
+        OffloadedModelError: As :class:`AdamW` raises it; so is BudgetError.
+        StoreError: A directory that is in use, or to be loaded in place into a store that is placed otherwise.
     """
     check_format(format)
     model = uncompiled(model)

@@ -45,8 +45,7 @@ def save(
 
     Call it between steps, after ``optimizer.step()``: gradients are not kept. What is kept is the fp32 masters exactly,
     AdamW's moments in their own format, its groups and counts, buffers, the state of ``scheduler``, the random states
-    of torch (the CPU's and the model's device's), Python and numpy, and ``extra``: numbers, texts, tensors and lists,
-    tuples and dictionaries of them, such as the position in the data.
+    of torch (the CPU's and the model's device's), Python and numpy, and ``extra``.
 
     Everything goes into ``.NAME.partial`` beside ``directory``, is synced, and gets its name only then: a checkpoint is
     complete or not there. No more than one tensor is in memory beside the model. A unit that has not changed since the
@@ -61,14 +60,25 @@ def save(
     The processes of a model in stages all call it, and write one checkpoint together, each what it has; any number of
     processes loads it, one too.
 
-    With ``format="dcp"`` the checkpoint is one of ``torch.distributed.checkpoint``, which other programs load by that:
-    under "model" and "optimizer" masters and moments in fp32, named as ``get_model_state_dict`` and
-    ``get_optimizer_state_dict`` do, and the rest under "stronghold". It has no checksums, a unit that has not changed
-    is written again, and 8-bit moments become fp32 ones.
+    Args:
+        directory: Where the checkpoint is to be: a new name, or the store's own directory.
+        model: The offloaded model.
+        optimizer: Its optimizer.
+        scheduler: One of ``torch.optim.lr_scheduler``, or what else has ``state_dict()``.
+        extra: Numbers, texts, tensors and lists, tuples and dictionaries of them, such as the position in the data.
+        format: ``"safetensors"``, or ``"dcp"`` for one of ``torch.distributed.checkpoint``, which other programs load:
+            under "model" and "optimizer" masters and moments in fp32, named as ``get_model_state_dict`` and
+            ``get_optimizer_state_dict`` do, and the rest under "stronghold". It has no checksums, a unit that has not
+            changed is written again, and 8-bit moments become fp32 ones.
 
-    Raises ValueError where ``directory`` is in use or something cannot be kept, OffloadedModelError for a model that is
-    not offloaded or another one's optimizer, and OSError, with the file's name, where the disk refuses; then nothing
-    is left behind. In place also StoreError where the user holds weights that are on disk, and CorruptionError.
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        ValueError: A ``directory`` that is in use, or something that cannot be kept.
+        OffloadedModelError: A model that is not offloaded, or another one's optimizer.
+        OSError: A disk that refuses, with the file's name; nothing is left behind then.
+        StoreError: In place, where the user holds weights that are on disk; CorruptionError where these are damaged.
     """
     check_format(format)
     model = uncompiled(model)

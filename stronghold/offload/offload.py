@@ -45,40 +45,54 @@ def offload(
     The model is changed in place and used as before. Outside its own computation a layer's parameter is an ordinary
     CPU tensor, and so is its gradient; root parameters (embedding, final norm, head) stay on the device.
 
-    ``window`` is the number of layers on the device at a time, or ``"auto"`` for as many as ``device_memory`` (by
-    default the free memory) allows with half of it left to activations. ``device`` is where layers compute; on the CPU,
-    where a slot would be a second copy in the same memory, ``"auto"`` means that all layers in RAM are computed with
-    where they are (resident), unless there is a budget. ``dtype``
-    is the compute type (torch.float32 or torch.bfloat16; by default each parameter's own); with bf16 the fp32 master is
-    kept exactly, as the weight and a 16-bit remainder. ``layers`` names the containers of the layers where they are not
-    found by themselves. ``micro_batch=k`` runs each layer over the batch k samples at a time, so that weights cross the
-    bus once however large the batch. ``activations`` says what the backward pass finds: ``"recompute"`` (each layer
-    runs again from its input), ``"host"`` (the same, with the inputs in host memory) or ``"keep"`` (everything autograd
-    saves stays on the device). ``resident=k`` keeps k layers wholly on the device, weights, gradients and states, and
-    updates them there; ``"auto"`` keeps as many as ``device_memory`` holds, or without one half of the free memory,
-    with moments in fp32 (it is the optimizer that says later which they are).
-
-    ``device_memory`` and ``host_memory`` are budgets, in bytes or like ``"24GiB"``: what cannot fit is refused before
-    anything has changed, here or when the optimizer is made. They count slots, gradient slots, the root and resident
-    layers, and weights, gradients and AdamW's states; activations depend on the batch and come on top.
-
     A model larger than memory is built on the ``meta`` device, with real buffers
     (``accelerate.init_empty_weights(include_buffers=False)``), and ``weights`` gives its values, which never are in
-    memory beyond a layer: the folder of a checkpoint (safetensors, sharded or not, as transformers writes it), whose
-    tensors are converted to the parameters' dtypes; or a function that initialises the module it is given in place,
-    such as ``model._init_weights`` of a transformers model. It is called for every module in the order of
-    ``nn.Module.apply``, children first, once the parameters of its layer, or of its part of the model outside the
-    layers, are in memory (of the modules that hold layers: their own parameters); what it leaves without numbers is an
-    error. A shared parameter is initialised with the first part that has it; parameters that have values keep them.
+    memory beyond a layer.
 
     A store's directory that :func:`stronghold.checkpoint.save` has made a checkpoint is reopened by naming it twice,
     ``store=DIR, weights=DIR``: everything in it is compared with its checksums and used where it is. Placement and
     formats must be those that it was saved with; AdamW and :func:`stronghold.checkpoint.load` of ``DIR`` come next.
 
-    Raises ValueError for settings out of range, models without a repeated block, and ``weights`` that do not give each
-    parameter a value of its shape, or hold more; BudgetError for budgets that cannot hold it, OffloadedModelError for a
-    model that is offloaded already, and StoreError for a directory that is in use, another model's, or a run's that
-    would be overwritten. A reopened one that is not whole raises CheckpointError or CorruptionError, as it is.
+    Args:
+        model: Any module with a repeated block, on the CPU or the meta device.
+        window: Layers on the device at a time, or ``"auto"`` for as many as ``device_memory`` (by default the free
+            memory) allows with half of it left to activations. On the CPU, where a slot would be a second copy in the
+            same memory, ``"auto"`` has all layers in RAM computed with where they are, unless there is a budget.
+        store: Where layers and states live: ``"ram"``, a directory, or a list of directories on drives of their own.
+        device: Where layers compute.
+        dtype: The compute type, torch.float32 or torch.bfloat16; by default each parameter's own. With bf16 the fp32
+            master is kept exactly, as the weight and a 16-bit remainder.
+        layers: The containers of the layers, by name, where they are not found by themselves.
+        micro_batch: Samples over which a layer runs at a time, so that weights cross the bus once however large the
+            batch; None for the whole batch.
+        activations: What the backward pass finds: ``"recompute"`` (each layer runs again from its input), ``"host"``
+            (the same, with the inputs in host memory) or ``"keep"`` (everything autograd saves stays on the device).
+        resident: Layers that stay wholly on the device, weights, gradients and states, and are updated there;
+            ``"auto"`` for as many as ``device_memory`` holds, or without one half of the free memory, with moments in
+            fp32 (it is the optimizer that says later which they are).
+        device_memory: A budget in bytes, or like ``"24GiB"``: what cannot fit is refused before anything has changed,
+            here or when the optimizer is made. It counts slots, gradient slots, the root and resident layers;
+            activations depend on the batch and come on top.
+        host_memory: The same of weights, gradients and AdamW's states in host memory. With a store on disk it is what
+            may be kept in RAM.
+        weights: What gives a model its values: the folder of a checkpoint (safetensors, sharded or not, as transformers
+            writes it), whose tensors are converted to the parameters' dtypes; or a function that initialises the module
+            it is given in place, such as ``model._init_weights`` of a transformers model. It is called for every module
+            in the order of ``nn.Module.apply``, children first, once the parameters of its layer, or of its part of the
+            model outside the layers, are in memory (of the modules that hold layers: their own parameters); what it
+            leaves without numbers is an error. A shared parameter is initialised with the first part that has it;
+            parameters that have values keep them.
+
+    Returns:
+        The same module, changed in place.
+
+    Raises:
+        ValueError: Settings out of range, a model without a repeated block, or ``weights`` that do not give each
+            parameter a value of its shape, or hold more.
+        BudgetError: Budgets that cannot hold it.
+        OffloadedModelError: A model that is offloaded already.
+        StoreError: A directory that is in use, another model's, or a run's that would be overwritten.
+        CheckpointError: A directory to be reopened that is not whole; CorruptionError where its bytes are not.
     """
     settings = OffloadSettings(
         window=window,

@@ -43,30 +43,39 @@ class AdamW(torch.optim.Optimizer):
     scheduler of ``torch.optim.lr_scheduler`` works with it. ``step()`` may return while updates still run; what
     reads a parameter, a moment or a gradient in use waits for them.
 
-    ``update="deferred"`` updates layer after layer behind ``step()``, under the next forward pass.
-    ``update="in_backward"`` updates each layer as soon as its gradient has reached the host and keeps no gradient: it
-    takes no clipping over the whole model and no second ``backward()`` before ``step()``, which are refused. The norm
-    of its gradients may be asked for (``clip_grad_norm_`` with a bound that it does not reach).
-
-    ``max_grad_norm`` clips the norm of all gradients, like ``torch.nn.utils.clip_grad_norm_`` but without a pass of
-    its own over the gradients. ``nonfinite`` says what becomes of a step whose gradients hold NaN or infinity:
-    ``"raise"`` (NonFiniteGradientError, before any state has changed) or ``"skip"`` (nothing changes and
-    ``skipped_steps`` counts it). Under ``in_backward`` the layers updated before the first such gradient stay updated
-    and all others are left alone.
-
-    ``states="8bit"`` keeps both moments in eight bits, 2 bytes a parameter rather than 8 (how, and after whom, is in
-    :mod:`stronghold.optim.blocks`); its ``state_dict()`` has them in fp32, and loading that restores them exactly.
-
-    ``threads`` are the cores an update may use; by default all that the process may use (affinity, cgroup quota), less
-    one on a GPU for the thread that launches its kernels. It changes no bit of the result.
-
     Of ``torch.optim.AdamW``'s other arguments (``amsgrad``, ``maximize``, ``foreach``, ``capturable``,
     ``differentiable``, ``fused``) it takes those values that ask for nothing: False, and None where torch has it.
 
-    Raises ValueError for settings out of range, OffloadedModelError for parameters that are not all of one offloaded
-    model, BudgetError where the states do not fit the model's budgets, MemoryError where the machine can never hold
-    them or the system refuses them, and StoreError where the disk has no room for them, or is still taken by those of
-    an optimizer before. Warns where the host's memory is not free now.
+    Args:
+        params: Parameters of one offloaded model, or groups of them, as torch.optim takes them.
+        lr: The learning rate; a group may have its own, as of the next three.
+        betas: The decay of the two moments.
+        eps: What is added to the root of the second moment.
+        weight_decay: The decay, times the learning rate, of each weight.
+        states: ``"fp32"``, or ``"8bit"`` for both moments in eight bits, 2 bytes a parameter rather than 8 (how, and
+            after whom, is in :mod:`stronghold.optim.blocks`); its ``state_dict()`` has them in fp32, and loading that
+            restores them exactly.
+        max_grad_norm: The largest norm of all gradients, like ``torch.nn.utils.clip_grad_norm_`` but without a pass of
+            its own over the gradients; None for any.
+        update: ``"deferred"`` updates layer after layer behind ``step()``, under the next forward pass.
+            ``"in_backward"`` updates each layer as soon as its gradient has reached the host and keeps no gradient: it
+            takes no clipping over the whole model and no second ``backward()`` before ``step()``, which are refused.
+            The norm of its gradients may be asked for (``clip_grad_norm_`` with a bound that it does not reach).
+        nonfinite: What becomes of a step whose gradients hold NaN or infinity: ``"raise"`` (NonFiniteGradientError,
+            before any state has changed) or ``"skip"`` (nothing changes and ``skipped_steps`` counts it). Under
+            ``in_backward`` the layers updated before the first such gradient stay updated and all others are left
+            alone.
+        threads: The cores an update may use; by default all that the process may use (affinity, cgroup quota), less
+            one on a GPU for the thread that launches its kernels. It changes no bit of the result.
+
+    Raises:
+        ValueError: Settings out of range.
+        OffloadedModelError: Parameters that are not all of one offloaded model.
+        BudgetError: States that do not fit the model's budgets.
+        MemoryError: States that the machine can never hold, or that the system refuses.
+        StoreError: A disk that has no room for them, or still has those of an optimizer before.
+
+    Warns where the host's memory is not free now.
     """
 
     def __init__(

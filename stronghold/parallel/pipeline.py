@@ -44,30 +44,40 @@ def pipeline(
             optimizer.step()
             optimizer.zero_grad()
 
-    Of ``replicas`` each trains the whole model with its part of every batch. Those of a stage that are on one machine
-    have its memory in common: weights, gradients and AdamW's states are there once, and each replica updates its
-    share. Every machine that has some must have as many of them. ``micro_batches`` are those of one replica.
+    A layer is a child with parameters, and those without any behind it. The other processes' layers stay in ``module``
+    as they are: let go of it, or build it on the meta device and pass ``weights``. Random numbers that layers draw, for
+    dropout say, are each process's own.
 
-    ``loss(output, targets)`` is the mean over a micro-batch. ``balance`` says where the row is cut, where a layer is a
-    child with parameters and those without any behind it:
+    Args:
+        module: The row of layers, the same in every process.
+        loss: ``loss(output, targets)``, the mean over a micro-batch.
+        stages: The parts that the row is cut into.
+        micro_batches: How many a replica's part of the batch is passed on as.
+        replicas: Each trains the whole model with its part of every batch. Those of a stage that are on one machine
+            have its memory in common: weights, gradients and AdamW's states are there once, and each replica updates
+            its share. Every machine that has some must have as many of them.
+        balance: Where the row is cut. ``"time"`` takes the least time of the slowest stage, and ``"memory"`` the least
+            bytes (weights and activations) of the fullest: the first process measures each layer with ``inputs``.
+            ``"layers"`` takes as many layers in each stage, measuring nothing; ``[26, 23]`` are the layers of each. The
+            path of a file of vPipe's, ``{"partition": [26, 23], "recompute_ratio": [1, 1]}``, is read by the first
+            process. A ratio is the part of a stage's layers that is recomputed in the backward pass, from the stage's
+            end and rounded down to whole layers; the others keep what autograd saves. ``activations="host"`` is then of
+            those that are recomputed, and ``"keep"`` is refused where there are any.
+        schedule: ``"GPipe"``, ``"1F1B"`` or ``"Interleaved1F1B"``; by default 1F1B with one stage on each process, else
+            interleaved.
+        inputs: A batch like those that will come, to measure with.
+        targets: With them the loss counts in what is measured.
+        device: As for :func:`stronghold.offload`, for each process's part; so are ``dtype`` and ``weights``.
+        dtype: The compute type.
+        weights: What gives the model its values.
+        **settings: The other arguments of :func:`stronghold.offload`.
 
-    - ``"time"`` for the least time of the slowest stage, and ``"memory"`` for the least bytes (weights and activations)
-      of the fullest. The first process measures each layer with ``inputs``, a batch like those that will come; the loss
-      counts where there are ``targets`` too.
-    - ``"layers"`` for as many layers in each stage, measuring nothing; or ``[26, 23]``, the layers of each.
-    - The path of a file of vPipe's, ``{"partition": [26, 23], "recompute_ratio": [1, 1]}``, that the first process can
-      read. A ratio is the part of a stage's layers that is recomputed in the backward pass, from the stage's end and
-      rounded down to whole layers; the others keep what autograd saves. ``activations="host"`` is then of those that
-      are recomputed, and ``"keep"`` is refused where there are any.
+    Returns:
+        This process's part, with ``forward_backward(inputs, targets)``.
 
-    ``schedule`` is "GPipe", "1F1B" or "Interleaved1F1B"; by default 1F1B with one stage on each process, else
-    interleaved. ``device``, ``dtype``, ``weights`` and ``settings`` are those of :func:`stronghold.offload`, for each
-    process's part.
-
-    The other processes' layers stay in ``module`` as they are: let go of it, or build it on the meta device and pass
-    ``weights``. Random numbers that layers draw, for dropout say, are each process's own. Raises ParallelError,
-    ValueError and BudgetError before anything has changed, in all processes; and whatever ``stronghold.offload``
-    raises.
+    Raises:
+        ParallelError: Processes that are too few, or do not agree, before anything has changed, in all of them; as are
+            ValueError and BudgetError, and whatever ``offload`` raises.
     """
     processes = Processes(torch.device(device), wanted=stages * replicas, replicas=replicas)
     return in_stages(

@@ -50,10 +50,20 @@ def replicate(
     All replicas must have gradients for the same parameters: where one leaves out a layer that another computes, all
     end with an error. Under ``in_backward`` some layers have been updated with nonsense by then: load a checkpoint.
 
-    ``device`` "cuda" is the GPU of the process's rank; the other arguments are those of :func:`stronghold.offload`,
-    with ``host_memory`` for each process and a store's directory for all of a machine; of several machines each has one
-    of its own below it. Raises ParallelError where the machines have not as many processes or these do not agree,
-    before anything has changed; and what ``offload`` raises.
+    Args:
+        model: The same in every process.
+        device: ``"cuda"`` is the GPU of the process's local rank.
+        dtype: As for :func:`stronghold.offload`.
+        weights: As for :func:`stronghold.offload`.
+        **settings: Its other arguments, with ``host_memory`` for each process and a store's directory for all of a
+            machine; of several machines each has one of its own below it.
+
+    Returns:
+        The same module, changed in place.
+
+    Raises:
+        ParallelError: Machines that have not as many processes, or processes that do not agree, before anything has
+            changed; and what ``offload`` raises.
     """
     processes = Processes(torch.device(device), wanted=2, replicas=None)
     return replicated(model, processes, dtype=dtype, weights=weights, **settings)
