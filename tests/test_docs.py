@@ -127,6 +127,17 @@ def test_a_link_leads_to_a_file_and_a_heading_of_it(page):
             assert anchor in slugs, link
 
 
+def test_each_line_of_what_works_names_a_test_that_is_there():
+    text = (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:\w+/)*test_\w+\.py)(?:::([\w:]+))?`", text)
+    assert len(named) > 30
+    for path, name in named:
+        file = ROOT / "tests" / path
+        assert file.is_file(), path
+        for part in filter(None, name.split("::")):
+            assert re.search(rf"^ *(?:def|class) {part}\b", file.read_text(encoding="utf-8"), re.M), f"{path}::{name}"
+
+
 def test_the_docs_build_without_a_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
