@@ -272,7 +272,17 @@ class Unit:
     @property
     def is_aliased(self) -> bool:
         """Whether the user holds a tensor over a parameter's memory, such as ``p.data``, and may write through it."""
-        return any(is_shared(tensor) for tensor in (self.on_device or self.weight))
+        return any(map(self._is_aliased, range(len(self.parameters))))
+
+    def _is_aliased(self, index: int) -> bool:
+        """The same of one parameter, whose own memory that is but while its layer is in a slot."""
+        tensor = (self.on_device or self.weight)[index]
+        memory, parameter = tensor.untyped_storage()._cdata, self.parameters[index]
+        with torch._C.DisableTorchFunctionSubclass():
+            # Another thread asks, too, while that changes: one that was elsewhere before or behind counts as elsewhere.
+            before = parameter.untyped_storage()._cdata == memory
+            users = _users(tensor)
+            return users > _ALONE + (before and parameter.untyped_storage()._cdata == memory)
 
     def mark_dirty(self) -> None:
         """Called before the user or the engine may write the unit's memory: the store's checksums of it end."""
@@ -359,12 +369,12 @@ class Unit:
                 self.masters.replace(index, self.weight[index], value)
         if not self.has_device_copy and self.masters:
             self.mark_dirty()
-            self.masters.take_writes(self.weight, self.versions, lambda index: is_shared(self.weight[index]))
+            self.masters.take_writes(self.weight, self.versions, self._is_aliased)
         self.sample()
 
     def rewritten(self) -> None:
         """Called when the engine has written the weights, not the user: an update, or what loads a checkpoint."""
-        self.masters.updated(self.weight, lambda index: is_shared(self.weight[index]))
+        self.masters.updated(self.weight, self._is_aliased)
         self.sample()
 
     def check_unchanged(self, owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:

@@ -7,7 +7,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import stronghold
 from stronghold.unit import OffloadedParameter, unit_of
-from tests.small import SIZE, Residual, pair
+from tests.small import SIZE, Residual, numbers, pair
 
 
 class Tagged(nn.Parameter):
@@ -138,3 +138,28 @@ def test_a_write_into_one_of_several_views_leaves_the_low_bits_of_the_others():
     assert torch.equal(unit.settled_value(0, exact=True), before)
     bias = layer.bias.detach().float()
     assert torch.equal(unit.settled_value(1, exact=True), bias)
+
+
+@pytest.mark.parametrize("store", ["ram", "disk"])
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_a_write_through_what_was_held_across_a_step_becomes_the_master(tmp_path, store, update):
+    """Also where the layer was in a slot when it was updated: what is held then is a second user, not a third."""
+    where = {"ram": "ram", "disk": tmp_path / "store"}[store]
+    _, model = pair(lambda: Residual(2), dtype=torch.bfloat16, window=1, store=where)
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, update=update)
+    weight = model.layers[0].up.weight
+    unit, index = unit_of(weight), weight.__dict__["_index"]
+    held = weight.data
+    model(numbers(1)[0].bfloat16()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = unit.settled_value(index, exact=True).clone().flatten()
+    held.view(-1)[70] = 0.3
+    after = unit.settled_value(index, exact=True).flatten()
+    assert after[70] == torch.tensor(0.3).bfloat16().float()
+    block = slice(64, 128)  # those beside it lose their low bits
+    assert torch.equal(after[block], held.view(-1)[block].float())
+    others = torch.ones(len(after), dtype=torch.bool)
+    others[block] = False
+    assert torch.equal(after[others], before[others])
+    assert not torch.equal(before[others].bfloat16().float(), before[others]), "there are no low bits to lose"
