@@ -40,7 +40,7 @@ from stronghold.lab.models.files import inputs_of
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.records.json_lines import Record, append_record, describe_machine, read_records
 from stronghold.lab.training import learning_rate_factor
-from stronghold.offload.rows import find_layers
+from stronghold.offload.find_layers import find_layers
 from stronghold.units import format_count, format_seconds
 
 ROOT = Path(__file__).parent.parent

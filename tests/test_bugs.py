@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import stronghold
-from stronghold.parallel.row import SequentialRow
+from stronghold.parallel.layered_model import LayeredSequential
 from stronghold.window.activations import SLOTS
 from tests.reference import CASES, differences, offloaded, snapshot, train
 
@@ -101,6 +101,6 @@ def test_a_module_that_is_in_a_row_twice_is_computed_twice() -> None:
     """
     tanh = nn.Tanh()
     model = nn.Sequential(nn.Linear(4, 4), tanh, nn.Linear(4, 4), tanh, nn.Linear(4, 4), tanh)
-    row = SequentialRow(model, nn.functional.mse_loss)
+    row = LayeredSequential(model, nn.functional.mse_loss)
     x = torch.randn(2, 4)
     assert torch.equal(row.stage(2, 3)(row.stage(1, 2)(row.stage(0, 1)(x))), model(x))

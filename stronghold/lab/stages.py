@@ -17,11 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from stronghold.lab.models.gpt import GPT, GPTConfig
-from stronghold.lab.models.gpt_row import GPTRow
+from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.outputs import check_file
 from stronghold.lab.settings import ModelSettings
+from stronghold.parallel.layered_model import LayeredModel, LayeredSequential
 from stronghold.parallel.measuring import measure
-from stronghold.parallel.row import Row, SequentialRow
 from stronghold.parallel.table import partition_lines, partition_table, sizes_of
 from stronghold.planner.partition import Partition, partition
 from stronghold.planner.partition_file import PartitionFile, read_partition, write_partition
@@ -101,9 +101,9 @@ def partition_model(settings: PartitionSettings, console: Console) -> Partition:
     balance = settings.balance or "time" if file is None else file.partition
     pipeline, batch = _pipeline(settings, balance)
     samples = batch // pipeline.micro_batches
-    row, inputs, targets = _row(settings, samples, console)
-    partition([_NOTHING] * len(row.layers), pipeline, balance=balance)
-    costs = _measured(row, inputs, targets, settings, console)
+    layered, inputs, targets = _layered(settings, samples, console)
+    partition([_NOTHING] * len(layered.layers), pipeline, balance=balance)
+    costs = _measured(layered, inputs, targets, settings, console)
     wanted: dict[str, Any] = {
         "memory_bytes": settings.memory,
         "recompute_ratio": _ratio(settings, file),
@@ -154,7 +154,7 @@ def _pipeline(settings: PartitionSettings, balance: str | Sequence[int]) -> tupl
     )
 
 
-def _row(settings: PartitionSettings, samples: int, console: Console) -> tuple[Row, Tensor, Tensor | None]:
+def _layered(settings: PartitionSettings, samples: int, console: Console) -> tuple[LayeredModel, Tensor, Tensor | None]:
     """Returns the row of layers, and a micro-batch of random inputs and, where there is a loss, targets."""
     generator = torch.Generator().manual_seed(0)
     if settings.model is None:
@@ -171,22 +171,22 @@ def _row(settings: PartitionSettings, samples: int, console: Console) -> tuple[R
             gpt = GPT(config)
         ids = torch.randint(shape.vocabulary, (samples, settings.sequence), generator=generator)
         named, sample, loss = f"reference GPT of width {shape.hidden}", f"{settings.sequence} tokens", "with the loss"
-        row: Row = GPTRow(gpt)
+        layered: LayeredModel = LayeredGPT(gpt)
         inputs, targets = ids, ids
     else:
         assert settings.sample is not None
-        row = SequentialRow(_named(settings.model).train(), _no_loss)
+        layered = LayeredSequential(_named(settings.model).train(), _no_loss)
         named, sample, loss = settings.model, " x ".join(map(str, settings.sample)), "without a loss"
-        inputs, targets = _random(row.model, (samples, *settings.sample), _DTYPES[settings.dtype], generator), None
-    parameters = sum(parameter.numel() for parameter in row.model.parameters())
+        inputs, targets = _random(layered.model, (samples, *settings.sample), _DTYPES[settings.dtype], generator), None
+    parameters = sum(parameter.numel() for parameter in layered.model.parameters())
     console.print(
-        f"model      {named}: {len(row.layers)} layers, {format_count(parameters)} parameters\n"
+        f"model      {named}: {len(layered.layers)} layers, {format_count(parameters)} parameters\n"
         f"measured   {samples} x {sample} in a micro-batch, {loss}, {settings.dtype} on {settings.device}",
         soft_wrap=True,
         highlight=False,
         markup=False,
     )
-    return row, inputs, targets
+    return layered, inputs, targets
 
 
 def _named(name: str) -> nn.Sequential:
@@ -230,13 +230,13 @@ def _no_loss(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def _measured(
-    row: Row, inputs: Tensor, targets: Tensor | None, settings: PartitionSettings, console: Console
+    layered: LayeredModel, inputs: Tensor, targets: Tensor | None, settings: PartitionSettings, console: Console
 ) -> list[LayerCost]:
     columns = (TextColumn("measuring layers"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as shown:
-        task = shown.add_task("", total=len(row.layers))
+        task = shown.add_task("", total=len(layered.layers))
         return measure(
-            row,
+            layered,
             inputs,
             targets,
             device=torch.device(settings.device),

@@ -182,9 +182,9 @@ def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device)
 
 
 def _mark(units: Sequence[Unit], resident: int) -> None:
-    rows = set(spread(len(units), resident))
-    for row, unit in enumerate(units):
-        unit.resident = row in rows
+    chosen = set(spread(len(units), resident))
+    for layer, unit in enumerate(units):
+        unit.resident = layer in chosen
 
 
 def _fixed_bytes(units: Sequence[Unit], root_bytes: int) -> int:

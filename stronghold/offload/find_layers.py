@@ -29,20 +29,21 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
     Raises ValueError where there is no repeated block, or ``layers`` names none.
     """
     if layers is None:
-        rows = _found_rows(model)
+        names = _found_containers(model)
     else:
-        rows = _named_rows(model, [layers] if isinstance(layers, str) else list(layers))
+        names = _named_containers(model, [layers] if isinstance(layers, str) else list(layers))
     result, seen = [], set()
-    for name in rows:
+    for name in names:
         for child_name, child in model.get_submodule(name).named_children():
             if id(child) not in seen and any(True for _ in child.parameters()):
                 result.append(Layer(f"{name}.{child_name}" if name else child_name, child))
             seen.add(id(child))
-    containers = [model.get_submodule(name) for name in rows]
-    again = any(len(row._modules) > sum(1 for _ in row.children()) for row in containers)  # one block in several places
+    containers = [model.get_submodule(name) for name in names]
+    # One block may stand in several places.
+    again = any(len(container._modules) > sum(1 for _ in container.children()) for container in containers)
     least = 2 if layers is None or again else 1
     if len(result) < least:
-        where = ", ".join(map(repr, rows)) or "no container"
+        where = ", ".join(map(repr, names)) or "no container"
         raise ValueError(
             f"a model must have a row of at least {'one layer' if least == 1 else 'two layers'} with parameters of "
             f"their own (got {len(result)} in {where} of {type(model).__name__}): there is nothing to pass through a "
@@ -51,7 +52,7 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
     return result
 
 
-def _named_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
+def _named_containers(model: nn.Module, names: Sequence[str]) -> list[str]:
     modules = dict(model.named_modules())
     candidates = ", ".join(repr(name) for name in _candidates(model)) or "none"
     if not names:
@@ -77,7 +78,7 @@ def _named_rows(model: nn.Module, names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def _found_rows(model: nn.Module) -> list[str]:
+def _found_containers(model: nn.Module) -> list[str]:
     candidates = _candidates(model)
     if not candidates:
         raise ValueError(

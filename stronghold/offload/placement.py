@@ -13,8 +13,8 @@ from torch import nn
 from stronghold.device import Device
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.offload.budget import check_host, choose_disk, choose_window, keep_resident
+from stronghold.offload.find_layers import Layer, find_layers
 from stronghold.offload.parameters import check_parameters
-from stronghold.offload.rows import Layer, find_layers
 from stronghold.settings import OffloadSettings
 from stronghold.unit import ONE_REPLICA, Replicas, Unit
 

@@ -13,7 +13,7 @@ from stronghold.errors import ParallelError
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class Row(Protocol):
+class LayeredModel(Protocol):
     """A model whose layers are computed one behind the other, each from the one before it alone."""
 
     @property
@@ -40,7 +40,7 @@ class Row(Protocol):
         """Returns the mean loss of a micro-batch, a scalar, from the last stage, its output and the targets."""
 
 
-class SequentialRow:
+class LayeredSequential:
     """An ``nn.Sequential``: a layer is a child with parameters and the children without any that follow it.
 
     Those before the first one with parameters belong to it. Raises ParallelError for any other module, and for one

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.errors import ParallelError
-from stronghold.parallel.row import Row
+from stronghold.parallel.layered_model import LayeredModel
 from stronghold.planner.stage_costs import LayerCost
 
 REPETITIONS = 5
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def measure(
-    row: Row,
+    layered: LayeredModel,
     inputs: Tensor,
     targets: Tensor | None = None,
     *,
@@ -32,7 +32,7 @@ def measure(
     dtype: torch.dtype | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[LayerCost]:
-    """Computes each layer of ``row`` by itself, forward and backward, and returns what it takes.
+    """Computes each layer of ``layered`` by itself, forward and backward, and returns what it takes.
 
     ``inputs`` is one micro-batch of any shape and dtype, and each layer gets what the one before it returns. What comes
     before the first layer counts as a part of it, and what follows the last one likewise; the loss with it, where there
@@ -56,13 +56,13 @@ def measure(
     x = inputs.detach().to(device)
     targets = None if targets is None else targets.to(device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        for number in range(len(row.layers)):
-            stage = row.stage(number, number + 1)
-            scored = targets is not None and number + 1 == len(row.layers)
+        for number in range(len(layered.layers)):
+            stage = layered.stage(number, number + 1)
+            scored = targets is not None and number + 1 == len(layered.layers)
             kind = (_structure(stage), x.shape, x.stride(), x.dtype, x.requires_grad, scored)
             if kind not in known:
                 try:
-                    known[kind] = _Layer(row, stage, x, targets if scored else None, device, dtype).measured()
+                    known[kind] = _Layer(layered, stage, x, targets if scored else None, device, dtype).measured()
                 except Exception as error:
                     raise ParallelError(
                         f"each layer must compute what the one before it returns (layer {number} got "
@@ -83,14 +83,14 @@ class _Layer:
 
     def __init__(
         self,
-        row: Row,
+        layered: LayeredModel,
         stage: nn.Module,
         x: Tensor,
         targets: Tensor | None,
         device: torch.device,
         dtype: torch.dtype | None,
     ) -> None:
-        self._row, self._x, self._targets, self._device = row, x, targets, device
+        self._layered, self._x, self._targets, self._device = layered, x, targets, device
         self._stage = _copied(stage, device, dtype)
 
     def measured(self) -> tuple[LayerCost, Tensor]:
@@ -145,7 +145,7 @@ class _Layer:
         output = self._stage(given)
         if not isinstance(output, Tensor):
             raise TypeError(f"it returned {type(output).__name__}, not one tensor")
-        return output if self._targets is None else self._row.loss(self._stage, output, self._targets)
+        return output if self._targets is None else self._layered.loss(self._stage, output, self._targets)
 
     def _weights(self) -> list[Tensor]:
         return [*self._stage.parameters(), *self._stage.buffers()]

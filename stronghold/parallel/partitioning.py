@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stronghold.errors import ParallelError
+from stronghold.parallel.layered_model import LayeredModel
 from stronghold.parallel.measuring import measure
-from stronghold.parallel.row import Row
 from stronghold.planner.partition import partition
 from stronghold.planner.partition_file import read_partition
 from stronghold.planner.pipeline_order import Pipeline
@@ -23,7 +23,7 @@ Balance = str | os.PathLike[str] | Sequence[int]
 
 
 def choose_stages(
-    row: Row,
+    layered: LayeredModel,
     order: Pipeline,
     balance: Balance,
     *,
@@ -44,7 +44,7 @@ def choose_stages(
     recomputed: list[int] | None = None
     if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance not in BALANCES):
         balance, recomputed = read_stages(balance, activations)
-    layers, stages = len(row.layers), order.stages
+    layers, stages = len(layered.layers), order.stages
     if stages > layers:
         raise ParallelError(
             f"each stage needs at least one layer (got stages={stages}, layers={layers}); pass at most {layers} stages"
@@ -59,7 +59,7 @@ def choose_stages(
             "inputs=, or balance='layers' for as many layers in each stage, or a list of how many"
         )
     costs = measure(
-        row,
+        layered,
         first_micro_batch(inputs, order.micro_batches),
         None if targets is None else first_micro_batch(targets, order.micro_batches),
         device=device,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.offload import from_rank0
+from stronghold.parallel.layered_model import LayeredModel, LayeredSequential, Loss
 from stronghold.parallel.partitioning import Balance, choose_stages
 from stronghold.parallel.processes import Processes
-from stronghold.parallel.row import Loss, Row, SequentialRow
 from stronghold.parallel.staged import StagedModule
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.weights import Weights
@@ -81,7 +81,7 @@ def pipeline(
     """
     processes = Processes(torch.device(device), wanted=stages * replicas, replicas=replicas)
     return in_stages(
-        SequentialRow(module, loss),
+        LayeredSequential(module, loss),
         processes,
         stages=stages,
         micro_batches=micro_batches,
@@ -96,7 +96,7 @@ def pipeline(
 
 
 def in_stages(
-    row: Row,
+    layered: LayeredModel,
     processes: Processes,
     *,
     stages: int,
@@ -129,7 +129,7 @@ def in_stages(
     sizes, recomputed = from_rank0(
         processes,
         lambda: choose_stages(
-            row,
+            layered,
             order,
             balance,
             inputs=None if inputs is None else inputs[: len(inputs) * each // processes.world_size],
@@ -139,4 +139,4 @@ def in_stages(
             activations=settings.get("activations"),
         ),
     )
-    return StagedModule(row, sizes, order, processes, recomputed=recomputed, dtype=dtype, **settings)
+    return StagedModule(layered, sizes, order, processes, recomputed=recomputed, dtype=dtype, **settings)

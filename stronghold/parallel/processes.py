@@ -86,7 +86,7 @@ class Processes:
         return ReplicaProcesses(self.mesh, self.rank, self.watch)
 
     @cached_property
-    def row(self) -> dist.ProcessGroup:
+    def stage_group(self) -> dist.ProcessGroup:
         """The processes of this replica, through which micro-batches pass. To be asked for by all at once."""
         return self.mesh.get_group(STAGE)
 
@@ -99,7 +99,7 @@ class Processes:
         return [os.path.join(path, f"process-{first}") for path in directories]
 
     @property
-    def row_ranks(self) -> range:
+    def stage_ranks(self) -> range:
         """The ranks of this replica's processes."""
         return range(self.rank - self.place, self.rank - self.place + self.each)
 
@@ -165,16 +165,16 @@ class Processes:
     def mean(self, value: Tensor | None) -> Tensor:
         """Returns, in all processes, the mean of the scalars that the last one of each replica has: fp32, on the host.
 
-        Who has it tells the others, and waits for none of them: in a row of stages they end their steps later.
+        Who has it tells the others, and waits for none of them: in a pipeline they end their steps later.
         """
         mean = torch.tensor(0.0 if value is None else value.item(), dtype=torch.float64)
         last = self.place == self.each - 1
         if last and self.replicas.world_size > 1:
             self.replicas.main.mean(mean)
         if self.each > 1:
-            row = self.row
-            with self.watch.waiting(self.row_ranks):
-                dist.broadcast(mean, self.row_ranks[-1], group=row)
+            group = self.stage_group
+            with self.watch.waiting(self.stage_ranks):
+                dist.broadcast(mean, self.stage_ranks[-1], group=group)
         return mean.float()
 
 

@@ -16,8 +16,8 @@ from stronghold.errors import ParallelError
 from stronghold.offload import engine_of, follow, keep_activations, keep_company, offload_shared
 from stronghold.parallel.drawing import as_within
 from stronghold.parallel.facts import facts_of
+from stronghold.parallel.layered_model import LayeredModel
 from stronghold.parallel.processes import Processes
-from stronghold.parallel.row import Row
 from stronghold.parallel.shapes import Shapes
 from stronghold.parallel.tied import Tied
 from stronghold.planner.pipeline_order import Pipeline
@@ -38,7 +38,7 @@ class StagedModule(nn.Module):
 
     def __init__(
         self,
-        row: Row,
+        layered: LayeredModel,
         sizes: Sequence[int],
         order: Pipeline,
         processes: Processes,
@@ -49,14 +49,14 @@ class StagedModule(nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self._names = {id(module): name for name, module in row.model.named_modules()}
+        self._names = {id(module): name for name, module in layered.model.named_modules()}
         self._register_state_dict_hook(_to_names)
         self._register_load_state_dict_pre_hook(self._from_names)
         self._order, self._processes, self._device = order, processes, processes.device
-        self._loss = row.loss
+        self._loss = layered.loss
         own = {"partition": list(sizes), "schedule": str(order), "replicas": processes.world_size // processes.each}
-        processes.agree({**facts_of(row.model, dtype, settings), **own})
-        stages = [row.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
+        processes.agree({**facts_of(layered.model, dtype, settings), **own})
+        stages = [layered.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
         self._shapes = Shapes(stages, dtype)
         self._numbers = order.stages_of(processes.place)
         self._tied = Tied(stages, order, processes)
@@ -65,15 +65,15 @@ class StagedModule(nn.Module):
         self._sent: Counter[int] = Counter()
         self.chunks = nn.ModuleList(stages[number] for number in self._numbers)
         # By this name transformers' models say what of a checkpoint is not theirs; here it is what others have.
-        others = row.model.state_dict().keys() - set(self._renamed().values())
+        others = layered.model.state_dict().keys() - set(self._renamed().values())
         self._keys_to_ignore_on_load_unexpected = [f"^{re.escape(name)}$" for name in sorted(others)]
         if callable(weights):
-            weights = as_within(row.model, weights)
+            weights = as_within(layered.model, weights)
         if directories := OffloadSettings(store=settings.get("store", "ram")).directories:
             settings["store"] = processes.folders(directories)
         if isinstance(settings.get("window"), int):  # a process may have fewer layers than the others
             settings["window"] = min(settings["window"], sum(sizes[number] for number in self._numbers))
-        containers = [f"chunks.{i}{row.container and '.'}{row.container}" for i in range(len(self.chunks))]
+        containers = [f"chunks.{i}{layered.container and '.'}{layered.container}" for i in range(len(self.chunks))]
         processes.run_on_all(
             lambda: offload_shared(
                 self,
@@ -93,13 +93,15 @@ class StagedModule(nn.Module):
             processes,
             shared=self._tied.shared,
             copies=self._tied.copies if processes.replica == 0 else self.parameters(),
-            model=type(row.model).__name__,
+            model=type(layered.model).__name__,
             passes=order.micro_batches,
         )
         processes.draw_apart()
         if recomputed is not None:
             cuts = zip(sizes, accumulate(sizes), recomputed, strict=True)
-            keep_activations(engine, [layer for n, end, again in cuts for layer in row.layers[end - n : end - again]])
+            keep_activations(
+                engine, [layer for n, end, again in cuts for layer in layered.layers[end - n : end - again]]
+            )
         parts = dict(zip(self._numbers, self.chunks, strict=True))
         follow(engine, [(parts[one.stage], one.backward) for one in order.order(processes.place)])
 
@@ -188,7 +190,7 @@ class StagedModule(nn.Module):
         schedule = self._schedule(inputs, micro_batches, training)
         first, last = 0 in self._numbers, self._order.stages - 1 in self._numbers
         losses: list[Tensor] = []
-        with self._processes.watch.waiting(self._processes.row_ranks):  # but for what each stage computes
+        with self._processes.watch.waiting(self._processes.stage_ranks):  # but for what each stage computes
             (schedule.step if training else schedule.eval)(
                 *([inputs.to(self._device)] if first else []),
                 target=targets.to(self._device) if last else None,
@@ -242,7 +244,7 @@ class StagedModule(nn.Module):
                 self._device,
                 input_args=shapes[number],
                 output_args=shapes[number + 1],
-                group=self._processes.row,
+                group=self._processes.stage_group,
             )
             for number, chunk in zip(self._numbers, self.chunks, strict=True)
         ]

@@ -246,7 +246,7 @@ def test_one_tensor_is_held_beside_the_model(tmp_path: Any, monkeypatch: pytest.
 
 
 def test_what_several_processes_have_the_first_writes() -> None:
-    planners = [dcp_saving._Planner({}), dcp_saving._Planner({})]
+    planners = [dcp_saving._SavePlanner({}), dcp_saving._SavePlanner({})]
     plans = []
     for rank, planner in enumerate(planners):
         shared = {name: torch.full((100,), float(rank)) for name in ("mean", "var", "count")}

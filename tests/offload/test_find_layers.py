@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stronghold.offload.rows import find_layers
+from stronghold.offload.find_layers import find_layers
 from tests.small import SIZE, Block, Chain, EncoderDecoder, Mixed, Residual, TorchEncoder
 
 

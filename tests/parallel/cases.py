@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import stronghold
 from stronghold.lab.models.gpt import GPT, GPTConfig
-from stronghold.lab.models.gpt_row import GPTRow
+from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.offload import engine_of
 from stronghold.parallel import Processes, in_stages
 from stronghold.planner.pipeline_order import Pipeline
@@ -193,7 +193,7 @@ def staged(case: Case, device: str) -> Trained:
         if case.ratios is not None and processes.rank == 0:  # which is the one that reads it
             file.write_text(json.dumps({"partition": case.balance, "recompute_ratio": case.ratios}))
         module = in_stages(
-            GPTRow(gpt),
+            LayeredGPT(gpt),
             processes,
             stages=case.stages,
             micro_batches=case.micro_batches,

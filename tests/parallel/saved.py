@@ -13,7 +13,7 @@ import stronghold
 from stronghold.checkpoint import dcp_saving
 from stronghold.checkpoint.unit_tensors import names_of, tensors_of
 from stronghold.lab.models.gpt import GPT
-from stronghold.lab.models.gpt_row import GPTRow
+from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.parallel import Processes, in_stages, watch
 from tests.parallel.cases import CONFIG, batches
 from tests.parallel.faulty import FAULTS
@@ -54,7 +54,7 @@ def state_of(model: nn.Module, optimizer: stronghold.AdamW) -> dict[str, Tensor]
 def in_layout(layout: str, states: str, dtype: torch.dtype | None = None) -> tuple[nn.Module, stronghold.AdamW]:
     settings = dict(LAYOUTS[layout])
     processes = Processes(torch.device("cpu"), wanted=2, replicas=settings.pop("replicas", 1))
-    model = in_stages(GPTRow(gpt()), processes, micro_batches=4, dtype=dtype, **settings)
+    model = in_stages(LayeredGPT(gpt()), processes, micro_batches=4, dtype=dtype, **settings)
     return model, stronghold.AdamW(groups(model), lr=1e-3, states=states)
 
 
@@ -98,7 +98,7 @@ def save_with_fault(folder: str, fault: str) -> None:
     model, optimizer = in_layout("two", "fp32")
     train(model, optimizer, slice(0, 1))
     if os.environ["RANK"] == "1":
-        lookup, looked = dcp_saving._Planner.lookup_object, []
+        lookup, looked = dcp_saving._SavePlanner.lookup_object, []
 
         def faulty(planner: Any, index: Any) -> Any:
             looked.append(index)
@@ -106,5 +106,5 @@ def save_with_fault(folder: str, fault: str) -> None:
                 FAULTS[fault]()
             return lookup(planner, index)
 
-        dcp_saving._Planner.lookup_object = faulty  # type: ignore[method-assign]
+        dcp_saving._SavePlanner.lookup_object = faulty  # type: ignore[method-assign]
     stronghold.checkpoint.save(Path(folder) / "saved", model, optimizer, format="dcp")

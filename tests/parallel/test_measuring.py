@@ -10,9 +10,9 @@ from torch import nn
 
 from stronghold.errors import ParallelError
 from stronghold.lab.models.gpt import GPT, GPTConfig
-from stronghold.lab.models.gpt_row import GPTRow
+from stronghold.lab.models.layered_gpt import LayeredGPT
+from stronghold.parallel.layered_model import LayeredSequential
 from stronghold.parallel.measuring import REPETITIONS, measure
-from stronghold.parallel.row import SequentialRow
 from tests.parallel.waiting import Waiting
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ LATE_S = 0.005  # a sleep never ends early; on a busy machine the median of five
 
 
 def costs_of(*layers, inputs, **settings):
-    row = SequentialRow(nn.Sequential(*layers), loss=nn.functional.mse_loss)
+    row = LayeredSequential(nn.Sequential(*layers), loss=nn.functional.mse_loss)
     return measure(row, inputs, device=CPU, **settings)
 
 
@@ -114,7 +114,7 @@ CONFIG = GPTConfig(layers=4, hidden=32, heads=2, sequence=16, vocabulary=100)
 
 def gpt_costs(device, **settings):
     with torch.device(device):
-        row = GPTRow(GPT(CONFIG))
+        row = LayeredGPT(GPT(CONFIG))
     return measure(row, torch.randint(100, (2, 16)), device=CPU, **settings)
 
 
@@ -141,7 +141,7 @@ def test_nothing_of_the_model_changes_and_neither_do_random_states():
     inputs = torch.randn(4, 8)
     kept, given, state = copy.deepcopy(model.state_dict()), inputs.clone(), torch.get_rng_state()
     done = []
-    measure(SequentialRow(model, nn.functional.mse_loss), inputs, device=CPU, progress=done.append)
+    measure(LayeredSequential(model, nn.functional.mse_loss), inputs, device=CPU, progress=done.append)
     assert done == [1, 2, 3]
     assert torch.equal(torch.get_rng_state(), state) and torch.equal(inputs, given)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())

@@ -14,8 +14,8 @@ from torch import nn
 import stronghold
 from stronghold.errors import ParallelError
 from stronghold.parallel import partitioning
+from stronghold.parallel.layered_model import LayeredSequential
 from stronghold.parallel.partitioning import choose_stages
-from stronghold.parallel.row import SequentialRow
 from stronghold.planner.pipeline_order import Pipeline
 from tests.parallel.cases import residual
 from tests.parallel.launched import launch
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def row_of(*layers):
-    return SequentialRow(nn.Sequential(*layers), loss=F.mse_loss)
+    return LayeredSequential(nn.Sequential(*layers), loss=F.mse_loss)
 
 
 def linear(count):
@@ -119,7 +119,7 @@ def test_one_micro_batch_is_measured_and_its_targets(measured):
         seen.append((output.shape, targets.shape))
         return F.mse_loss(output, targets)
 
-    row = SequentialRow(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 3)), loss)
+    row = LayeredSequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 3)), loss)
     choose_stages(row, pipeline_of(2), "time", inputs=torch.randn(12, 4), targets=torch.randn(12, 3), device=CPU)
     assert set(seen) == {((3, 3), (3, 3))}
     assert [cost.input_bytes for cost in measured] == [3 * 4 * 4, 3 * 4 * 4, 3 * 2 * 4]

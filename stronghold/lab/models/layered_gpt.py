@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from stronghold.lab.models.gpt import GPT, GPTConfig, next_token_loss, rotary
 
 
-class GPTRow:
+class LayeredGPT:
     """A GPT's blocks. The first stage has the embedding too, and the last the final norm and the head, its copy."""
 
     container = "layers"

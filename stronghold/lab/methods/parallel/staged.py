@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stronghold.lab.methods import Prepared
 from stronghold.lab.models.gpt import GPT
-from stronghold.lab.models.gpt_row import GPTRow
+from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.records.stages_report import StagesReport
 from stronghold.lab.settings import TrainSettings
 from stronghold.offload import report
@@ -47,7 +47,7 @@ def stages_of(model: torch.nn.Module, settings: TrainSettings, processes: Proces
     shape = settings.batch, settings.sequence
     ids = torch.randint(model.config.vocabulary, shape, generator=torch.Generator().manual_seed(0))  # to measure with
     return in_stages(
-        GPTRow(model),
+        LayeredGPT(model),
         processes,
         stages=wanted.stages,
         micro_batches=_micro_batches(settings, processes),
