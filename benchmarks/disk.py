@@ -48,7 +48,7 @@ RESULTS = Path(__file__).parent.parent / "results" / "disk.jsonl"
 SIZES = ("1MiB", "4MiB", "16MiB", "64MiB", "400MiB")
 MODES = ("read", "write", "mixed")
 LOOKAHEAD = 2  # layers under way at a time
-TARGET = 0.95  # of the reference's bytes a second
+TARGET = 0.95  # of the reference's bytes per second
 SAMPLE_BYTES = 64 * 1024
 NAMES = {
     "store": "stronghold",
@@ -83,7 +83,7 @@ class Pattern:
         return min(self.piece_bytes, self.layer_bytes)
 
 
-# ---- the contenders: each carries a pattern out once, and returns bytes a second ----
+# ---- the contenders: each carries a pattern out once, and returns bytes per second ----
 
 
 class Store:
@@ -243,7 +243,7 @@ def as_tensor(content: bytes) -> Tensor:
 def measure(
     pattern: Pattern, *, rounds: int, fio: bool, say: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Returns bytes a second and cores used, by contender and round, after a round that is not counted."""
+    """Returns bytes per second and cores used, by contender and round, after a round that is not counted."""
     all_of_them = contenders(pattern, fio=fio)
     rates: dict[str, list[float]] = {key: [] for key in all_of_them}
     cores: dict[str, list[float]] = {key: [] for key in all_of_them}

@@ -33,9 +33,9 @@ COLUMNS = (
 class Row:
     """All calls of one setting, which is ``call`` as recorded, without its round.
 
-    ``rates`` are samples a second and ``of_resident`` ratios to the reference's call before, both by round. ``last`` is
-    the last record that is not of a failure. ``wrong`` tells losses that are not the reference's, ``unseen`` that there
-    is none to compare with, ``error`` why the last call failed.
+    ``rates`` are samples per second and ``of_resident`` ratios to the reference's call before, both by round. ``last``
+    is the last record that is not of a failure. ``wrong`` tells losses that are not the reference's, ``unseen`` that
+    there is none to compare with, ``error`` why the last call failed.
     """
 
     call: dict[str, Any]
@@ -183,7 +183,7 @@ def _title(found: Sequence[Row]) -> str:
     sizes = " to ".join(dict.fromkeys(format_count(size) for size in parameters[:1] + parameters[-1:]))
     shared = {name: sorted({str(call[name]) for call in calls}) for name in ("part", "dtype", "sequence", "device")}
     part, dtype, sequence, device = (" and ".join(values) for values in shared.values())
-    return f"{part}: {sizes or 'no'} parameters, {dtype}, {sequence} tokens a sample, on {device}"
+    return f"{part}: {sizes or 'no'} parameters, {dtype}, {sequence} tokens per sample, on {device}"
 
 
 def _cells(row: Row) -> dict[str, str]:

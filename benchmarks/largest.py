@@ -179,7 +179,7 @@ def cells(trials: Sequence[Record]) -> list[str]:
 
 
 def bytes_per_parameter(passed: Sequence[Record]) -> float | None:
-    """Returns what the peak grows by from the smallest to the largest trial, in bytes a parameter more."""
+    """Returns what the peak grows by from the smallest to the largest trial, in bytes per parameter more."""
     small, large = (pick(passed, key=lambda trial: trial["layers"]) for pick in (min, max))
     more = large["parameters"] - small["parameters"]
     return (large["peak_bytes"] - small["peak_bytes"]) / more if more else None

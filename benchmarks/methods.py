@@ -1,4 +1,4 @@
-"""Every method on the same model, in turn: samples a second and memory a parameter.
+"""Every method on the same model, in turn: samples per second and memory a parameter.
 
     python benchmarks/methods.py [--layers 14] [--hidden 512] [--dtype fp32] [--rounds 5] [--steps 5] [--only NAME]...
 
@@ -106,7 +106,7 @@ def to_table(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> 
     parameters = next((result["parameters"] for result in results if "parameters" in result), 0)
     title = f"{format_count(parameters)} parameters, {options.dtype}, {options.batch} x {options.seq} tokens"
     table = Table(title=title)
-    for column in ("", "samples/s", "of the ordinary loop's", "beyond the bare process", "bytes a parameter", ""):
+    for column in ("", "samples/s", "of the ordinary loop's", "beyond the bare process", "bytes per parameter", ""):
         table.add_column(column, justify="left" if not column else "right")
     for result in results:
         if "error" in result:

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         host_link=options.host_link,
         host_memory=options.host_memory,
     )
-    table = Table(title=f"{options.batch:,} samples of {options.sequence:,} tokens a step")
+    table = Table(title=f"{options.batch:,} samples of {options.sequence:,} tokens per step")
     for column, side in COLUMNS.items():
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     left_out: list[str] = []
@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layouts", type=_pair, nargs="+", default=LAYOUTS, help="STAGESxREPLICAS, a device each")
     add("--schedules", choices=SCHEDULES, nargs="+", default=SCHEDULES[1:], help="(default: 1F1B Interleaved1F1B)")
     add("--stages-per-device", type=_count, default=2, help="of Interleaved1F1B (default: 2)")
-    add("--batch", type=_count, default=2048, help="samples a step, over all replicas (default: 2048)")
+    add("--batch", type=_count, default=2048, help="samples per step, over all replicas (default: 2048)")
     add("--micro-batch", type=_count, default=1, help="samples of a micro-batch (default: 1)")
     add("--sequence", type=_count, default=4096, help="tokens of a sample (default: 4096)")
     add("--window", type=_count, default=4, help="layers on a device at a time (default: 4)")

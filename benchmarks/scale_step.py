@@ -28,7 +28,7 @@ ADD_BYTES = 10  # read and written to add a gradient to a sum: 2 and 4, and 4
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What each device sustains, in FLOP/s and in bytes a second each way.
+    """What each device sustains, in FLOP/s and in bytes per second each way.
 
     ``node_link`` is to devices of its node, ``network`` to others, ``host_link`` to its host; ``host_memory`` is what
     all devices of a node share.
@@ -48,7 +48,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained, and how: ``batch`` samples a step over all replicas, ``micro_batch`` at a time on each.
+    """What is trained, and how: ``batch`` samples per step over all replicas, ``micro_batch`` at a time on each.
 
     ``reduce`` says after which backward passes replicas sum their gradients: each micro-batch's, which leaves none on
     the device, or the step's last, for which the device keeps those of its layers.
@@ -158,7 +158,7 @@ def play(run: Run, machine: Machine) -> Record:
     held = [sum(run.parameters(stage) for stage in own) for own in on_device]
     root = [sum(run.root_parameters(stage) for stage in own) for own in on_device]
     fetched = [sum(run.fetches(stage) for stage in own) for own in on_device]
-    update = UPDATE_BYTES[run.reduce] * machine.devices_per_node / machine.host_memory  # seconds a parameter
+    update = UPDATE_BYTES[run.reduce] * machine.devices_per_node / machine.host_memory  # seconds per parameter
     ends_s = [
         end + max(0.0, share(count, replicas) * update - first)
         for end, count, first in zip(played.ends_s, held, forward_s, strict=False)

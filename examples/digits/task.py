@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10, help="times that all images are seen (10)")
-    parser.add_argument("--batch", type=int, default=64, help="images a batch (64)")
+    parser.add_argument("--batch", type=int, default=64, help="images per batch (64)")
     parser.add_argument("--width", type=int, default=32, help="channels behind the first convolution (32)")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (1e-3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the network computes (cpu)")

@@ -128,7 +128,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256, help="its width (256)")
     parser.add_argument("--heads", type=int, default=4, help="attention heads (4)")
     parser.add_argument("--sequence", type=int, default=128, help="tokens, which are bytes, of a sample (128)")
-    parser.add_argument("--batch", type=int, default=8, help="samples a step, of all replicas together (8)")
+    parser.add_argument("--batch", type=int, default=8, help="samples per step, of all replicas together (8)")
     parser.add_argument("--micro-batches", type=int, default=4, help="of a batch, by the way of stages (4)")
     parser.add_argument("--lr", type=float, default=3e-4, help="AdamW's learning rate (3e-4)")
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed (2)")

@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
         help="partitions to compare: equal numbers of layers, of parameters, least memory and least time as measured, "
         "or numbers of layers such as 4,5,6,3 (layers parameters memory time)",
     )
-    parser.add_argument("--batch", type=int, default=16, help="images a batch while partitions are compared (16)")
+    parser.add_argument("--batch", type=int, default=16, help="images per batch while partitions are compared (16)")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 8, 16], help="then, the best one (1 4 8 16)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a batch of as many images or more (8)")
     parser.add_argument("--image", type=int, default=224, help="height and width of the images (224)")

@@ -43,7 +43,7 @@ def main() -> None:
         axis.invert_yaxis()
         ideal = axis.axvline(rows[0]["ideal_seconds"], color="black", linestyle="--", label="ideal: equal stages")
         axis.set_title(f"{settings[0]}: batch {settings[1]}, {settings[3]} stages on {settings[4]} cores")
-        axis.set_xlabel("seconds a batch: median, least to most")
+        axis.set_xlabel("seconds per batch: median, least to most")
     fastest = Patch(color="tab:green", label="the fastest")
     figure.legend(handles=[fastest, ideal], loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(options.out, dpi=150)

@@ -75,7 +75,7 @@ class CudaStream(Stream):
         if isinstance(event, CudaEvent):
             self.cuda.wait_event(event.recorded())  # the stream waits, the thread goes on
         else:
-            self._hold(event)  # an update on the host: only the thread can wait for it
+            self._block_on(event)  # an update on the host: only the thread can wait for it
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self.cuda):

@@ -89,10 +89,10 @@ class Stream:
         if not self._is_past(event):
             self._queue(lambda: self._wait(event))
 
-    def hold(self, event: Event) -> None:
+    def synchronize(self, event: Event) -> None:
         """The same for work that the host does: its thread waits."""
         if not self._is_past(event):
-            self._queue(lambda: self._hold(event))
+            self._queue(lambda: self._block_on(event))
 
     def run(self, task: Task, moved_bytes: int = 0) -> None:
         """Runs ``task``, which moves about ``moved_bytes`` through the host's memory."""
@@ -200,9 +200,9 @@ class Stream:
         event.happen()
 
     def _wait(self, event: Event) -> None:
-        self._hold(event)
+        self._block_on(event)
 
-    def _hold(self, event: Event) -> None:
+    def _block_on(self, event: Event) -> None:
         event.wait()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:

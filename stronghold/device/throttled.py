@@ -117,8 +117,8 @@ class _ThrottledStream(Stream):
     def _is_past(self, event: Event) -> bool:
         return False  # it may be by the wall clock, and not by this stream's
 
-    def _hold(self, event: Event) -> None:
-        super()._hold(event)
+    def _block_on(self, event: Event) -> None:
+        super()._block_on(event)
         self._clock_s = max(self._clock_s, event.time)
 
     def _happen(self, event: Event) -> None:

@@ -56,7 +56,7 @@ class Waits:
 
     def thread(self, stream: Stream, event: Event | None, reason: Wait) -> None:
         if event is not None:
-            stream.hold(event)
+            stream.synchronize(event)
 
     def compute(self, event: Event | None, reason: Wait) -> None:
         if event is not None:

@@ -52,7 +52,7 @@ class AdamW(torch.optim.Optimizer):
         betas: The decay of the two moments.
         eps: What is added to the root of the second moment.
         weight_decay: The decay, times the learning rate, of each weight.
-        states: ``"fp32"``, or ``"8bit"`` for both moments in eight bits, 2 bytes a parameter rather than 8 (how, and
+        states: ``"fp32"``, or ``"8bit"`` for both moments in eight bits, 2 bytes per parameter rather than 8 (how, and
             after whom, is in :mod:`stronghold.optim.blocks`); its ``state_dict()`` has them in fp32, and loading that
             restores them exactly.
         max_grad_norm: The largest norm of all gradients, like ``torch.nn.utils.clip_grad_norm_`` but without a pass of

@@ -19,7 +19,7 @@ Moment = Tensor | Blocks
 def lay_out_moments(unit: Unit, indices: Iterable[int], states: str) -> Layout:
     """Returns how the moments of the parameters at ``indices`` lie in one buffer.
 
-    First all first moments, then all second ones; then, as ``states`` is ``"fp32"``, 8 bytes a parameter, or
+    First all first moments, then all second ones; then, as ``states`` is ``"fp32"``, 8 bytes per parameter, or
     ``"8bit"``, 2 bytes, the exponents of both likewise.
     """
     counts = [unit.parameters[index].numel() for index in indices]

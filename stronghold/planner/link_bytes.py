@@ -97,7 +97,7 @@ def host_bytes(parameters: Sequence[int], replicas: int, devices_per_node: int, 
     master, two moments and no gradient. Replicas share them: each of N has ⌈P / N⌉ of its stage's P parameters, and
     the device of pipeline position d and replica r is number d · N + r, so that the replicas of a stage are neighbours:
 
-        Σ ⌈P_d / N⌉ · bytes a parameter over the node's devices,
+        Σ ⌈P_d / N⌉ · bytes per parameter over the node's devices,
 
     which is one set of a stage's states, not N, where a node has all of its replicas.
     """

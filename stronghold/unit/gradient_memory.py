@@ -96,7 +96,7 @@ class GradientMemory:
         return self.layout.offsets[len(self.indices) + self.indices.index(index)]
 
     def remainder(self, index: int) -> Tensor | None:
-        """Returns where the low halves of a sum of bf16 gradients lie: beside the gradient, 2 bytes a parameter.
+        """Returns where the low halves of a sum of bf16 gradients lie: beside the gradient, 2 bytes per parameter.
 
         They are allocated when a second gradient is added to a first. None with fp32 compute, whose sums need none.
         """
@@ -125,7 +125,7 @@ class GradientMemory:
         unit.owner.check_memory(
             host_bytes=0 if on_device else size,
             device_bytes=size if on_device else 0,
-            what=f"adding up several gradients of {unit.name} in fp32, 2 bytes a parameter,",
+            what=f"adding up several gradients of {unit.name} in fp32, 2 bytes per parameter,",
         )
         if on_device:
             return unit.owner.device.device_buffer(size)

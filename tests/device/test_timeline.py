@@ -82,7 +82,7 @@ def test_a_stream_that_has_failed_still_ends_the_timeline():
 
 
 def test_a_simulated_machine_s_timeline_is_on_its_own_clock():
-    """64 x 64 parameters, 4 bytes each, at 16,384 bytes a second: a fetch takes one second."""
+    """64 x 64 parameters, 4 bytes each, at 16,384 bytes per second: a fetch takes one second."""
     speed = Speed(flops=2 * 64 * 64, up=64 * 64 * 4, down=64 * 64 * 4, host=1e9)
     spans, wall_s, _ = traced(device=ThrottledDevice(speed, tokens=1))
     assert wall_s < 5

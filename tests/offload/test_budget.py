@@ -424,7 +424,7 @@ def total(parameter):
 
 @pytest.mark.parametrize("resident", [0, 2, 4])
 def test_sums_that_do_not_fit_the_device_are_refused_and_lose_no_gradient(resident):
-    """A second backward pass in bf16 needs 2 bytes a parameter more, of root parameters and of resident layers."""
+    """A second backward pass in bf16 needs 2 bytes per parameter more, of root parameters and of resident layers."""
     budget = taken(Residual, resident=resident, window=1, dtype=torch.bfloat16)
     model = offload(resident=resident, window=1, dtype=torch.bfloat16, device_memory=budget).eval()
     optimizer = stronghold.AdamW(model.parameters(), **ADAMW)
@@ -433,7 +433,7 @@ def test_sums_that_do_not_fit_the_device_are_refused_and_lose_no_gradient(reside
     model(first).sum().backward()
     before = {name: total(p) for name, p in model.named_parameters()}
     for _ in range(2):
-        with pytest.raises(BudgetError, match=r"adding up several gradients of .* in fp32, 2 bytes a parameter"):
+        with pytest.raises(BudgetError, match=r"adding up several gradients of .* in fp32, 2 bytes per parameter"):
             model(second).sum().backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None, name

@@ -214,7 +214,7 @@ def test_sums_of_gradients_are_told_beforehand_and_kept_to_the_budget():
     assert str(before.accumulation_bytes // 1024) in str(before)
     model = stronghold.offload(Residual(), device="cpu", dtype=torch.bfloat16, host_memory=before.host_bytes)
     optimizer = stronghold.AdamW(model.parameters())
-    with pytest.raises(BudgetError, match=r"adding up several gradients .* in fp32, 2 bytes a parameter"):
+    with pytest.raises(BudgetError, match=r"adding up several gradients .* in fp32, 2 bytes per parameter"):
         accumulate(model, optimizer, numbers(3))
 
 

@@ -646,7 +646,7 @@ before = [p.detach().clone().sum().item() for p in model.parameters()]
 held = stronghold.report(model).host_bytes
 with open("/proc/self/statm") as file:
     now = int(file.read().split()[0]) * resource.getpagesize()
-limit = now + 6 * parameters  # 8 bytes a parameter in fp32, 2 in eight bits
+limit = now + 6 * parameters  # 8 bytes per parameter in fp32, 2 in eight bits
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
     stronghold.AdamW(model.parameters(), update="in_backward")

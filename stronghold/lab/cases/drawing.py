@@ -184,10 +184,10 @@ def _caption(shown: Shown) -> str:
         commits = {point.measurement.commit for point in shown.here.points if point.measurement}
         lines.append(
             f"Measured: {shape.dtype}, hidden {shape.hidden}, {shape.heads} heads, vocabulary {shape.vocabulary}, "
-            f"{shape.batch} samples of {shape.sequence} tokens a step{_how(shown)}; "
+            f"{shape.batch} samples of {shape.sequence} tokens per step{_how(shown)}; "
             f"commit {', '.join(sorted(_short(commit) for commit in commits))}."
         )
-    lines.append("Published: fp32, hidden 2048, 16 heads, 4 samples of 1024 tokens a step. " + CAVEAT)
+    lines.append("Published: fp32, hidden 2048, 16 heads, 4 samples of 1024 tokens per step. " + CAVEAT)
     for panel in shown.panels:
         lines += [
             f"Wrong: {in_words(point.wanted)}, {point.wrong} ({point.measurement.source})."

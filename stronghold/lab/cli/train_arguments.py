@@ -147,7 +147,7 @@ def _add_step(place: Group) -> None:
         "--states",
         choices=("fp32", "8bit"),
         default="fp32",
-        help="AdamW's moments: 8 bytes a parameter, or 2 (default: fp32)",
+        help="AdamW's moments: 8 bytes per parameter, or 2 (default: fp32)",
     )
 
 

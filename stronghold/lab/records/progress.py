@@ -36,7 +36,7 @@ class StepDisplay:
         self._progress.stop()
 
     def step(self, record: Record) -> None:
-        """Shows one step's record: loss, tokens a second, peak bytes on the device and of this process, wear."""
+        """Shows one step's record: loss, tokens per second, peak bytes on the device and of this process, wear."""
         shown = f"loss {record['loss']:.4f} {record['tokens_per_s']:,.0f} tokens/s "
         if device_bytes := record["peak_device_bytes"] or record["device_bytes"]:  # a method may not know
             shown += f"device {format_bytes(device_bytes)} "

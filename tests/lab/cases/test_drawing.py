@@ -77,7 +77,7 @@ def test_it_says_machine_commit_settings_and_what_is_missing(measure):
     for expected in (
         "Throughput at Megatron-LM's largest model (figure 8a)",
         "Measured (--machine tiny) Some CPU, 2 cores, 8.00 GiB",
-        "fp32, hidden 64, 2 heads, vocabulary 512, 2 samples of 32 tokens a step, window 1 for STRONGHOLD",
+        "fp32, hidden 64, 2 heads, vocabulary 512, 2 samples of 32 tokens per step, window 1 for STRONGHOLD",
         "commit aaaaaaaaaa.",
         "V100 32 GB, 90 GB RAM, 12 cores",
         "Notes: megatron-lm, 2 layers: no run of it yet.",
