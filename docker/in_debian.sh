@@ -67,7 +67,7 @@ while IFS= read -r line; do
       read -ra words <<<"$rest"
       say "COPY ${words[*]:1}"
       if [[ "${words[1]}" == . ]]; then
-        (cd "$root" && git ls-files -z | grep -zvE '^results/.*\.(jsonl|txt|csv)$' | xargs -0 cp --parents -t "$directory$workdir")
+        (cd "$root" && git ls-files -z | grep -zvE '^results/.*\.(jsonl|txt|csv)$' | xargs -0 cp -P --parents -t "$directory$workdir")
       else
         (cd "$root" && cp "${words[@]:1:${#words[@]}-2}" "$directory$workdir/")
       fi

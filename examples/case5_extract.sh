@@ -1,2 +1,1 @@
-#!/usr/bin/env bash
-exec "$(dirname "${BASH_SOURCE[0]}")/case.sh" extract 5 "$@"
+case.sh
