@@ -96,6 +96,8 @@ chroot --userspec=1000:1000 "$directory" /usr/bin/env -i HOME=/home/stronghold P
 if [[ -z "$keep" ]]; then
   leave
   trap - EXIT
+  # A bound folder may be on the same file system: nothing is removed while one is still there.
+  ! grep -qF " $directory/" /proc/mounts || fail "something is still mounted in $directory; unmount it, then remove that"
   rm -rf --one-file-system "$directory" "$directory.log"
 fi
 say "every step went well"

@@ -8,6 +8,8 @@ def main() -> int:
     try:
         from stronghold.lab.cli import main as run
     except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "stronghold":
+            raise  # not a package that is missing, but a part of this one
         from stronghold.lab.command import WRONG_USAGE, missing
 
         print(f"stronghold: error: {missing(error)}", file=sys.stderr)

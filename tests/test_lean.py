@@ -61,6 +61,22 @@ def test_it_is_imported_in_a_third_of_a_second(environment):
     assert min(times) < 0.3, times
 
 
+LOAD = """
+import json, pathlib, stronghold
+from torch import nn
+
+stronghold.save(nn.Linear(2, 2), "theirs")
+pathlib.Path("theirs/config.json").write_text(json.dumps({"model_type": "gpt2"}))
+stronghold.load("theirs", device="cpu")
+"""
+
+
+def test_a_model_of_transformers_says_that_they_are_missing(environment):
+    done = lean.run(environment, LOAD)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'transformers'"
+
+
 def test_a_command_says_which_package_it_misses(environment):
     done = lean.run(environment, "from stronghold.__main__ import main; sys.exit(main())", "train", "--help")
     assert done.returncode == 2

@@ -63,6 +63,8 @@ def load(directory: str | os.PathLike[str], *, model_class: Any = None, **option
         settings = json.loads(file.read_text(encoding="utf-8"))
         known = settings.get("dtype") or settings.get("torch_dtype")
         model = build(file, dtype=None if known else checkpoint.dtype(), model_class=model_class or _class_of(settings))
+    except ModuleNotFoundError:  # transformers itself is no dependency
+        raise
     except Exception as error:  # transformers raises all kinds for what it cannot read
         problem = " ".join(str(error).split())[:300]
         raise ValueError(

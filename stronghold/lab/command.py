@@ -59,7 +59,7 @@ def in_one_line(error: Exception) -> str:
     else:
         text = str(error)
     text, kind = " ".join(text.split()), type(error).__name__
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "stronghold":
         return missing(error)
     if not text:
         return kind
