@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -56,6 +56,10 @@ from stronghold.weights import Source, give_values
 from stronghold.window import Accumulators, DeviceGradients, Gradients, HostActivations, Window
 
 
+def _no_run() -> Run | None:
+    return None
+
+
 class Engine:
     """One offloaded model: its units, its window, and the events that autograd and the optimizer send."""
 
@@ -89,6 +93,8 @@ class Engine:
         self.kind = type(model).__name__
         self.sums_gradients = self.masters_kept = False
         self._runs: list[weakref.ref[Run]] = []
+        self._opened_for: Callable[[], Run | None] = _no_run
+        """The run whose weights the backward pass has asked for in the layer that is open."""
         self._backward_open = False
         self._told_of_compiling = False
         self.turns = Turns()
@@ -242,6 +248,8 @@ class Engine:
         with self.turns.taken_in_backward():
             if self.gradients.layer != layer or not self.window.is_bound(layer):
                 self._open(layer, run)
+            elif run is not None and self._opened_for() is not run:  # a gradient of it may have come first
+                self._begin_run(run)
 
     def _open(self, layer: int, run: Run | None) -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -250,16 +258,10 @@ class Engine:
                 "layer is on the device; read it in the backward pass, or have the layer recomputed"
             )
         unit = self.layers[layer]
-        if run is not None and (unit.generation != run.generation or unit.versions_now() != unit.versions):
-            if self.gradients.has_updated(layer):
-                raise self.gradients.too_late(unit)
-            raise OffloadedModelError(
-                f"the weights of {unit.name} must be the same in the backward pass as in its forward pass (they have "
-                "been updated or written in between); call backward() before step(), or run the forward pass again"
-            )
-        self._close_layer()
+        self._opened_for = _no_run
         if run is not None:
-            self.gradients.batches.saw(run.batch)
+            self._begin_run(run)
+        self._close_layer()
         self.begin_backward()
         alive = self._alive()
         numbers = [i for i, other in enumerate(alive) if (other is run if run else other.layer == layer)]
@@ -269,6 +271,19 @@ class Engine:
         self.gradients.open(layer)
         if self.gradients.parts.several(layer):
             self._hooks.on_layer(unit)  # the user may have added some since the forward pass
+
+    def _begin_run(self, run: Run) -> None:
+        """Notes that the backward pass asks for weights that ``run`` has computed with; raises if they are gone."""
+        unit = self.layers[run.layer]
+        if unit.generation != run.generation or unit.versions_now() != unit.versions:
+            if self.gradients.has_updated(run.layer):
+                raise self.gradients.too_late(unit)
+            raise OffloadedModelError(
+                f"the weights of {unit.name} must be the same in the backward pass as in its forward pass (they have "
+                "been updated or written in between); call backward() before step(), or run the forward pass again"
+            )
+        self._opened_for = weakref.ref(run)
+        self.gradients.batches.saw(run.batch)
 
     def _expect(self, unit: Unit, index: int, gradient: Tensor | None) -> Tensor | None:
         # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient. It
@@ -338,7 +353,7 @@ class Engine:
             return False
         unit.wait_updated()
         if not unit.has_device_copy:
-            self.changed([unit])
+            self._fetch_again([unit])
             unit.take_writes()
             return True
         arrived = [torch.empty_like(weight) for weight in unit.weight]
@@ -427,6 +442,15 @@ class Engine:
         return max(0, resident_host_bytes() - self._anonymous_bytes - counted)
 
     def changed(self, units: Sequence[Unit]) -> None:
+        # Autograd itself refuses a backward pass to a forward pass with other values of the root, by their versions,
+        # which parameters that were views of one memory share.
+        told = [unit for unit, _ in self._root if unit.versions_now() == unit.versions]
+        torch.autograd.graph.increment_version([unit.parameters[0] for unit in units if unit.is_root])
+        for unit in told:
+            unit.attach(0)
+        self._fetch_again(units)
+
+    def _fetch_again(self, units: Sequence[Unit]) -> None:
         self.window.changed([unit.layer for unit in units if unit.layer is not None])
 
     def step_done(self) -> None:

@@ -56,7 +56,8 @@ class Window:
         self.slots = [Slot(device.buffer(longest)) for _ in range(size if self._streamed else 0)]
         self._free = list(reversed(self.slots))
         self._where = {layer: _own_slot(unit) for layer, unit in enumerate(units) if unit.resident}
-        self._bound: set[int] = set()
+        self._bound: dict[int, list[int]] = {}
+        """The layers whose parameters are in their slot, with the versions that these had when they came there."""
         self._begun: object = None
         """When the computation under way began."""
 
@@ -185,11 +186,11 @@ class Window:
             self._begun = self.device.stamp()
         else:
             self._wait_for(unit, slot)
+        self._bound[layer] = unit.versions_now()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, view in zip(unit.parameters, self.views(layer), strict=True):
                 parameter.__class__ = BoundParameter
                 parameter.data = view
-        self._bound.add(layer)
 
     def _wait_for(self, unit: Unit, slot: Slot) -> None:
         begin = self.device.stamp()
@@ -208,14 +209,14 @@ class Window:
 
     def _unbind(self, layer: int) -> None:
         unit = self.units[layer]
-        self._bound.discard(layer)
-        versions = [p._version for p in unit.parameters]
+        before, versions = self._bound.pop(layer, unit.versions), unit.versions_now()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, weight in zip(unit.parameters, unit.weight, strict=True):
                 parameter.data = weight
                 parameter.__class__ = OffloadedParameter
-        if versions != unit.versions:
-            unit.versions = versions
+        if versions != before:
+            if unit.versions == before:  # else the user has written them outside as well
+                unit.versions = versions
             raise OffloadedModelError(
                 f"{unit.name} changed one of its own parameters in place during its computation; such a change would "
                 "be lost, because the device holds a copy. Change parameters outside the layer's forward"

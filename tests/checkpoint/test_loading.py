@@ -16,7 +16,7 @@ from stronghold.errors import BudgetError, CheckpointError, CorruptionError, Off
 from stronghold.unit import unit_of
 from tests.checkpoint.training import Training, of_kind
 from tests.reference import CASES, differences, snapshot
-from tests.small import KINDS, Frozen, Residual, numbers
+from tests.small import KINDS, Frozen, Residual
 
 FORMATS = list(itertools.product(("fp32", "bf16"), ("fp32", "8bit"), ("ram", "disk"), ("deferred", "in_backward")))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -345,12 +345,3 @@ def test_buffers_that_state_dict_has_not_take_the_saved_shape_and_odd_dtypes_are
     plain = Training(change("same"), window=2)
     with pytest.raises(CheckpointError, match="buffer angles"):
         plain.load(path)
-
-
-def test_a_load_between_forward_and_backward_is_noticed(tmp_path: Any) -> None:
-    training, _ = of_kind()
-    path = training.save(tmp_path / "saved")
-    loss = training.model(numbers(1)[0])
-    training.load(path)
-    with pytest.raises(OffloadedModelError, match="must be the same in the backward pass"):
-        loss.backward()

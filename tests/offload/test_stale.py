@@ -1,0 +1,124 @@
+"""A backward pass whose forward pass had other weights is refused, wherever the weights are and whoever wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stronghold
+from stronghold.errors import OffloadedModelError
+from stronghold.unit import unit_of
+from tests.small import SIZE, Residual, Spectral, numbers, pair
+
+OF_LAYERS = "must be the same in the backward pass"
+OF_ROOT = "modified by an inplace operation"  # torch's own
+
+
+class Shift(nn.Module):
+    """A layer whose backward pass needs none of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "ours": stronghold.AdamW,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),  # counts no version
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+}
+PLACED = ({"window": 1}, {"resident": 4}, {"activations": "keep"}, {"activations": "keep", "resident": 4})
+
+
+def early(model: nn.Module, optimizer: Any) -> Tensor:
+    """Returns the loss of a forward pass, behind which the optimizer has taken a step."""
+    loss = model(numbers(2)[0])
+    model(numbers(2)[1]).backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("placed", PLACED, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("block", [None, Spectral])
+def test_layers(block: Any, name: str, placed: dict[str, Any]) -> None:
+    """What multiplies in a parametrisation is made of weights: the first that autograd tells of it is a bias."""
+    _, model = pair(lambda: Residual(block=block) if block else Residual(), **placed)
+    loss = early(model, OPTIMIZERS[name](model.layers.parameters()))
+    with pytest.raises(OffloadedModelError, match=OF_LAYERS):
+        loss.backward()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
+def test_a_weight_that_the_user_writes(activations: str) -> None:
+    _, model = pair(Residual, activations=activations)
+    loss = model(numbers(1)[0])
+    with torch.no_grad():
+        model.layers[2].up.weight.mul_(2)
+    with pytest.raises(OffloadedModelError, match=OF_LAYERS):
+        loss.backward()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("name", ["ours", "foreach"])
+def test_the_root(name: str, activations: str) -> None:
+    """Of layers that need no weights alone the root's tell; plain PyTorch refuses the same, by the same words."""
+    plain, model = pair(lambda: Residual(block=Shift), activations=activations)
+    with pytest.raises(RuntimeError, match=OF_ROOT):
+        early(plain, torch.optim.AdamW(plain.parameters())).backward()
+    with pytest.raises(RuntimeError, match=OF_ROOT):
+        early(model, OPTIMIZERS[name](model.parameters())).backward()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_what_needs_no_weights_goes_on_as_plain_pytorch_does(activations: str) -> None:
+    plain, model = pair(lambda: Residual(block=Shift), activations=activations)
+    early(plain, torch.optim.AdamW(plain.layers.parameters())).backward()
+    early(model, torch.optim.AdamW(model.layers.parameters())).backward()
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+
+
+def test_a_checkpoint_that_is_loaded_in_between(tmp_path: Path) -> None:
+    for block, said in ((Spectral, f"{OF_LAYERS}|{OF_ROOT}"), (Shift, OF_ROOT)):
+        _, model = pair(lambda block=block: Residual(block=block))
+        optimizer = stronghold.AdamW(model.parameters())
+        path = stronghold.checkpoint.save(tmp_path / block.__name__, model, optimizer)
+        loss = model(numbers(1)[0])
+        stronghold.checkpoint.load(path, model, optimizer)
+        with pytest.raises(RuntimeError, match=said):
+            loss.backward()
+
+
+class TwoViews(Residual):
+    """Root parameters that are views of one memory, and share its version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.randn(2, SIZE)
+        self.one, self.other = nn.Parameter(memory[0]), nn.Parameter(memory[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.one.to(x.dtype) + self.other.detach().to(x.dtype))
+
+
+def test_an_update_of_one_of_several_views_leaves_the_low_bits_of_the_others() -> None:
+    _, model = pair(TwoViews, dtype=torch.bfloat16)
+    assert model.one._version == model.other._version
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    unit = unit_of(model.other)
+    assert unit is not None
+    before = unit.settled_value(0, exact=True).clone()
+    assert not torch.equal(before.bfloat16().float(), before), "there are no low bits to lose"
+    model(numbers(1)[0].bfloat16()).backward()
+    optimizer.step()
+    model(numbers(1)[0].bfloat16())
+    assert torch.equal(unit.settled_value(0, exact=True), before)
