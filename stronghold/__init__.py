@@ -3,7 +3,7 @@
 from stronghold import checkpoint
 from stronghold.checkpoint.pretrained import load, save
 from stronghold.offload import close, offload, report, trace, verify, writing
-from stronghold.optim import AdamW
+from stronghold.offload.adamw import AdamW
 from stronghold.parallel import pipeline, replicate
 from stronghold.version import __version__
 

@@ -22,7 +22,7 @@ from stronghold.checkpoint.unit_tensors import engine_for
 from stronghold.errors import CheckpointError
 from stronghold.formats.manifest import NAME, read_manifest
 from stronghold.offload import Engine, from_rank0
-from stronghold.optim import AdamW
+from stronghold.offload.adamw import AdamW
 
 FOLDER = "stronghold"
 """Where in each ``checkpoint-N`` of Trainer's the callback keeps everything."""
@@ -63,7 +63,7 @@ class KeepEverything(TrainerCallback, ExportableState):
                 "save_only_model=True); pass save_only_model=False, or leave the callback out"
             )
         model, optimizer, engine = _trained(given)
-        engine.masters_kept = True
+        engine.keep_masters(True)
         self._output = os.path.abspath(args.output_dir)
         if state.global_step:
             self._resume(args, state, model, optimizer, engine)
@@ -92,7 +92,7 @@ class KeepEverything(TrainerCallback, ExportableState):
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        engine.masters_kept = False
+        engine.keep_masters(False)
 
     def _resume(self, args: Any, state: Any, model: nn.Module, optimizer: AdamW, engine: Engine) -> None:
         saved = state.stateful_callbacks.get(type(self).__name__)

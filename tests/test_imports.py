@@ -57,6 +57,7 @@ EXEMPT = {"__init__.py", "__main__.py"}  # the public face and the way in: above
 # Records only, never the engine.
 RECORDS_MAY_IMPORT = {"reports", "errors", "spans", "units", "lab.outputs", "lab.command", "lab.settings"}
 READS_RECORDS = {"lab.records", "lab.page", "lab.cases"}
+BELOW_THE_ENGINE = {"native", "device", "unit", "store", "optim", "window"}
 PURE = {"schedule", "planner"}  # decisions over numbers, without torch
 MAY_READ_ENVIRONMENT = {"lab.cli", "__main__", "parallel"}  # torchrun speaks to its processes by the environment alone
 
@@ -95,6 +96,25 @@ def environment_reads(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+def calls_up(tree: ast.AST) -> Iterator[int]:
+    """Yields the lines that ask something of a unit's owner."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Attribute, ast.Name)):
+            name = node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id
+            if name in ("owner", "_owner", "engine", "_engine"):
+                yield node.lineno
+
+
+def fields_set(tree: ast.AST) -> Iterator[int]:
+    """Yields the lines that set a field of an engine."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else targets
+        for target in targets:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value).split(".")[-1] in ("engine", "_engine"):
+                yield node.lineno
+
+
 def violations(root: Path) -> list[str]:
     """Returns what breaks the rules in the package at ``root``, one line per import, in order."""
     found = []
@@ -104,6 +124,10 @@ def violations(root: Path) -> list[str]:
         room = room_of([*relative.parts])
         if room not in MAY_READ_ENVIRONMENT:
             found += [f"{relative}:{line} reads the environment" for line in environment_reads(tree)]
+        if room in BELOW_THE_ENGINE:
+            found += [f"{relative}:{line} calls up into the engine" for line in calls_up(tree)]
+        if room in ROOMS and not room.startswith("lab."):
+            found += [f"{relative}:{line} sets a field of the engine" for line in fields_set(tree)]
         package = ["stronghold", *relative.parts[:-1]]
         for line, name in imported_modules(tree, package):
             if "_C" in name.split(".") and name.startswith("stronghold.") and room != "native":
@@ -210,6 +234,10 @@ def test_a_tree_that_keeps_the_rules_passes(tmp_path):
             "from stronghold import AdamW",
             "lab/training.py:1 imports the public face (stronghold.AdamW), which is above it",
         ),
+        ("optim/adamw.py", "self._owner.step()", "optim/adamw.py:1 calls up into the engine"),
+        ("unit/unit.py", "def f(unit):\n    unit.owner.wait()", "unit/unit.py:2 calls up into the engine"),
+        ("trainer.py", "engine.closed = True", "trainer.py:1 sets a field of the engine"),
+        ("offload/adamw.py", "self._engine.closed |= True", "offload/adamw.py:1 sets a field of the engine"),
         ("helpers.py", "", "helpers.py is in no room"),
         ("utils/io.py", "", "utils/io.py is in no room"),
         (

@@ -26,7 +26,7 @@ from stronghold.formats.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
 from stronghold.formats.manifest import Manifest, ParameterEntry, content_of
 from stronghold.native import Blocks
 from stronghold.offload import Company, Engine, from_rank0
-from stronghold.optim import AdamW
+from stronghold.offload.adamw import AdamW
 from stronghold.optim.blocks import decode
 from stronghold.unit import Unit
 

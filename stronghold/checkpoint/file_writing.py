@@ -26,7 +26,7 @@ from stronghold.formats.manifest import (
 from stronghold.formats.tensor_files import DTYPES, TensorFileWriter
 from stronghold.native import crc32c
 from stronghold.offload import Engine
-from stronghold.optim import AdamW
+from stronghold.offload.adamw import AdamW
 from stronghold.unit import Unit
 
 

@@ -12,7 +12,7 @@ from stronghold.checkpoint.unit_tensors import Names, all_groups, names_of, step
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, UnitFileEntry
 from stronghold.formats.reader import UnitReader
 from stronghold.offload import Engine
-from stronghold.optim import AdamW
+from stronghold.offload.adamw import AdamW
 from stronghold.store import DiskStore, in_memory
 
 

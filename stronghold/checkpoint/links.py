@@ -14,7 +14,7 @@ from torch import Tensor
 from stronghold.checkpoint.unit_tensors import MOMENTS, step_of
 from stronghold.formats.manifest import FileEntry, name_of
 from stronghold.native import Blocks
-from stronghold.optim import AdamW
+from stronghold.offload.adamw import AdamW
 from stronghold.unit import Unit
 
 

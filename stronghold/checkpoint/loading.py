@@ -31,7 +31,7 @@ from stronghold.formats.manifest import Manifest, UnitFileEntry, name_of
 from stronghold.formats.reader import Checkpoint
 from stronghold.formats.reader import verify as verify_files
 from stronghold.offload import Engine, uncompiled
-from stronghold.optim import AdamW
+from stronghold.offload.adamw import AdamW
 from stronghold.optim.groups import check_saved_group, check_saved_step, is_number
 
 if TYPE_CHECKING:

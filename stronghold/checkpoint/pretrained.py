@@ -189,7 +189,9 @@ class _Item:
         """Returns what is written, in the dtype in which it is."""
         if self.unit is None:
             return self.tensor.detach().to(self.dtype)
-        return self.unit.settled_value(self.index, exact=self.unit.dtypes[self.index] != self.dtype).to(self.dtype)
+        exact = self.unit.dtypes[self.index] != self.dtype
+        value: Tensor = self.unit.owner.settled_value(self.unit, self.index, exact=exact)
+        return value.to(self.dtype)
 
 
 class _Outgoing:

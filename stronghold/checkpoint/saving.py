@@ -27,7 +27,7 @@ from stronghold.checkpoint.unit_tensors import (
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
 from stronghold.formats.sync import sync_directory
 from stronghold.offload import Engine, from_rank0, uncompiled
-from stronghold.optim import AdamW
+from stronghold.offload.adamw import AdamW
 from stronghold.unit import Unit
 
 

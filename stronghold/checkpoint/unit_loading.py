@@ -15,7 +15,7 @@ from stronghold.formats.moments import wrong_moment
 from stronghold.formats.reader import Checkpoint, UnitReader
 from stronghold.native import BLOCK, Blocks
 from stronghold.offload import Engine
-from stronghold.optim import AdamW
+from stronghold.offload.adamw import AdamW
 from stronghold.optim.blocks import decode
 from stronghold.split import join
 from stronghold.unit import Unit

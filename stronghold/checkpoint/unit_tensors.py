@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stronghold.errors import OffloadedModelError
 from stronghold.native import Blocks
 from stronghold.offload import Company, Engine, engine_of
-from stronghold.optim import AdamW
+from stronghold.offload.adamw import AdamW
 from stronghold.unit import Unit, unit_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -20,9 +20,10 @@ from stronghold.device.memory import (
 from stronghold.device.streams import Stream, finish_streams
 from stronghold.device.timeline import Timeline
 from stronghold.device.vector_math import find_kernels
-from stronghold.device.waits import Wait, Waits
+from stronghold.device.waits import KEPT_WAITS, Wait, Waits
 
 __all__ = [
+    "KEPT_WAITS",
     "Buffer",
     "Common",
     "CpuDevice",

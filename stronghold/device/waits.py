@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
 
 from stronghold.device.device import Device
 from stronghold.device.events import Event
 from stronghold.device.streams import Stream
+
+KEPT_WAITS = 8192
+"""Waits that are remembered for the report: a long evaluation takes no step that would cut them."""
 
 
 class Wait(Enum):
@@ -49,6 +53,8 @@ class Waits:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.for_updates: deque[tuple[object, object]] = deque(maxlen=KEPT_WAITS)
+        """When the user has waited for an update: (begin, end), stamps of the device."""
 
     def stream(self, stream: Stream, event: Event | None, reason: Wait) -> None:
         if event is not None:

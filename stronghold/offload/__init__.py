@@ -1,7 +1,7 @@
 """Ties an ``nn.Module`` to a window."""
 
 from stronghold.offload import other_optimizers as other_optimizers  # whose hooks see every optimizer's step
-from stronghold.offload.company import Alone, Company, follow, from_rank0, keep_activations, keep_company
+from stronghold.offload.company import Alone, Company, follow, from_rank0, keep_activations
 from stronghold.offload.compiled import uncompiled
 from stronghold.offload.engine import Engine
 from stronghold.offload.offload import close, engine_of, offload, offload_shared, report, trace, verify
@@ -16,7 +16,6 @@ __all__ = [
     "follow",
     "from_rank0",
     "keep_activations",
-    "keep_company",
     "offload",
     "offload_shared",
     "report",

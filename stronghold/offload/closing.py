@@ -54,9 +54,8 @@ def close_engine(engine: Engine) -> None:
     try:
         engine.close_backward()
         for unit in engine.units:
-            engine.wait_on_host(unit)
+            unit.wait_on_host()
     finally:
-        engine.closed = True
         if (optimizer := engine.optimizer() if engine.optimizer is not None else None) is not None:
             optimizer.forget()
         for unit in engine.units:

@@ -55,28 +55,6 @@ def from_rank0(company: Company, action: Callable[[], T]) -> T:
     return company.all_gather_object(company.run_on_all(action if company.rank == 0 else lambda: None))[0]  # type: ignore[return-value]
 
 
-def keep_company(
-    engine: Engine,
-    company: Company,
-    *,
-    shared: Iterable[nn.Parameter],
-    copies: Iterable[nn.Parameter],
-    model: str,
-    passes: int,
-) -> None:
-    """Makes the model of ``engine`` a part of the ``model`` that ``company`` trains.
-
-    The global norm is that of all gradients there, and checkpoints are of the whole. ``shared`` are the parameters that
-    other processes have too, and ``copies`` those of them that a process before this one has: it counts and saves them.
-    A step has as many backward passes as ``passes``.
-    """
-    engine.company = company
-    engine.copies = frozenset(map(id, copies))
-    engine.kind = model
-    engine.gradients.shared = frozenset(map(id, shared))
-    engine.sums_gradients = passes > 1
-
-
 def follow(engine: Engine, passes: Iterable[tuple[nn.Module, bool]]) -> None:
     """Foresees in each step the ``passes``: (part of the model, backward) in the order in which they are computed.
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stronghold import native
 from stronghold.device import (
@@ -23,35 +19,31 @@ from stronghold.device import (
     check_process,
     forks,
     keep_freed_memory,
-    resident_host_bytes,
 )
-from stronghold.errors import BudgetError, OffloadedModelError
+from stronghold.errors import OffloadedModelError
 from stronghold.offload.block import Block, Run
 from stronghold.offload.closing import end_with
 from stronghold.offload.company import Alone, Company
-from stronghold.offload.free_memory import HostMemory
+from stronghold.offload.held_memory import HeldMemory
 from stronghold.offload.hooks import Hooks
 from stronghold.offload.members import Members, refuse_changes
 from stronghold.offload.placement import Placement
 from stronghold.offload.reopening import Reopened
 from stronghold.offload.timing import Stopwatch
 from stronghold.offload.turns import Turns
-from stronghold.offload.updates import PreparedUpdate, Updates
-from stronghold.optim.held import held_bytes
+from stronghold.offload.updates import Updates, update_now
+from stronghold.optim import HostAdamW
 from stronghold.settings import OffloadSettings
-from stronghold.store import DiskStore, RamStore, Store
+from stronghold.store import Budget, DiskStore, RamStore, Store
 from stronghold.unit import (
     ONE_REPLICA,
     HostGrad,
     OffloadedParameter,
     Replicas,
     Unit,
-    Updater,
-    Work,
     closed_error,
     opaque,
 )
-from stronghold.units import format_bytes
 from stronghold.weights import Source, give_values
 from stronghold.window import Accumulators, DeviceGradients, Gradients, HostActivations, Window
 
@@ -76,37 +68,57 @@ class Engine:
     ) -> None:
         self.closed = False
         self.model = weakref.ref(model)
-        self._born = forks()
         self.device = device
         self.replicas = replicas
         self.units: Sequence[Unit] = placement.units
         self.layers = placement.layers
         self.micro_batch = settings.micro_batch
         self.waits = Waits(device)
-        self.optimizer: weakref.ref[Updater] | None = None
-        self.other_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those of other kinds than ours that have stepped parameters of this model."""
+        self.optimizer: weakref.ref[HostAdamW] | None = None
         self.company: Company = Alone()
         """The processes that train the same model."""
         self.copies: frozenset[int] = frozenset()
         """The parameters, by id, that another process has as well, and answers for."""
         self.kind = type(model).__name__
-        self.sums_gradients = self.masters_kept = False
+        self.sums_gradients = False
+        """Whether a step has several backward passes, under in_backward too: the sums need memory."""
+        self._masters_told = False
+        """Whether it is known that state dictionaries have no masters: they are kept beside, or the user was told."""
+        self.turns = Turns()
+        self._born = forks()
         self._runs: list[weakref.ref[Run]] = []
         self._opened_for: Callable[[], Run | None] = _no_run
         """The run whose weights the backward pass has asked for in the layer that is open."""
         self._backward_open = False
         self._told_of_compiling = False
-        self.turns = Turns()
-        own = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_cpu)
-        self.process_bytes = max(0, psutil.Process().memory_info().rss - own)
-        self._anonymous_bytes = max(0, resident_host_bytes() - own)
+        self.held = HeldMemory(model, device, self.units, placement.root_bytes)
+        self.budget = Budget(settings, self.held.held_bytes, processes=replicas.local_world_size)
+        self.store = self._placed(placement, settings, weights)
+        self.window = Window(self.layers, placement.window, device, self.store, self.waits)
+        self.gradients = Gradients(self.layers, device, self.waits, replicas)
+        self.device_gradients = DeviceGradients(device, self.waits)
+        self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
+        self.updates = Updates(device, self.store, self.waits, replicas)
+        self.held.on_device(self.window, self.gradients)
+        self.stopwatch = Stopwatch(
+            self.waits, self.window.traffic, self.gradients.grad_offload.traffic, self.store.counters
+        )
+        self._hooks = Hooks(self._expect, self.gradients, self.device_gradients)
+        self._take_over(model, placement, weights, keep=settings.activations == "keep")
+        streams = device.streams + ([self.updates.written_back] if self.updates.written_back is not None else [])
+        # A replica does not wait for others that may be gone: its threads end by themselves.
+        self._end = end_with(self, streams if replicas.world_size == 1 else [], self.store, own=own_device)
+
+    def _placed(self, placement: Placement, settings: OffloadSettings, weights: Source | Reopened) -> Store:
+        """Returns the store with all units in it, each with its values."""
         paths = [Path(path) for path in settings.directories]
-        replicas.agree([os.path.realpath(path) for path in paths], here=True)
-        replicas.agree([(unit.name, unit.resident, sorted(unit.on_disk)) for unit in self.units])
+        self.replicas.agree([os.path.realpath(path) for path in paths], here=True)
+        self.replicas.agree([(unit.name, unit.resident, sorted(unit.on_disk)) for unit in self.units])
         reopen = isinstance(weights, Reopened)
-        self.store: Store = (
-            DiskStore(device, paths, self.units, self.waits, reopen=reopen) if paths else RamStore(device)
+        store: Store = (
+            DiskStore(self.device, paths, self.units, self.waits, self.budget, reopen=reopen)
+            if paths
+            else RamStore(self.device, self.budget)
         )
         try:
             on_disk = sum(
@@ -114,51 +126,39 @@ class Engine:
                 + (unit.remainder_bytes() if unit.lives("remainders") == "disk" else 0)
                 for unit in self.units
             )
-            self.store.check_space(on_disk, "the model's weights")
+            store.check_space(on_disk, "the model's weights")
             for unit in self.units:
-                unit.owner = self
+                unit.belong_to(self, self.waits, self.close_backward)
             if isinstance(weights, Reopened):
-                assert isinstance(self.store, DiskStore)
-                weights.place(self.store, self.units)
+                assert isinstance(store, DiskStore)
+                weights.place(store, self.units)
             else:
                 for number, values in weights.units([unit.parameters for unit in self.units], placement.modules):
-                    self.store.place(self.units[number], values)
+                    store.place(self.units[number], values)
         except BaseException:
-            self.store.close()
+            store.close()
             raise
         self.replicas.main.barrier()  # the first one's values are there
-        self.root_bytes = placement.root_bytes
-        self.window = Window(self.layers, placement.window, device, self.store, self.waits)
-        self.gradients = Gradients(self.layers, device, self.waits, replicas)
-        self.device_gradients = DeviceGradients(device, self.waits)
-        self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
-        for unit in self.units:  # from here on nothing large is allocated but the root, and the model changes
+        return store
+
+    def _take_over(self, model: nn.Module, placement: Placement, weights: Source | Reopened, *, keep: bool) -> None:
+        """Changes the model: nothing large is allocated any more but the root."""
+        for unit in self.units:
             self._attach(unit)
         for module, name, buffer in weights.buffers():
             module._buffers[name] = buffer
-        placement.move_root(device)
+        placement.move_root(self.device)
         for module, name in placement.buffers:
             if (moved := module._buffers[name]) is not None:
-                replicas.take_first(moved, common=False)
-        self._updates = Updates(device, self.store, self.waits, replicas)
-        self._hooks = Hooks(self._expect, self.gradients, self.device_gradients)
-        self.stopwatch = Stopwatch(
-            device, self.window.traffic, self.gradients.grad_offload.traffic, self.store.counters
-        )
-        keep = settings.activations == "keep"
+                self.replicas.take_first(moved, common=False)
         layers = zip(placement.modules, self.layers, strict=True)
         # Weakly, as all that is the user's: a layer holds its block, and that holds the engine.
         self._blocks = [weakref.ref(Block(module, unit, self, keep=keep)) for module, unit in layers]
         self._root = [(unit, [(weakref.ref(m), name) for m, name in owners]) for unit, owners in placement.root]
-        self._budgets = settings.device_memory, settings.host_memory
-        self._host_memory = HostMemory()
         within = {id(inner) for module in placement.modules for inner in module.modules()}
         for unit, _ in self._root:
             self._hooks.on_root(unit)
         self._outside = Members((n, m) for n, m in model.named_modules() if id(m) not in within)
-        streams = device.streams + ([self._updates.written_back] if self._updates.written_back is not None else [])
-        # A replica does not wait for others that may be gone: its threads end by themselves.
-        self._end = end_with(self, streams if replicas.world_size == 1 else [], self.store, own=own_device)
 
     def __deepcopy__(self, memo: dict) -> None:
         """Leaves itself out: a copy of an offloaded model is an ordinary model."""
@@ -178,10 +178,41 @@ class Engine:
 
     def release(self) -> None:
         """Ends the threads and gives back memory, locks and files; nothing of the engine can be used after it."""
+        self.closed = True
         self._end()
         self.units = self.layers = []
         self.activations = None
-        del self.window, self.gradients, self.device_gradients, self._hooks, self._updates, self.stopwatch, self.store
+        del self.window, self.gradients, self.device_gradients, self._hooks, self.updates, self.stopwatch, self.store
+        del self.held
+
+    def join(
+        self,
+        company: Company,
+        *,
+        shared: Iterable[nn.Parameter],
+        copies: Iterable[nn.Parameter],
+        model: str,
+        passes: int,
+    ) -> None:
+        """Makes this model a part of the ``model`` that ``company`` trains.
+
+        The global norm is that of all gradients there, and checkpoints are of the whole. ``shared`` are the parameters
+        that other processes have too, and ``copies`` those of them that a process before this one has: it counts and
+        saves them. A step has as many backward passes as ``passes``.
+        """
+        self.company, self.kind, self.sums_gradients = company, model, passes > 1
+        self.copies = frozenset(map(id, copies))
+        self.gradients.shared = frozenset(map(id, shared))
+
+    def keep_masters(self, kept: bool) -> None:
+        """Called when what state dictionaries lack will be kept beside them from now on, or no longer."""
+        self._masters_told = kept
+
+    def loses_masters(self) -> bool:
+        """Whether a state dictionary lacks what nobody keeps; asked once, for the user is told then."""
+        lost = not self._masters_told and any(unit.masters for unit in self.units)
+        self._masters_told |= lost
+        return lost
 
     # What blocks say.
 
@@ -298,9 +329,14 @@ class Engine:
         if layer is None:
             return
         self.window.computed(layer, backward=True)
-        updated = self.gradients.close()
+        done, ready = None, self.gradients.close()
+        if ready is not None:
+            optimizer = self.optimizer() if self.optimizer is not None else None
+            assert optimizer is not None  # it has asked for them
+            done = update_now(self, optimizer, ready.unit, ready.gradients, ready.after)
+            ready.updated(done)
         self.window.end_backward(layer)
-        if updated is not None:
+        if done is not None:
             self.window.changed([layer])
 
     @opaque
@@ -324,31 +360,33 @@ class Engine:
 
     # What the optimizer and the parameters say.
 
-    def adopt(self, optimizer: Updater) -> None:
+    def adopt(self, optimizer: HostAdamW) -> None:
+        """Makes ``optimizer`` the one that updates this model; raises where it has one already."""
         known = self.optimizer() if self.optimizer is not None else None
         if known is not None and (known.in_backward or optimizer.in_backward):
             raise OffloadedModelError(
                 "update='in_backward' needs the model's only optimizer, because the backward pass itself updates (got "
                 "a second one); delete the first, or use update='deferred'"
             )
-        self.optimizer = self.gradients.updater = weakref.ref(optimizer)
+        self.optimizer = self.gradients.optimizer = weakref.ref(optimizer)
         if self.device.is_host and not self.store.paths and not optimizer.in_backward:
             keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 
-    def turn(self) -> AbstractContextManager[None]:
-        return self.turns.taken()
-
     def agree(self, found: Mapping[Unit, Collection[int]]) -> None:
+        """Raises ParallelError where replicas have not ``found`` gradients at the same indices of the same units."""
         check_process(self._born)
         if self.replicas.world_size > 1:
             self.replicas.agree([(unit.name, tuple(indices)) for unit, indices in found.items()])
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
+        """Returns ``gradients`` (by index) where the unit is updated, complete, with their squares on the host."""
+        self.take_writes(unit)
         if unit.is_root or unit.resident:
             return self.device_gradients.collect(unit, gradients)
         return self.gradients.collect(gradients)
 
     def take_writes(self, unit: Unit) -> bool:
+        """Brings the host's memory of ``unit`` up to what the user wrote into its parameters, if anything."""
         if not unit.was_written():
             return False
         unit.wait_updated()
@@ -364,84 +402,25 @@ class Engine:
         unit.take_writes(arrived)
         return True
 
-    def prepare(self, unit: Unit, work: Work, moved_bytes: int) -> PreparedUpdate:
-        check_process(self._born)
-        return self._updates.prepare(unit, work, moved_bytes)
+    def settled_value(self, unit: Unit, index: int, *, exact: bool) -> Tensor:
+        """Returns a parameter's value once no update of it is under way: in the compute dtype, or its fp32 master.
+
+        What the user wrote is in it. It is where the unit lives, and may be its memory: for reading, and until then.
+        """
+        unit.wait_on_host()  # of a root parameter, the host's own copy is read here
+        unit.wait_updated()
+        self.take_writes(unit)
+        return unit.master(index) if exact else unit.weight[index]
 
     def update_threads(self) -> int:
+        """Returns how many cores an update may use: all that the process may, but one for the thread that computes."""
         # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
         # all cores and the longer work gets what the other leaves.
         cores = max(1, native.usable_cores() // self.company.local_world_size)
         return cores if self.device.torch_device.type == "cpu" else max(1, cores - 1)
 
-    def sum_squares(self, found: Mapping[Unit, Mapping[int, HostGrad]], *, finite: bool) -> float:
-        squares = (
-            float(gradient.squares)
-            for unit, gradients in found.items()
-            for index, gradient in gradients.items()
-            if id(unit.parameters[index]) not in self.copies
-        )
-        return self.company.sum(sum(squares) if finite else math.nan)
-
-    def take_found_inf(self) -> bool:
-        return self.gradients.take_found_inf()
-
-    def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
-        self.check_open()
-        self.store.check_space(disk_bytes, what)
-        self.check_budgets(
-            host_bytes=host_bytes // self.replicas.local_world_size, device_bytes=device_bytes, what=what
-        )
-        self._host_memory.check(host_bytes, self._held_host_bytes() * self.replicas.local_world_size, what)
-
-    def check_budgets(self, *, host_bytes: int, device_bytes: int, what: str) -> None:
-        """Raises BudgetError where ``what`` does not fit the budgets beside what is held already."""
-        device_memory, host_memory = self._budgets
-        _, others_device = self.other_optimizers_bytes()
-        for name, budget, held, more in (
-            ("device_memory", device_memory, self.device_bytes() + others_device, device_bytes),
-            ("host_memory", host_memory, self._held_host_bytes(), host_bytes),
-        ):
-            if isinstance(budget, int) and held + more > budget:
-                raise BudgetError(
-                    f"{what} takes {format_bytes(more)} beside {format_bytes(held)} that are held already (got "
-                    f"{name}={format_bytes(budget)}); raise {name}, freeze parameters, or see states='8bit' and "
-                    "update='in_backward'"
-                )
-
-    def _held_host_bytes(self) -> int:
-        others, _ = self.other_optimizers_bytes()
-        return self.device.pinned_bytes + self.device.pageable_bytes + others
-
-    def other_optimizers_bytes(self) -> tuple[int, int]:
-        """Returns what the states of other optimizers than ours take (on the host, on the device)."""
-        held = [held_bytes(optimizer) for optimizer in self.other_optimizers]
-        return sum(host for host, _ in held), sum(device for _, device in held)
-
-    def device_bytes(self) -> int:
-        """Returns what is held on the device between steps."""
-        slots = sum(slot.flat.numel() for slot in self.window.slots)
-        return slots + self.gradients.grad_offload.device_bytes + self.root_bytes + self.resident_bytes()
-
-    def resident_bytes(self) -> int:
-        """Returns what resident layers hold on the device, their gradients and states included."""
-        gradients = sum(unit.gradients.layout.total_bytes for unit in self.layers if unit.resident)
-        return gradients + self.device.resident_bytes
-
-    def root_gradient_bytes(self) -> int:
-        """Returns what autograd holds of the root's gradients on the device, from ``backward()`` to ``zero_grad()``."""
-        counts = (
-            n for unit, _ in self._root for n, p in zip(unit.counts, unit.parameters, strict=True) if p.requires_grad
-        )
-        return sum(counts) * self.layers[0].dtype.itemsize
-
-    def beside_bytes(self) -> int:
-        """Returns what the process has taken of host memory by now beside what is counted."""
-        counted = self._held_host_bytes()
-        counted += self.device_bytes() if self.device.is_host else 0
-        return max(0, resident_host_bytes() - self._anonymous_bytes - counted)
-
     def changed(self, units: Sequence[Unit]) -> None:
+        """Called when updates of ``units`` have been submitted; their copies on the device are stale from then on."""
         # Autograd itself refuses a backward pass to a forward pass with other values of the root, by their versions,
         # which parameters that were views of one memory share.
         told = [unit for unit, _ in self._root if unit.versions_now() == unit.versions]
@@ -452,29 +431,6 @@ class Engine:
 
     def _fetch_again(self, units: Sequence[Unit]) -> None:
         self.window.changed([unit.layer for unit in units if unit.layer is not None])
-
-    def step_done(self) -> None:
-        self.stopwatch.lap()
-
-    def wait_updates(self) -> None:
-        self.check_open()
-        begin = self.device.stamp()
-        for unit in self.units:
-            self.wait_on_host(unit)
-        self.window.traffic.update_waits.append((begin, self.device.stamp()))
-
-    def wait_on_host(self, unit: Unit) -> None:
-        self.waits.host(unit.updated, Wait.UPDATE_READ)
-
-    def wait_updated(self, unit: Unit) -> None:
-        event, begin = unit.updated, self.device.stamp()
-        if unit.has_device_copy:
-            # The upload of the root parameter's new value must have arrived before anything computes with it.
-            self.waits.compute(event, Wait.ROOT_UPLOADED)
-        else:
-            self.waits.host(event, Wait.WEIGHTS_READ)
-        self.window.traffic.update_waits.append((begin, self.device.stamp()))
-        unit.updated = None
 
     # Its own.
 

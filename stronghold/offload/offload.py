@@ -251,7 +251,7 @@ def report(model: nn.Module) -> Report:
     optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
     unit, device = engine.layers[0], engine.device
     parameters = [p for h in engine.units for p in h.parameters]
-    others_host_bytes, others_device_bytes = engine.other_optimizers_bytes()
+    others_host_bytes, others_device_bytes = engine.held.other_optimizers_bytes()
     return Report(
         parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
@@ -261,19 +261,19 @@ def report(model: nn.Module) -> Report:
         device=device.name,
         dtype=" and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys([unit.dtype, *unit.dtypes])),
         states=optimizer.states if optimizer is not None else None,
-        other_optimizers=tuple(sorted(map(name_of, engine.other_optimizers))),
+        other_optimizers=tuple(sorted(map(name_of, engine.held.other_optimizers))),
         others_host_bytes=others_host_bytes,
         others_device_bytes=others_device_bytes,
-        slots_device_bytes=sum(slot.flat.numel() for slot in engine.window.slots),
-        gradients_device_bytes=engine.gradients.grad_offload.device_bytes,
-        root_device_bytes=engine.root_bytes,
-        resident_device_bytes=engine.resident_bytes(),
-        root_gradients_device_bytes=engine.root_gradient_bytes(),
+        slots_device_bytes=engine.held.slots_bytes(),
+        gradients_device_bytes=engine.held.gradient_slots_bytes(),
+        root_device_bytes=engine.held.root_bytes,
+        resident_device_bytes=engine.held.resident_bytes(),
+        root_gradients_device_bytes=engine.held.root_gradient_bytes(),
         peak_device_bytes=device.peak_bytes(),
         pinned_host_bytes=device.pinned_bytes,
         pageable_host_bytes=device.pageable_bytes,
-        process_host_bytes=engine.process_bytes,
-        beside_host_bytes=engine.beside_bytes(),
+        process_host_bytes=engine.held.process_bytes,
+        beside_host_bytes=engine.held.beside_bytes(),
         disk_bytes=engine.store.disk_bytes,
         disk_paths=tuple(map(str, engine.store.paths)),
         on_root_disk=any(path.stat().st_dev == os.stat("/").st_dev for path in engine.store.paths),

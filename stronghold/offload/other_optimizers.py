@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from stronghold.errors import OffloadedModelError
 from stronghold.offload.engine import Engine
 from stronghold.offload.writing import Units, begin, end, units_of
-from stronghold.optim import AdamW
+from stronghold.optim import HostAdamW
 from stronghold.optim.held import held_bytes, name_of
 from stronghold.unit import Unit, gradient_of, make_plain, opaque
 
@@ -34,15 +34,15 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     units = _stepped(optimizer)
     end(units)
     for engine in {id(unit.owner): unit.owner for unit in units}.values():
-        if isinstance(engine, Engine) and optimizer not in engine.other_optimizers:
+        if isinstance(engine, Engine) and optimizer not in engine.held.other_optimizers:
             host_bytes, device_bytes = held_bytes(optimizer)
             what = f"the states of {name_of(optimizer)}"
-            engine.check_budgets(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
-            engine.other_optimizers.add(optimizer)
+            engine.budget.check_budgets(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
+            engine.held.other_optimizers.add(optimizer)
 
 
 def _stepped(optimizer: Optimizer) -> Units:
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, HostAdamW):
         return {}
     return units_of(p for group in optimizer.param_groups for p in group["params"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stronghold.device import Device
+from stronghold.device import Waits
 from stronghold.native import DiskCounters
 from stronghold.reports import StepTimes
 from stronghold.window import Traffic
@@ -13,13 +13,13 @@ from stronghold.window import Traffic
 class Stopwatch:
     """Cuts the engine's traffic at each optimizer step, and adds it up when asked."""
 
-    def __init__(self, device: Device, fetched: Traffic, gradients: Traffic, disk: Callable[[], DiskCounters]) -> None:
-        self._device = device
+    def __init__(self, waits: Waits, fetched: Traffic, gradients: Traffic, disk: Callable[[], DiskCounters]) -> None:
+        self._device, self._waits = waits.device, waits
         self._fetched = fetched
         self._gradients = gradients
         self._disk = disk
         self._moved = disk()
-        self._begin = device.stamp()
+        self._begin = waits.device.stamp()
         self._last: tuple[object, object, Traffic, Traffic, DiskCounters] | None = None
         self._known: StepTimes | None = None
 
@@ -33,6 +33,8 @@ class Stopwatch:
         )
         fetched, gradients = self._fetched.cut(), self._gradients.cut()
         fetched.update_waits += gradients.update_waits
+        fetched.update_waits += self._waits.for_updates
+        self._waits.for_updates.clear()
         self._last = (self._begin, now, fetched, gradients, disk)
         self._begin, self._moved, self._known = now, moved, None
 

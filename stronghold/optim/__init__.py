@@ -1,5 +1,6 @@
-"""The host's optimizer: its states, and the updates that run beside the computation."""
+"""The host's optimizer: its states, and what a step updates."""
 
-from stronghold.optim.adamw import AdamW
+from stronghold.optim.host_adamw import HostAdamW
+from stronghold.optim.update import Update, gradients_of, updates_of
 
-__all__ = ["AdamW"]
+__all__ = ["HostAdamW", "Update", "gradients_of", "updates_of"]

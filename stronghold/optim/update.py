@@ -1,21 +1,24 @@
-"""One unit's update: what it needs, noted when it is asked for; carried out where the unit lives."""
+"""What a step updates: noted when it is asked for, carried out where the unit lives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from stronghold import native
-from stronghold.device import Event
+from stronghold.errors import OffloadedModelError
 from stronghold.layout import Part
 from stronghold.native import Blocks
 from stronghold.optim.adamw_on_device import adamw_on_device
 from stronghold.optim.checks import check_changes
-from stronghold.unit import HostGrad, Prepared, Unit, grad_meta_of, gradient_of, note_gradient
+from stronghold.unit import ConsumedGradient, HostGrad, Unit, grad_meta_of, gradient_of, note_gradient
+
+if TYPE_CHECKING:
+    from stronghold.optim.host_adamw import HostAdamW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,9 @@ class Change:
 class Update:
     """The update of one unit's parameters, or of this process's share of them, in one call of the kernel.
 
-    With ``checked``, nothing is updated where a gradient is not finite.
+    ``operands`` are what it reads and writes of every parameter in turn, beside the gradient, and ``parts`` what of
+    them is updated here. With ``checked``, nothing is updated where a gradient is not finite. Raises
+    OffloadedModelError for what it does not take; nothing is written.
     """
 
     def __init__(self, unit: Unit, changes: list[Change], *, threads: int, checked: bool = False) -> None:
@@ -61,35 +66,15 @@ class Update:
         self.threads = threads
         self.checked = checked
         self.scale = 1.0
-        self._prepared: Prepared | None = None
-        self.operands: Sequence[Sequence[Tensor]] = ()
+        """What the gradients are multiplied with."""
+        check_changes(unit, changes)
+        self.operands: Sequence[Sequence[Tensor]] = [change.operands(unit) for change in changes]
         self.parts: Sequence[Part] = [Part(number, *unit.share(change.index)) for number, change in enumerate(changes)]
 
-    def prepare(self) -> None:
-        """Takes all memory that the update needs and raises what it is refused for; nothing is written."""
-        unit = self.unit
-        assert unit.owner is not None
-        check_changes(unit, self.changes)
-        self.operands = [change.operands(unit) for change in self.changes]
-        self._prepared = unit.owner.prepare(unit, self, sum(change.moved_bytes for change in self.changes))
-
-    def cancel(self) -> None:
-        """Gives up what was prepared."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            prepared.cancel()
-
-    def submit(self, scale: float, after: Event | None = None) -> Event | None:
-        """Gives the update, which is prepared, to its place in line, behind ``after``; returns its event, if any.
-
-        ``scale`` multiplies the gradients. The unit's weights are stale on the device from now on.
-        """
-        prepared, self._prepared = self._prepared, None
-        assert prepared is not None
-        self.scale = scale
-        self.unit.generation += 1
-        self.unit.updated = prepared.submit(after)
-        return self.unit.updated
+    @property
+    def moved_bytes(self) -> int:
+        """What the update reads and writes of the host's memory."""
+        return sum(change.moved_bytes for change in self.changes)
 
     @property
     def finite(self) -> bool:
@@ -97,7 +82,10 @@ class Update:
         return all(bool(torch.isfinite(change.gradient.squares)) for change in self.changes)
 
     def segments(self) -> list[native.Segment] | None:
-        """Counts the step and returns what is to be updated, or None where a gradient is not finite."""
+        """Counts the step and returns what is to be updated, or None where a gradient is not finite.
+
+        Called in the update's turn. They are whole parameters, of which ``parts`` are to be updated.
+        """
         for change in self.changes:
             change.gradient.note()
         if self.checked and self.unit.weight[0].is_cpu and not self.finite:
@@ -133,6 +121,7 @@ class Update:
             adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
 
     def done(self) -> None:
+        """Called when all segments are updated."""
         self.unit.rewritten()
 
     def mark_pending(self) -> None:
@@ -149,3 +138,50 @@ class Update:
         """Takes the step back from the counts: the gradients turned out not to be finite, and nothing was updated."""
         for change in self.changes:
             change.state["step"] -= 1
+
+
+def gradients_of(optimizer: HostAdamW, unit: Unit) -> dict[int, Tensor]:
+    """Returns the gradients that a step uses of one unit, by index. Raises OffloadedModelError for a sparse one."""
+    gradients: dict[int, Tensor] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for index, parameter in enumerate(unit.parameters):
+            gradient = gradient_of(parameter)
+            if gradient is None or isinstance(gradient, ConsumedGradient) or not optimizer.updates(unit, index):
+                continue
+            if gradient.layout != torch.strided:
+                raise OffloadedModelError(
+                    f"{unit.name} has a gradient of layout {gradient.layout}, and only dense gradients are "
+                    "updated; pass sparse=False to its embedding"
+                )
+            gradients[index] = gradient
+    return gradients
+
+
+def updates_of(
+    optimizer: HostAdamW, found: Mapping[Unit, Mapping[int, HostGrad]], *, checked: bool = False
+) -> Iterator[Update]:
+    """Yields the updates with the gradients ``found``, by index, in the order in which they are to be submitted.
+
+    With ``checked``, nothing of a unit is updated where one of its gradients is not finite. Raises what refuses an
+    update; until :meth:`HostAdamW.begun` nothing has changed.
+    """
+    optimizer.provide({unit: [p for p in its if not optimizer.has_state(unit, p)] for unit, its in found.items()})
+    # What the computation itself updates comes last, so that the host is at work meanwhile.
+    for unit, gradients in sorted(found.items(), key=lambda item: item[0].resident):
+        changes = [_change(optimizer, unit, index, gradient) for index, gradient in gradients.items()]
+        yield Update(unit, changes, threads=optimizer.threads, checked=checked)
+
+
+def _change(optimizer: HostAdamW, unit: Unit, index: int, gradient: HostGrad) -> Change:
+    """Notes what one parameter's update needs, with its group's settings as they are now."""
+    group = optimizer.group_of(unit, index)
+    beta1, beta2 = group["betas"]
+    return Change(
+        index=index,
+        gradient=gradient,
+        state=optimizer.state_of(unit, index),
+        lr=float(group["lr"]),
+        betas=(float(beta1), float(beta2)),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stronghold.offload import engine_of, keep_company, offload_shared
+from stronghold.offload import engine_of, offload_shared
 from stronghold.parallel.facts import facts_of
 from stronghold.parallel.processes import Processes
 from stronghold.settings import OffloadSettings
@@ -90,6 +90,6 @@ def replicated(
     engine = engine_of(model)
     assert engine is not None
     copies = model.parameters() if processes.replica else ()
-    keep_company(engine, processes, shared=(), copies=copies, model=engine.kind, passes=1)
+    engine.join(processes, shared=(), copies=copies, model=engine.kind, passes=1)
     processes.draw_apart()
     return model

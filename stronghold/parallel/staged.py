@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.errors import ParallelError
-from stronghold.offload import engine_of, follow, keep_activations, keep_company, offload_shared
+from stronghold.offload import engine_of, follow, keep_activations, offload_shared
 from stronghold.parallel.drawing import as_within
 from stronghold.parallel.facts import facts_of
 from stronghold.parallel.layered_model import LayeredModel
@@ -88,8 +88,7 @@ class StagedModule(nn.Module):
         self._check_tied()
         engine = engine_of(self)
         assert engine is not None
-        keep_company(
-            engine,
+        engine.join(
             processes,
             shared=self._tied.shared,
             copies=self._tied.copies if processes.replica == 0 else self.parameters(),

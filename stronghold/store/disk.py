@@ -19,6 +19,7 @@ from stronghold.layout import PAGE_BYTES, Part, lay_out
 from stronghold.native import DISK_THREADS, Disk, DiskCounters, Priority
 from stronghold.store.directory import Directory, Inventory, UnitRecord, check_same
 from stronghold.store.kept import file_name, open_kept, otherwise
+from stronghold.store.limits import Budget
 from stronghold.store.ram import InPlace
 from stronghold.store.ring import DiskUpdateIO, Ring
 from stronghold.store.staging import AHEAD, DiskStaging, Read, staging_bytes
@@ -45,9 +46,16 @@ class DiskStore(Store):
     """
 
     def __init__(
-        self, device: Device, paths: Sequence[Path], units: Sequence[Unit], waits: Waits, *, reopen: bool = False
+        self,
+        device: Device,
+        paths: Sequence[Path],
+        units: Sequence[Unit],
+        waits: Waits,
+        budget: Budget | None = None,
+        *,
+        reopen: bool = False,
     ) -> None:
-        super().__init__(device)
+        super().__init__(device, budget)
         self.waits = waits
         self._replicas = units[0].replicas
         if reopen and self._replicas.local_world_size > 1:
@@ -236,8 +244,7 @@ class DiskStore(Store):
         """Reads everything and compares checksums. Raises CorruptionError, which names file and unit."""
         for unit in self._numbers:
             if (file := self._file_of(unit)) is not None:
-                if (owner := unit.owner) is not None:
-                    owner.wait_on_host(unit)
+                unit.wait_on_host()
                 file.verify()
 
     def close(self) -> None:

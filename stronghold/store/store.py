@@ -13,6 +13,7 @@ from torch import Tensor
 from stronghold.device import Buffer, Device, Event
 from stronghold.layout import Part
 from stronghold.native import DiskCounters, Segment
+from stronghold.store.limits import Budget
 from stronghold.unit import Kind, Unit
 
 Kernel = Callable[[list[Segment]], None]
@@ -31,8 +32,9 @@ class UpdateIO(Protocol):
 class Store(ABC):
     """Where units live: it allocates their memory, sends weights to the device and leads states through updates."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, budget: Budget | None = None) -> None:
         self.device = device
+        self._budget = budget
 
     def place(self, unit: Unit, values: Iterable[Tensor] | None = None) -> None:
         """Moves the parameters of ``unit`` into the store, with ``values`` if they have none of their own."""
@@ -77,6 +79,16 @@ class Store(ABC):
     def check_space(self, needed_bytes: int, what: str) -> None:
         """Raises StoreError where the directories' file systems do not have ``needed_bytes`` left."""
         assert needed_bytes == 0
+
+    def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
+        """Raises BudgetError where ``what`` does not fit the budgets beside what is allocated already.
+
+        Raises MemoryError where the machine can never have it, StoreError where the disk does not; warns where the
+        host's memory is not free now.
+        """
+        self.check_space(disk_bytes, what)
+        if self._budget is not None:
+            self._budget.check(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
 
     @abstractmethod
     def allocate(self, unit: Unit, length_bytes: int, kind: Kind) -> Buffer:

@@ -14,9 +14,9 @@ from stronghold.unit.gradient import (
     note_gradient,
 )
 from stronghold.unit.parameter import BoundParameter, OffloadedParameter, gradient_of, set_gradient, unit_of
-from stronghold.unit.protocols import Kind, Memory, Owner, Prepared, Updater, Work
 from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
 from stronghold.unit.unit import Unit, has_company, is_shared
+from stronghold.unit.unit_memory import Kind, Memory
 
 __all__ = [
     "ONE_REPLICA",
@@ -30,12 +30,8 @@ __all__ = [
     "Memory",
     "OffloadedGradient",
     "OffloadedParameter",
-    "Owner",
-    "Prepared",
     "Replicas",
     "Unit",
-    "Updater",
-    "Work",
     "check_mixed",
     "close_parameter",
     "closed_error",

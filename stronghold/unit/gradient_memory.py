@@ -61,8 +61,7 @@ class GradientMemory:
         """Returns the host's gradients, in the compute dtype, allocated if there are none yet."""
         if self.buffer is None:
             unit, length = self._unit, self.layout.total_bytes
-            if unit.owner is not None:
-                unit.owner.check_memory(host_bytes=length, device_bytes=0, what=f"gradients of {unit.name}")
+            unit.check_memory(host_bytes=length, device_bytes=0, what=f"gradients of {unit.name}")
             self.buffer = device.host_buffer(length, memory=unit.replicas.memory(length))
         return self.buffer
 
@@ -121,17 +120,16 @@ class GradientMemory:
 
     def _sum_buffer(self, *, on_device: bool) -> Buffer:
         unit, size = self._unit, self.sum_bytes()
-        assert unit.owner is not None
-        unit.owner.check_memory(
+        unit.check_memory(
             host_bytes=0 if on_device else size,
             device_bytes=size if on_device else 0,
             what=f"adding up several gradients of {unit.name} in fp32, 2 bytes per parameter,",
         )
         if on_device:
-            return unit.owner.device.device_buffer(size)
+            return unit.memory.device.device_buffer(size)
         # Of a root parameter each replica has its own gradient, as it has of everything that is on its device.
         memory = None if unit.is_root else unit.replicas.memory(size)
-        return unit.owner.device.host_buffer(size, pinned=False, memory=memory)
+        return unit.memory.device.host_buffer(size, pinned=False, memory=memory)
 
     def _sum_in(self, buffer: Buffer, index: int) -> Tensor:
         return buffer.view(self._low.offsets[self.indices.index(index)], self._unit.shapes[index], torch.int16)

@@ -128,8 +128,8 @@ def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
 def _end_failed_backward(parameter: Tensor) -> None:
     """Publishes the gradients of a backward pass that an error has ended, before the user sees or drops them."""
     unit = _unit_of(parameter)
-    if unit is not None and unit.owner is not None and torch._C._current_graph_task_id() == -1:
-        unit.owner.close_backward()
+    if unit is not None and torch._C._current_graph_task_id() == -1:
+        unit.end_backward()
 
 
 def _unit_of(parameter: Tensor) -> Unit | None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stronghold.device import Buffer, Event, check_process, forks
+from stronghold.device import Buffer, Event, Wait, Waits, check_process, forks
 from stronghold.errors import OffloadedModelError
 from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout, lay_out, round_up, shares
 from stronghold.unit.gradient_memory import GradientMemory
 from stronghold.unit.masters import Masters
-from stronghold.unit.protocols import Kind, Memory, Owner
 from stronghold.unit.replicas import ONE_REPLICA, Replicas
 from stronghold.unit.samples import Samples
+from stronghold.unit.unit_memory import Kind, Memory
 
 
 class Unit:
@@ -57,7 +58,9 @@ class Unit:
         self.alignment = alignment
         sizes = [count * own.itemsize for count, own in zip(self.counts, self.dtypes, strict=True)]
         self.layout: Layout = lay_out(sizes, alignment)
-        self._owner: weakref.ref[Owner] | None = None
+        self._owner: weakref.ref[Any] | None = None
+        self.waits: Waits | None = None
+        self._end_backward: weakref.WeakMethod[Callable[[], None]] | None = None
         self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
         self.on_device: list[Tensor] = []
@@ -83,18 +86,33 @@ class Unit:
         self.writes = 0
         """Counts how often the user may have written the weights, whether it shows or not."""
 
+    def belong_to(self, owner: object, waits: Waits, end_backward: Callable[[], None]) -> None:
+        """Notes whose unit this is; what is under way in it is waited for by ``waits``.
+
+        ``end_backward`` is called before the user looks at a gradient: an error may have ended a backward pass.
+        """
+        self._owner, self.waits, self._end_backward = weakref.ref(owner), waits, weakref.WeakMethod(end_backward)
+
     @property
-    def owner(self) -> Owner | None:
-        """The engine that the unit belongs to, as long as there is one."""
+    def owner(self) -> Any:
+        """The engine, as long as it is there; here nothing is asked of it."""
         return None if self._owner is None else self._owner()
 
-    @owner.setter
-    def owner(self, owner: Owner) -> None:
-        self._owner = weakref.ref(owner)
+    def end_backward(self) -> None:
+        """Publishes the gradients of a backward pass that an error has ended."""
+        if self._end_backward is not None and (end := self._end_backward()) is not None:
+            end()
 
     @property
     def _memory(self) -> Memory | None:
         return None if self._memory_of is None else self._memory_of()
+
+    @property
+    def memory(self) -> Memory:
+        """Who gives the unit its memory: the store, which it is placed in."""
+        memory = self._memory
+        assert memory is not None
+        return memory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,9 +171,12 @@ class Unit:
 
     def allocate(self, length_bytes: int, kind: Kind) -> Buffer:
         """Allocates memory where this part of the unit lives: on the host, on disk, or on the device."""
-        memory = self._memory
-        assert memory is not None
-        return memory.allocate(self, length_bytes, kind)
+        return self.memory.allocate(self, length_bytes, kind)
+
+    def check_memory(self, *, host_bytes: int, device_bytes: int, what: str) -> None:
+        """Raises BudgetError or MemoryError where the store has no room for ``what`` of this unit."""
+        if (memory := self._memory) is not None:
+            memory.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
 
     def master_places(self) -> list[int]:
         """Returns which parameters have a remainder: those in bf16 that are trained, or rounded when placed."""
@@ -241,17 +262,6 @@ class Unit:
         self.versions[index] = raw_version(self.parameters[index])
         self.masters.attach(index, self.versions[index])
 
-    def settled_value(self, index: int, *, exact: bool) -> Tensor:
-        """Returns a parameter's value once no update of it is under way: in the compute dtype, or its fp32 master.
-
-        What the user wrote is in it. It is where the unit lives, and may be its memory: for reading, and until then.
-        """
-        assert self.owner is not None
-        self.owner.wait_on_host(self)  # of a root parameter, the host's own copy is read here
-        self.wait_updated()
-        self.owner.take_writes(self)
-        return self.master(index) if exact else self.weight[index]
-
     def close(self) -> None:
         """Gives the unit's memory back."""
         self.buffer, self.weight, self.on_device, self._buffers = None, [], [], []
@@ -264,10 +274,34 @@ class Unit:
             memory.drop(self)
 
     def wait_updated(self) -> None:
-        """Blocks until no update of this unit is under way."""
-        if self.updated is not None:
-            assert self.owner is not None
-            self.owner.wait_updated(self)
+        """Waits for the update of this unit that is under way: the user uses its weights or gradients."""
+        if self.updated is None:
+            return
+        with self._waited() as event:
+            assert self.waits is not None
+            if self.has_device_copy:
+                # The upload of the root parameter's new value must have arrived before anything computes with it.
+                self.waits.compute(event, Wait.ROOT_UPLOADED)
+            else:
+                self.waits.host(event, Wait.WEIGHTS_READ)
+        self.updated = None
+
+    def wait_on_host(self) -> None:
+        """Blocks until the update under way is complete, whatever the device waits for."""
+        if self.updated is None:
+            return
+        with self._waited() as event:
+            assert self.waits is not None
+            self.waits.host(event, Wait.UPDATE_READ)
+
+    @contextmanager
+    def _waited(self) -> Iterator[Event | None]:
+        """Counts the time of the block, which waits for the update under way."""
+        waits = self.waits
+        assert waits is not None
+        begin = waits.device.stamp()
+        yield self.updated
+        waits.for_updates.append((begin, waits.device.stamp()))
 
     @property
     def is_aliased(self) -> bool:

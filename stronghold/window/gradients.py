@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stronghold import native
 from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
+from stronghold.optim import HostAdamW
 from stronghold.unit import (
     ONE_REPLICA,
     Consumed,
@@ -22,7 +23,6 @@ from stronghold.unit import (
     HostGrad,
     Replicas,
     Unit,
-    Updater,
     consumed_error,
     consumed_like,
     grad_meta_of,
@@ -33,10 +33,26 @@ from stronghold.unit import (
 )
 from stronghold.window.batches import Batches
 from stronghold.window.device_gradients import add_on_device, remainder_of
-from stronghold.window.grad_offload import DeviceSlot, GradOffload
+from stronghold.window.grad_offload import DeviceSlot, GradOffload, GradStaging
 from stronghold.window.parts import Parts
 from stronghold.window.shared_grad_offload import SharedGradOffload, shared_slot_bytes
 from stronghold.window.sums import apart, in_own_memory, write_squares
+
+
+@dataclass
+class Ready:
+    """Gradients that a layer is to be updated with behind ``after``; ``staging`` holds them until that is done."""
+
+    unit: Unit
+    gradients: dict[int, HostGrad]
+    after: Event | None = None
+    staging: GradStaging | None = None
+
+    def updated(self, done: Event | None) -> None:
+        """Called with the update's event."""
+        if self.staging is not None:
+            assert done is not None
+            self.staging.free = done
 
 
 class Gradients:
@@ -55,7 +71,7 @@ class Gradients:
         self.parts = Parts()
         self.device = device
         self.waits = waits
-        self.updater: weakref.ref[Updater] | None = None
+        self.optimizer: weakref.ref[HostAdamW] | None = None
         self.summed = self.more = False
         """Whether a step has several backward passes, whose sums in_backward updates with; whether more follow."""
         self.shared: frozenset[int] = frozenset()
@@ -146,50 +162,50 @@ class Gradients:
         self.grad_offload.put(unit, index, gradient, add=index in self._written)
         self._written.add(index)
 
-    def close(self) -> Event | None:
+    def close(self) -> Ready | None:
         """Ends the layer's backward pass and sends its gradients down.
 
-        Under ``in_backward`` the update follows at once; returns its event.
+        Returns those with which the layer is to be updated at once, under ``in_backward``, before another is opened.
         """
         layer, self._layer = self._layer, None
         if layer is not None and self._fresh:
-            self._close_resident(layer)
+            return self._close_resident(layer)
         if layer is None or not self._written:
             return None
         unit, indices = self.units[layer], sorted(self._written)
         taken = self._taken(unit, indices)
-        updater = self._updater
-        found_inf = self._found_inf if updater is not None and updater.in_backward else None
+        optimizer = self._optimizer
+        found_inf = self._found_inf if optimizer is not None and optimizer.in_backward else None
         slot = self.grad_offload.send(unit, indices, self._threads, found_inf)
         self._done.append((layer, tuple(indices)))
         if not self._held[layer].keys().isdisjoint(taken):
             self._keep(layer, slot, indices)
-            return self._update_sums(unit, slot, taken)
-        updated = self._down_and_update(unit, slot, taken) if taken else None
+            return self._sums(unit, slot, taken)
+        ready = self._bring_down(unit, slot, taken) if taken else None
         if len(taken) < len(indices):
             self._keep(layer, slot, [index for index in indices if index not in taken])
-        return updated
+        return ready
 
     def _taken(self, unit: Unit, indices: Iterable[int]) -> list[int]:
         """Returns of which places the gradient is used for an update at once, rather than kept for the user."""
-        updater = self._updater
-        if updater is None or not updater.in_backward or self.more:
+        optimizer = self._optimizer
+        if optimizer is None or not optimizer.in_backward or self.more:
             return []
         if unit.resident and self.replicas.world_size > 1:
             return []  # the step takes the mean
-        return [p for p in indices if id(unit.parameters[p]) not in self.shared and updater.updates(unit, p)]
+        return [p for p in indices if id(unit.parameters[p]) not in self.shared and optimizer.updates(unit, p)]
 
     @property
-    def _updater(self) -> Updater | None:
-        return self.updater() if self.updater is not None else None
+    def _optimizer(self) -> HostAdamW | None:
+        return self.optimizer() if self.optimizer is not None else None
 
     @property
     def _host_threads(self) -> int:
         """The cores for what is done beside the computation: those that an update may use."""
-        return self._threads if (updater := self._updater) is None else updater.threads
+        return self._threads if (optimizer := self._optimizer) is None else optimizer.threads
 
-    def _close_resident(self, layer: int) -> None:
-        """Keeps the gradients of a resident layer on the device, or updates it with them at once."""
+    def _close_resident(self, layer: int) -> Ready | None:
+        """Keeps the gradients of a resident layer on the device; returns those to update it with at once."""
         unit, held, known = self.units[layer], self._held[layer], self._known[layer]
         fresh, self._fresh = self._fresh, {}
         taken = {index: fresh.pop(index) for index in self._taken(unit, sorted(fresh))}
@@ -198,23 +214,20 @@ class Gradients:
         known.update(dict.fromkeys(fresh))
         if again:
             add_on_device(self.device, unit, held, known, again, self._threads)
-        if taken:
-            updater = self._updater
-            assert updater is not None
-            consumed = self._consume(unit, taken)
-            remainders = {}
-            if again := {index: gradient for index, gradient in taken.items() if index in held}:
-                add_on_device(self.device, unit, held, known, again, self._threads)
-            for index in again:
-                taken[index], its = held.pop(index), known.pop(index)
-                remainders[index] = its.remainder if its is not None else None
-            squares = torch.zeros(len(taken), dtype=torch.float64, device=self.device.torch_device)
-            parts = list(squares.unbind())
-            self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._found_inf))
-            pairs = zip(taken.items(), parts, strict=True)
-            updater.update_now(
-                unit, {p: HostGrad(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs}, None
-            )
+        if not taken:
+            return None
+        consumed = self._consume(unit, taken)
+        remainders = {}
+        if again := {index: gradient for index, gradient in taken.items() if index in held}:
+            add_on_device(self.device, unit, held, known, again, self._threads)
+        for index in again:
+            taken[index], its = held.pop(index), known.pop(index)
+            remainders[index] = its.remainder if its is not None else None
+        squares = torch.zeros(len(taken), dtype=torch.float64, device=self.device.torch_device)
+        parts = list(squares.unbind())
+        self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._found_inf))
+        pairs = zip(taken.items(), parts, strict=True)
+        return Ready(unit, {p: HostGrad(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs})
 
     def _keep(self, layer: int, slot: DeviceSlot, indices: Sequence[int]) -> None:
         unit, held, known, down = self.units[layer], self._held[layer], self._known[layer], self.device.gradients
@@ -252,7 +265,7 @@ class Gradients:
                 known = self._known[layer].get(index)
                 # Without an optimizer of ours nobody asks for squares, and other optimizers compile what they do with
                 # gradients, where one that notes what becomes of it cannot go.
-                if known is not None and (known.remainder is not None or self._updater is not None):
+                if known is not None and (known.remainder is not None or self._optimizer is not None):
                     note_gradient(gradient, unit, known=known)
                 set_gradient(unit.parameters[index], gradient)
         for (layer, index), consumed in self._consumed.items():
@@ -340,21 +353,17 @@ class Gradients:
             updates.run(add_up, moved_bytes=5 * sum(unit.layout.sizes[p] for p in indices))
         self._added = staging.free = updates.record()
 
-    def _down_and_update(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> Event:
-        updater = self._updater
-        assert updater is not None
+    def _bring_down(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> Ready:
+        """Brings the gradients to staging, from where they update the layer."""
         consumed = self._consume(unit, indices)
         staging, arrived = self.grad_offload.stage(unit, slot, indices)
         gradients = {index: replace(arrived[index], consumed=consumed[index]) for index in indices}
-        staging.free = updater.update_now(unit, gradients, slot.drained)
-        assert staging.free is not None
-        return staging.free
+        return Ready(unit, gradients, slot.drained, staging)
 
-    def _update_sums(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> Event | None:
-        """Updates with gradients that are held on the host, to which those in ``slot`` are on their way."""
+    def _sums(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> Ready:
+        """Returns gradients that are held on the host, to which those in ``slot`` are on their way."""
         assert unit.layer is not None
-        updater, held, known = self._updater, self._held[unit.layer], self._known[unit.layer]
-        assert updater is not None
+        held, known = self._held[unit.layer], self._known[unit.layer]
         consumed = self._consume(unit, indices)
         sums = {}
         for index in indices:
@@ -366,7 +375,7 @@ class Gradients:
                 )
             sums[index] = HostGrad(values, its.squares, its.remainder, consumed[index])
         # The additions go before on the updates' own stream; what is there for the first time comes with the copy down.
-        return updater.update_now(unit, sums, slot.drained)
+        return Ready(unit, sums, slot.drained)
 
     def _consume(self, unit: Unit, indices: Iterable[int]) -> dict[int, Consumed]:
         """Notes, and returns by index, what an update uses up. Raises OffloadedModelError for what one has already."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-_KEPT_WAITS = 8192
-"""Waits that are remembered for the report: a long evaluation takes no step that would cut them."""
+from stronghold.device import KEPT_WAITS
 
 
 @dataclass
@@ -20,9 +19,9 @@ class Traffic:
     """Of gradients, to this machine's other replicas."""
     crossed_bytes: int = 0
     """Of gradients, to replicas on other machines."""
-    fetch_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
-    update_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
-    disk_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=_KEPT_WAITS))
+    fetch_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=KEPT_WAITS))
+    update_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=KEPT_WAITS))
+    disk_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=KEPT_WAITS))
 
     def cut(self) -> Traffic:
         """Returns what has been counted and begins anew."""

@@ -130,14 +130,14 @@ def test_a_write_into_one_of_several_views_leaves_the_low_bits_of_the_others():
     _, model = pair(lambda: Residual(2, Beside), dtype=torch.bfloat16, window=1)
     layer = model.layers[0]
     unit = unit_of(layer.weight)
-    before = unit.settled_value(0, exact=True).clone()
+    before = unit.owner.settled_value(unit, 0, exact=True).clone()
     assert not torch.equal(before.bfloat16().float(), before), "there are no low bits to lose"
     with torch.no_grad():
         layer.bias.mul_(0.5)
     assert layer.weight._version == layer.bias._version == 1
-    assert torch.equal(unit.settled_value(0, exact=True), before)
+    assert torch.equal(unit.owner.settled_value(unit, 0, exact=True), before)
     bias = layer.bias.detach().float()
-    assert torch.equal(unit.settled_value(1, exact=True), bias)
+    assert torch.equal(unit.owner.settled_value(unit, 1, exact=True), bias)
 
 
 @pytest.mark.parametrize("store", ["ram", "disk"])
@@ -153,9 +153,9 @@ def test_a_write_through_what_was_held_across_a_step_becomes_the_master(tmp_path
     model(numbers(1)[0].bfloat16()).backward()
     optimizer.step()
     optimizer.zero_grad()
-    before = unit.settled_value(index, exact=True).clone().flatten()
+    before = unit.owner.settled_value(unit, index, exact=True).clone().flatten()
     held.view(-1)[70] = 0.3
-    after = unit.settled_value(index, exact=True).flatten()
+    after = unit.owner.settled_value(unit, index, exact=True).flatten()
     assert after[70] == torch.tensor(0.3).bfloat16().float()
     block = slice(64, 128)  # those beside it lose their low bits
     assert torch.equal(after[block], held.view(-1)[block].float())

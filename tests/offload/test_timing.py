@@ -1,5 +1,6 @@
 """Where a step's time went."""
 
+from stronghold.device import Waits
 from stronghold.native import DiskCounters
 from stronghold.offload.timing import Stopwatch
 from stronghold.window import Traffic
@@ -20,13 +21,15 @@ class Clock:
 def test_each_step_is_cut_from_the_traffic():
     clock, fetched, gradients = Clock(), Traffic(), Traffic()
     moved = DiskCounters(read_bytes=1000, written_bytes=100, busy_s=10.0)
-    watch = Stopwatch(clock, fetched, gradients, lambda: moved)
+    waits = Waits(clock)
+    watch = Stopwatch(waits, fetched, gradients, lambda: moved)
     assert watch.last() is None
     fetched.fetches, fetched.fetched_bytes, gradients.gradient_bytes = 3, 300, 40
     fetched.fetch_waits.append((1.0, 1.5))
     fetched.fetch_waits.append((2.0, 2.25))
     fetched.update_waits.append((4.0, 4.5))
-    gradients.update_waits.append((9.0, 9.5))
+    gradients.update_waits.append((9.0, 9.25))
+    waits.for_updates.append((9.25, 9.5))
     fetched.disk_waits.append((5.0, 7.0))
     moved = DiskCounters(read_bytes=1500, written_bytes=170, busy_s=13.0)
     clock.now = 10.0
@@ -47,7 +50,7 @@ def test_each_step_is_cut_from_the_traffic():
 
 def test_computing_is_never_less_than_nothing():
     clock, fetched = Clock(), Traffic()
-    watch = Stopwatch(clock, fetched, Traffic(), lambda: DiskCounters(read_bytes=0, written_bytes=0, busy_s=0.0))
+    watch = Stopwatch(Waits(clock), fetched, Traffic(), lambda: DiskCounters(read_bytes=0, written_bytes=0, busy_s=0.0))
     fetched.fetch_waits.append((0.0, 5.0))
     clock.now = 4.0
     watch.lap()

@@ -10,7 +10,7 @@ from torch import nn
 
 import stronghold
 from stronghold.errors import OffloadedModelError
-from stronghold.offload import engine_of, keep_company, offload_shared
+from stronghold.offload import engine_of, offload_shared
 from stronghold.split import join
 from stronghold.unit import grad_meta_of, unit_of
 from tests.reference import CASES, differences, snapshot
@@ -241,7 +241,7 @@ def test_replicas_with_the_same_data_train_the_bits_of_one(build, update):
     def one(replicas):
         model = offload_shared(models[replicas.local_rank], replicas, device="cpu", window=1, layers=layers)
         copies = model.parameters() if replicas.local_rank else ()
-        keep_company(engine_of(model), replicas, shared=(), copies=copies, model="Model", passes=1)
+        engine_of(model).join(replicas, shared=(), copies=copies, model="Model", passes=1)
         optimizer = stronghold.AdamW(trained(model), lr=1e-2, threads=1, update=update)
         found = squares(model, optimizer, **run) if build is both else together(model, optimizer)
         return found, snapshot(model, optimizer)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.offload import engine_of, keep_company, offload_shared
+from stronghold.offload import engine_of, offload_shared
 from tests.replicas import in_threads
 from tests.test_ordering import Model
 
@@ -19,7 +19,7 @@ def train(sizes, *, steps=1, **settings):
     def one(replicas):
         model = offload_shared(models[replicas.local_rank], replicas, device="cpu", window=1, **settings)
         copies = model.parameters() if replicas.local_rank else ()
-        keep_company(engine_of(model), replicas, shared=(), copies=copies, model="Model", passes=1)
+        engine_of(model).join(replicas, shared=(), copies=copies, model="Model", passes=1)
         optimizer = stronghold.AdamW(model.parameters(), threads=1)
         for _ in range(steps):
             with torch.no_grad():

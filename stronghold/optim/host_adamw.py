@@ -1,0 +1,286 @@
+"""AdamW's groups and states over the parameters of an offloaded model, and what a step updates."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.device import Device
+from stronghold.errors import NonFiniteGradientError, OffloadedModelError
+from stronghold.optim.exchange import as_saved, checked_states, take_saved
+from stronghold.optim.groups import TORCH_DEFAULTS, check_group, check_groups
+from stronghold.optim.states import Moments
+from stronghold.optim.update import Update
+from stronghold.settings import check_optimizer
+from stronghold.unit import Unit, unit_of
+
+
+class HostAdamW(torch.optim.Optimizer):
+    """Says what a step of :class:`stronghold.AdamW`, which is one, updates, and has its states; carries nothing out.
+
+    Its arguments are those of that class.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        states: str,
+        max_grad_norm: float | None,
+        update: str,
+        nonfinite: str,
+    ) -> None:
+        check_optimizer(states, update, nonfinite, max_grad_norm)
+        self.states = states
+        self.max_grad_norm = max_grad_norm
+        self.in_backward = update == "in_backward"
+        self.nonfinite = nonfinite
+        self.skipped_steps = 0
+        self.threads = 1
+        """The cores that work on the host's memory may use."""
+        self.in_order: list[Update] = []
+        """Updates of the backward pass that were issued to the device before the host saw their gradients."""
+        self._owner: Any = None
+        """Whose parameters these are: the same for all of them."""
+        self._groups: dict[int, int] = {}
+        self._moments = Moments(states)
+        self._checked = False
+        """Whether the settings were checked since the last step."""
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_DEFAULTS}
+        check_group(defaults)
+        super().__init__(params, defaults)
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The moments and step counts, keyed by parameter; waits for the updates that write them."""
+        self.wait()
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self._state = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OffloadedModelError(
+            "an optimizer over an offloaded model cannot be copied or pickled, for it updates that model's own memory; "
+            "copy or save its state_dict(), and load that into an optimizer over the other model"
+        )
+
+    def wait(self) -> None:
+        """Blocks until every update under way is complete."""
+        for unit in dict.fromkeys(unit_of(parameter) for parameter in self._parameters()):
+            if unit is not None:
+                unit.wait_on_host()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; its parameters must belong to the offloaded model of the others."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        for item in params:
+            parameter = item[1] if isinstance(item, tuple) else item
+            if not isinstance(parameter, Tensor):
+                raise TypeError(f"parameters must be tensors, or pairs of a name and one (got {type(item).__name__})")
+            unit = unit_of(parameter) if isinstance(parameter, nn.Parameter) else None
+            if unit is None or unit.owner is None or (self._owner is not None and unit.owner is not self._owner):
+                raise OffloadedModelError(
+                    f"every parameter must belong to one offloaded model (got one of shape {tuple(parameter.shape)} "
+                    f"that belongs to {'no offloaded model' if unit is None else 'another'}); call "
+                    "stronghold.offload(model) first, when all its modules are there (PEFT's adapters too), and pass "
+                    "that model's parameters()"
+                )
+            self._owner = unit.owner
+        check_group({**self.defaults, **param_group})
+        super().add_param_group({**param_group, "params": params})
+        for parameter in self.param_groups[-1]["params"]:
+            self._groups[id(parameter)] = len(self.param_groups) - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state in ``torch.optim.AdamW``'s format; 8-bit moments as copies in fp32."""
+        result = super().state_dict()
+        parameters = list(self._parameters())
+        states = result["state"].items()
+        return {**result, "state": {n: as_saved(state, parameters[n].shape) for n, state in states}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dictionary of this class or of ``torch.optim.AdamW``.
+
+        Moments keep their fp32 values, whatever the parameters' dtype. Raises ValueError for one of another shape or
+        format, before anything has changed.
+        """
+        loaded = checked_states(state_dict, self.param_groups, eight_bits=self.states == "8bit")
+        missing: dict[Unit, list[int]] = {}
+        for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
+            if number in loaded and (unit := unit_of(parameter)) is not None:
+                missing.setdefault(unit, []).append(parameter.__dict__["_index"])
+        self.provide(missing)
+        self.wait()
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.__dict__.pop("state", None)  # where torch's __setstate__ puts it, and our property does not look
+        self._state = defaultdict(dict)
+        for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
+            if number not in loaded:
+                continue
+            unit, index = unit_of(parameter), parameter.__dict__["_index"]
+            assert unit is not None
+            unit.mark_dirty()
+            self._state[parameter] = take_saved(loaded[number], self._moments.of(unit, index))
+
+    def restart(self, steps: Mapping[Tensor, float], *, zeroed: bool = True) -> None:
+        """Replaces all states: the parameters of ``steps`` have one, at that step, whose moments the caller fills.
+
+        The memory for those of the others is all zero if it was not used before, unless ``zeroed`` is False.
+        Raises BudgetError where they do not fit, before anything has changed.
+        """
+        placed = [(p, unit, p.__dict__["_index"]) for p in steps if (unit := unit_of(p)) is not None]  # type: ignore[arg-type]
+        missing: dict[Unit, list[int]] = {}
+        for _, unit, index in placed:
+            missing.setdefault(unit, []).append(index)
+        self.provide(missing)
+        self.wait()
+        self._state = defaultdict(dict)
+        for parameter, unit, index in placed:
+            exp_avg, exp_avg_sq = self._moments.of(unit, index)
+            step = torch.tensor(steps[parameter], dtype=torch.float32)
+            self._state[parameter] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        if not zeroed:
+            self._moments.distrust()
+
+    def forget(self) -> None:
+        """Gives the memory of the states back: called when the model is closed."""
+        self._state = defaultdict(dict)
+        self._moments = Moments(self.states)
+        self.in_order.clear()
+
+    # What memory it needs.
+
+    def reserve(self, units: Sequence[Unit], device: Device, *, sums_gradients: bool) -> None:
+        """Allocates states, and gradients where an update or ``sums_gradients`` needs them kept, of all ``units``.
+
+        Raises BudgetError, MemoryError and StoreError where they do not fit; nothing is held then.
+        """
+        kept = [unit for unit in units if self._keeps_gradients(unit, sums_gradients)]
+        gradient_bytes = sum(unit.gradients.layout.total_bytes for unit in kept if unit.gradients.buffer is None)
+        trained = {unit: self._trained(unit) for unit in units}
+        self._check_memory(units[0], trained, gradient_bytes, "AdamW, its states and gradients,")
+        before = [unit for unit in units if unit.gradients.buffer is None]
+        try:
+            for unit in units:
+                self._moments.allocate(unit, trained[unit])
+                if unit in kept:
+                    unit.gradients.allocate(device)
+        except BaseException as error:
+            for unit in before:
+                unit.gradients.release()
+            self._moments = Moments(self.states)  # gives back what was had
+            if not isinstance(error, MemoryError):
+                raise
+            raise MemoryError(
+                f"AdamW's states and gradients could not be had: {error}; use states='8bit' or "
+                "update='in_backward', or freeze parameters"
+            ) from error
+
+    def provide(self, indices: Mapping[Unit, list[int]]) -> None:
+        """Allocates moments of parameters that had none when the optimizer was made; refuses what does not fit."""
+        missing = {unit: its for unit, its in indices.items() if self._moments.missing_bytes(unit, its)}
+        if not missing:
+            return
+        what = f"AdamW's state of {', '.join(unit.name for unit in missing)[:200]}"
+        self._check_memory(next(iter(missing)), missing, 0, what)
+        for unit, its in missing.items():
+            self._moments.allocate(unit, its)
+
+    def _check_memory(self, one: Unit, indices: Mapping[Unit, list[int]], gradient_bytes: int, what: str) -> None:
+        missing = {unit: self._moments.missing_bytes(unit, its) for unit, its in indices.items()}
+        host_bytes, device_bytes, disk_bytes = (
+            sum(size for unit, size in missing.items() if unit.lives("moments") == where)
+            for where in ("host", "device", "disk")
+        )
+        one.memory.check_memory(
+            host_bytes=host_bytes + gradient_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes, what=what
+        )
+
+    def _keeps_gradients(self, unit: Unit, sums_gradients: bool) -> bool:
+        sums = not self.in_backward or sums_gradients
+        return bool(self._trained(unit)) and not unit.resident and (unit.has_device_copy if unit.is_root else sums)
+
+    # What a step updates.
+
+    def updates(self, unit: Unit, index: int) -> bool:
+        """Whether a parameter is in one of the groups."""
+        return id(unit.parameters[index]) in self._groups
+
+    def check_settings(self, *, once: bool = False) -> None:
+        """Refuses what the user has set since the optimizer was made, before anything is updated with it.
+
+        With ``once``, for the updates of a backward pass, it does so for the first one since the last step.
+        """
+        if once and self._checked:
+            return
+        self._checked = False
+        check_groups(self.param_groups, self._groups)
+        update = "in_backward" if self.in_backward else "deferred"
+        check_optimizer(self.states, update, self.nonfinite, self.max_grad_norm)
+        self._checked = once
+
+    def begun(self, updates: Iterable[Update]) -> None:
+        """Notes the states of parameters that had none: nothing refuses ``updates`` any more."""
+        for update in updates:
+            parameters = update.unit.parameters
+            self._state.update((parameters[change.index], change.state) for change in update.changes)
+
+    def scale_for(self, norm: float) -> float | None:
+        """Returns what to multiply gradients with whose norm is given, or None where the step must be skipped.
+
+        Raises NonFiniteGradientError as the settings say.
+        """
+        finite = math.isfinite(norm)
+        if not finite:
+            for update in self.in_order:
+                if not update.finite:
+                    update.take_back()
+        self.in_order.clear()
+        if not finite:
+            if self.nonfinite == "raise":
+                raise NonFiniteGradientError(
+                    f"the gradients' norm must be finite (got {norm}); nothing was updated"
+                    f"{' from the first such layer on' if self.in_backward else ''}. Lower the learning rate, clip, or "
+                    "pass nonfinite='skip' to go on without such steps"
+                )
+            self.skipped_steps += 1
+            return None
+        if self.max_grad_norm is None:
+            return 1.0
+        # torch.nn.utils.clip_grad_norm_'s coefficient
+        return min(1.0, self.max_grad_norm / (norm + 1e-6))
+
+    def has_state(self, unit: Unit, index: int) -> bool:
+        """Whether a parameter has been updated, or a state was loaded for it."""
+        return bool(self._state.get(unit.parameters[index]))
+
+    def state_of(self, unit: Unit, index: int) -> dict[str, Any]:
+        """Returns the state of a parameter, or a first one that is not in use yet."""
+        if state := self._state.get(unit.parameters[index]):
+            return state
+        exp_avg, exp_avg_sq = self._moments.begin(unit, index)
+        return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def group_of(self, unit: Unit, index: int) -> dict[str, Any]:
+        """Returns the group that a parameter is in."""
+        group: dict[str, Any] = self.param_groups[self._groups[id(unit.parameters[index])]]
+        return group
+
+    def _trained(self, unit: Unit) -> list[int]:
+        parameters = enumerate(unit.parameters)
+        return [index for index, p in parameters if self.updates(unit, index) and p.requires_grad]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.param_groups for parameter in group["params"])

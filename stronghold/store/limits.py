@@ -1,0 +1,48 @@
+"""What a model may take of each memory beside what it holds: asked before more is allocated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from stronghold.errors import BudgetError
+from stronghold.settings import OffloadSettings
+from stronghold.store.free_memory import HostMemory
+from stronghold.units import format_bytes
+
+
+class Budget:
+    """The budgets of a model, which ``processes`` of this machine train together.
+
+    ``held`` returns what the model holds by now, (on the host, on the device); its object is referred to weakly.
+    """
+
+    def __init__(self, settings: OffloadSettings, held: Callable[[], tuple[int, int]], *, processes: int) -> None:
+        self._device_memory, self._host_memory = settings.device_memory, settings.host_memory
+        self._held = weakref.WeakMethod(held)
+        self._processes = processes
+        self._machine = HostMemory()
+
+    def check(self, *, host_bytes: int, device_bytes: int, what: str) -> None:
+        """Raises BudgetError or MemoryError where ``what`` does not fit; ``host_bytes`` are of all processes."""
+        self.check_budgets(host_bytes=host_bytes // self._processes, device_bytes=device_bytes, what=what)
+        held_host, _ = self._held_bytes()
+        self._machine.check(host_bytes, held_host * self._processes, what)
+
+    def check_budgets(self, *, host_bytes: int, device_bytes: int, what: str) -> None:
+        """Raises BudgetError where ``what`` does not fit the budgets; ``host_bytes`` are of this process."""
+        held_host, held_device = self._held_bytes()
+        for name, budget, held, more in (
+            ("device_memory", self._device_memory, held_device, device_bytes),
+            ("host_memory", self._host_memory, held_host, host_bytes),
+        ):
+            if isinstance(budget, int) and held + more > budget:
+                raise BudgetError(
+                    f"{what} takes {format_bytes(more)} beside {format_bytes(held)} that are held already (got "
+                    f"{name}={format_bytes(budget)}); raise {name}, freeze parameters, or see states='8bit' and "
+                    "update='in_backward'"
+                )
+
+    def _held_bytes(self) -> tuple[int, int]:
+        held = self._held()
+        return (0, 0) if held is None else held()
