@@ -289,7 +289,7 @@ def test_states_that_do_not_fit_are_refused_before_anything_changes(tmp_path: An
     before = masters(other)
     other.optimizer._moments = type(other.optimizer._moments)("fp32")  # as if none had been allocated
     engine = other.model.__dict__["_stronghold"]
-    engine._budgets = (None, 1000)
+    engine.budget._host_memory = 1000
     with pytest.raises(BudgetError):
         other.load(path)
     assert same(masters(other), before)
