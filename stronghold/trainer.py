@@ -21,8 +21,9 @@ from stronghold.checkpoint.random_states import put_random_states, take_random_s
 from stronghold.checkpoint.unit_tensors import engine_for
 from stronghold.errors import CheckpointError
 from stronghold.formats.manifest import NAME, read_manifest
-from stronghold.offload import Engine, from_rank0
+from stronghold.offload import Engine
 from stronghold.offload.adamw import AdamW
+from stronghold.unit import from_rank0
 
 FOLDER = "stronghold"
 """Where in each ``checkpoint-N`` of Trainer's the callback keeps everything."""
@@ -75,7 +76,7 @@ class KeepEverything(TrainerCallback, ExportableState):
         model, optimizer, engine = _trained(given)
         folder = _folder(args.output_dir, state.global_step)
         if folder.exists():  # of a run before, whose files Trainer has just overwritten
-            from_rank0(engine.company, lambda: remove(folder))
+            from_rank0(engine.processes, lambda: remove(folder))
         save(folder, model, optimizer, extra={"mark": self._mark})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stronghold.device import Common
-from stronghold.errors import ParallelError
+from stronghold.unit import ONE_PROCESS, Lane, ProcessGroup, Replicas
 
 _LONG_S = 30
 
@@ -32,77 +32,55 @@ class Exchange:
         return given
 
 
-class ThreadLane:
-    def __init__(self, exchange: Exchange, number: int, name: str) -> None:
+class ThreadGroup:
+    """Replicas that are threads, as one of their streams has them."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
         self.exchange = exchange
-        self.number = number
-        self.name = name
-
-    def reduce_scatter_mean(self, flat: Tensor) -> None:
-        parts = [given.view(self.exchange.count, -1)[self.number] for given in self._everyone(flat.clone())]
-        flat.fill_(torch.nan)  # what is not its own is anything
-        flat.view(self.exchange.count, -1)[self.number].copy_(sum(parts) / self.exchange.count)
-
-    def mean(self, values: Tensor) -> None:
-        values.copy_(sum(self._everyone(values.clone())) / self.exchange.count)
-
-    def sum(self, values: Tensor) -> None:
-        values.copy_(sum(self._everyone(values.clone())))
+        self.rank, self.world_size = rank, exchange.count
 
     def barrier(self) -> None:
-        self._everyone(None)
-
-    def _everyone(self, value: Any) -> list[Any]:
-        return self.exchange.all_gather_object(self.number, value)
-
-
-class ThreadReplicas:
-    """One of several replicas, and the company of all of them."""
-
-    def __init__(self, number: int, exchanges: dict[str, Exchange], memories: list[mmap.mmap]) -> None:
-        self.rank = self.local_rank = number
-        self.world_size = self.local_world_size = exchanges["main"].count
-        self._exchange = exchanges["main"]
-        self.main, self.gradients, self.updates, self.written_back = (
-            ThreadLane(exchanges[name], number, name) for name in ("main", "gradients", "updates", "written_back")
-        )
-        self._memories = memories
-        self._taken = 0
-
-    def memory(self, length_bytes: int) -> Common:
-        assert len(set(self.all_gather_object(length_bytes))) == 1
-        if self.rank == 0:
-            self._memories.append(mmap.mmap(-1, max(1, length_bytes)))
-        self.all_gather_object(None)
-        self._taken += 1
-        return Common(self._memories[self._taken - 1], self.world_size)
-
-    def from_rank0(self, action: Callable[[], None]) -> None:
-        if self.rank == 0:
-            action()
         self.all_gather_object(None)
 
-    def take_first(self, values: Tensor, *, common: bool) -> None:
-        if not common:  # in what they have in common is what the first one has put there
-            values.copy_(self.all_gather_object(values.clone())[0])
+    def all_reduce(self, values: Tensor, op: str = "sum") -> None:
+        given = torch.stack(self.all_gather_object(values.clone()))
+        values.copy_(given.amax(0) if op == "max" else sum(given.unbind()))
 
-    def agree(self, done: object, *, here: bool = False, batch: int = 0) -> tuple[int, int]:
-        if len(set(map(repr, self.all_gather_object(done)))) > 1:
-            raise ParallelError("replicas must compute the same")
-        batches = self.all_gather_object(batch)
-        return min(batches), max(batches)
+    def reduce_scatter(self, flat: Tensor) -> None:
+        parts = [given.view(self.world_size, -1)[self.rank] for given in self.all_gather_object(flat.clone())]
+        flat.fill_(torch.nan)  # what is not its own is anything
+        flat.view(self.world_size, -1)[self.rank].copy_(sum(parts))
 
-    def sum(self, value: float) -> float:
-        return sum(self.all_gather_object(value))
+    def broadcast(self, values: Tensor) -> None:
+        values.copy_(self.all_gather_object(values.clone())[0])
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return self._exchange.all_gather_object(self.rank, value)
+        return self.exchange.all_gather_object(self.rank, value)
 
     def run_on_all(self, action: Callable[[], Any]) -> Any:
         return action()
 
 
-def in_threads(count: int, action: Callable[[ThreadReplicas], Any]) -> list[Any]:
+def replicas_of(rank: int, exchanges: dict[str, Exchange], memories: list[mmap.mmap]) -> Replicas:
+    """Returns one of several replicas, all on one machine."""
+    groups = {name: ThreadGroup(exchange, rank) for name, exchange in exchanges.items()}
+    taken = 0
+
+    def memory(processes: ProcessGroup, length_bytes: int) -> Common:
+        nonlocal taken
+        assert len(set(processes.all_gather_object(length_bytes))) == 1
+        if rank == 0:
+            memories.append(mmap.mmap(-1, max(1, length_bytes)))
+        processes.barrier()
+        taken += 1
+        return Common(memories[taken - 1], processes.world_size)
+
+    main = groups.pop("main")
+    lanes = {name: Lane(group) for name, group in groups.items()}
+    return Replicas(main, main, ONE_PROCESS, main=Lane(main), **lanes, common_memory=memory)
+
+
+def in_threads(count: int, action: Callable[[Replicas], Any]) -> list[Any]:
     """Returns what ``action`` returns in each of so many replicas; raises what the first raises that fails."""
     exchanges = {name: Exchange(count) for name in ("main", "gradients", "updates", "written_back")}
     memories: list[mmap.mmap] = []
@@ -111,7 +89,7 @@ def in_threads(count: int, action: Callable[[ThreadReplicas], Any]) -> list[Any]
 
     def run(number: int) -> None:
         try:
-            results[number] = action(ThreadReplicas(number, exchanges, memories))
+            results[number] = action(replicas_of(number, exchanges, memories))
         except BaseException as error:
             errors.append(error)
             for exchange in exchanges.values():

@@ -23,8 +23,9 @@ import stronghold
 from stronghold.device import Wait, Waits
 from stronghold.offload import engine_of, offload_shared
 from stronghold.store import disk as disk_module
+from stronghold.unit import Lane, Replicas
 from tests.delayed import DelayedDevice, DelayedDisk, RaceError
-from tests.replicas import ThreadLane, ThreadReplicas, in_threads
+from tests.replicas import in_threads
 
 LAYERS = 5
 _SEEDED = threading.Lock()
@@ -80,7 +81,7 @@ def _numbers_at(parameter: nn.Parameter) -> ctypes.Array:
         return (ctypes.c_float * parameter.numel()).from_address(parameter.data_ptr())
 
 
-def _train_replica(device: DelayedDevice | str, one: ThreadReplicas, settings):
+def _train_replica(device: DelayedDevice | str, one: Replicas, settings):
     """Trains with a device of its own: the first replica's is as late as ``device``, the others are not."""
     _own.device = device if one.rank == 0 or isinstance(device, str) else DelayedDevice(one.rank, gradients=1e-3)
     return _train(_own.device, replicas=one, **settings)
@@ -113,7 +114,8 @@ def _train(
     else:
         offload_shared(model, replicas, window=window, device=device, **kwargs)
         copies = model.parameters() if replicas.local_rank else ()
-        engine_of(model).join(replicas, shared=(), copies=copies, model="Model", passes=1)
+        everyone = replicas.everyone
+        engine_of(model).join(everyone, shared=(), copies=copies, model="Model", passes=1, here=everyone.world_size)
     optimizer = stronghold.AdamW(model.parameters(), lr=0.05, update=update, threads=1, states=states)
     generator = torch.Generator().manual_seed(1)
     raw = [_numbers_at(model.layers[i].up.weight) for i in range(LAYERS) if wait]
@@ -288,7 +290,7 @@ def test_every_wait_is_needed(wait, monkeypatch):
 ROOMS = ("unit", "optim", "store", "window", "offload", "checkpoint")
 """Where waits are the engine's own: below are streams and events themselves, above other processes."""
 NO_EVENTS = {
-    "checkpoint/dcp_saving.py: writer.write_data(planner.finish_plan(plans[company.rank]), planner).wait",
+    "checkpoint/dcp_saving.py: writer.write_data(planner.finish_plan(plans[processes.rank]), planner).wait",
     "checkpoint/loading.py: optimizer.wait",  # these go through Wait.UPDATE_READ
     "offload/updates.py: optimizer.wait",
     "optim/host_adamw.py: self.wait",
@@ -327,7 +329,7 @@ def test_no_wait_goes_past_the_place_of_all():
 
 @pytest.mark.parametrize(
     ("kind", "method", "setting"),
-    [(ThreadLane, "barrier", "replicas"), (ThreadReplicas, "agree", "replicas, gradients looked at")],
+    [(Lane, "barrier", "replicas"), (Replicas, "agree", "replicas, gradients looked at")],
 )
 def test_replicas_wait_for_one_another(kind, method, setting, monkeypatch):
     """Takes their meetings away, behind an update or a backward pass: what a late replica brings is then missing."""

@@ -25,10 +25,10 @@ from stronghold.checkpoint.unit_tensors import MOMENTS, Names, names_of, persist
 from stronghold.formats.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
 from stronghold.formats.manifest import Manifest, ParameterEntry, content_of
 from stronghold.native import Blocks
-from stronghold.offload import Company, Engine, from_rank0
+from stronghold.offload import Engine
 from stronghold.offload.adamw import AdamW
 from stronghold.optim.blocks import decode
-from stronghold.unit import Unit
+from stronghold.unit import ProcessGroup, Unit, from_rank0
 
 T = TypeVar("T")
 
@@ -93,14 +93,14 @@ def own_content(
     return Content(manifest=replace(manifest, states="fp32"), state=state, take=take)
 
 
-def write_distributed(content: Content, manifest: Manifest, company: Company) -> None:
+def write_distributed(content: Content, manifest: Manifest, processes: ProcessGroup) -> None:
     """Writes a checkpoint with the ``manifest`` of all processes, which call this together.
 
     What ``dcp.save`` does, with its planner and writer, but between the steps the processes meet as they do elsewhere:
     one that hangs or fails is told of. Raises OSError, with the file's name, where the disk refuses.
     """
     own = {**content.state[OWN], RECORD: json.dumps(content_of(manifest), allow_nan=False)}
-    planner, first = _SavePlanner(content.take), company.rank == 0
+    planner, first = _SavePlanner(content.take), processes.rank == 0
     # With anything to copy ahead, tensors would be taken before those in front of them are written.
     writer = dcp.FileSystemWriter(manifest.directory, per_thread_copy_ahead=0)
     writer.fs = files = _Files()
@@ -115,12 +115,12 @@ def write_distributed(content: Content, manifest: Manifest, company: Company) ->
         return writer.prepare_global_plan(plans), metadata
 
     def write() -> list[WriteResult]:
-        return writer.write_data(planner.finish_plan(plans[company.rank]), planner).wait()
+        return writer.write_data(planner.finish_plan(plans[processes.rank]), planner).wait()
 
-    wanted = company.all_gather_object(company.run_on_all(plan_own))
-    plans, metadata = from_rank0(company, plan_all)
-    results = company.all_gather_object(company.run_on_all(lambda: files.named(write)))
-    from_rank0(company, lambda: files.named(lambda: writer.finish(metadata, results)))
+    wanted = processes.all_gather_object(processes.run_on_all(plan_own))
+    plans, metadata = from_rank0(processes, plan_all)
+    results = processes.all_gather_object(processes.run_on_all(lambda: files.named(write)))
+    from_rank0(processes, lambda: files.named(lambda: writer.finish(metadata, results)))
 
 
 class _Files(FileSystem):

@@ -33,7 +33,7 @@ from stronghold.unit import Unit
 def file_names(engine: Engine) -> dict[Unit, str]:
     """Returns the name of each unit's file, in the safetensors format."""
     names, root = {}, 0
-    whose = f"process-{engine.company.rank}-" if engine.company.world_size > 1 else ""
+    whose = f"process-{engine.processes.rank}-" if engine.processes.world_size > 1 else ""
     for unit in engine.units:
         kind, number = ("root", root) if unit.layer is None else ("layer", unit.layer)
         root += unit.is_root

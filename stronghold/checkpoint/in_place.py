@@ -26,7 +26,7 @@ def save_in_place(model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict
     directory = store.paths[0]
     engine.close_backward()
     names, states = names_of(model), optimizer.state  # which waits for the updates under way
-    groups = all_groups(engine.company, optimizer, names)
+    groups = all_groups(engine.processes, optimizer, names)
     files: dict[str, FileEntry | UnitFileEntry] = {}
     parameters: dict[str, ParameterEntry] = {}
     beside: list[Path] = []

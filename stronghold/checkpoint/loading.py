@@ -85,12 +85,12 @@ def load(
     check_format(format)
     model = uncompiled(model)
     engine = engine_for(model, optimizer)
-    company, directory = engine.company, Path(os.path.abspath(directory))
+    processes, directory = engine.processes, Path(os.path.abspath(directory))
     names = names_of(model)
-    forms, groups = _joined(company.all_gather_object(_forms(model, names))), all_groups(company, optimizer, names)
+    forms, groups = _joined(processes.all_gather_object(_forms(model, names))), all_groups(processes, optimizer, names)
     own = format == "safetensors" and holds(engine, directory)
     with nullcontext() if own else locked_to_read(directory):
-        checkpoint = company.run_on_all(lambda: _open(directory, format, forms, groups))
+        checkpoint = processes.run_on_all(lambda: _open(directory, format, forms, groups))
         _check_model(checkpoint.manifest, *forms, engine.kind)
         _check_settings(checkpoint.manifest)
         _check_optimizer(checkpoint.manifest, optimizer, [set(group) for group in groups])
@@ -119,7 +119,7 @@ def _load(
     own: bool,
 ) -> None:
     """Loads a checkpoint; ``own`` says whether it is one in the place of the model's own store."""
-    manifest, company = checkpoint.manifest, engine.company
+    manifest, processes = checkpoint.manifest, engine.processes
     if scheduler is not None and manifest.scheduler is None:
         raise CheckpointError(
             f"the checkpoint has no scheduler's state (got scheduler={type(scheduler).__name__} for "
@@ -131,17 +131,18 @@ def _load(
         check_random_states(states, engine.device.torch_device)
     if verify:
         files = [f for f, e in manifest.files.items() if not (own and isinstance(e, UnitFileEntry))]
-        company.run_on_all(lambda: verify_files(manifest, files[company.rank :: company.world_size]))
+        processes.run_on_all(lambda: verify_files(manifest, files[processes.rank :: processes.world_size]))
         if not isinstance(checkpoint, Checkpoint):
-            company.run_on_all(lambda: checkpoint.check_moments(company.rank, company.world_size))
+            processes.run_on_all(lambda: checkpoint.check_moments(processes.rank, processes.world_size))
     with nullcontext() if scheduler is None else _scheduled(scheduler, state, manifest.directory):
-        company.run_on_all(lambda: _put(checkpoint, model, engine, optimizer, names, own))
+        processes.run_on_all(lambda: _put(checkpoint, model, engine, optimizer, names, own))
     _put_settings(optimizer, manifest)
     if not everyones:
         return
-    own_states = everyones[company.rank] if company.rank < len(everyones) else everyones[0]  # one that was not there
+    there = processes.rank < len(everyones)  # when it was saved
+    own_states = everyones[processes.rank if there else 0]
     put_random_states(own_states, engine.device.torch_device)
-    if company.rank >= len(everyones) and engine.replicas.rank:
+    if not there and engine.replicas.rank:
         torch.manual_seed(torch.initial_seed() + engine.replicas.rank)  # replicas draw apart
 
 

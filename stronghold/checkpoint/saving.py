@@ -26,9 +26,9 @@ from stronghold.checkpoint.unit_tensors import (
 )
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
 from stronghold.formats.sync import sync_directory
-from stronghold.offload import Engine, from_rank0, uncompiled
+from stronghold.offload import Engine, uncompiled
 from stronghold.offload.adamw import AdamW
-from stronghold.unit import Unit
+from stronghold.unit import Unit, from_rank0
 
 
 @torch.no_grad()
@@ -83,30 +83,30 @@ def save(
     check_format(format)
     model = uncompiled(model)
     engine = engine_for(model, optimizer)
-    company, directory = engine.company, Path(os.path.abspath(directory))
+    processes, directory = engine.processes, Path(os.path.abspath(directory))
     if holds(engine, directory) and format == "safetensors":
         return save_in_place(model, engine, optimizer, settings_of(optimizer, scheduler, extra))
     partial = directory.with_name(f".{directory.name}.partial")
-    rest = company.run_on_all(lambda: settings_of(optimizer, scheduler, extra))
-    groups = all_groups(company, optimizer, names_of(model))
-    from_rank0(company, lambda: _check_new(directory))
+    rest = processes.run_on_all(lambda: settings_of(optimizer, scheduler, extra))
+    groups = all_groups(processes, optimizer, names_of(model))
+    from_rank0(processes, lambda: _check_new(directory))
     engine.close_backward()
     try:
-        from_rank0(company, lambda: _begin(partial))
+        from_rank0(processes, lambda: _begin(partial))
         if format == "dcp":
             from stronghold.checkpoint.dcp_saving import own_content, write_distributed  # which takes a while to import
 
-            content = company.run_on_all(lambda: own_content(partial, model, engine, optimizer, groups, rest))
-            manifests = company.all_gather_object(content.manifest)
-            write_distributed(content, joined(manifests), company)
-            from_rank0(company, lambda: sync_directory(partial))
-            from_rank0(company, lambda: _name(partial, directory))
+            content = processes.run_on_all(lambda: own_content(partial, model, engine, optimizer, groups, rest))
+            manifests = processes.all_gather_object(content.manifest)
+            write_distributed(content, joined(manifests), processes)
+            from_rank0(processes, lambda: sync_directory(partial))
+            from_rank0(processes, lambda: _name(partial, directory))
             return directory
-        manifest, written = company.run_on_all(lambda: _write(partial, model, engine, optimizer, groups, rest))
-        parts = company.all_gather_object((manifest, buffers_of(model)))
-        from_rank0(company, lambda: _finish(parts, directory))
+        manifest, written = processes.run_on_all(lambda: _write(partial, model, engine, optimizer, groups, rest))
+        parts = processes.all_gather_object((manifest, buffers_of(model)))
+        from_rank0(processes, lambda: _finish(parts, directory))
     except BaseException:
-        if company.rank == 0:
+        if processes.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     for unit, (name, entry) in written.items():

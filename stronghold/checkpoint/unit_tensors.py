@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from stronghold.errors import OffloadedModelError
 from stronghold.native import Blocks
-from stronghold.offload import Company, Engine, engine_of
+from stronghold.offload import Engine, engine_of
 from stronghold.offload.adamw import AdamW
-from stronghold.unit import Unit, unit_of
+from stronghold.unit import ProcessGroup, Unit, unit_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Names = dict[Unit, list[str]]
@@ -72,12 +72,12 @@ def group_names(optimizer: AdamW, names: Names) -> list[list[str]]:
     ]
 
 
-def all_groups(company: Company, optimizer: AdamW, names: Names) -> list[list[str]]:
+def all_groups(processes: ProcessGroup, optimizer: AdamW, names: Names) -> list[list[str]]:
     """Returns the names of the parameters of every group, of all processes that train the model.
 
     Raises ValueError where they have not got as many groups.
     """
-    everyone = company.all_gather_object(group_names(optimizer, names))
+    everyone = processes.all_gather_object(group_names(optimizer, names))
     counts = [len(groups) for groups in everyone]
     if len(set(counts)) > 1:
         raise ValueError(f"the optimizers of all processes must have as many groups (got {counts}); give each the same")
@@ -89,7 +89,7 @@ def holds(engine: Engine, directory: Path) -> bool:
 
     Raises ValueError for a store of a model in several processes, each of which has its own part in its own.
     """
-    everyone = engine.company.all_gather_object(engine.store.holds(directory))
+    everyone = engine.processes.all_gather_object(engine.store.holds(directory))
     if len(everyone) > 1 and any(everyone):
         raise ValueError(
             f"a checkpoint of a model in {len(everyone)} processes has a directory of its own (got {str(directory)!r}, "

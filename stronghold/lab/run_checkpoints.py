@@ -23,8 +23,8 @@ from stronghold.lab.data.tokens import Tokenizer
 from stronghold.lab.records.json_lines import read_records
 from stronghold.lab.records.runs import LOG_NAME
 from stronghold.lab.settings import TrainSettings
-from stronghold.offload import Alone, Company, from_rank0
 from stronghold.store import forget
+from stronghold.unit import ONE_PROCESS, ProcessGroup, from_rank0
 from stronghold.weights import Weights
 
 FOLDER = "checkpoints"
@@ -50,14 +50,16 @@ SAME = (
 class RunCheckpoints:
     """Saves a run's checkpoints and goes on from the newest intact one.
 
-    Whatever can be refused is refused when it is made; of the processes of ``company``, which all make one, the first
-    looks. ``say`` shows a line to the user. Raises ValueError for a folder
-    that cannot be used as ``settings`` say, and CheckpointError where it holds checkpoints and none is intact.
+    Whatever can be refused is refused when it is made; of ``processes``, which all make one, the first looks. ``say``
+    shows a line to the user. Raises ValueError for a folder that cannot be used as ``settings`` say, and
+    CheckpointError where it holds checkpoints and none is intact.
     """
 
-    def __init__(self, settings: TrainSettings, say: Callable[[str], None], company: Company | None = None) -> None:
+    def __init__(
+        self, settings: TrainSettings, say: Callable[[str], None], processes: ProcessGroup = ONE_PROCESS
+    ) -> None:
         self._settings = settings
-        self._company = company or Alone()
+        self._processes = processes
         self._folder = Path(settings.out) / FOLDER
         self._manifest: Manifest | None = None
         self._skipped: dict[Path, str] = {}
@@ -68,7 +70,7 @@ class RunCheckpoints:
         """Where the run stays when it ends."""
         self.step = 0
         """After which step the run goes on."""
-        found = from_rank0(self._company, lambda: self._look(say))
+        found = from_rank0(self._processes, lambda: self._look(say))
         self.step, self._manifest, self._skipped, self._superseded = found
         self._settings = settings.begun(None if self._manifest is None else _settings_of(self._manifest))
 
@@ -150,11 +152,11 @@ class RunCheckpoints:
         """Saves the checkpoint of ``step`` and then removes those that are too many. Raises what :func:`save` does."""
         path = step_path(self._folder, step)
         if path.exists():  # a damaged one, for the run would have gone on from it
-            from_rank0(self._company, lambda: remove(path))
+            from_rank0(self._processes, lambda: remove(path))
         self._save(path, step)
         self._skipped.pop(path, None)
         keep = self._settings.keep_checkpoints
-        from_rank0(self._company, lambda: prune(self._folder, step, keep, self._skipped))
+        from_rank0(self._processes, lambda: prune(self._folder, step, keep, self._skipped))
         return path
 
     def keep(self, step: int) -> Path | None:

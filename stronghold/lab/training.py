@@ -80,10 +80,10 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
     stop = Stop()
     console = console or Console(file=cast(TextIO, Output(stop)))
     method = find_method(settings.method)
-    settings, company = join(settings)
+    settings, processes = join(settings)
     run = settings  # whose records these are: of process 0 for the model, of every other one for itself
-    if company.rank:
-        run, console = records_of(company.rank, settings), Console(quiet=True)
+    if processes.rank:
+        run, console = records_of(processes.rank, settings), Console(quiet=True)
     if isinstance(settings.device_limit, int):
         limit_memory(settings.device, settings.device_limit)
     save_folder = os.path.join(run.out, "model") if run.save is None else run.save
@@ -91,7 +91,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
     check_save_folder(save_folder)
     if not settings.resume:
         check_run_folder(run.out)
-    checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True, markup=False), company)
+    checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True, markup=False), processes)
     settings = checkpoints.settings
     torch.manual_seed(settings.seed)
     model, weights = _build_model(settings, console)
@@ -114,7 +114,7 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         start["placement"] = {name: getattr(report, name) for name in ("window", "resident", "device_bytes")}
     after = checkpoints.step if settings.resume else None
     timelines: list[Timeline] = []
-    signals = taking_signals(stop, first=company.rank == 0, alone=company.world_size == 1)
+    signals = taking_signals(stop, first=processes.rank == 0, alone=processes.world_size == 1)
     with signals, RunLog(run.out, text=run.log, after=after) as log:
         log.start(start)
         steps, done = log.steps, checkpoints.step

@@ -23,7 +23,6 @@ from stronghold.device import (
 from stronghold.errors import OffloadedModelError
 from stronghold.offload.block import Block, Run
 from stronghold.offload.closing import end_with
-from stronghold.offload.company import Alone, Company
 from stronghold.offload.held_memory import HeldMemory
 from stronghold.offload.hooks import Hooks
 from stronghold.offload.members import Members, refuse_changes
@@ -36,9 +35,11 @@ from stronghold.optim import HostAdamW
 from stronghold.settings import OffloadSettings
 from stronghold.store import Budget, DiskStore, RamStore, Store
 from stronghold.unit import (
+    ONE_PROCESS,
     ONE_REPLICA,
     HostGrad,
     OffloadedParameter,
+    ProcessGroup,
     Replicas,
     Unit,
     closed_error,
@@ -75,8 +76,9 @@ class Engine:
         self.micro_batch = settings.micro_batch
         self.waits = Waits(device)
         self.optimizer: weakref.ref[HostAdamW] | None = None
-        self.company: Company = Alone()
-        """The processes that train the same model."""
+        self.processes: ProcessGroup = ONE_PROCESS
+        """Those that train the same model."""
+        self._processes_here = 1
         self.copies: frozenset[int] = frozenset()
         """The parameters, by id, that another process has as well, and answers for."""
         self.kind = type(model).__name__
@@ -187,20 +189,22 @@ class Engine:
 
     def join(
         self,
-        company: Company,
+        processes: ProcessGroup,
         *,
         shared: Iterable[nn.Parameter],
         copies: Iterable[nn.Parameter],
         model: str,
         passes: int,
+        here: int,
     ) -> None:
-        """Makes this model a part of the ``model`` that ``company`` trains.
+        """Makes this model a part of the ``model`` that ``processes`` train, of which so many are ``here``.
 
         The global norm is that of all gradients there, and checkpoints are of the whole. ``shared`` are the parameters
         that other processes have too, and ``copies`` those of them that a process before this one has: it counts and
         saves them. A step has as many backward passes as ``passes``.
         """
-        self.company, self.kind, self.sums_gradients = company, model, passes > 1
+        self.processes, self._processes_here = processes, here
+        self.kind, self.sums_gradients = model, passes > 1
         self.copies = frozenset(map(id, copies))
         self.gradients.shared = frozenset(map(id, shared))
 
@@ -416,7 +420,7 @@ class Engine:
         """Returns how many cores an update may use: all that the process may, but one for the thread that computes."""
         # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
         # all cores and the longer work gets what the other leaves.
-        cores = max(1, native.usable_cores() // self.company.local_world_size)
+        cores = max(1, native.usable_cores() // self._processes_here)
         return cores if self.device.torch_device.type == "cpu" else max(1, cores - 1)
 
     def changed(self, units: Sequence[Unit]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stronghold.device import Device, Event, Wait, Waits, check_process, forks
 from stronghold.optim import HostAdamW, Update, gradients_of, updates_of
 from stronghold.store import Store, UpdateIO
-from stronghold.unit import HostGrad, Replicas, Unit, is_shared
+from stronghold.unit import HostGrad, Replicas, Unit, is_shared, sum_over
 
 if TYPE_CHECKING:
     from stronghold.offload.engine import Engine
@@ -64,7 +64,7 @@ def _norm(engine: Engine, optimizer: HostAdamW, found: Found) -> float:
         for index, gradient in gradients.items()
         if id(unit.parameters[index]) not in engine.copies
     )
-    return math.sqrt(engine.company.sum(sum(squares) if finite else math.nan))
+    return math.sqrt(sum_over(engine.processes, sum(squares) if finite else math.nan))
 
 
 def _update(engine: Engine, optimizer: HostAdamW, found: Found, scale: float) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.offload import from_rank0
 from stronghold.parallel.layered_model import LayeredModel, LayeredSequential, Loss
 from stronghold.parallel.partitioning import Balance, choose_stages
 from stronghold.parallel.processes import Processes
 from stronghold.parallel.staged import StagedModule
 from stronghold.planner.pipeline_order import Pipeline
+from stronghold.unit import from_rank0
 from stronghold.weights import Weights
 
 

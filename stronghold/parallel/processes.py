@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,20 +13,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from stronghold.errors import ParallelError
+from stronghold.parallel.distributed_group import DistributedGroup
 from stronghold.parallel.machine import this_machine
 from stronghold.parallel.mesh import REPLICA, STAGE, mesh_of, ranks_by_place, sets_along
-from stronghold.parallel.replica_processes import ReplicaProcesses
+from stronghold.parallel.replica_groups import replicas_of
 from stronghold.parallel.watch import watch_over
 from stronghold.unit import ONE_REPLICA, Replicas
 from stronghold.version import __version__
-
-T = TypeVar("T")
 
 VERSIONS = {"version of stronghold": __version__, "version of PyTorch": str(torch.__version__)}
 """What every process must have alike before anything else can be compared."""
 
 
-class Processes:
+class Processes(DistributedGroup):
     """All processes of ``torch.distributed``, joined as torchrun tells where they are not yet.
 
     Of ``replicas`` each holds the whole model: process r * n + p is number p of the n of replica r; None makes each
@@ -49,13 +47,13 @@ class Processes:
             store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=count)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        rank, count = dist.get_rank(), dist.get_world_size()
         if device.type == "cuda":
             if device.index is None:  # each process of a machine has a GPU of its own
                 device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
             torch.cuda.set_device(device)
         self.device = device
-        self.watch = watch_over(self.rank, self.world_size)
+        super().__init__(None, range(count), rank, watch_over(rank, count))
         self.agree(VERSIONS)
         self._machines = self.all_gather_object(this_machine())
         self.local_world_size = self._machines.count(self._machines[self.rank])
@@ -83,7 +81,7 @@ class Processes:
         """This process and those that have the same layers. To be asked for by all processes at once."""
         if self.world_size == self.each:
             return ONE_REPLICA
-        return ReplicaProcesses(self.mesh, self.rank, self.watch)
+        return replicas_of(self.mesh, self.rank, self.watch)
 
     @cached_property
     def stage_group(self) -> dist.ProcessGroup:
@@ -123,44 +121,11 @@ class Processes:
                         f"in process {rank}); start all of them with the same arguments and versions"
                     )
 
-    def run_on_all(self, action: Callable[[], T]) -> T:
-        """Runs ``action`` in every process; where it raises in one, all raise, and the first of those has it to say."""
-        result, error = None, None
-        try:
-            result = action()
-        except Exception as raised:  # told to the others first, then raised
-            error = raised
-            self.watch.fail(str(error) or type(error).__name__)
-        errors = self.all_gather_object(None if error is None else str(error) or type(error).__name__)
-        failed = [rank for rank, text in enumerate(errors) if text is not None]
-        if not failed:
-            return result  # type: ignore[return-value]
-        if self.rank != failed[0]:
-            raise ParallelError(f"process {failed[0]} failed: {errors[failed[0]]}", ours=False) from error
-        assert error is not None
-        raise error
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Returns the ``value`` of every process, in the order of their ranks."""
-        values: list[Any] = [None] * self.world_size
-        with self.watch.waiting():
-            dist.all_gather_object(values, value)
-        return values
-
     def same(self, value: int) -> bool:
         """Whether all processes have the same ``value``."""
         extremes = torch.tensor([value, -value])
-        with self.watch.waiting():
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        self.all_reduce(extremes, "max")
         return bool(extremes[0] == -extremes[1])
-
-    def sum(self, value: float) -> float:
-        """Returns the sum of all processes' ``value``, correctly rounded, and so the same bits in each."""
-        gathered = [torch.empty((), dtype=torch.float64) for _ in range(self.world_size)]
-        with self.watch.waiting():
-            dist.all_gather(gathered, torch.tensor(value, dtype=torch.float64))
-        values = [one.item() for one in gathered]
-        return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
     def mean(self, value: Tensor | None) -> Tensor:
         """Returns, in all processes, the mean of the scalars that the last one of each replica has: fp32, on the host.

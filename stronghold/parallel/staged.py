@@ -94,6 +94,7 @@ class StagedModule(nn.Module):
             copies=self._tied.copies if processes.replica == 0 else self.parameters(),
             model=type(layered.model).__name__,
             passes=order.micro_batches,
+            here=processes.local_world_size,
         )
         processes.draw_apart()
         if recomputed is not None:

@@ -14,11 +14,13 @@ from stronghold.unit.gradient import (
     note_gradient,
 )
 from stronghold.unit.parameter import BoundParameter, OffloadedParameter, gradient_of, set_gradient, unit_of
+from stronghold.unit.process_group import ONE_PROCESS, OneProcess, ProcessGroup, from_rank0, sum_over
 from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
 from stronghold.unit.unit import Unit, has_company, is_shared
 from stronghold.unit.unit_memory import Kind, Memory
 
 __all__ = [
+    "ONE_PROCESS",
     "ONE_REPLICA",
     "BoundParameter",
     "Consumed",
@@ -30,6 +32,8 @@ __all__ = [
     "Memory",
     "OffloadedGradient",
     "OffloadedParameter",
+    "OneProcess",
+    "ProcessGroup",
     "Replicas",
     "Unit",
     "check_mixed",
@@ -37,6 +41,7 @@ __all__ = [
     "closed_error",
     "consumed_error",
     "consumed_like",
+    "from_rank0",
     "grad_meta_of",
     "gradient_of",
     "has_company",
@@ -46,5 +51,6 @@ __all__ = [
     "note_gradient",
     "opaque",
     "set_gradient",
+    "sum_over",
     "unit_of",
 ]

@@ -2,112 +2,139 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from stronghold.device import Common
+from stronghold.errors import ParallelError
+from stronghold.unit.process_group import ONE_PROCESS, ProcessGroup, from_rank0
 
 
-class Lane(Protocol):
-    """What replicas say to one another from one of their threads, all in the same order."""
+class Lane:
+    """What replicas tell one another from one of their threads, for a process group has one order.
+
+    ``local`` are those of this machine, ``opposite`` those of this one's number on each machine: they have the same
+    share of every layer.
+    """
+
+    def __init__(self, local: ProcessGroup, opposite: ProcessGroup = ONE_PROCESS) -> None:
+        self._local, self._opposite = local, opposite
+        self._count = local.world_size * opposite.world_size
 
     def reduce_scatter_mean(self, flat: Tensor) -> None:
-        """Makes the replica's own part of ``flat``, of ``local_world_size`` equal ones, the mean of all (in place).
+        """Makes the replica's own part of ``flat``, of ``local.world_size`` equal ones, the mean of all (in place).
 
         What the other parts hold afterwards is not said.
         """
+        if not flat.numel():
+            return
+        self._local.reduce_scatter(flat)
+        own = flat.view(self._local.world_size, -1)[self._local.rank]
+        self._opposite.all_reduce(own)
+        own.div_(self._count)
 
     def mean(self, values: Tensor) -> None:
         """Makes ``values`` the mean of all replicas', the same bits in each (in place)."""
+        self._local.all_reduce(values)
+        if self._opposite.world_size > 1:
+            if self._local.rank == 0:
+                self._opposite.all_reduce(values)
+            self._local.broadcast(values)  # one sum for all: others might be added in another order
+        values.div_(self._count)
 
     def sum(self, values: Tensor) -> None:
         """Makes ``values`` the sum of what each of a machine's replicas found in its share, the same bits in each."""
+        self._local.all_reduce(values)
 
     def barrier(self) -> None:
         """Waits until all of this machine's are here."""
+        self._local.barrier()
 
 
-class Replicas(Protocol):
+class Replicas:
     """The processes that train the same layers; those of one machine have its memory of them in common.
 
     A layer's gradients are the mean of all replicas'. Each of a machine's replicas brings its share of them down and
     updates that share of the layer there. So the weights of a machine's replicas are the same ones, those of different
     machines have the same bits, and all losses are those of one process with all the data.
+
+    ``everyone`` are all replicas, ``local`` and ``opposite`` as a lane has them. There is a lane for each thread: the
+    one that computes (``main``), the streams on which gradients come down and on which the host works, and the one
+    that waits for updates. ``common_memory`` returns memory, all zero, that the processes of a group have in common.
     """
 
-    local_rank: int
-    """Which of this machine's replicas this process is."""
-    local_world_size: int
-    """How many this machine has."""
-    rank: int
-    """Which of all replicas this process is."""
-    world_size: int
-    """How many there are on all machines, each of which has as many."""
-    main: Lane
-    """Of the thread that computes."""
-    gradients: Lane
-    """Of the stream on which gradients come down."""
-    updates: Lane
-    """Of the stream on which the host works."""
-    written_back: Lane
-    """Of the stream that waits for updates."""
+    def __init__(
+        self,
+        everyone: ProcessGroup,
+        local: ProcessGroup,
+        opposite: ProcessGroup,
+        *,
+        main: Lane,
+        gradients: Lane,
+        updates: Lane,
+        written_back: Lane,
+        common_memory: Callable[[ProcessGroup, int], Common],
+    ) -> None:
+        self.everyone, self._local, self._opposite = everyone, local, opposite
+        self.rank, self.world_size = everyone.rank, everyone.world_size
+        self.local_rank, self.local_world_size = local.rank, local.world_size
+        self.main, self.gradients, self.updates, self.written_back = main, gradients, updates, written_back
+        self._common_memory = common_memory
 
     def memory(self, length_bytes: int) -> Common | None:
         """Returns memory that all replicas of the machine have, all zero; None where there is one."""
+        return self._common_memory(self._local, length_bytes) if self.local_world_size > 1 else None
 
     def from_rank0(self, action: Callable[[], None]) -> None:
         """Runs ``action`` in the machine's first replica while its others wait; where it raises, they raise too."""
+        from_rank0(self._local, action)
 
     def take_first(self, values: Tensor, *, common: bool) -> None:
         """Makes ``values`` those of the first of all replicas (in place).
 
         What a machine's replicas have in ``common`` its first one takes; the others see it when all have met.
         """
+        if not common:
+            self.everyone.broadcast(values)
+        elif self.local_rank == 0:
+            self._opposite.broadcast(values)
 
     def agree(self, done: object, *, here: bool = False, batch: int = 0) -> tuple[int, int]:
         """Raises ParallelError unless all replicas, or those ``here`` on this machine, have ``done`` the same.
 
         Returns when they are here, with the least and the greatest ``batch`` of them.
         """
+        group = self._local if here else self.everyone
+        if group.world_size == 1:
+            return batch, batch
+        seen = zlib.crc32(repr(done).encode())
+        extremes = torch.tensor([seen, -seen, batch, -batch])
+        group.all_reduce(extremes, "max")
+        if extremes[0] != -extremes[1]:
+            raise ParallelError(
+                "replicas must compute the same layers in the same order, and have gradients for the same parameters "
+                f"(replica {self.rank}: {str(done)[:300]}); give each data that take the same way through the model",
+                ours=self.rank == 0,
+            )
+        return -int(extremes[3]), int(extremes[2])
 
 
-class _Alone:
-    def reduce_scatter_mean(self, flat: Tensor) -> None:
-        pass
-
-    def mean(self, values: Tensor) -> None:
-        pass
-
-    def sum(self, values: Tensor) -> None:
-        pass
-
-    def barrier(self) -> None:
-        pass
+def _no_memory(processes: ProcessGroup, length_bytes: int) -> Common:
+    raise AssertionError("a process alone has nothing in common")
 
 
-class OneReplica:
-    """One process that trains its layers with all the data."""
-
-    local_rank = rank = 0
-    local_world_size = world_size = 1
-    main: Lane = _Alone()
-    gradients: Lane = main
-    updates: Lane = main
-    written_back: Lane = main
-
-    def memory(self, length_bytes: int) -> None:
-        return None
-
-    def from_rank0(self, action: Callable[[], None]) -> None:
-        action()
-
-    def take_first(self, values: Tensor, *, common: bool) -> None:
-        pass
-
-    def agree(self, done: object, *, here: bool = False, batch: int = 0) -> tuple[int, int]:
-        return batch, batch
-
-
-ONE_REPLICA: Replicas = OneReplica()
+_ALONE = Lane(ONE_PROCESS)
+ONE_REPLICA = Replicas(
+    ONE_PROCESS,
+    ONE_PROCESS,
+    ONE_PROCESS,
+    main=_ALONE,
+    gradients=_ALONE,
+    updates=_ALONE,
+    written_back=_ALONE,
+    common_memory=_no_memory,
+)
+"""One process that trains its layers with all the data."""

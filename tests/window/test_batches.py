@@ -19,7 +19,8 @@ def train(sizes, *, steps=1, **settings):
     def one(replicas):
         model = offload_shared(models[replicas.local_rank], replicas, device="cpu", window=1, **settings)
         copies = model.parameters() if replicas.local_rank else ()
-        engine_of(model).join(replicas, shared=(), copies=copies, model="Model", passes=1)
+        everyone = replicas.everyone
+        engine_of(model).join(everyone, shared=(), copies=copies, model="Model", passes=1, here=everyone.world_size)
         optimizer = stronghold.AdamW(model.parameters(), threads=1)
         for _ in range(steps):
             with torch.no_grad():

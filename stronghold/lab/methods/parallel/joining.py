@@ -8,17 +8,17 @@ from dataclasses import replace
 import torch
 
 from stronghold.lab.settings import TrainSettings
-from stronghold.offload import Alone, Company
 from stronghold.parallel import Processes
+from stronghold.unit import ONE_PROCESS, ProcessGroup
 
 
-def join(settings: TrainSettings) -> tuple[TrainSettings, Company]:
+def join(settings: TrainSettings) -> tuple[TrainSettings, ProcessGroup]:
     """Returns the settings that all processes train with, and these processes.
 
     Raises ParallelError where they do not agree. Where a run goes may follow from the clock: process 0's is taken.
     """
     if settings.parallel.alone:
-        return settings, Alone()
+        return settings, ONE_PROCESS
     processes = processes_of(settings)
     processes.agree({name: value for name, value in settings.flat().items() if name not in ("out", "store", "log")})
     return processes.all_gather_object(settings)[0], processes

@@ -11,6 +11,7 @@ from torch import Tensor
 from stronghold.lab.methods import Prepared
 from stronghold.lab.settings import TrainSettings
 from stronghold.parallel import Processes, replicated
+from stronghold.unit import sum_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Replicated(Prepared):
         """Does nothing: ``loss`` is of all replicas, and of its own part each has the gradients."""
 
     def agreed(self, stop: bool) -> bool:
-        return bool(self.processes.sum(float(stop)))
+        return bool(sum_over(self.processes, float(stop)))
 
 
 def replicas_of(

@@ -15,6 +15,7 @@ from stronghold.lab.records.stages_report import StagesReport
 from stronghold.lab.settings import TrainSettings
 from stronghold.offload import report
 from stronghold.parallel import Processes, StagedModule, in_stages
+from stronghold.unit import sum_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Staged(Prepared):
         """Does nothing: micro-batches take their backward passes between the forward passes of others."""
 
     def agreed(self, stop: bool) -> bool:
-        return bool(self.processes.sum(float(stop)))
+        return bool(sum_over(self.processes, float(stop)))
 
 
 def stages_of(model: torch.nn.Module, settings: TrainSettings, processes: Processes, **offloading: Any) -> StagedModule:
