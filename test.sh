@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what the tests need and runs them all, in three processes; arguments go to pytest instead, in one
-# (./test.sh -k native, ./test.sh -m gpu).
+# Sets up what the tests need and runs them in three processes: all but the long ones, or with --all, alone, these too.
+# Other arguments go to pytest instead, in one process (./test.sh -k native, ./test.sh -m gpu).
 # With --baselines it runs those that need DeepSpeed instead, which it installs if need be.
 set -euo pipefail
 
@@ -15,7 +15,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" # no test may need the network
 cd "$root"
-if (($# == 0)); then # many tests wait for a disk, a process or a delay: others run meanwhile
-  set -- -n 3 --dist loadfile --no-loadscope-reorder # the order is that of tests/conftest.py
-fi
+several=(-n 3 --dist loadfile --no-loadscope-reorder) # many wait for a disk, a process or a delay: others run meanwhile
+case "$*" in
+  "") set -- "${several[@]}" -m "not long" ;;
+  --all) set -- "${several[@]}" ;;
+esac
 exec "$PYTHON" -m pytest "$@" </dev/null

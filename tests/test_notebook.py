@@ -7,6 +7,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.long
+
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "reproduce.ipynb"
 
 

@@ -10,6 +10,8 @@ import stronghold
 from tests.parallel import saved
 from tests.parallel.launched import launch
 
+pytestmark = pytest.mark.long
+
 
 def alone(states: str):
     model = saved.gpt()

@@ -9,6 +9,8 @@ from stronghold.planner.link_bytes import boundary_bytes
 from tests.parallel import cases
 from tests.parallel.launched import launch
 
+pytestmark = pytest.mark.long
+
 CASES = [(processes, number) for processes, some in cases.CASES.items() for number in range(len(some))]
 
 

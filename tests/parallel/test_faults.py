@@ -16,6 +16,8 @@ from stronghold.version import __version__
 from tests.parallel.launched import start
 from tests.parallel.test_training import TRAIN, run_warm
 
+pytestmark = pytest.mark.long
+
 PROGRAM = [*TRAIN[1:], "--checkpoint-every", "2"]
 STAGES, REPLICAS = ("--stages", "2"), ("--replicas", "2")
 

@@ -15,6 +15,8 @@ import pytest
 from tests import warm
 from tests.parallel.launched import start
 
+pytestmark = pytest.mark.long
+
 TINY = ["-l", "3", "--hidden", "32", "--heads", "2", "--vocabulary", "300", "--seq", "32", "--batch", "4"]
 TRAIN = ["stronghold", "train", *TINY, "--steps", "6", "--window", "1", "--device", "cpu", "--held-out", "5"]
 
