@@ -217,6 +217,7 @@ def test_what_was_closed_cannot_be_used(setting, tmp_path):
     model, optimizer = build(KINDS["residual"], SETTINGS[setting], tmp_path / "store")
     (batch,) = numbers(1)
     output = model(batch)
+    states = optimizer.state_dict()
     held, copies = model.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
     weight = model.layers[0].up.weight
     shape = weight.shape
@@ -228,6 +229,7 @@ def test_what_was_closed_cannot_be_used(setting, tmp_path):
         "step": optimizer.step,
         "zero_grad": optimizer.zero_grad,
         "optimizer's state": optimizer.state_dict,
+        "states that are loaded": lambda: optimizer.load_state_dict(states),
         "state_dict": model.state_dict,
         "a weight": lambda: weight.sum(),
         "a write": lambda: weight.data.zero_(),

@@ -160,6 +160,9 @@ class Engine:
         within = {id(inner) for module in placement.modules for inner in module.modules()}
         for unit, _ in self._root:
             self._hooks.on_root(unit)
+        self._versioned = self.units
+        """The units that share a version with a root parameter, and the root's own."""
+        self._versioned = self._count_version(unit for unit, _ in self._root)
         self._outside = Members((n, m) for n, m in model.named_modules() if id(m) not in within)
 
     def __deepcopy__(self, memo: dict) -> None:
@@ -425,13 +428,22 @@ class Engine:
 
     def changed(self, units: Sequence[Unit]) -> None:
         """Called when updates of ``units`` have been submitted; their copies on the device are stale from then on."""
-        # Autograd itself refuses a backward pass to a forward pass with other values of the root, by their versions,
-        # which parameters that were views of one memory share.
-        told = [unit for unit, _ in self._root if unit.versions_now() == unit.versions]
-        torch.autograd.graph.increment_version([unit.parameters[0] for unit in units if unit.is_root])
-        for unit in told:
-            unit.attach(0)
+        # Autograd itself refuses a backward pass to a forward pass with other values of the root, by their versions.
+        self._count_version(unit for unit in units if unit.is_root)
         self._fetch_again(units)
+
+    def _count_version(self, root: Iterable[Unit]) -> list[Unit]:
+        """Counts a write of root parameters, which is not the user's; returns whose versions that has changed.
+
+        Parameters that were views of one memory share a version.
+        """
+        before = {unit: unit.versions_now() for unit in self._versioned}
+        torch.autograd.graph.increment_version([unit.parameters[0] for unit in root])
+        changed = [unit for unit in self._versioned if unit.versions_now() != before[unit]]
+        for unit in (unit for unit in changed if before[unit] == unit.versions):  # of others the user has written some
+            for index in range(len(unit.parameters)):
+                unit.attach(index)
+        return changed
 
     def _fetch_again(self, units: Sequence[Unit]) -> None:
         self.window.changed([unit.layer for unit in units if unit.layer is not None])

@@ -17,7 +17,7 @@ from stronghold.optim.groups import TORCH_DEFAULTS, check_group, check_groups
 from stronghold.optim.states import Moments
 from stronghold.optim.update import Update
 from stronghold.settings import check_optimizer
-from stronghold.unit import Unit, unit_of
+from stronghold.unit import Unit, closed_error, unit_of
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -51,6 +51,9 @@ class HostAdamW(torch.optim.Optimizer):
         """Updates of the backward pass that were issued to the device before the host saw their gradients."""
         self._owner: Any = None
         """Whose parameters these are: the same for all of them."""
+        self._units: dict[Unit, None] = {}
+        """Those of the parameters, each once."""
+        self._closed = False
         self._groups: dict[int, int] = {}
         self._moments = Moments(states)
         self._checked = False
@@ -76,10 +79,10 @@ class HostAdamW(torch.optim.Optimizer):
         )
 
     def wait(self) -> None:
-        """Blocks until every update under way is complete."""
-        for unit in dict.fromkeys(unit_of(parameter) for parameter in self._parameters()):
-            if unit is not None:
-                unit.wait_on_host()
+        """Blocks until every update under way is complete. Raises OffloadedModelError where the model was closed."""
+        self._check_open()
+        for unit in self._units:
+            unit.wait_on_host()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its parameters must belong to the offloaded model of the others."""
@@ -98,6 +101,7 @@ class HostAdamW(torch.optim.Optimizer):
                     "that model's parameters()"
                 )
             self._owner = unit.owner
+            self._units[unit] = None
         check_group({**self.defaults, **param_group})
         super().add_param_group({**param_group, "params": params})
         for parameter in self.param_groups[-1]["params"]:
@@ -116,6 +120,7 @@ class HostAdamW(torch.optim.Optimizer):
         Moments keep their fp32 values, whatever the parameters' dtype. Raises ValueError for one of another shape or
         format, before anything has changed.
         """
+        self._check_open()
         loaded = checked_states(state_dict, self.param_groups, eight_bits=self.states == "8bit")
         missing: dict[Unit, list[int]] = {}
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
@@ -140,6 +145,7 @@ class HostAdamW(torch.optim.Optimizer):
         The memory for those of the others is all zero if it was not used before, unless ``zeroed`` is False.
         Raises BudgetError where they do not fit, before anything has changed.
         """
+        self._check_open()
         placed = [(p, unit, p.__dict__["_index"]) for p in steps if (unit := unit_of(p)) is not None]  # type: ignore[arg-type]
         missing: dict[Unit, list[int]] = {}
         for _, unit, index in placed:
@@ -156,9 +162,11 @@ class HostAdamW(torch.optim.Optimizer):
 
     def forget(self) -> None:
         """Gives the memory of the states back: called when the model is closed."""
+        self._closed = True
         self._state = defaultdict(dict)
         self._moments = Moments(self.states)
         self.in_order.clear()
+        self._units.clear()
 
     # What memory it needs.
 
@@ -281,6 +289,10 @@ class HostAdamW(torch.optim.Optimizer):
     def _trained(self, unit: Unit) -> list[int]:
         parameters = enumerate(unit.parameters)
         return [index for index, p in parameters if self.updates(unit, index) and p.requires_grad]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise closed_error()
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for group in self.param_groups for parameter in group["params"])

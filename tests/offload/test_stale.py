@@ -110,15 +110,33 @@ class TwoViews(Residual):
         return super().forward(x * self.one.to(x.dtype) + self.other.detach().to(x.dtype))
 
 
-def test_an_update_of_one_of_several_views_leaves_the_low_bits_of_the_others() -> None:
-    _, model = pair(TwoViews, dtype=torch.bfloat16)
-    assert model.one._version == model.other._version
-    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
-    unit = unit_of(model.other)
-    assert unit is not None
-    before = unit.owner.settled_value(unit, 0, exact=True).clone()
+class AcrossLayers(Residual):
+    """Both layers use the first one's weight, which is of the root by that, and shares a version with its bias."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        for layer in self.layers:
+            memory = torch.randn(SIZE * SIZE + SIZE).mul(0.2)
+            layer.up = nn.Linear(SIZE, SIZE)
+            layer.up.weight = nn.Parameter(memory[: SIZE * SIZE].view(SIZE, SIZE))
+            layer.up.bias = nn.Parameter(memory[SIZE * SIZE :])
+            layer.down = nn.Linear(SIZE, SIZE)
+        self.layers[1].up.weight = self.layers[0].up.weight
+
+
+@pytest.mark.parametrize("build", [TwoViews, AcrossLayers])
+def test_an_update_of_one_of_several_views_leaves_the_low_bits_of_the_others(build: Any) -> None:
+    _, model = pair(build, dtype=torch.bfloat16, window=1)
+    one, other = (model.one, model.other) if build is TwoViews else (model.layers[0].up.weight, model.layers[0].up.bias)
+    assert one._version == other._version
+    optimizer = stronghold.AdamW([one], lr=1e-2)
+    unit, index = unit_of(other), other.__dict__["_index"]
+    assert unit is not None and unit_of(one).is_root
+    before = unit.owner.settled_value(unit, index, exact=True).clone()
     assert not torch.equal(before.bfloat16().float(), before), "there are no low bits to lose"
-    model(numbers(1)[0].bfloat16()).backward()
-    optimizer.step()
-    model(numbers(1)[0].bfloat16())
-    assert torch.equal(unit.owner.settled_value(unit, 0, exact=True), before)
+    for _ in range(2):
+        model(numbers(1)[0].bfloat16()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert one._version == other._version
+    assert torch.equal(unit.owner.settled_value(unit, index, exact=True), before)
