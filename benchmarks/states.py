@@ -32,6 +32,7 @@ from rich.table import Table
 from torch import nn
 
 import stronghold
+from stronghold.engine.find_layers import find_layers
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.text import standard_library
 from stronghold.lab.data.tokens import BYTES, ByteTokenizer, tokenize
@@ -40,7 +41,6 @@ from stronghold.lab.models.files import inputs_of
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.records.json_lines import Record, append_record, describe_machine, read_records
 from stronghold.lab.training import learning_rate_factor
-from stronghold.offload.find_layers import find_layers
 from stronghold.units import format_count, format_seconds
 
 ROOT = Path(__file__).parent.parent

@@ -2,9 +2,9 @@
 
 from stronghold import checkpoint
 from stronghold.checkpoint.pretrained import load, save
-from stronghold.offload import close, offload, report, trace, verify, writing
-from stronghold.offload.adamw import AdamW
-from stronghold.parallel import pipeline, replicate
+from stronghold.distributed import pipeline, replicate
+from stronghold.engine import close, offload, report, trace, verify, writing
+from stronghold.engine.adamw import AdamW
 from stronghold.version import __version__
 
 __all__ = [

@@ -19,10 +19,10 @@ from stronghold.checkpoint.folder import remove
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.random_states import put_random_states, take_random_states
 from stronghold.checkpoint.unit_tensors import engine_for
+from stronghold.engine import Engine
+from stronghold.engine.adamw import AdamW
 from stronghold.errors import CheckpointError
 from stronghold.formats.manifest import NAME, read_manifest
-from stronghold.offload import Engine
-from stronghold.offload.adamw import AdamW
 from stronghold.unit import from_rank0
 
 FOLDER = "stronghold"

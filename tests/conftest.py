@@ -14,18 +14,18 @@ settings.load_profile("unhurried")
 
 TESTS = Path(__file__).parent
 LONG = (
-    "parallel/test_exact.py",
-    "parallel/test_faults.py",
+    "distributed/test_exact.py",
+    "distributed/test_faults.py",
     "test_notebook.py",
-    "parallel/test_checkpoints.py",
-    "parallel/test_training.py",
+    "distributed/test_checkpoints.py",
+    "distributed/test_training.py",
     "examples/",
     "checkpoint/",
     "test_equivalence.py",
     "test_bitwise.py",
     "test_benchmarks_",
     "test_ordering.py",
-    "offload/",
+    "engine/",
 )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stronghold import native
 from stronghold.device import CpuDevice
-from stronghold.offload.find_layers import find_layers
+from stronghold.engine.find_layers import find_layers
 from tests.reference import CASES, Batch, Case, MasterAdamW, offloaded, ordinary
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

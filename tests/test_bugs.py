@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import stronghold
-from stronghold.parallel.layered_model import LayeredSequential
+from stronghold.distributed.layered_model import LayeredSequential
 from stronghold.window.activations import SLOTS
 from tests.reference import CASES, differences, offloaded, snapshot, train
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.lab.models.gpt import GPT, GPTConfig
-from stronghold.offload import engine_of
 
 pytestmark = [
     pytest.mark.gpu,

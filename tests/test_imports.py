@@ -29,9 +29,9 @@ ROOMS = {
     "optim": 3,
     "planner": 3,
     "window": 4,
-    "offload": 5,
+    "engine": 5,
     "checkpoint": 6,
-    "parallel": 6,
+    "distributed": 6,
     "trainer": 7,
 }
 LAB = {
@@ -59,7 +59,11 @@ RECORDS_MAY_IMPORT = {"reports", "errors", "spans", "units", "lab.outputs", "lab
 READS_RECORDS = {"lab.records", "lab.page", "lab.cases"}
 BELOW_THE_ENGINE = {"native", "device", "unit", "store", "optim", "window"}
 PURE = {"schedule", "planner"}  # decisions over numbers, without torch
-MAY_READ_ENVIRONMENT = {"lab.cli", "__main__", "parallel"}  # torchrun speaks to its processes by the environment alone
+MAY_READ_ENVIRONMENT = {
+    "lab.cli",
+    "__main__",
+    "distributed",
+}  # torchrun speaks to its processes by the environment alone
 
 
 def room_of(parts: list[str]) -> str:
@@ -183,7 +187,7 @@ def test_the_library_imports_none_of_the_packages_that_only_some_of_it_uses():
 
 
 GOOD = {
-    "__init__.py": "from stronghold.offload import offload\nfrom stronghold import trainer",
+    "__init__.py": "from stronghold.engine import offload\nfrom stronghold import trainer",
     "__main__.py": "import os\nfrom stronghold.lab.cli import main\nprint(os.environ)",
     "errors.py": "import os\nos.cpu_count()",
     "native/__init__.py": "from stronghold.native.kernels import adamw",
@@ -196,7 +200,7 @@ GOOD = {
     "lab/__init__.py": "",
     "lab/records/tables.py": "from stronghold import units\nfrom ..command import run_command",
     "lab/training.py": "import os\nfrom stronghold.lab.models.gpt import GPT\nos.environ.update(A='1')",
-    "lab/comparison.py": "from stronghold.offload import offload\nfrom stronghold.lab.training import train",
+    "lab/comparison.py": "from stronghold.engine import offload\nfrom stronghold.lab.training import train",
     "lab/cli/train.py": "import os, stronghold\nfrom stronghold import __version__\nos.environ['A']",
 }
 
@@ -215,11 +219,11 @@ def test_a_tree_that_keeps_the_rules_passes(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("window.py", "import stronghold.offload", "window.py:1 (room 4) imports offload (room 5)"),
+        ("window.py", "import stronghold.engine", "window.py:1 (room 4) imports engine (room 5)"),
         (
             "window.py",
-            "def f():\n    from .offload import x",
-            "window.py:2 (room 4) imports offload (room 5)",
+            "def f():\n    from .engine import x",
+            "window.py:2 (room 4) imports engine (room 5)",
         ),
         ("errors.py", "from stronghold import units", "errors.py:1 (room 0) imports units (room 0)"),
         ("store/disk.py", "from ..optim import AdamW", "store/disk.py:1 (room 3) imports optim (room 3)"),
@@ -237,7 +241,7 @@ def test_a_tree_that_keeps_the_rules_passes(tmp_path):
         ("optim/adamw.py", "self._owner.step()", "optim/adamw.py:1 calls up into the engine"),
         ("unit/unit.py", "def f(unit):\n    unit.owner.wait()", "unit/unit.py:2 calls up into the engine"),
         ("trainer.py", "engine.closed = True", "trainer.py:1 sets a field of the engine"),
-        ("offload/adamw.py", "self._engine.closed |= True", "offload/adamw.py:1 sets a field of the engine"),
+        ("engine/adamw.py", "self._engine.closed |= True", "engine/adamw.py:1 sets a field of the engine"),
         ("helpers.py", "", "helpers.py is in no room"),
         ("utils/io.py", "", "utils/io.py is in no room"),
         (

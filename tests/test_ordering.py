@@ -21,7 +21,7 @@ from torch import nn
 
 import stronghold
 from stronghold.device import Wait, Waits
-from stronghold.offload import engine_of, offload_shared
+from stronghold.engine import engine_of, offload_shared
 from stronghold.store import disk as disk_module
 from stronghold.unit import Lane, Replicas
 from tests.delayed import DelayedDevice, DelayedDisk, RaceError
@@ -287,12 +287,12 @@ def test_every_wait_is_needed(wait, monkeypatch):
     pytest.fail(f"nothing went wrong without {wait.name}: {wait.value}")
 
 
-ROOMS = ("unit", "optim", "store", "window", "offload", "checkpoint")
+ROOMS = ("unit", "optim", "store", "window", "engine", "checkpoint")
 """Where waits are the engine's own: below are streams and events themselves, above other processes."""
 NO_EVENTS = {
     "checkpoint/dcp_saving.py: writer.write_data(planner.finish_plan(plans[processes.rank]), planner).wait",
     "checkpoint/loading.py: optimizer.wait",  # these go through Wait.UPDATE_READ
-    "offload/updates.py: optimizer.wait",
+    "engine/updates.py: optimizer.wait",
     "optim/host_adamw.py: self.wait",
     "store/disk.py: file.wait",  # and these are for transfers that the same thread has submitted
     "store/ring.py: chunk.file.wait",

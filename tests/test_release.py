@@ -14,8 +14,8 @@ import torch._dynamo  # whose import, with a process's first optimizer, leaves c
 from torch import nn
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.errors import OffloadedModelError, StoreError
-from stronghold.offload import engine_of
 from tests.small import ADAMW, KINDS, Residual, assert_close, numbers, ordinary_loop, pair
 
 SETTINGS = {

@@ -125,8 +125,4 @@ if __name__ == "__main__":
     import torch.distributed.pipelining.schedules
     import torch.utils.tensorboard  # noqa: F401
 
-    import stronghold.lab.cli.train
-    import stronghold.lab.methods.stronghold
-    import stronghold.parallel  # noqa: F401
-
     _serve()

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from stronghold.checkpoint.file_writing import manifest_of
 from stronghold.checkpoint.unit_tensors import MOMENTS, Names, names_of, persistent_buffers, step_of
+from stronghold.engine import Engine
+from stronghold.engine.adamw import AdamW
 from stronghold.formats.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
 from stronghold.formats.manifest import Manifest, ParameterEntry, content_of
 from stronghold.native import Blocks
-from stronghold.offload import Engine
-from stronghold.offload.adamw import AdamW
 from stronghold.optim.blocks import decode
 from stronghold.unit import ProcessGroup, Unit, from_rank0
 

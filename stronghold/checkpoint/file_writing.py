@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from stronghold.checkpoint.plain import to_plain
 from stronghold.checkpoint.random_states import take_random_states
 from stronghold.checkpoint.unit_tensors import persistent_buffers
+from stronghold.engine import Engine
+from stronghold.engine.adamw import AdamW
 from stronghold.formats.manifest import (
     BUFFERS,
     BufferEntry,
@@ -25,8 +27,6 @@ from stronghold.formats.manifest import (
 )
 from stronghold.formats.tensor_files import DTYPES, TensorFileWriter
 from stronghold.native import crc32c
-from stronghold.offload import Engine
-from stronghold.offload.adamw import AdamW
 from stronghold.unit import Unit
 
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from stronghold.checkpoint.file_writing import file_names, manifest_of, write_buffers, write_file
 from stronghold.checkpoint.unit_tensors import Names, all_groups, names_of, step_of, tensors_of
+from stronghold.engine import Engine
+from stronghold.engine.adamw import AdamW
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, UnitFileEntry
 from stronghold.formats.reader import UnitReader
-from stronghold.offload import Engine
-from stronghold.offload.adamw import AdamW
 from stronghold.store import DiskStore, in_memory
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from stronghold.checkpoint.unit_tensors import MOMENTS, step_of
+from stronghold.engine.adamw import AdamW
 from stronghold.formats.manifest import FileEntry, name_of
 from stronghold.native import Blocks
-from stronghold.offload.adamw import AdamW
 from stronghold.unit import Unit
 
 

@@ -25,13 +25,13 @@ from stronghold.checkpoint.unit_tensors import (
     names_of,
     persistent_buffers,
 )
+from stronghold.engine import Engine, uncompiled
+from stronghold.engine.adamw import AdamW
 from stronghold.errors import CheckpointError
 from stronghold.formats.lock import locked_to_read
 from stronghold.formats.manifest import Manifest, UnitFileEntry, name_of
 from stronghold.formats.reader import Checkpoint
 from stronghold.formats.reader import verify as verify_files
-from stronghold.offload import Engine, uncompiled
-from stronghold.offload.adamw import AdamW
 from stronghold.optim.groups import check_saved_group, check_saved_step, is_number
 
 if TYPE_CHECKING:

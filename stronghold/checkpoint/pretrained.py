@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from stronghold.checkpoint.adapters import has_adapters, save_adapters
+from stronghold.engine.compiled import uncompiled
+from stronghold.engine.offload import offload
 from stronghold.formats.conversion import Conversion, from_model
 from stronghold.formats.model_config import build, write_config
 from stronghold.formats.sync import sync_directory, sync_path
 from stronghold.formats.tensor_files import TensorFileWriter
 from stronghold.formats.weight_files import INDEX, SINGLE, WeightFiles
-from stronghold.offload.compiled import uncompiled
-from stronghold.offload.offload import offload
 from stronghold.unit import Unit, unit_of
 from stronghold.units import parse_bytes
 

@@ -24,10 +24,10 @@ from stronghold.checkpoint.unit_tensors import (
     step_of,
     tensors_of,
 )
+from stronghold.engine import Engine, uncompiled
+from stronghold.engine.adamw import AdamW
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
 from stronghold.formats.sync import sync_directory
-from stronghold.offload import Engine, uncompiled
-from stronghold.offload.adamw import AdamW
 from stronghold.unit import Unit, from_rank0
 
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint.links import remember
 from stronghold.checkpoint.unit_tensors import MOMENTS, tensors_of
+from stronghold.engine import Engine
+from stronghold.engine.adamw import AdamW
 from stronghold.errors import CheckpointError
 from stronghold.formats.manifest import FileEntry, name_of
 from stronghold.formats.moments import wrong_moment
 from stronghold.formats.reader import Checkpoint, UnitReader
 from stronghold.native import BLOCK, Blocks
-from stronghold.offload import Engine
-from stronghold.offload.adamw import AdamW
 from stronghold.optim.blocks import decode
 from stronghold.split import join
 from stronghold.unit import Unit

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from stronghold.engine import Engine, engine_of
+from stronghold.engine.adamw import AdamW
 from stronghold.errors import OffloadedModelError
 from stronghold.native import Blocks
-from stronghold.offload import Engine, engine_of
-from stronghold.offload.adamw import AdamW
 from stronghold.unit import ProcessGroup, Unit, unit_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from stronghold.distributed.layered_model import LayeredModel, LayeredSequential
+from stronghold.distributed.measuring import measure
+from stronghold.distributed.table import partition_lines, partition_table, sizes_of
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.outputs import check_file
 from stronghold.lab.settings import ModelSettings
-from stronghold.parallel.layered_model import LayeredModel, LayeredSequential
-from stronghold.parallel.measuring import measure
-from stronghold.parallel.table import partition_lines, partition_table, sizes_of
 from stronghold.planner.partition import Partition, partition
 from stronghold.planner.partition_file import PartitionFile, read_partition, write_partition
 from stronghold.planner.pipeline_order import Pipeline

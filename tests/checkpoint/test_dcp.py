@@ -28,7 +28,7 @@ from stronghold.errors import CheckpointError
 from tests.checkpoint import sharded
 from tests.checkpoint.test_loading import DTYPES, masters, same
 from tests.checkpoint.training import Training, of_kind
-from tests.parallel.launched import launch
+from tests.distributed.launched import launch
 from tests.reference import CASES, differences, snapshot
 from tests.small import KINDS, Residual, numbers
 

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.errors import CheckpointError, CorruptionError, StoreError
 from stronghold.formats.manifest import NAME, UnitFileEntry, read_manifest
 from stronghold.formats.reader import verify
-from stronghold.offload import engine_of
 from stronghold.store.ring import RING_BYTES
 from tests.checkpoint.training import Training
 from tests.formats import forged

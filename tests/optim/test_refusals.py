@@ -15,9 +15,9 @@ from torch import nn
 
 import stronghold
 from stronghold import native
+from stronghold.engine import engine_of
 from stronghold.errors import BudgetError, OffloadedModelError
 from stronghold.native import Addition, Segment
-from stronghold.offload import engine_of
 from stronghold.unit import OffloadedParameter
 from tests.reference import snapshot
 from tests.small import (

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.errors import StoreError
-from stronghold.offload import engine_of
 from stronghold.store.directory import Directory, Inventory, UnitRecord, check_same
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.errors import StoreError
-from stronghold.offload import engine_of
 from stronghold.store import ring
 from tests.delayed import Apart
 from tests.reference import CASES, differences, offloaded, snapshot, train

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.errors import CorruptionError, DiskError, StoreError
 from stronghold.native import BufferedDiskWarning, Disk, Fault, UnreservedDiskWarning, disk_errors
-from stronghold.offload import engine_of
 from stronghold.store import disk as disk_module
 from tests.reference import differences, snapshot
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.errors import CorruptionError
 from stronghold.layout import PAGE_BYTES
-from stronghold.offload import engine_of
 from stronghold.store.looked_at import looked_at
 from tests.small import Residual, numbers
 

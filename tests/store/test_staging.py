@@ -12,10 +12,10 @@ from torch import nn
 
 import stronghold
 from stronghold.device import CpuDevice, Event
+from stronghold.engine import engine_of
+from stronghold.engine.placement import plan
 from stronghold.errors import BudgetError
 from stronghold.native import Disk
-from stronghold.offload import engine_of
-from stronghold.offload.placement import plan
 from stronghold.settings import OffloadSettings
 from stronghold.store import disk as disk_module
 from stronghold.store import ring

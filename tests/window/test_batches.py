@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.offload import engine_of, offload_shared
+from stronghold.engine import engine_of, offload_shared
 from tests.replicas import in_threads
 from tests.test_ordering import Model
 

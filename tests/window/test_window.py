@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.errors import OffloadedModelError
 from stronghold.lab.models.gpt import GPT, GPTConfig
-from stronghold.offload import engine_of
 from stronghold.unit import OffloadedParameter
 from stronghold.window import Traffic
 

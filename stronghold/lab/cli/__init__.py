@@ -31,7 +31,7 @@ def _tell(error: Exception, options: argparse.Namespace) -> int:
 
 def _left_to_another(error: Exception) -> bool:
     """Whether another of the processes that torchrun started has this error to tell; waits until it has had time."""
-    joined = getattr(sys.modules.get("stronghold.parallel.watch"), "joined", lambda: None)()
+    joined = getattr(sys.modules.get("stronghold.distributed.watch"), "joined", lambda: None)()
     if isinstance(error, ParallelError):
         if joined is not None and not error.ours:
             joined.linger()

@@ -2,9 +2,9 @@
 
 import argparse
 
+from stronghold.distributed.partitioning import BALANCES
 from stronghold.lab.cli.shared_arguments import Group, add_schedule, add_shape, numbers, path, source, whole
 from stronghold.lab.methods import METHODS
-from stronghold.parallel.partitioning import BALANCES
 
 ALL = "all"
 """What --method takes besides the methods' names: each of them, one after another."""

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from stronghold.engine import offload, report, trace
+from stronghold.engine.adamw import AdamW
 from stronghold.lab.methods import Prepared, decay_groups
 from stronghold.lab.methods.parallel import Replicated, Staged, processes_of, replicas_of, report_of, stages_of
 from stronghold.lab.settings import TrainSettings
-from stronghold.offload import offload, report, trace
-from stronghold.offload.adamw import AdamW
 from stronghold.weights import Weights
 
 

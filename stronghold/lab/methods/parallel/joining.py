@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from stronghold.distributed import Processes
 from stronghold.lab.settings import TrainSettings
-from stronghold.parallel import Processes
 from stronghold.unit import ONE_PROCESS, ProcessGroup
 
 

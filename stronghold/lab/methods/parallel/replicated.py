@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stronghold.distributed import Processes, replicated
 from stronghold.lab.methods import Prepared
 from stronghold.lab.settings import TrainSettings
-from stronghold.parallel import Processes, replicated
 from stronghold.unit import sum_over
 
 

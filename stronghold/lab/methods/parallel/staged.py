@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stronghold.distributed import Processes, StagedModule, in_stages
+from stronghold.engine import report
 from stronghold.lab.methods import Prepared
 from stronghold.lab.models.gpt import GPT
 from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.records.stages_report import StagesReport
 from stronghold.lab.settings import TrainSettings
-from stronghold.offload import report
-from stronghold.parallel import Processes, StagedModule, in_stages
 from stronghold.unit import sum_over
 
 

@@ -1,0 +1,112 @@
+"""Which layers go to which stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stronghold.distributed.layered_model import LayeredModel
+from stronghold.distributed.measuring import measure
+from stronghold.errors import ParallelError
+from stronghold.planner.partition import partition
+from stronghold.planner.partition_file import read_partition
+from stronghold.planner.pipeline_order import Pipeline
+
+BALANCES = ("time", "memory", "layers")
+"""What stages can have in equal parts, as nearly as layers allow."""
+
+Balance = str | os.PathLike[str] | Sequence[int]
+
+
+def choose_stages(
+    layered: LayeredModel,
+    order: Pipeline,
+    balance: Balance,
+    *,
+    inputs: Tensor | None = None,
+    targets: Tensor | None = None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    activations: str | None = None,
+) -> tuple[list[int], list[int] | None]:
+    """Returns the number of layers of each stage, and how many at its end are recomputed, where a file says that.
+
+    ``"time"`` and ``"memory"`` measure every layer with the first micro-batch of ``inputs`` and ``targets``, and are
+    the least of the slowest stage and of the fullest (stronghold.planner.partition), with all layers recomputed unless
+    ``activations`` are kept. ``"layers"`` gives each stage as many, the first ones one more where they do not divide.
+    Where there is but one partition nothing is measured. Raises ParallelError where the numbers do not make up the row,
+    or there is nothing to measure with, and what read_stages raises.
+    """
+    recomputed: list[int] | None = None
+    if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance not in BALANCES):
+        balance, recomputed = read_stages(balance, activations)
+    layers, stages = len(layered.layers), order.stages
+    if stages > layers:
+        raise ParallelError(
+            f"each stage needs at least one layer (got stages={stages}, layers={layers}); pass at most {layers} stages"
+        )
+    if not isinstance(balance, str):
+        return _checked(list(balance), stages, layers), recomputed
+    if balance == "layers" or stages in (1, layers):
+        return [layers // stages + (stage < layers % stages) for stage in range(stages)], None
+    if inputs is None:
+        raise ParallelError(
+            f"balance={balance!r} measures each layer with a batch like those that will come (got none); pass it as "
+            "inputs=, or balance='layers' for as many layers in each stage, or a list of how many"
+        )
+    costs = measure(
+        layered,
+        first_micro_batch(inputs, order.micro_batches),
+        None if targets is None else first_micro_batch(targets, order.micro_batches),
+        device=device,
+        dtype=dtype,
+    )
+    ratio = 0 if activations == "keep" else 1
+    found = partition(costs, order, balance=balance, recompute_ratio=ratio, receive_buffers=True)
+    return [stage.layers for stage in found.stages], None
+
+
+def first_micro_batch(batch: Tensor, micro_batches: int) -> Tensor:
+    """Returns the first of so many parts of a batch. Raises ParallelError where it does not divide into them."""
+    if not len(batch) or len(batch) % micro_batches:
+        raise ParallelError(
+            f"the micro-batches must divide the batch (got a batch of {len(batch)} samples and {micro_batches} "
+            f"micro-batches); pass a batch of a multiple of {micro_batches} samples"
+        )
+    return batch[: len(batch) // micro_batches]
+
+
+def read_stages(path: str | os.PathLike[str], activations: str | None) -> tuple[list[int], list[int]]:
+    """Returns the layers of each stage in vPipe's file at ``path``, and how many of them, from its end, are recomputed.
+
+    ``activations`` is what the user asks for: of those that are recomputed, for the file says which they are. Raises
+    ParallelError for "keep" where the file has any recomputed, and for "host" where it has none; ValueError where there
+    is no partition in it.
+    """
+    if isinstance(path, str) and not Path(path).exists():
+        raise ParallelError(
+            f"balance must be {', '.join(map(repr, BALANCES))}, the layers of each stage, or a partition's file (got "
+            f"{path!r}, and there is no such file); pass one of them"
+        )
+    file = read_partition(os.fspath(path))
+    if activations == ("keep" if any(file.recomputed) else "host"):
+        raise ParallelError(
+            f"activations must be what the partition asks for (got activations={activations!r} and "
+            f"recompute_ratio={list(file.recompute_ratio)} in {str(path)!r}, by which {sum(file.recomputed)} of "
+            f"{sum(file.partition)} layers are recomputed); leave one of them out: pass no activations=, or "
+            f"balance={list(file.partition)}"
+        )
+    return list(file.partition), list(file.recomputed)
+
+
+def _checked(sizes: list[int], stages: int, layers: int) -> list[int]:
+    if len(sizes) != stages or sum(sizes) != layers or min(sizes) < 1:
+        raise ParallelError(
+            f"a partition must give each of {stages} stages a layer or more, and {layers} in all (got {sizes}, which "
+            f"are {len(sizes)} stages and {sum(sizes)} layers); pass other numbers, or balance='time'"
+        )
+    return sizes

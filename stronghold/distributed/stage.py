@@ -1,0 +1,64 @@
+"""A stage of torch.distributed.pipelining that tells when it computes, and counts what it sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from stronghold.distributed.watch import Watch
+
+
+class Stage(PipelineStage):
+    """In ``sent`` it counts the bytes that go to other stages, activations and gradients, by the other's number.
+
+    Before each backward pass it calls ``begin_pass`` with the number of its micro-batch, and ``micro_batches``.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        sent: Counter[int],
+        begin_pass: Callable[[int, int], None],
+        micro_batches: int,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._watch = watch
+        self._sent = sent
+        self._begin_pass = begin_pass
+        self._micro_batches = micro_batches
+
+    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        with self._working():
+            return super().forward_one_chunk(*arguments, **options)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        self._begin_pass(bwd_chunk_id, self._micro_batches)
+        with self._working():
+            return super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        try:
+            with self._watch.working():
+                yield
+        except RuntimeError as error:
+            # The library's own error describes the stage's tensors at length; what happened is its cause.
+            raise error.__cause__ or error from None
+
+    def _counted(self, operations: list[dist.P2POp], other: int) -> list[dist.P2POp]:
+        for operation in operations:
+            self._sent[other] += operation.tensor.nbytes
+        return operations

@@ -1,0 +1,271 @@
+"""A model in stages, one process for each or for several: what is here, and how micro-batches pass through."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.distributed.drawing import as_within
+from stronghold.distributed.facts import facts_of
+from stronghold.distributed.layered_model import LayeredModel
+from stronghold.distributed.processes import Processes
+from stronghold.distributed.shapes import Shapes
+from stronghold.distributed.tied import Tied
+from stronghold.engine import engine_of, follow, keep_activations, offload_shared
+from stronghold.errors import ParallelError
+from stronghold.planner.pipeline_order import Pipeline
+from stronghold.settings import OffloadSettings
+from stronghold.unit import unit_of
+from stronghold.weights import Weights
+
+
+class StagedModule(nn.Module):
+    """This process's stages of a model, offloaded; its parameters are theirs, by their names in the whole model.
+
+    ``sizes`` are the layers of each stage of ``order``, and ``recomputed`` how many of them, from the stage's end, run
+    again in the backward pass while the others keep what autograd saves; without it all do what the settings say. All
+    processes call the same methods in the same order, with the same batches, of which each replica computes its part;
+    what the processes of one compute together follows the schedules of torch.distributed.pipelining. Raises
+    ParallelError where the processes do not agree on the model or its settings, and what ``stronghold.offload`` raises.
+    """
+
+    def __init__(
+        self,
+        layered: LayeredModel,
+        sizes: Sequence[int],
+        order: Pipeline,
+        processes: Processes,
+        *,
+        recomputed: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._names = {id(module): name for name, module in layered.model.named_modules()}
+        self._register_state_dict_hook(_to_names)
+        self._register_load_state_dict_pre_hook(self._from_names)
+        self._order, self._processes, self._device = order, processes, processes.device
+        self._loss = layered.loss
+        own = {"partition": list(sizes), "schedule": str(order), "replicas": processes.world_size // processes.each}
+        processes.agree({**facts_of(layered.model, dtype, settings), **own})
+        stages = [layered.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
+        self._shapes = Shapes(stages, dtype)
+        self._numbers = order.stages_of(processes.place)
+        self._tied = Tied(stages, order, processes)
+        self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
+        """The library's schedule for training and for evaluation, with the shapes that it was made for."""
+        self._sent: Counter[int] = Counter()
+        self.chunks = nn.ModuleList(stages[number] for number in self._numbers)
+        # By this name transformers' models say what of a checkpoint is not theirs; here it is what others have.
+        others = layered.model.state_dict().keys() - set(self._renamed().values())
+        self._keys_to_ignore_on_load_unexpected = [f"^{re.escape(name)}$" for name in sorted(others)]
+        if callable(weights):
+            weights = as_within(layered.model, weights)
+        if directories := OffloadSettings(store=settings.get("store", "ram")).directories:
+            settings["store"] = processes.folders(directories)
+        if isinstance(settings.get("window"), int):  # a process may have fewer layers than the others
+            settings["window"] = min(settings["window"], sum(sizes[number] for number in self._numbers))
+        containers = [f"chunks.{i}{layered.container and '.'}{layered.container}" for i in range(len(self.chunks))]
+        processes.run_on_all(
+            lambda: offload_shared(
+                self,
+                processes.replicas,
+                device=self._device,
+                dtype=dtype,
+                layers=containers,
+                weights=weights,
+                **settings,
+            )
+        )
+        self._check_tied()
+        engine = engine_of(self)
+        assert engine is not None
+        engine.join(
+            processes,
+            shared=self._tied.shared,
+            copies=self._tied.copies if processes.replica == 0 else self.parameters(),
+            model=type(layered.model).__name__,
+            passes=order.micro_batches,
+            here=processes.local_world_size,
+        )
+        processes.draw_apart()
+        if recomputed is not None:
+            cuts = zip(sizes, accumulate(sizes), recomputed, strict=True)
+            keep_activations(
+                engine, [layer for n, end, again in cuts for layer in layered.layers[end - n : end - again]]
+            )
+        parts = dict(zip(self._numbers, self.chunks, strict=True))
+        follow(engine, [(parts[one.stage], one.backward) for one in order.order(processes.place)])
+
+    def _check_tied(self) -> None:
+        """Refuses a parameter that is a layer's own in one stage and in another one too, where there are replicas."""
+        units = [unit_of(parameter) for parameter in self._tied.shared]
+        own = any(unit is not None and not unit.is_root for unit in units)
+        if any(self._processes.all_gather_object(own)) and self._replicas > 1:
+            self._processes.refuse(
+                f"a parameter that layers of several stages share must be outside the row of layers where there are "
+                f"replicas, which have a layer's gradient in common (got one within, and {self._replicas} replicas); "
+                "train it without replicas, or in one stage"
+            )
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Computes the gradients of the mean loss of a batch, adds them to what is there, and returns the loss, fp32.
+
+        ``inputs`` and ``targets`` have the samples of the batch in their first dimension, which divides by the number
+        of micro-batches in all replicas together. Each process passes the whole batch, though only the first stage
+        computes with the inputs and the last with the targets, and each replica with its part. Raises ParallelError,
+        before anything is computed, where processes pass batches of different shapes.
+        """
+        self._check(inputs, targets, training=True)
+        with self._tied.summed():
+            return self._run(self._own(inputs), self._own(targets), self._order.micro_batches, training=True)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean loss of a batch, fp32; as one micro-batch in each replica where it does not divide."""
+        self._check(inputs, targets, training=False)
+        if len(inputs) % (self._order.micro_batches * self._replicas) == 0:
+            return self._run(self._own(inputs), self._own(targets), self._order.micro_batches, training=False)
+        return self._run(inputs, targets, 1, training=False)
+
+    @property
+    def _replicas(self) -> int:
+        return self._processes.world_size // self._processes.each
+
+    def _own(self, batch: Tensor) -> Tensor:
+        """Returns the samples of this process's replica."""
+        return batch.chunk(self._replicas)[self._processes.replica]
+
+    def named_modules(  # type: ignore[override]
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields this process's modules by their names in the whole model, and what holds them by its own name here."""
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            known = self._names.get(id(module))
+            yield (name if known is None else f"{prefix}{prefix and '.'}{known}"), module
+
+    def _renamed(self) -> dict[str, str]:
+        """Returns, by the name of a parameter or buffer in the tree of this module, that in the whole model."""
+        return {
+            f"{own}.{name}": f"{whole}{whole and '.'}{name}"
+            for (own, module), (whole, _) in zip(super().named_modules(), self.named_modules(), strict=True)
+            for name in (*module._parameters, *module._buffers)
+        }
+
+    def _from_names(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        found = {own: state_dict[prefix + name] for own, name in self._renamed().items() if prefix + name in state_dict}
+        for name in self._renamed().values():
+            state_dict.pop(prefix + name, None)
+        state_dict.update({prefix + own: value for own, value in found.items()})
+
+    def take_sent_bytes(self) -> dict[int, int]:
+        """Returns the bytes that this process has sent to each other one, by its rank, since it was last asked.
+
+        They are the activations and their gradients that cross from stage to stage, counted as they are handed over;
+        for a step :func:`stronghold.planner.link_bytes.boundary_bytes` has the formula.
+        """
+        sent = self._sent.copy()
+        self._sent.clear()
+        by_rank: Counter[int] = Counter()
+        for stage, count in sent.items():
+            by_rank[self._processes.replica * self._processes.each + self._order.device_of(stage)] += count
+        return dict(by_rank)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses: one process has not got the whole model."""
+        raise ParallelError(
+            "a model in stages is computed by all processes together; call forward_backward(inputs, targets) to train "
+            "and evaluate(inputs, targets) for a loss"
+        )
+
+    def _run(self, inputs: Tensor, targets: Tensor, micro_batches: int, *, training: bool) -> Tensor:
+        schedule = self._schedule(inputs, micro_batches, training)
+        first, last = 0 in self._numbers, self._order.stages - 1 in self._numbers
+        losses: list[Tensor] = []
+        with self._processes.watch.waiting(self._processes.stage_ranks):  # but for what each stage computes
+            (schedule.step if training else schedule.eval)(
+                *([inputs.to(self._device)] if first else []),
+                target=targets.to(self._device) if last else None,
+                losses=losses,
+                return_outputs=False,
+            )
+        loss = torch.stack(losses).detach().sum() if last else None
+        return self._processes.mean(loss)
+
+    def _check(self, inputs: Tensor, targets: Tensor, *, training: bool) -> None:
+        if not self._processes.same(zlib.crc32(repr((_kind(inputs), _kind(targets), training)).encode())):
+            self._processes.agree({"batch": (_kind(inputs), _kind(targets)), "call": training})
+        if len(targets) != len(inputs):
+            self._processes.refuse(
+                f"inputs and targets must have as many samples (got {len(inputs)} and {len(targets)}); pass the "
+                "targets of the inputs"
+            )
+        parts = self._order.micro_batches * self._replicas if training else 1
+        if not len(inputs) or len(inputs) % parts:
+            each = f" in each of {self._replicas} replicas" if self._replicas > 1 else ""
+            self._processes.refuse(
+                f"the micro-batches must divide the batch (got a batch of {len(inputs)} samples and "
+                f"{self._order.micro_batches} micro-batches{each}); pass batches of a multiple of {parts} samples, "
+                "drop_last=True in a DataLoader"
+            )
+
+    def _schedule(self, inputs: Tensor, micro_batches: int, training: bool) -> Any:
+        """Returns the library's schedule. It takes one shape only, so that another one needs another."""
+        # Here, since its import takes a second that a model in one process does without.
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleGPipe, get_schedule_class
+
+        from stronghold.distributed.stage import Stage
+
+        key = (_kind(inputs), micro_batches)
+        known = self._schedules.get(training)
+        if known is not None and known[0] == key:
+            return known[1]
+        engine, watch = engine_of(self), self._processes.watch
+        assert engine is not None
+        one = inputs[: len(inputs) // micro_batches]
+        shapes = self._processes.run_on_all(lambda: self._shapes.between(one))
+        stages = [
+            Stage(
+                watch,
+                self._sent,
+                engine.begin_pass,
+                micro_batches,
+                chunk,
+                number,
+                self._order.stages,
+                self._device,
+                input_args=shapes[number],
+                output_args=shapes[number + 1],
+                group=self._processes.stage_group,
+            )
+            for number, chunk in zip(self._numbers, self.chunks, strict=True)
+        ]
+
+        def loss(output: Tensor, targets: Tensor) -> Tensor:
+            with watch.working():
+                return self._loss(self.chunks[-1], output, targets) / micro_batches
+
+        single = issubclass(cls := get_schedule_class(self._order.schedule), PipelineScheduleSingle)
+        if single and not training:
+            cls = ScheduleGPipe  # all forward passes; 1F1B would refuse fewer micro-batches than stages
+        schedule = cls(stages[0] if single else stages, micro_batches, loss_fn=loss, scale_grads=False)
+        self._schedules[training] = (key, schedule)
+        return schedule
+
+
+def _to_names(module: StagedModule, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for own, name in module._renamed().items():
+        if prefix + own in state_dict:
+            state_dict[prefix + name] = state_dict.pop(prefix + own)
+
+
+def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype)

@@ -1,0 +1,340 @@
+"""Runs one layer through the window, in the forward pass and again in the backward pass."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd.graph import Node
+from torch.utils.checkpoint import checkpoint
+
+from stronghold.device import Device
+from stronghold.engine.forward_hooks import ForwardHooks
+from stronghold.engine.members import Members
+from stronghold.engine.microbatch import batch_of, join, split
+from stronghold.engine.replay import State, requiring_grad, structural_copy
+from stronghold.engine.saved import Saved, unwritten
+from stronghold.engine.turns import Turns
+from stronghold.errors import OffloadedModelError
+from stronghold.unit import Unit, check_mixed, opaque
+from stronghold.window import Accumulators, HostActivations, Window
+
+
+class Run:
+    """One run of a layer in a forward pass; it lives as long as autograd may come back to it."""
+
+    def __init__(self, layer: int, generation: int, batch: int) -> None:
+        self.layer = layer
+        self.generation = generation
+        self.batch = batch
+        """How many samples the layer's input has."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for the tensor of this number in an argument list."""
+
+    number: int
+
+
+class _SlotTensor(NamedTuple):
+    """Stands for a saved tensor that lies in a slot, ``offset`` elements behind its beginning: fetched again."""
+
+    run: Run
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Runner(Protocol):
+    """What a block needs of the engine."""
+
+    device: Device
+    window: Window
+    activations: HostActivations | None
+    micro_batch: int | None
+    turns: Turns
+
+    def enter(self, block: Block) -> list[int]:
+        """Called when a forward computation begins; returns the layers that a backward pass would compute again."""
+
+    def ran(self, run: Run, accumulators: Accumulators) -> None:
+        """Called when autograd has a graph of ``run``, to which a backward pass may come back."""
+
+    def compiled(self) -> None:
+        """Called when torch.compile meets a layer, which it leaves alone."""
+
+    def begin_backward(self) -> None:
+        """Called when a backward pass comes to a layer, before any that is within that one."""
+
+    def return_to(self, run: Run) -> None:
+        """Opens the backward pass of the layer of ``run``, where it is not open."""
+
+    def refuse_changes(self) -> None:
+        """Raises OffloadedModelError, which names what of the model's modules and parameters was changed."""
+
+
+class Block:
+    """A layer whose ``forward`` passes through the window.
+
+    In training the layer runs again in the backward pass by non-reentrant ``torch.utils.checkpoint``, which restores
+    random states and autocast; with ``keep`` autograd keeps what it saves, except what lies in a slot, which is fetched
+    again when it is asked for.
+
+    The layer holds its block. Neither the block nor autograd's graph holds the layer: a module may keep a graph in an
+    attribute, and the garbage collector does not see the way through one.
+    """
+
+    def __init__(self, module: nn.Module, unit: Unit, engine: Runner, *, keep: bool) -> None:
+        assert unit.layer is not None
+        self._module = weakref.ref(module)
+        self.unit = unit
+        self.layer = unit.layer
+        self.engine = engine
+        self.keep = keep
+        self._device_type = engine.device.torch_device.type
+        own = module.forward
+        self._is_method = getattr(own, "__self__", None) is module
+        self._own: Callable[..., Any] = own.__func__ if self._is_method else own  # type: ignore[attr-defined]
+        self._enter_backward = functools.partial(_enter_backward, weakref.ref(self), unit.name)
+        placed = {id(parameter) for parameter in unit.parameters}
+        owners = ((m, name, p) for m in module.modules() for name, p in m._parameters.items())
+        self._owners = [(weakref.ref(m), name, p) for m, name, p in owners if p is not None and id(p) in placed]
+        self._parameters = [*module.parameters()]  # those that lie elsewhere as well
+        self.members = Members(module.named_modules(prefix=unit.name))
+
+        module.forward = _Forward(self)  # type: ignore[method-assign]
+
+    @property
+    def module(self) -> nn.Module:
+        """The layer. Raises OffloadedModelError where there is none any more."""
+        return _there(self._module, self.unit.name)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The layer's own ``forward``."""
+        return self._own.__get__(self.module) if self._is_method else self._own
+
+    @opaque
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.turns.taken():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        engine, training = self.engine, torch.is_grad_enabled()
+        behind = engine.enter(self)
+        engine.window.begin_forward(self.layer, training=training, behind=behind)
+        leader = batch_of(args, kwargs)
+        run = Run(self.layer, self.unit.generation, 0 if leader is None else leader.shape[0])
+        nodes, returning = set(), False
+        try:
+            output = self._pieces(run, args, kwargs) if training else self._bare(*args, **kwargs)
+            nodes = _nodes(output) if training else set()
+            if returning := bool(nodes):
+                accumulators = Accumulators(self.unit, run)
+        except RuntimeError as error:
+            inputs: list[Tensor] = []
+            _flatten((args, kwargs), inputs)
+            check_mixed(error, self.unit.name, self.unit.dtype, inputs)
+            raise
+        finally:
+            engine.window.end_forward(self.layer, returning=returning)
+        if returning:
+            engine.ran(run, accumulators)
+            for node in nodes:
+                node.register_prehook(functools.partial(self._enter_backward, accumulators))
+        return output
+
+    def check(self) -> None:
+        """Raises OffloadedModelError where modules or parameters were added or replaced since ``offload``."""
+        there = ((module(), name, parameter) for module, name, parameter in self._owners)
+        self.unit.check_unchanged((module, name, p) for module, name, p in there if module is not None)
+        if not self.members.same():
+            self.engine.refuse_changes()
+
+    def _bare(self, *args: Any, **kwargs: Any) -> Any:
+        # Autocast caches the casts of weights by their identity for as long as it is active: cleared at both ends, it
+        # neither keeps every layer's cast weights on the device nor makes the second run differ from the first.
+        if not torch.is_autocast_enabled(self._device_type):
+            return self.forward(*args, **kwargs)
+        torch.clear_autocast_cache()
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            torch.clear_autocast_cache()
+
+    def _pieces(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        one = self._kept if self.keep else self._recomputed
+        if self.engine.micro_batch is None:
+            return one(run, args, kwargs)
+        pieces = split(args, kwargs, self.engine.micro_batch)
+        outputs = [one(run, *piece) for piece in pieces]
+        if len(outputs) == 1:
+            return outputs[0]
+        leaders = [leader.shape for piece in pieces if (leader := batch_of(*piece)) is not None]
+        return join(outputs, leaders)
+
+    def _kept(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        this, name = weakref.ref(self), self.unit.name
+        pack, unpack = functools.partial(_pack, this, name, run), functools.partial(_unpack, this, name)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return self._bare(*args, **kwargs)
+
+    def _recomputed(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors: list[Tensor] = []
+        arguments = _flatten((args, kwargs), tensors)
+        # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
+        state, hooks = State(self.module), ForwardHooks(self.module)
+        again = _Again(run, [(args, kwargs)], arguments, [p.requires_grad for p in self._parameters], state, hooks)
+        del args, kwargs
+        compute = functools.partial(_compute, weakref.ref(self), self.unit.name, again)
+        with ExitStack() as stack:
+            if self.engine.activations is not None:
+                stack.enter_context(self.engine.activations.inputs())
+            return checkpoint(compute, *tensors, use_reentrant=False)
+
+
+class _Again(NamedTuple):
+    """What a layer's second run needs; ``first`` is what the first run gets, until then."""
+
+    run: Run
+    first: list[Any]
+    arguments: Any
+    trained: list[bool]
+    state: State
+    hooks: ForwardHooks
+
+
+# What autograd calls is not made for each run: what keeps a function from the compiler refers to it, and it to that.
+
+
+@opaque
+def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Tensor) -> Any:
+    this = _there(block, layer)
+    if again.first:
+        args, kwargs = again.first.pop()
+        with again.hooks.first():
+            output = this._bare(*args, **kwargs)
+        again.state.ran()
+        return output
+    this.engine.return_to(again.run)
+    args, kwargs = _fill(again.arguments, tensors)
+    trained = requiring_grad(zip(this._parameters, again.trained, strict=True))
+    with trained, again.state.again(), again.hooks.again(), unwritten(layer):
+        return this._bare(*args, **kwargs)
+
+
+@opaque
+def _pack(block: weakref.ref[Block], layer: str, run: Run, tensor: Tensor) -> _SlotTensor | Saved:
+    window = _there(block, layer).engine.window
+    where = window.slot_of(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+    if where is None:
+        return Saved.of(tensor)
+    offset = int(tensor.storage_offset()) + where[1] // tensor.element_size()
+    return _SlotTensor(run, tensor.dtype, offset, tensor.shape, tensor.stride())
+
+
+@opaque
+def _unpack(block: weakref.ref[Block], layer: str, packed: _SlotTensor | Saved) -> Tensor:
+    if isinstance(packed, Saved):
+        return packed.value(layer)
+    engine = _there(block, layer).engine
+    engine.return_to(packed.run)
+    return engine.window.part(packed.run.layer, *packed[1:])
+
+
+@opaque
+def _enter_backward(
+    block: weakref.ref[Block], layer: str, held: Accumulators, gradients: tuple[Tensor | None, ...]
+) -> None:
+    """Called when a backward pass comes to a layer, before anything of it is computed; the graph holds ``held``."""
+    if torch.is_grad_enabled():
+        raise OffloadedModelError(
+            "create_graph=True keeps the graph of a backward pass, and with it weights on the device that the window "
+            f"takes back (got it in {layer}); compute second derivatives on a model that is not offloaded"
+        )
+    _there(block, layer).engine.begin_backward()
+
+
+class _Forward:
+    """Stands for the ``forward`` of a layer; a copy of the layer, in memory or in a file, gets its own back."""
+
+    def __init__(self, block: Block) -> None:
+        own = block.forward
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(own, name):
+                setattr(self, name, getattr(own, name))
+        self.__dict__.update(getattr(own, "__dict__", {}))
+        self._block = block
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Where ``inspect`` reads the signature; kept, it would be a way from the layer to itself."""
+        return self._block.forward
+
+    @functools.partial(torch._disable_dynamo, recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if callable(get_eval_frame_callback()):  # the compiler would have had this call
+            self._block.engine.compiled()
+        return self._block(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Callable[..., Any]:
+        return copy.deepcopy(self._block.forward, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self._block.forward.__reduce_ex__(protocol)
+
+
+_T = TypeVar("_T")
+
+
+def _there(reference: weakref.ref[_T], layer: str) -> _T:
+    """Returns what autograd's graph refers to weakly."""
+    if (found := reference()) is None:
+        raise OffloadedModelError(
+            f"a model must be there as long as it is computed with, in the backward pass too ({layer} is gone); keep "
+            "the model until backward() has returned"
+        )
+    return found
+
+
+def _flatten(value: Any, tensors: list[Tensor]) -> Any:
+    """Replaces the tensors in the argument containers by places; copies everything else that a run may change."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if type(value) in (list, tuple):
+        return type(value)(_flatten(item, tensors) for item in value)
+    if type(value) is dict:
+        return {key: _flatten(item, tensors) for key, item in value.items()}
+    return structural_copy(value)
+
+
+def _fill(value: Any, tensors: tuple[Tensor, ...]) -> Any:
+    if type(value) is _Place:
+        return tensors[value.number]
+    if type(value) in (list, tuple):
+        return type(value)(_fill(item, tensors) for item in value)
+    if type(value) is dict:
+        return {key: _fill(item, tensors) for key, item in value.items()}
+    return structural_copy(value)
+
+
+def _nodes(output: Any) -> set[Node]:
+    """Returns where the backward pass enters the layer, as far as its output shows."""
+    if isinstance(output, Tensor):
+        return set() if output.grad_fn is None else {output.grad_fn}
+    if isinstance(output, (list, tuple)):
+        return {node for item in output for node in _nodes(item)}
+    if isinstance(output, dict):
+        return {node for item in output.values() for node in _nodes(item)}
+    return set()

@@ -1,0 +1,65 @@
+"""The end of an offloaded model: its threads, memory, locks and files are given back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from stronghold.device import Stream
+from stronghold.errors import OffloadedModelError
+from stronghold.store import Store
+from stronghold.unit import close_parameter
+
+if TYPE_CHECKING:
+    from stronghold.engine.engine import Engine
+
+
+def end_with(engine: Engine, streams: Sequence[Stream], store: Store, *, own: bool) -> weakref.finalize:
+    """Returns what ends ``streams`` and closes ``store`` when it is called, or ``engine`` is gone.
+
+    What was given to the streams is carried out before. Those that are not the engine's ``own`` go on.
+    """
+    end = weakref.finalize(engine, _end, streams, store, own, os.getpid())
+    end.atexit = False  # then the streams and the store see to it themselves
+    return end
+
+
+def _end(streams: Sequence[Stream], store: Store, own: bool, process: int) -> None:
+    if os.getpid() != process:
+        return  # a child of fork has neither the threads nor the directory
+    for stream in streams:
+        stream.end() if own else stream.wake()
+    # What a stream's thread lets go of last it cannot wait for.
+    if not any(stream.is_thread(threading.current_thread()) for stream in streams):
+        for stream in streams:
+            stream.drain()
+    store.close()
+
+
+def close_engine(engine: Engine) -> None:
+    """Waits for the updates of ``engine``, and gives back all that it and its optimizer hold.
+
+    Raises what made an update fail, when all is given back; OffloadedModelError in a backward pass.
+    """
+    if engine.closed:
+        return
+    if torch._C._current_graph_task_id() != -1:
+        raise OffloadedModelError("a model cannot be closed in its backward pass; call close() when backward() is over")
+    engine.turns.check()
+    try:
+        engine.close_backward()
+        for unit in engine.units:
+            unit.wait_on_host()
+    finally:
+        if (optimizer := engine.optimizer() if engine.optimizer is not None else None) is not None:
+            optimizer.forget()
+        for unit in engine.units:
+            for parameter in unit.parameters:
+                close_parameter(parameter)
+            unit.close()
+        engine.release()

@@ -1,0 +1,471 @@
+"""One offloaded model: the events that its blocks, autograd and the optimizer send, and what follows from each."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from stronghold import native
+from stronghold.device import (
+    Device,
+    Wait,
+    Waits,
+    check_process,
+    forks,
+    keep_freed_memory,
+)
+from stronghold.engine.block import Block, Run
+from stronghold.engine.closing import end_with
+from stronghold.engine.held_memory import HeldMemory
+from stronghold.engine.hooks import Hooks
+from stronghold.engine.members import Members, refuse_changes
+from stronghold.engine.placement import Placement
+from stronghold.engine.reopening import Reopened
+from stronghold.engine.timing import Stopwatch
+from stronghold.engine.turns import Turns
+from stronghold.engine.updates import Updates, update_now
+from stronghold.errors import OffloadedModelError
+from stronghold.optim import HostAdamW
+from stronghold.settings import OffloadSettings
+from stronghold.store import Budget, DiskStore, RamStore, Store
+from stronghold.unit import (
+    ONE_PROCESS,
+    ONE_REPLICA,
+    HostGrad,
+    OffloadedParameter,
+    ProcessGroup,
+    Replicas,
+    Unit,
+    closed_error,
+    opaque,
+)
+from stronghold.weights import Source, give_values
+from stronghold.window import Accumulators, DeviceGradients, Gradients, HostActivations, Window
+
+
+def _no_run() -> Run | None:
+    return None
+
+
+class Engine:
+    """One offloaded model: its units, its window, and the events that autograd and the optimizer send."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placement: Placement,
+        device: Device,
+        settings: OffloadSettings,
+        weights: Source | Reopened,
+        replicas: Replicas = ONE_REPLICA,
+        *,
+        own_device: bool = True,
+    ) -> None:
+        self.closed = False
+        self.model = weakref.ref(model)
+        self.device = device
+        self.replicas = replicas
+        self.units: Sequence[Unit] = placement.units
+        self.layers = placement.layers
+        self.micro_batch = settings.micro_batch
+        self.waits = Waits(device)
+        self.optimizer: weakref.ref[HostAdamW] | None = None
+        self.processes: ProcessGroup = ONE_PROCESS
+        """Those that train the same model."""
+        self._processes_here = 1
+        self.copies: frozenset[int] = frozenset()
+        """The parameters, by id, that another process has as well, and answers for."""
+        self.kind = type(model).__name__
+        self.sums_gradients = False
+        """Whether a step has several backward passes, under in_backward too: the sums need memory."""
+        self._masters_told = False
+        """Whether it is known that state dictionaries have no masters: they are kept beside, or the user was told."""
+        self.turns = Turns()
+        self._born = forks()
+        self._runs: list[weakref.ref[Run]] = []
+        self._opened_for: Callable[[], Run | None] = _no_run
+        """The run whose weights the backward pass has asked for in the layer that is open."""
+        self._backward_open = False
+        self._told_of_compiling = False
+        self.held = HeldMemory(model, device, self.units, placement.root_bytes)
+        self.budget = Budget(settings, self.held.held_bytes, processes=replicas.local_world_size)
+        self.store = self._placed(placement, settings, weights)
+        self.window = Window(self.layers, placement.window, device, self.store, self.waits)
+        self.gradients = Gradients(self.layers, device, self.waits, replicas)
+        self.device_gradients = DeviceGradients(device, self.waits)
+        self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
+        self.updates = Updates(device, self.store, self.waits, replicas)
+        self.held.on_device(self.window, self.gradients)
+        self.stopwatch = Stopwatch(
+            self.waits, self.window.traffic, self.gradients.grad_offload.traffic, self.store.counters
+        )
+        self._hooks = Hooks(self._expect, self.gradients, self.device_gradients)
+        self._take_over(model, placement, weights, keep=settings.activations == "keep")
+        streams = device.streams + ([self.updates.written_back] if self.updates.written_back is not None else [])
+        # A replica does not wait for others that may be gone: its threads end by themselves.
+        self._end = end_with(self, streams if replicas.world_size == 1 else [], self.store, own=own_device)
+
+    def _placed(self, placement: Placement, settings: OffloadSettings, weights: Source | Reopened) -> Store:
+        """Returns the store with all units in it, each with its values."""
+        paths = [Path(path) for path in settings.directories]
+        self.replicas.agree([os.path.realpath(path) for path in paths], here=True)
+        self.replicas.agree([(unit.name, unit.resident, sorted(unit.on_disk)) for unit in self.units])
+        reopen = isinstance(weights, Reopened)
+        store: Store = (
+            DiskStore(self.device, paths, self.units, self.waits, self.budget, reopen=reopen)
+            if paths
+            else RamStore(self.device, self.budget)
+        )
+        try:
+            on_disk = sum(
+                (unit.layout.total_bytes if unit.lives("weights") == "disk" else 0)
+                + (unit.remainder_bytes() if unit.lives("remainders") == "disk" else 0)
+                for unit in self.units
+            )
+            store.check_space(on_disk, "the model's weights")
+            for unit in self.units:
+                unit.belong_to(self, self.waits, self.close_backward)
+            if isinstance(weights, Reopened):
+                assert isinstance(store, DiskStore)
+                weights.place(store, self.units)
+            else:
+                for number, values in weights.units([unit.parameters for unit in self.units], placement.modules):
+                    store.place(self.units[number], values)
+        except BaseException:
+            store.close()
+            raise
+        self.replicas.main.barrier()  # the first one's values are there
+        return store
+
+    def _take_over(self, model: nn.Module, placement: Placement, weights: Source | Reopened, *, keep: bool) -> None:
+        """Changes the model: nothing large is allocated any more but the root."""
+        for unit in self.units:
+            self._attach(unit)
+        for module, name, buffer in weights.buffers():
+            module._buffers[name] = buffer
+        placement.move_root(self.device)
+        for module, name in placement.buffers:
+            if (moved := module._buffers[name]) is not None:
+                self.replicas.take_first(moved, common=False)
+        layers = zip(placement.modules, self.layers, strict=True)
+        # Weakly, as all that is the user's: a layer holds its block, and that holds the engine.
+        self._blocks = [weakref.ref(Block(module, unit, self, keep=keep)) for module, unit in layers]
+        self._root = [(unit, [(weakref.ref(m), name) for m, name in owners]) for unit, owners in placement.root]
+        within = {id(inner) for module in placement.modules for inner in module.modules()}
+        for unit, _ in self._root:
+            self._hooks.on_root(unit)
+        self._versioned = self.units
+        """The units that share a version with a root parameter, and the root's own."""
+        self._versioned = self._count_version(unit for unit, _ in self._root)
+        self._outside = Members((n, m) for n, m in model.named_modules() if id(m) not in within)
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """Leaves itself out: a copy of an offloaded model is an ordinary model."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(None), ()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers' blocks, as long as there are layers."""
+        return [block for reference in self._blocks if (block := reference()) is not None]
+
+    def check_open(self) -> None:
+        """Raises OffloadedModelError where the model was closed."""
+        if self.closed:
+            raise closed_error()
+
+    def release(self) -> None:
+        """Ends the threads and gives back memory, locks and files; nothing of the engine can be used after it."""
+        self.closed = True
+        self._end()
+        self.units = self.layers = []
+        self.activations = None
+        del self.window, self.gradients, self.device_gradients, self._hooks, self.updates, self.stopwatch, self.store
+        del self.held
+
+    def join(
+        self,
+        processes: ProcessGroup,
+        *,
+        shared: Iterable[nn.Parameter],
+        copies: Iterable[nn.Parameter],
+        model: str,
+        passes: int,
+        here: int,
+    ) -> None:
+        """Makes this model a part of the ``model`` that ``processes`` train, of which so many are ``here``.
+
+        The global norm is that of all gradients there, and checkpoints are of the whole. ``shared`` are the parameters
+        that other processes have too, and ``copies`` those of them that a process before this one has: it counts and
+        saves them. A step has as many backward passes as ``passes``.
+        """
+        self.processes, self._processes_here = processes, here
+        self.kind, self.sums_gradients = model, passes > 1
+        self.copies = frozenset(map(id, copies))
+        self.gradients.shared = frozenset(map(id, shared))
+
+    def keep_masters(self, kept: bool) -> None:
+        """Called when what state dictionaries lack will be kept beside them from now on, or no longer."""
+        self._masters_told = kept
+
+    def loses_masters(self) -> bool:
+        """Whether a state dictionary lacks what nobody keeps; asked once, for the user is told then."""
+        lost = not self._masters_told and any(unit.masters for unit in self.units)
+        self._masters_told |= lost
+        return lost
+
+    # What blocks say.
+
+    def enter(self, block: Block) -> list[int]:
+        self.check_open()
+        if torch.is_grad_enabled() or not block.unit.resident:  # a child has neither streams nor slots
+            check_process(self._born)
+        if torch._C._current_graph_task_id() == -1:
+            self.close_backward()
+        else:
+            self._close_layer()  # a checkpoint of the user's own runs its layers again
+        block.check()
+        self.take_writes(block.unit)
+        if block.layer == 0:
+            self._check_root()
+        if torch.is_grad_enabled():
+            self._hooks.on_layer(block.unit)
+        return [run.layer for run in self._alive()]
+
+    def ran(self, run: Run, accumulators: Accumulators) -> None:
+        self._runs.append(weakref.ref(run))
+        self.gradients.parts.ran(run.layer, accumulators)
+
+    @opaque
+    def compiled(self) -> None:
+        if not self._told_of_compiling:
+            self._told_of_compiling = True
+            warnings.warn(
+                "torch.compile leaves the layers of an offloaded model as they are, for their parameters move while "
+                f"they run, which a graph cannot follow (got a compiled {self.kind}, or a layer or caller of it). They "
+                "run eagerly, exactly and no faster; to compile what is inside of a layer, set "
+                "layer.forward = torch.compile(layer.forward) before offload()",
+                stacklevel=2,
+            )
+
+    def return_to(self, run: Run) -> None:
+        self.check_open()
+        self._return_to(run.layer, run)
+
+    def put_back(self) -> None:
+        """Puts the model's parameters in the place of those that a loader has made: their values are to be loaded."""
+        for members in (self._outside, *(block.members for block in self.blocks)):
+            members.put_back()
+
+    def refuse_changes(self) -> None:
+        refuse_changes([self._outside, *(block.members for block in self.blocks)])
+
+    # What autograd says.
+
+    def begin_backward(self) -> None:
+        """Notes that a backward pass has begun, at whose end the user sees the gradients.
+
+        A reentrant ``torch.utils.checkpoint`` inside a layer has a backward pass of its own within that one.
+        """
+        self.check_open()
+        with self.turns.taken_in_backward():
+            if not self.turns.in_backward:
+                self._end_backward()  # of a pass before, that failed
+                self.turns.begin(self._end_backward)
+            self._backward_open = True
+
+    def _return_to(self, layer: int, run: Run | None) -> None:
+        check_process(self._born)
+        with self.turns.taken_in_backward():
+            if self.gradients.layer != layer or not self.window.is_bound(layer):
+                self._open(layer, run)
+            elif run is not None and self._opened_for() is not run:  # a gradient of it may have come first
+                self._begin_run(run)
+
+    def _open(self, layer: int, run: Run | None) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            raise OffloadedModelError(
+                f"what autograd saved for {self.layers[layer].name} was asked for outside a backward pass, where no "
+                "layer is on the device; read it in the backward pass, or have the layer recomputed"
+            )
+        unit = self.layers[layer]
+        self._opened_for = _no_run
+        if run is not None:
+            self._begin_run(run)
+        self._close_layer()
+        self.begin_backward()
+        alive = self._alive()
+        numbers = [i for i, other in enumerate(alive) if (other is run if run else other.layer == layer)]
+        before = alive[: numbers[-1]] if numbers else alive
+        self._runs = [weakref.ref(other) for other in before]
+        self.window.begin_backward(layer, [other.layer for other in reversed(before)])
+        self.gradients.open(layer)
+        if self.gradients.parts.several(layer):
+            self._hooks.on_layer(unit)  # the user may have added some since the forward pass
+
+    def _begin_run(self, run: Run) -> None:
+        """Notes that the backward pass asks for weights that ``run`` has computed with; raises if they are gone."""
+        unit = self.layers[run.layer]
+        if unit.generation != run.generation or unit.versions_now() != unit.versions:
+            if self.gradients.has_updated(run.layer):
+                raise self.gradients.too_late(unit)
+            raise OffloadedModelError(
+                f"the weights of {unit.name} must be the same in the backward pass as in its forward pass (they have "
+                "been updated or written in between); call backward() before step(), or run the forward pass again"
+            )
+        self._opened_for = weakref.ref(run)
+        self.gradients.batches.saw(run.batch)
+
+    def _expect(self, unit: Unit, index: int, gradient: Tensor | None) -> Tensor | None:
+        # A layer that needs nothing of its weights in the backward pass (an addition) first shows by its gradient. It
+        # is opened before autograd adds this gradient to one that the user keeps on the host.
+        assert unit.layer is not None
+        if self.gradients.layer != unit.layer or not self.window.is_bound(unit.layer) or self.turns.elsewhere:
+            self._return_to(unit.layer, None)
+        return self.gradients.parts.arriving(unit, index, gradient)
+
+    def _close_layer(self) -> None:
+        layer = self.gradients.layer
+        if layer is None:
+            return
+        self.window.computed(layer, backward=True)
+        done, ready = None, self.gradients.close()
+        if ready is not None:
+            optimizer = self.optimizer() if self.optimizer is not None else None
+            assert optimizer is not None  # it has asked for them
+            done = update_now(self, optimizer, ready.unit, ready.gradients, ready.after)
+            ready.updated(done)
+        self.window.end_backward(layer)
+        if done is not None:
+            self.window.changed([layer])
+
+    @opaque
+    def close_backward(self) -> None:
+        """Ends a backward pass: its last layer, and the gradients that the user now sees."""
+        self.check_open()
+        self.turns.check()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        self._close_layer()
+        if self._backward_open:
+            self._backward_open = False
+            self.gradients.publish()
+        self.device_gradients.close()
+        self.gradients.parts.forget()
+
+    def begin_pass(self, number: int, passes: int) -> None:
+        """Called when backward pass ``number`` (from 0) of the ``passes`` of a step begins, in a part of the model."""
+        self.gradients.summed, self.gradients.more = passes > 1, number < passes - 1
+
+    # What the optimizer and the parameters say.
+
+    def adopt(self, optimizer: HostAdamW) -> None:
+        """Makes ``optimizer`` the one that updates this model; raises where it has one already."""
+        known = self.optimizer() if self.optimizer is not None else None
+        if known is not None and (known.in_backward or optimizer.in_backward):
+            raise OffloadedModelError(
+                "update='in_backward' needs the model's only optimizer, because the backward pass itself updates (got "
+                "a second one); delete the first, or use update='deferred'"
+            )
+        self.optimizer = self.gradients.optimizer = weakref.ref(optimizer)
+        if self.device.is_host and not self.store.paths and not optimizer.in_backward:
+            keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
+
+    def agree(self, found: Mapping[Unit, Collection[int]]) -> None:
+        """Raises ParallelError where replicas have not ``found`` gradients at the same indices of the same units."""
+        check_process(self._born)
+        if self.replicas.world_size > 1:
+            self.replicas.agree([(unit.name, tuple(indices)) for unit, indices in found.items()])
+
+    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
+        """Returns ``gradients`` (by index) where the unit is updated, complete, with their squares on the host."""
+        self.take_writes(unit)
+        if unit.is_root or unit.resident:
+            return self.device_gradients.collect(unit, gradients)
+        return self.gradients.collect(gradients)
+
+    def take_writes(self, unit: Unit) -> bool:
+        """Brings the host's memory of ``unit`` up to what the user wrote into its parameters, if anything."""
+        if not unit.was_written():
+            return False
+        unit.wait_updated()
+        if not unit.has_device_copy:
+            self._fetch_again([unit])
+            unit.take_writes()
+            return True
+        arrived = [torch.empty_like(weight) for weight in unit.weight]
+        for value, there in zip(arrived, unit.on_device, strict=True):
+            self.device.compute_copy(value, there)
+        # The host is to compare its weight with what was written on the device.
+        self.waits.host(self.device.record_event(), Wait.ROOT_WRITTEN)
+        unit.take_writes(arrived)
+        return True
+
+    def settled_value(self, unit: Unit, index: int, *, exact: bool) -> Tensor:
+        """Returns a parameter's value once no update of it is under way: in the compute dtype, or its fp32 master.
+
+        What the user wrote is in it. It is where the unit lives, and may be its memory: for reading, and until then.
+        """
+        unit.wait_on_host()  # of a root parameter, the host's own copy is read here
+        unit.wait_updated()
+        self.take_writes(unit)
+        return unit.master(index) if exact else unit.weight[index]
+
+    def update_threads(self) -> int:
+        """Returns how many cores an update may use: all that the process may, but one for the thread that computes."""
+        # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
+        # all cores and the longer work gets what the other leaves.
+        cores = max(1, native.usable_cores() // self._processes_here)
+        return cores if self.device.torch_device.type == "cpu" else max(1, cores - 1)
+
+    def changed(self, units: Sequence[Unit]) -> None:
+        """Called when updates of ``units`` have been submitted; their copies on the device are stale from then on."""
+        # Autograd itself refuses a backward pass to a forward pass with other values of the root, by their versions.
+        self._count_version(unit for unit in units if unit.is_root)
+        self._fetch_again(units)
+
+    def _count_version(self, root: Iterable[Unit]) -> list[Unit]:
+        """Counts a write of root parameters, which is not the user's; returns whose versions that has changed.
+
+        Parameters that were views of one memory share a version.
+        """
+        before = {unit: unit.versions_now() for unit in self._versioned}
+        torch.autograd.graph.increment_version([unit.parameters[0] for unit in root])
+        changed = [unit for unit in self._versioned if unit.versions_now() != before[unit]]
+        for unit in (unit for unit in changed if before[unit] == unit.versions):  # of others the user has written some
+            for index in range(len(unit.parameters)):
+                unit.attach(index)
+        return changed
+
+    def _fetch_again(self, units: Sequence[Unit]) -> None:
+        self.window.changed([unit.layer for unit in units if unit.layer is not None])
+
+    # Its own.
+
+    def _alive(self) -> list[Run]:
+        return [run for reference in self._runs if (run := reference()) is not None]
+
+    def _attach(self, unit: Unit) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, (parameter, weight) in enumerate(zip(unit.parameters, unit.weight, strict=True)):
+                give_values(parameter, weight)
+                parameter.__class__ = OffloadedParameter
+                parameter.__dict__.update(_unit_reference=weakref.ref(unit), _index=index)
+                unit.attach(index)
+        unit.sample()
+
+    def _check_root(self) -> None:
+        for unit, owners in self._root:
+            self._hooks.on_root(unit)
+            there = ((module(), name) for module, name in owners)
+            unit.check_unchanged((module, name, unit.parameters[0]) for module, name in there if module is not None)
+        if not self._outside.same():
+            self.refuse_changes()

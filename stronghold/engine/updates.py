@@ -1,0 +1,185 @@
+"""How the engine takes an optimizer's step: it asks what is to be updated, and carries that out through the store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from stronghold.device import Device, Event, Wait, Waits, check_process, forks
+from stronghold.optim import HostAdamW, Update, gradients_of, updates_of
+from stronghold.store import Store, UpdateIO
+from stronghold.unit import HostGrad, Replicas, Unit, is_shared, sum_over
+
+if TYPE_CHECKING:
+    from stronghold.engine.engine import Engine
+
+Found = Mapping[Unit, Mapping[int, HostGrad]]
+"""Gradients where their units are updated, by index."""
+
+
+def take_step(engine: Engine, optimizer: HostAdamW) -> None:
+    """Takes a step with the gradients at hand; their updates run on behind the return.
+
+    Raises NonFiniteGradientError, ValueError for the optimizer's settings, and what refuses an update or a state:
+    nothing has changed then.
+    """
+    optimizer.check_settings()
+    with engine.turns.taken():
+        engine.close_backward()
+        if optimizer.in_backward:
+            optimizer.wait()  # the updates of the backward pass tell whether its gradients were finite
+        given = {unit: gradients for unit in engine.units if (gradients := gradients_of(optimizer, unit))}
+        engine.agree(given)
+        found = {unit: engine.collect(unit, gradients) for unit, gradients in given.items()}
+        scale = optimizer.scale_for(_norm(engine, optimizer, found))
+        if scale is not None:
+            _update(engine, optimizer, found, scale)
+        engine.stopwatch.lap()
+
+
+def update_now(
+    engine: Engine, optimizer: HostAdamW, unit: Unit, gradients: dict[int, HostGrad], after: Event | None
+) -> Event | None:
+    """Updates one layer during the backward pass, behind ``after``.
+
+    Returns the update's event, or None where the computation itself updates, in its order.
+    """
+    optimizer.check_settings(once=True)
+    if unit.was_written():
+        unit.take_writes()
+    (update,) = _prepared(engine, optimizer, {unit: gradients}, checked=True)
+    done = update.submit(1.0, after)
+    if done is None and not unit.weight[0].is_cpu:
+        optimizer.in_order.append(update.update)
+    return done
+
+
+def _norm(engine: Engine, optimizer: HostAdamW, found: Found) -> float:
+    """Returns the norm of all gradients, here and of the model's other processes; not a number if one is not finite."""
+    finite = not (optimizer.in_backward and engine.gradients.take_found_inf())
+    squares = (
+        float(gradient.squares)
+        for unit, gradients in found.items()
+        for index, gradient in gradients.items()
+        if id(unit.parameters[index]) not in engine.copies
+    )
+    return math.sqrt(sum_over(engine.processes, sum(squares) if finite else math.nan))
+
+
+def _update(engine: Engine, optimizer: HostAdamW, found: Found, scale: float) -> None:
+    updates = _prepared(engine, optimizer, found)
+    for one in updates:
+        one.submit(scale)
+    engine.changed([one.unit for one in updates])
+    for update in (one.update for one in updates):
+        if update.unit.is_aliased or any(is_shared(change.gradient.values) for change in update.changes):
+            optimizer.wait()  # what the user can read or write unseen must be done by now
+            return
+        update.mark_pending()
+
+
+def _prepared(engine: Engine, optimizer: HostAdamW, found: Found, *, checked: bool = False) -> list[PreparedUpdate]:
+    """Returns the updates of all units, which nothing refuses any more; where one is refused, nothing changes.
+
+    They are in the order in which they are to be submitted.
+    """
+    prepared: dict[Unit, PreparedUpdate] = {}
+    try:
+        for update in updates_of(optimizer, found, checked=checked):
+            prepared[update.unit] = engine.updates.prepare(update)
+    except BaseException:
+        for one in prepared.values():
+            one.cancel()
+        raise
+    optimizer.begun(prepared[unit].update for unit in found)
+    return list(prepared.values())
+
+
+class Updates:
+    """Runs the optimizer's work on a unit where its states are: on the host, or of a resident layer on the device."""
+
+    def __init__(self, device: Device, store: Store, waits: Waits, replicas: Replicas) -> None:
+        self._born = forks()
+        self._device, self._store, self.waits, self._replicas = device, store, waits, replicas
+        self.written_back = device.host_stream("written_back") if replicas.local_world_size > 1 else None
+        """Where this process waits for the updates of the machine's other replicas."""
+
+    def prepare(self, update: Update) -> PreparedUpdate:
+        """Makes a unit's update ready, which writes nothing yet. Updates are submitted in the order of this."""
+        check_process(self._born)
+        return PreparedUpdate(self, update, self._store.update_io(update.unit, update.operands, update.parts))
+
+    def run(self, update: Update, update_io: UpdateIO, after: Event | None) -> Event | None:
+        """Updates a unit when ``after`` has happened. Returns when the next may use it; None for a resident layer."""
+        unit = update.unit
+        shared = self._replicas.local_world_size > 1 and not unit.resident
+
+        def task() -> None:
+            segments = update.segments()
+            if segments is None:
+                update_io.cancel()
+                return
+            update_io.run(segments, update.kernel)
+            if not shared:
+                update.done()
+
+        if unit.resident:
+            self._device.compute_now(task, update.moved_bytes)
+            return None
+        updates = self._device.updates
+        # Under in_backward the gradient may still be on its way down.
+        self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
+        # A layer may have been fetched, or read ahead, for a computation that did not come.
+        self.waits.stream(updates, self._store.reading(unit), Wait.FILE_READ)
+        if shared and self._store.paths:
+            updates.submit(self._replicas.updates.barrier)  # the others' reads of the file are complete, too
+        with self._device.noted(updates, f"update {unit.name}"):
+            updates.run(task, moved_bytes=update.moved_bytes)
+        done = self._store.written_back(unit, updates.record())
+        if shared:
+            done = self._written_back_everywhere(done, update)
+        if not unit.has_device_copy:
+            return done
+        root = self._device.root
+        # The upload carries what the update wrote. That nobody computes with the old value any more, the host knows
+        # since it waited for the root parameter's gradient.
+        self.waits.stream(root, done, Wait.ROOT_UPDATED)
+        with self._device.noted(root, f"upload {unit.name}"):
+            for target, weight in zip(unit.on_device, unit.weight, strict=True):
+                root.copy(target, weight)
+        return root.record()
+
+    def _written_back_everywhere(self, done: Event, update: Update) -> Event:
+        """Returns the event after which the updates of all replicas' shares of a unit are complete."""
+        assert self.written_back is not None
+        # Of this process's share that was said when it is complete.
+        self.waits.thread(self.written_back, done, Wait.SHARE_UPDATED)
+        self.written_back.submit(self._replicas.written_back.barrier)
+        self.written_back.submit(update.done)
+        return self.written_back.record()
+
+
+class PreparedUpdate:
+    """One unit's update with its reads and writes in the store, which nothing refuses any more."""
+
+    def __init__(self, updates: Updates, update: Update, update_io: UpdateIO) -> None:
+        self._updates, self.update, self._update_io = updates, update, update_io
+
+    @property
+    def unit(self) -> Unit:
+        return self.update.unit
+
+    def submit(self, scale: float, after: Event | None = None) -> Event | None:
+        """Gives the update to its place in line, behind ``after``; returns its event, if any.
+
+        ``scale`` multiplies the gradients. The unit's weights are stale on the device from now on.
+        """
+        self.update.scale = scale
+        self.unit.generation += 1
+        self.unit.updated = self._updates.run(self.update, self._update_io, after)
+        return self.unit.updated
+
+    def cancel(self) -> None:
+        """Gives it up; nothing has changed."""
+        self._update_io.cancel()

@@ -1,0 +1,367 @@
+"""What runs in each process of a test of stages, and what it is compared with."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import stronghold
+from stronghold.distributed import Processes, in_stages
+from stronghold.engine import engine_of
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.layered_gpt import LayeredGPT
+from stronghold.planner.pipeline_order import Pipeline
+from tests.small import SIZE, Block
+
+BATCH = 8
+CONFIG = GPTConfig(layers=5, hidden=32, heads=2, sequence=16, vocabulary=100)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train the same model: the same gradients and losses are expected of all.
+
+    With ``ratios`` the balance is a file's. ``again`` are the layers that the backward pass is to compute again. On
+    several ``machines`` the processes have no memory in common but with their neighbours.
+    """
+
+    stages: int
+    replicas: int = 1
+    schedule: str | None = None
+    balance: Any = "layers"
+    ratios: tuple[float, ...] | None = None
+    again: frozenset[int] = frozenset(range(CONFIG.layers))
+    micro_batches: int = 4
+    clip: float | None = None
+    frozen: bool = False
+    disk: bool = False
+    machines: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: int = 3
+
+    def order(self, processes: int) -> Pipeline:
+        """Returns the schedule over so many processes."""
+        each = self.stages * self.replicas // processes
+        return Pipeline(
+            schedule=self.schedule or ("1F1B" if each == 1 else "Interleaved1F1B"),
+            devices=processes // self.replicas,
+            micro_batches=self.micro_batches,
+            stages_per_device=each,
+        )
+
+
+CASES = {
+    1: [Case(1), Case(1, schedule="GPipe", settings={"window": 2})],
+    2: [
+        *(Case(2, schedule=schedule, settings={"window": w}) for schedule in ("GPipe", "1F1B") for w in (1, 2)),
+        *(Case(4, schedule="Interleaved1F1B", settings={"window": w}) for w in (1, 3)),
+        Case(2, clip=0.05),
+        Case(2, balance=[4, 1]),
+        Case(2, disk=True, settings={"window": 1}),
+        Case(2, settings={"activations": "keep", "window": 1}, again=frozenset()),
+        Case(2, balance=[3, 2], ratios=(0.7, 0.5), settings={"window": 1}, again=frozenset({1, 2, 4})),
+        Case(4, balance=[1, 1, 2, 1], ratios=(1, 0, 0.5, 0.9), settings={"window": 1}, again=frozenset({0, 3})),
+        Case(2, balance=[2, 3], ratios=(0, 0.4), settings={"activations": "host", "window": 2}, again=frozenset({4})),
+        Case(2, settings={"activations": "host", "window": 2}),
+        Case(2, settings={"resident": 1, "window": 1}),
+        Case(2, settings={"micro_batch": 1, "window": 1}),
+        Case(2, frozen=True, clip=0.05),
+        Case(2, clip=1.0, steps=50, settings={"window": 1}),
+        Case(1, replicas=2, settings={"window": 1}, clip=0.05),
+        Case(
+            1, replicas=2, disk=True, settings={"window": 2, "activations": "keep"}, micro_batches=2, again=frozenset()
+        ),
+        Case(1, replicas=2, frozen=True, settings={"micro_batch": 1, "activations": "host"}, micro_batches=1),
+        Case(1, replicas=2, settings={"resident": 2, "window": 1}, clip=0.05),
+        Case(1, replicas=2, clip=1.0, steps=50, settings={"window": 2}, micro_batches=2),
+        Case(1, replicas=2, machines=2, settings={"window": 1}, clip=0.05),
+        Case(1, replicas=2, machines=2, disk=True, settings={"resident": 2, "window": 1}, micro_batches=2),
+    ],
+    4: [
+        Case(4, schedule="GPipe", settings={"window": 1}, clip=0.05),
+        Case(4, schedule="1F1B", balance=[1, 1, 1, 2], micro_batches=8),
+        Case(4, schedule="Interleaved1F1B", micro_batches=8),
+        Case(2, replicas=2, settings={"window": 1}, clip=0.05),
+        Case(2, replicas=2, schedule="GPipe", balance=[4, 1], frozen=True, micro_batches=2),
+        Case(2, replicas=2, balance=[4, 1], ratios=(0.5, 0), settings={"window": 1}, again=frozenset({2, 3})),
+        Case(4, replicas=2, schedule="Interleaved1F1B", disk=True, settings={"window": 1}, clip=0.05),
+        Case(2, replicas=2, machines=2, disk=True, frozen=True, settings={"window": 1}, clip=0.05),
+        Case(1, replicas=4, machines=2, settings={"window": 1}, clip=0.05, micro_batches=2),
+    ],
+}
+
+
+def model(case: Case) -> GPT:
+    torch.manual_seed(0)
+    gpt = GPT(CONFIG)
+    if case.frozen:
+        for parameter in (*gpt.layers[0].parameters(), *gpt.layers[3].parameters(), gpt.norm.weight):
+            parameter.requires_grad_(False)
+    return gpt
+
+
+def batches(steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(BATCH, 12), (BATCH, 16), (2 * BATCH, 7)]  # one shape after another
+    return [torch.randint(CONFIG.vocabulary, sizes[step % 3], generator=generator) for step in range(steps)]
+
+
+@dataclass
+class Trained:
+    """What a run came to: each step's loss and gradients by name, losses without gradients, the parameters after it.
+
+    ``sent`` are the bytes that a process has sent to others in each step, ``again`` the layers that it computed in a
+    backward pass.
+    """
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    evaluated: list[float]
+    parameters: dict[str, Tensor]
+    sent: list[dict[int, int]] = field(default_factory=list)
+    again: set[int] = field(default_factory=set)
+
+
+def alone(case: Case, device: str = "cpu") -> Trained:
+    """Trains in this process, by plain PyTorch and the whole batch at once."""
+    gpt = model(case).to(device)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3, weight_decay=0.1)
+    trained = Trained([], [], [], {})
+    for batch in (batch.to(device) for batch in batches(case.steps)):
+        loss = gpt(batch, batch).loss
+        loss.backward()
+        trained.losses.append(loss.item())
+        trained.gradients.append({n: to_host(p.grad) for n, p in gpt.named_parameters() if p.grad is not None})
+        if case.clip is not None:
+            nn.utils.clip_grad_norm_(gpt.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            trained.evaluated.append(gpt(batch[:5], batch[:5]).loss.item())
+    trained.parameters = {name: to_host(p) for name, p in gpt.named_parameters()}
+    return trained
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@contextmanager
+def recomputations(gpt: GPT) -> Iterator[set[int]]:
+    """Yields what will hold the numbers of the layers that are computed while a backward pass is under way."""
+    inner = {id(layer.attention_norm): number for number, layer in enumerate(gpt.layers)}
+    found: set[int] = set()
+
+    def computes(module: nn.Module, arguments: Any) -> None:
+        if id(module) in inner and torch._C._current_graph_task_id() != -1:
+            found.add(inner[id(module)])
+
+    handle = nn.modules.module.register_module_forward_pre_hook(computes)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def staged(case: Case, device: str) -> Trained:
+    """Trains this process's stages."""
+    gpt = model(case)
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    with tempfile.TemporaryDirectory() as folder, recomputations(gpt) as again:
+        with machines(case.machines):
+            processes = Processes(torch.device(device), wanted=case.stages * case.replicas, replicas=case.replicas)
+        folders = processes.all_gather_object(folder)
+        folder = folders[
+            processes.rank - processes.replicas.local_rank * processes.each
+        ]  # theirs have one store in common
+        file = Path(folders[0]) / "partition.json"
+        if case.ratios is not None and processes.rank == 0:  # which is the one that reads it
+            file.write_text(json.dumps({"partition": case.balance, "recompute_ratio": case.ratios}))
+        module = in_stages(
+            LayeredGPT(gpt),
+            processes,
+            stages=case.stages,
+            micro_batches=case.micro_batches,
+            balance=case.balance if case.ratios is None else file,
+            schedule=case.schedule,
+            **({"store": folder} if case.disk else {}),
+            **case.settings,
+        )
+        optimizer = stronghold.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=case.clip)
+        trained = Trained([], [], [], {}, again=again)
+        for batch in batches(case.steps):
+            module.take_sent_bytes()
+            trained.losses.append(module.forward_backward(batch, batch).item())
+            trained.sent.append(module.take_sent_bytes())
+            if case.replicas == 1:
+                trained.gradients.append(gradients(module, names))
+            optimizer.step()
+            if case.replicas > 1:  # of a root parameter each has its own until the step
+                trained.gradients.append(gradients(module, names))
+            optimizer.zero_grad()
+            trained.evaluated.append(module.evaluate(batch[:5], batch[:5]).item())
+        trained.parameters = {names[id(p)]: to_host(p) for p in module.parameters()}
+    return trained
+
+
+@contextmanager
+def machines(count: int) -> Iterator[None]:
+    """Has this process say that it is on one of so many machines, with its neighbours by rank."""
+    own, rank, processes = socket.gethostname, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if count > 1:
+        socket.gethostname = lambda: f"machine-{rank * count // processes}"
+    try:
+        yield
+    finally:
+        socket.gethostname = own
+
+
+def gradients(module: nn.Module, names: dict[int, str]) -> dict[str, Tensor]:
+    return {names[id(p)]: to_host(p.grad) for p in module.parameters() if p.grad is not None}
+
+
+def all_cases(processes: str, device: str) -> list[Trained]:
+    return [staged(case, device) for case in CASES[int(processes)]]
+
+
+def residual() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(12, SIZE), *(Block(dropout=0.0) for _ in range(6)), nn.Tanh(), nn.Linear(SIZE, 5)
+    )
+
+
+def bits(folder: str) -> list[str]:
+    """Trains stages beside the same model in one process, micro-batch after micro-batch; returns what is not equal."""
+    unequal = []
+    for number, case in enumerate(BITS):
+        whole, model = residual(), residual()
+        names = {id(p): name for name, p in model.named_parameters()}
+        dtype = torch.bfloat16 if case.get("bf16") else None
+        stronghold.offload(whole, device="cpu", dtype=dtype)
+        stages = stronghold.pipeline(
+            model,
+            loss=F.cross_entropy,
+            stages=case["stages"],
+            micro_batches=4,
+            balance="layers",
+            schedule=case["schedule"],
+            device="cpu",
+            dtype=dtype,
+            window=1,
+            resident=case.get("resident", 0),
+            **({"store": f"{folder}/{number}"} if case.get("disk") else {}),
+        )
+        states, update = case.get("states", "fp32"), case.get("update", "deferred")
+        optimizers = [
+            stronghold.AdamW(whole.parameters(), lr=1e-2, states=states),
+            stronghold.AdamW(stages.parameters(), lr=1e-2, states=states, update=update),
+        ]
+        for step in range(4):
+            x, y = torch.randn(8, 3, 4, dtype=dtype), torch.randint(5, (8,))
+            losses = []
+            for inputs, targets in zip(x.chunk(4), y.chunk(4), strict=True):
+                loss = F.cross_entropy(whole(inputs), targets) / 4
+                loss.backward()
+                losses.append(loss.detach())
+            same = torch.equal(stages.forward_backward(x, y), torch.stack(losses).sum().float())
+            expected = dict(whole.named_parameters())
+            for parameter in stages.parameters() if update == "deferred" else ():
+                same &= torch.equal(parameter.grad, expected[names[id(parameter)]].grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for parameter in stages.parameters():
+                same &= torch.equal(parameter, expected[names[id(parameter)]])
+            if not same:
+                unequal.append(f"{case} in step {step}")
+    return unequal
+
+
+BITS = [
+    {"stages": 2, "schedule": "GPipe"},
+    {"stages": 2, "schedule": "1F1B", "states": "8bit"},
+    {"stages": 2, "schedule": "1F1B", "bf16": True},
+    {"stages": 4, "schedule": "Interleaved1F1B", "bf16": True, "states": "8bit"},
+    {"stages": 4, "schedule": "Interleaved1F1B", "disk": True},
+    {"stages": 2, "schedule": "1F1B", "update": "in_backward"},
+    {"stages": 2, "schedule": "GPipe", "update": "in_backward", "bf16": True, "disk": True},
+    {"stages": 2, "schedule": "1F1B", "update": "in_backward", "bf16": True, "resident": 2},
+    {"stages": 4, "schedule": "Interleaved1F1B", "update": "in_backward", "states": "8bit"},
+]
+
+
+def fetches(*, foreseen: bool) -> int:
+    """Returns the fetches of a step whose order the window has been told, or sees by itself."""
+    stages = stronghold.pipeline(
+        residual(),
+        loss=F.cross_entropy,
+        stages=4,
+        micro_batches=4,
+        balance="layers",
+        schedule="Interleaved1F1B",
+        device="cpu",
+        window=1,
+    )
+    engine = engine_of(stages)
+    if not foreseen:
+        engine.window.follow([])
+    optimizer = stronghold.AdamW(stages.parameters())
+    for _ in range(3):
+        stages.forward_backward(torch.randn(8, 3, 4), torch.randint(5, (8,)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return stronghold.report(stages).step.fetches
+
+
+def without_shared_parameters(folder: str) -> dict[str, Any]:
+    return {
+        "unequal": bits(folder),
+        "foreseen": fetches(foreseen=True),
+        "by itself": fetches(foreseen=False),
+        "let go": is_let_go(),
+        "kept": keeps_names(folder),
+    }
+
+
+def keeps_names(folder: str) -> bool:
+    """Whether a stage has its values out of a whole model's files, and its state by the names there."""
+    whole = residual().state_dict()
+    files = Path(folder) / f"files-{dist.get_rank()}"
+    files.mkdir()
+    save_file(whole, files / "model.safetensors")
+    with torch.device("meta"):
+        model = residual()
+    stages = stronghold.pipeline(
+        model, loss=F.cross_entropy, stages=2, micro_batches=2, balance="layers", device="cpu", weights=str(files)
+    )
+    state = stages.state_dict()
+    same = 0 < len(state) < len(whole) and all(torch.equal(value, whole[name]) for name, value in state.items())
+    stages.load_state_dict({name: value + 1 for name, value in state.items()})
+    return same and all(torch.equal(p, whole[name] + 1) for name, p in stages.named_parameters())
+
+
+def is_let_go() -> bool:
+    """Whether a model that was cut is gone once nobody else has it."""
+    model = residual()
+    gone = weakref.ref(model)
+    stages = stronghold.pipeline(model, loss=F.cross_entropy, stages=2, micro_batches=2, balance="layers", device="cpu")
+    stages.forward_backward(torch.randn(4, 3, 4), torch.randint(5, (4,)))
+    del model
+    gc.collect()
+    return gone() is None

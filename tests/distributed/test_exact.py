@@ -1,0 +1,106 @@
+"""Stages train as one process does: every gradient, loss and parameter, for each schedule, window and store."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stronghold.planner.link_bytes import boundary_bytes
+from tests.distributed import cases
+from tests.distributed.launched import launch
+
+pytestmark = pytest.mark.long
+
+CASES = [(processes, number) for processes, some in cases.CASES.items() for number in range(len(some))]
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    """Returns what each process made of each case; all cases of as many processes are run in one launch."""
+    runs = {}
+
+    def run(processes: int, device: str = "cpu"):
+        if (processes, device) not in runs:
+            runs[processes, device] = []  # one that fails is not begun again by each test
+            folder = tmp_path_factory.mktemp("stages")
+            arguments = [str(processes), device]
+            runs[processes, device] = launch("tests.distributed.cases", "all_cases", processes, folder, *arguments)
+        return runs[processes, device]
+
+    return run
+
+
+@pytest.mark.parametrize(("processes", "number"), CASES)
+def test_stages_train_as_one_process_does(staged, processes, number):
+    compare(processes, number, staged(processes), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("processes", "number"), CASES)
+def test_stages_on_gpus_train_as_one_process_on_a_gpu_does(staged, processes, number):
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} CUDA devices")
+    compare(processes, number, staged(processes, "cuda"), "cuda")
+
+
+def compare(processes: int, number: int, ranks: list[list[cases.Trained]], device: str) -> None:
+    case = cases.CASES[processes][number]
+    expected = cases.alone(case, device)
+    everyone = [one[number] for one in ranks]
+    seen = {name for trained in everyone for name in trained.parameters}
+    assert seen == expected.parameters.keys()
+    for trained in everyone:
+        assert trained.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert trained.evaluated == pytest.approx(expected.evaluated, rel=1e-5)
+        for step, gradients in enumerate(trained.gradients):
+            held = expected.gradients[step].keys() & trained.parameters.keys()
+            assert gradients.keys() == held
+            for name, gradient in gradients.items():
+                reference = expected.gradients[step][name]
+                tolerance = 1e-6 if step == 0 else 1e-4  # later ones are of parameters that AdamW has moved
+                assert (gradient - reference).norm() <= tolerance * reference.norm(), (name, step)
+        for name, parameter in trained.parameters.items():
+            torch.testing.assert_close(parameter, expected.parameters[name], rtol=1e-4, atol=2e-5, msg=name)
+    each = processes // case.replicas
+    for first in range(0, processes, each):
+        assert set().union(*(trained.again for trained in everyone[first : first + each])) == case.again
+    order = case.order(processes)
+    for step, batch in enumerate(cases.batches(case.steps)):
+        a_micro_batch = len(batch) // case.replicas // case.micro_batches * batch.shape[1] * cases.CONFIG.hidden * 4
+        sent = {(rank, to): count for rank, one in enumerate(everyone) for to, count in one.sent[step].items()}
+        assert sent == {
+            (first + begin, first + end): count
+            for first in range(0, processes, each)
+            for (begin, end), count in boundary_bytes(order, a_micro_batch).items()
+        }
+    copies = [
+        trained.parameters["embedding.weight"] for trained in everyone if "embedding.weight" in trained.parameters
+    ]
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+@pytest.fixture(scope="module")
+def without_shared_parameters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bits")
+    (folder / "store").mkdir()
+    return launch("tests.distributed.cases", "without_shared_parameters", 2, folder, str(folder / "store"))
+
+
+def test_stages_without_shared_parameters_train_to_the_bit_as_micro_batches_do_in_one_process(
+    without_shared_parameters,
+):
+    assert [found["unequal"] for found in without_shared_parameters] == [[], []]
+
+
+def test_the_window_foresees_the_order_of_the_pipeline(without_shared_parameters):
+    for found in without_shared_parameters:
+        assert found["foreseen"] < 0.9 * found["by itself"]
+
+
+def test_what_other_processes_have_of_a_model_is_let_go(without_shared_parameters):
+    assert all(found["let go"] for found in without_shared_parameters)
+
+
+def test_a_stage_has_its_state_by_the_names_of_the_whole_model(without_shared_parameters):
+    assert all(found["kept"] for found in without_shared_parameters)

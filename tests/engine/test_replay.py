@@ -1,0 +1,303 @@
+"""The second run of a layer finds what the first one found."""
+
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stronghold.engine.forward_hooks import ForwardHooks
+from stronghold.engine.replay import State, structural_copy
+from stronghold.errors import OffloadedModelError
+from tests.small import Cache, assert_close
+
+Pair = namedtuple("Pair", ["one", "other"])
+
+
+@dataclass
+class Data:
+    tensor: Tensor
+    items: list = field(default_factory=list)
+
+
+def test_containers_are_copied_and_tensors_shared():
+    tensor, module = torch.randn(3), nn.Linear(2, 2)
+    value = {
+        "list": [tensor, (tensor, 1)],
+        "pair": Pair(tensor, {"deep": [tensor]}),
+        "ordered": OrderedDict(a=tensor),
+        "default": defaultdict(list, b=[tensor]),
+        "set": {1, 2},
+        "module": module,
+        "data": Data(tensor, [1]),
+    }
+    copied = structural_copy(value)
+    assert copied["list"][0] is copied["list"][1][0] is copied["pair"].one is tensor
+    assert copied["module"] is module
+    assert type(copied["ordered"]) is OrderedDict
+    assert type(copied["default"]) is defaultdict
+    assert copied["default"].default_factory is list
+    copied["list"].append(1)
+    copied["pair"].other["deep"].clear()
+    copied["default"]["b"].clear()
+    copied["set"].add(3)
+    copied["data"].items.append(2)
+    assert len(value["list"]) == 2
+    assert value["pair"].other["deep"] == [tensor]
+    assert value["default"]["b"] == [tensor]
+    assert value["set"] == {1, 2}
+    assert value["data"].items == [1]
+
+
+def test_a_cache_that_is_filled_leaves_its_copy_as_it_was():
+    cache = Cache()
+    cache.update(0, torch.zeros(1, 1))
+    copied = structural_copy(cache)
+    cache.update(0, torch.ones(1, 1))
+    assert (copied.calls, len(copied.keys[0])) == (1, 1)
+
+
+def test_what_refers_to_itself_is_copied_once():
+    value = [1]
+    value.append(value)
+    copied = structural_copy(value)
+    assert copied[1] is copied is not value
+    data = Data(torch.zeros(1))
+    data.items = [data]
+    copied = structural_copy(data)
+    assert copied.items[0] is copied is not data
+
+
+def test_tensors_are_mapped_where_asked():
+    copied = structural_copy([torch.ones(2), {"x": torch.ones(3)}], lambda t: t * 2)
+    assert_close([copied[0], copied[1]["x"]], [torch.full((2,), 2.0), torch.full((3,), 2.0)])
+
+
+def test_what_cannot_be_copied_is_shared():
+    class Strict:
+        __slots__ = ("value",)
+
+    class Demanding:
+        def __new__(cls, needed):
+            return super().__new__(cls)
+
+    generator, strict, demanding = (i for i in range(3)), Strict(), Demanding(1)
+    function = lambda: None  # noqa: E731
+    values = [generator, strict, demanding, function, torch.float32, torch.Generator(), len]
+    assert all(a is b for a, b in zip(structural_copy(values), values, strict=True))
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.BatchNorm1d(2)
+        self.register_buffer("grown", torch.zeros(2, 2))
+        self.register_buffer("replaced", torch.zeros(2, 2))
+        self.register_buffer("quiet", torch.zeros(2, 2))
+        self.count, self.seen, self.names, self.kept = 0, [], {"a": 1}, {1}
+        self.plain, self.loss, self.graphs = torch.zeros(2, 2), None, []
+
+    def forward(self, x):
+        """Returns what it found; changes all of it."""
+        found = (
+            *(b.clone() for b in self.buffers()),
+            self.plain.clone(),
+            self.count,
+            list(self.seen),
+            dict(self.names),
+            set(self.kept),
+            hasattr(self, "late"),
+        )
+        self.inner(x)
+        self.grown += 1
+        self.replaced = self.replaced + 1
+        self.plain.add_(1)
+        self.count += 1
+        self.seen.append(self.count)
+        self.names["b"] = self.count
+        self.kept.add(self.count + 1)
+        self.loss = x.sum()
+        self.graphs.append(x.mean())
+        self.late = True
+        return found
+
+
+def everything(module):
+    buffers = [b.clone() for b in module.buffers()]
+    attributes = [list(module.seen), dict(module.names), set(module.kept), module.late]
+    return [*buffers, module.plain.clone(), module.count, *attributes]
+
+
+def test_the_second_run_finds_the_state_of_the_first_and_leaves_no_trace():
+    torch.manual_seed(0)
+    module, x = Stateful(), torch.randn(4, 2, requires_grad=True)
+    state = State(module)
+    first = module(x)
+    state.ran()
+    module(x * 2)  # another run in between
+    after, seen, loss, graphs = everything(module), module.seen, module.loss, list(module.graphs)
+    quiet = module.quiet
+    for _ in range(2):
+        with state.again():
+            assert_close(module(x), first)
+    assert_close(everything(module), after)
+    assert module.seen is seen
+    assert module.loss is loss
+    assert [a is b for a, b in zip(module.graphs, graphs, strict=False)] == [True, True]
+    assert module.quiet is quiet
+
+
+def test_an_attribute_that_the_first_run_made_is_absent_again():
+    class Late(nn.Module):
+        def forward(self):
+            if hasattr(self, "made"):
+                return "found"
+            self.made = 3
+            return "made"
+
+    module = Late()
+    state = State(module)
+    assert module() == "made"
+    state.ran()
+    with state.again():
+        assert module() == "made"
+    assert module.made == 3
+
+
+def test_a_run_that_fails_restores_the_state_all_the_same():
+    module = Stateful()
+    state = State(module)
+    module(torch.randn(4, 2))
+    state.ran()
+    after = everything(module)
+    try:
+        with state.again():
+            module(torch.randn(4, 2))
+            raise KeyError
+    except KeyError:
+        pass
+    assert_close(everything(module), after)
+
+
+def _doubled(output):
+    output.mul_(2)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.other(self.one(x))
+
+
+def test_hooks_that_look_run_once_and_hooks_that_change_run_twice():
+    module, calls = Two(), []
+
+    def note(name, result=lambda *rest: None):
+        def hook(module, *rest):
+            calls.append(name)
+            return result(*rest)
+
+        return hook
+
+    def set_attribute(owner, *rest):
+        calls.append("sets an attribute")
+        owner.extra = torch.ones(())
+
+    module.register_forward_hook(note("the layer's own"))
+    module.one.register_forward_pre_hook(note("looks before"))
+    module.one.register_forward_pre_hook(note("changes the input", lambda args: (args[0] + 1,)))
+    module.one.register_forward_pre_hook(set_attribute)
+    module.one.register_forward_hook(note("looks"))
+    module.one.register_forward_hook(note("changes the output", lambda args, output: output + 1))
+    module.other.register_forward_hook(note("changes in place", lambda args, output: _doubled(output)))
+    module.other.register_forward_hook(note("with keywords", lambda args, kwargs, output: None), with_kwargs=True)
+    module.other.register_forward_hook(note("looks always"), always_call=True)
+    x, hooks = torch.ones(1, 2), ForwardHooks(module)
+    kept = [dict(m._forward_hooks) for m in (module.one, module.other)]
+    with hooks.first():
+        first = module.forward(x)
+    assert len(calls) == 8
+    calls.clear()
+    with hooks.again():
+        again = module.forward(x)
+    assert_close(again, first)
+    assert calls == ["changes the input", "sets an attribute", "changes the output", "changes in place"]
+    assert [dict(m._forward_hooks) for m in (module.one, module.other)] == kept
+
+
+class Plain(nn.Module):
+    """What a layer may be made of that a user changes between two passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.kinds, self.inner = 2.0, ["a"], nn.Dropout(0.0)
+        self.register_buffer("mask", torch.ones(2, 2))
+        self.register_buffer("row", torch.ones(2))
+        self.plan = nn.Identity  # of a kind that can be referred to weakly
+        self.tables = list(range(20))  # more than is kept
+
+
+def ran(module):
+    state = State(module)
+    state.ran()
+    return state
+
+
+def test_what_the_user_changes_after_the_first_run_is_put_back_for_the_second():
+    module = Plain()
+    state, mask, kinds = ran(module), module.mask, module.kinds
+    module.eval()
+    module.factor, module.kinds, module.plan = 3.0, ["b"], nn.Linear
+    module.mask = torch.zeros(2, 2)
+    module.row.zero_()
+    now = module.mask
+    with state.again():
+        assert_close(module.row, torch.ones(2))
+        assert module.training
+        assert module.inner.training
+        assert (module.factor, module.plan) == (2.0, nn.Identity)
+        assert_close([module.mask, module.kinds], [mask, kinds])
+    assert not module.training
+    assert not module.inner.training
+    assert (module.factor, module.kinds, module.plan) == (3.0, ["b"], nn.Linear)
+    assert module.mask is now
+    assert_close(module.row, torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda module: module.mask.zero_(), r"buffer mask of a Plain has been written"),
+        (lambda module: setattr(module, "tables", {}), r"attribute tables of a Plain has been replaced"),
+        (lambda module: delattr(module, "tables"), r"attribute tables of a Plain has been replaced"),
+    ],
+    ids=["written", "replaced", "deleted"],
+)
+def test_what_cannot_be_put_back_is_refused(change, what):
+    module = Plain()
+    state = ran(module)
+    change(module)
+    with pytest.raises(OffloadedModelError, match=what), state.again():
+        pass
+
+
+def test_hooks_that_come_or_go_after_the_first_run():
+    module, x = Two(), torch.ones(1, 2)
+    module.one.register_forward_hook(lambda m, a, output: output + 1)
+    looks = module.one.register_forward_hook(lambda m, a, output: None)
+    changes = module.other.register_forward_pre_hook(lambda m, a: (a[0] * 2,))
+    hooks = ForwardHooks(module)
+    with hooks.first():
+        first = module.forward(x)
+    late = module.other.register_forward_hook(lambda m, a, output: output * 100)
+    looks.remove()
+    with hooks.again():
+        assert_close(module.forward(x), first)
+    assert late.id in module.other._forward_hooks
+    changes.remove()
+    with pytest.raises(OffloadedModelError, match=r"one of a Linear has been removed in between"), hooks.again():
+        pass
