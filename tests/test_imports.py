@@ -46,7 +46,6 @@ LAB = {
     "page": 3,
     "methods": 2,
     "run_checkpoints": 2,
-    "stages": 2,
     "training": 3,
     "comparison": 4,
     "cli": 5,

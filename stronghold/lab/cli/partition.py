@@ -117,7 +117,7 @@ def _run(options: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from stronghold.lab.stages import PartitionSettings, partition_model
+    from stronghold.lab.cli.stages import PartitionSettings, partition_model
 
     shape = given_shape(options)
     if options.model != GPT and shape:

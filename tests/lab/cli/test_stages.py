@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from stronghold.lab import cli, stages
+from stronghold.lab import cli
+from stronghold.lab.cli import stages
 from stronghold.planner.partition_file import read_partition
 from stronghold.planner.stage_costs import LayerCost
 
