@@ -153,6 +153,7 @@ def _run(twin: Twin, program: Program, skipped: Sequence[Outcome]) -> Iterator[O
         if refused not in ("", "begin") or (outcome.error and outcome.stage != "begin"):
             twin.losses.clear()
             twin.zero_grad()
+            twin.model.zero_grad()  # and of what is in no group what a pass that was refused has left
         twin.take_writes()
         yield outcome
         if twin.plain and refused in ("backward", "step") and "in_backward" in updates:
