@@ -336,13 +336,15 @@ class Engine:
         if layer is None:
             return
         self.window.computed(layer, backward=True)
-        done, ready = None, self.gradients.close()
-        if ready is not None:
-            optimizer = self.optimizer() if self.optimizer is not None else None
-            assert optimizer is not None  # it has asked for them
-            done = update_now(self, optimizer, ready.unit, ready.gradients, ready.after)
-            ready.updated(done)
-        self.window.end_backward(layer)
+        done = None
+        try:
+            if (ready := self.gradients.close()) is not None:
+                optimizer = self.optimizer() if self.optimizer is not None else None
+                assert optimizer is not None  # it has asked for them
+                done = update_now(self, optimizer, ready.unit, ready.gradients, ready.after)
+                ready.updated(done)
+        finally:  # an update may be refused
+            self.window.end_backward(layer)
         if done is not None:
             self.window.changed([layer])
 

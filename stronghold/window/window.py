@@ -75,11 +75,13 @@ class Window:
 
     def end_forward(self, layer: int, *, returning: bool) -> None:
         """Points the parameters back to the host and lets the schedule use the slot."""
-        self._unbind(layer)
-        self.computed(layer, backward=False)
-        if (schedule := self._scheduled(layer)) is not None:
-            self._where[layer].read = self.device.record_event()
-            self._carry_out(schedule.end_forward(returning=returning))
+        try:
+            self._unbind(layer)
+        finally:
+            self.computed(layer, backward=False)
+            if (schedule := self._scheduled(layer)) is not None:
+                self._where[layer].read = self.device.record_event()
+                self._carry_out(schedule.end_forward(returning=returning))
 
     def begin_backward(self, layer: int, remaining: Sequence[int]) -> None:
         if (schedule := self._scheduled(layer)) is not None:
@@ -87,10 +89,12 @@ class Window:
         self._bind(layer)
 
     def end_backward(self, layer: int) -> None:
-        self._unbind(layer)
-        if (schedule := self._scheduled(layer)) is not None:
-            self._where[layer].read = self.device.record_event()
-            self._carry_out(schedule.end_backward())
+        try:
+            self._unbind(layer)
+        finally:
+            if (schedule := self._scheduled(layer)) is not None:
+                self._where[layer].read = self.device.record_event()
+                self._carry_out(schedule.end_backward())
 
     def changed(self, layers: Iterable[int]) -> None:
         """Drops layers whose update is under way and begins to fetch what comes next."""

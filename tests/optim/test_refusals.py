@@ -701,3 +701,25 @@ def test_torchs_arguments_are_taken_where_they_ask_for_nothing():
     for name in ("momentum", "decoupled_weight_decay"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             stronghold.AdamW(model.parameters(), **{name: True})
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_training_goes_on_behind_a_backward_pass_whose_update_was_refused(window, activations):
+    """The layer that was open is over by that: it is in no slot any more when its parameters are looked for there."""
+    models = [pair(lambda: Residual(5), window=window, activations=activations)[1] for _ in range(2)]
+    ours = [stronghold.AdamW(model.parameters(), update="in_backward", **ADAMW) for model in models]
+    for model, optimizer in zip(models, ours, strict=True):
+        torch.manual_seed(2)
+        ordinary_loop(model, optimizer, numbers(1))
+    loss = models[0](numbers(1)[0])
+    ours[0].param_groups[0]["maximize"] = True
+    with pytest.raises(ValueError, match="maximize"):
+        loss.backward()
+    ours[0].param_groups[0]["maximize"] = False
+    ours[0].zero_grad()
+    for model, optimizer in zip(models, ours, strict=True):
+        torch.manual_seed(3)
+        ordinary_loop(model, optimizer, numbers(2))
+    assert_same_models(*models)
+    assert_same_states(*ours)
