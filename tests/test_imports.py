@@ -175,6 +175,33 @@ def test_no_file_and_no_class_of_the_library_has_the_name_of_another():
     assert {name: places for name, places in names.items() if len(places) > 1} == {}
 
 
+LONGER = {
+    "checkpoint/loading.py",
+    "checkpoint/pretrained.py",
+    "distributed/watch.py",
+    "engine/block.py",
+    "engine/engine.py",
+    "formats/content.py",
+    "formats/dcp.py",
+    "native/disk_io.py",
+    "schedule.py",
+    "store/disk.py",
+    "store/unit_file.py",
+    "unit/unit.py",
+    "weights.py",
+    "window/gradients.py",
+}
+"""Files that are one thing and take more room: none is added without a reason, and none grows beyond 480 lines."""
+
+
+def test_files_of_the_library_are_short():
+    root = Path(stronghold.__file__).parent
+    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py") if "lab" not in path.parts}
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()}
+    assert {name for name, count in lines.items() if count > 300} == LONGER
+    assert max(lines.values()) <= 480
+
+
 OTHERS = ["accelerate", "datasets", "matplotlib", "peft", "rich", "tensorboard", "tokenizers", "transformers", "trl"]
 
 

@@ -1,6 +1,6 @@
 """Reads what ``torch.distributed.checkpoint`` wrote, tensor by tensor.
 
-Nothing in it has a checksum, and its ``.metadata`` is a pickle: read one only from somebody you trust.
+Nothing in it has a checksum, and its ``.metadata`` is a pickle: read one only from a source that you trust.
 """
 
 from __future__ import annotations
