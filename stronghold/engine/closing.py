@@ -13,7 +13,6 @@ import torch
 from stronghold.device import Stream
 from stronghold.errors import OffloadedModelError
 from stronghold.store import Store
-from stronghold.unit import close_parameter
 
 if TYPE_CHECKING:
     from stronghold.engine.engine import Engine
@@ -56,10 +55,4 @@ def close_engine(engine: Engine) -> None:
         for unit in engine.units:
             unit.wait_on_host()
     finally:
-        if (optimizer := engine.optimizer() if engine.optimizer is not None else None) is not None:
-            optimizer.forget()
-        for unit in engine.units:
-            for parameter in unit.parameters:
-                close_parameter(parameter)
-            unit.close()
         engine.release()

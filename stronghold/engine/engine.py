@@ -42,6 +42,7 @@ from stronghold.unit import (
     ProcessGroup,
     Replicas,
     Unit,
+    close_parameter,
     closed_error,
     opaque,
 )
@@ -184,6 +185,12 @@ class Engine:
     def release(self) -> None:
         """Ends the threads and gives back memory, locks and files; nothing of the engine can be used after it."""
         self.closed = True
+        if (optimizer := self.optimizer() if self.optimizer is not None else None) is not None:
+            optimizer.forget()
+        for unit in self.units:
+            for parameter in unit.parameters:
+                close_parameter(parameter)
+            unit.close()
         self._end()
         self.units = self.layers = []
         self.activations = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stronghold.device import Common
 from stronghold.errors import ParallelError
-from stronghold.unit.process_group import ONE_PROCESS, ProcessGroup, from_rank0
+from stronghold.unit.process_group import ONE_PROCESS, ProcessGroup
 
 
 class Lane:
@@ -90,7 +90,7 @@ class Replicas:
 
     def from_rank0(self, action: Callable[[], None]) -> None:
         """Runs ``action`` in the machine's first replica while its others wait; where it raises, they raise too."""
-        from_rank0(self._local, action)
+        self._local.run_on_all(action if self.local_rank == 0 else lambda: None)
 
     def take_first(self, values: Tensor, *, common: bool) -> None:
         """Makes ``values`` those of the first of all replicas (in place).

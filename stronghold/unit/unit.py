@@ -296,11 +296,14 @@ class Unit:
 
     @contextmanager
     def _waited(self) -> Iterator[Event | None]:
-        """Counts the time of the block, which waits for the update under way."""
-        waits = self.waits
+        """Counts the time of the block, which waits for the update; of one that is complete there is none to count."""
+        waits, event = self.waits, self.updated
         assert waits is not None
+        if event is None or event.done:
+            yield event
+            return
         begin = waits.device.stamp()
-        yield self.updated
+        yield event
         waits.for_updates.append((begin, waits.device.stamp()))
 
     @property
