@@ -58,7 +58,15 @@ class ThreadGroup:
         return self.exchange.all_gather_object(self.rank, value)
 
     def run_on_all(self, action: Callable[[], Any]) -> Any:
-        return action()
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as raised:  # told to the others first, then raised
+            error = raised
+        failed = [told for told in self.all_gather_object(error) if told is not None]
+        if failed:
+            raise failed[0]
+        return result
 
 
 def replicas_of(rank: int, exchanges: dict[str, Exchange], memories: list[mmap.mmap]) -> Replicas:

@@ -39,7 +39,10 @@ class ProcessGroup(Protocol):
         """Returns the ``value`` of every process, in the order of their ranks."""
 
     def run_on_all(self, action: Callable[[], T]) -> T:
-        """Runs ``action`` in every process; where it raises in one, all raise, and the first of those has it to say."""
+        """Runs ``action`` in every process, and waits for all.
+
+        Where it raises in one, all raise, and the first of those has it to say.
+        """
 
 
 class OneProcess:
