@@ -19,6 +19,8 @@ import pytest
 import torch
 
 import stronghold
+from stronghold.device import AcceleratorDevice
+from stronghold.device import accelerator as accelerator_module
 from stronghold.device import cuda as cuda_module
 from stronghold.device.memory import HostBuffer
 from tests.test_ordering import Model, train
@@ -176,12 +178,12 @@ class FakeDriver:
         return self.unregistering
 
 
-class CudaOnCpu(cuda_module.CudaDevice):
+class CudaOnCpu(AcceleratorDevice):
     """The CUDA device with its buffers in ordinary memory."""
 
     def __init__(self) -> None:
         self.recorded: list[tuple[int, list[FakeStream]]] = []
-        super().__init__(torch.device("cuda", 0))
+        super().__init__(cuda_module.Cuda(torch.device("cuda", 0)))
         self.torch_device = torch.device("cpu")
 
     def copied(self, tensor: torch.Tensor) -> None:
@@ -205,7 +207,7 @@ def driver(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(cuda_module, "torch", SimpleNamespace(**{**vars(torch), "cuda": fake}))
     monkeypatch.setattr(cuda_module.ctypes, "CDLL", lambda name: driver)
-    monkeypatch.setattr(cuda_module, "_warned", set())
+    monkeypatch.setattr(accelerator_module, "_warned", set())
     monkeypatch.setattr(cuda_module, "_kept", [])
     driver.cuda = fake
     yield driver
@@ -220,11 +222,11 @@ def test_it_trains_as_the_cpu_does(driver, settings):
     device = CudaOnCpu()
     assert train(device, **settings) == train("cpu", **settings)
     # Copies went to the copy streams, each of which waited for the computation.
-    assert device.fetches.cuda in driver.cuda.streams_used
-    assert device.gradients.cuda in driver.cuda.streams_used
-    assert any(event.recorded_on is driver.cuda.compute for event in device.fetches.cuda.waited)
-    assert any(event.recorded_on is driver.cuda.compute for event in device.gradients.cuda.waited)
-    assert any(event.recorded_on is device.fetches.cuda for event in driver.cuda.compute.waited)
+    assert device.fetches.of_torch in driver.cuda.streams_used
+    assert device.gradients.of_torch in driver.cuda.streams_used
+    assert any(event.recorded_on is driver.cuda.compute for event in device.fetches.of_torch.waited)
+    assert any(event.recorded_on is driver.cuda.compute for event in device.gradients.of_torch.waited)
+    assert any(event.recorded_on is device.fetches.of_torch for event in driver.cuda.compute.waited)
 
 
 def test_pinned_memory_is_registered_to_the_byte(driver):
@@ -335,7 +337,7 @@ def test_a_model_that_goes_amid_a_prefetch_leaves_nothing_to_a_copy(driver, acti
 def test_memory_of_the_device_is_known_to_the_copy_streams_when_it_is_allocated(driver):
     device = CudaOnCpu()
     model = stronghold.offload(Model(), window=2, device=device)
-    copies = [device.fetches.cuda, device.root.cuda, device.gradients.cuda]
+    copies = [device.fetches.of_torch, device.root.of_torch, device.gradients.of_torch]
     recorded = dict(device.recorded)
     engine = model._stronghold
     used = [slot.flat for slot in (*engine.window.slots, *engine.gradients.grad_offload.slots)]
@@ -387,7 +389,7 @@ def test_an_event_waits_until_it_has_been_recorded(driver):
     gate.happen()
     event.wait()
     assert event.done
-    assert event.cuda.recorded_on is device.fetches.cuda
+    assert event.of_torch.recorded_on is device.fetches.of_torch
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])

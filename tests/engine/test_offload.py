@@ -129,8 +129,8 @@ def test_containers_within_one_another():
         ({"host_memory": 1.5}, "a size must be"),
         ({"dtype": torch.float16}, r"dtype must be torch.float32 or torch.bfloat16 \(got torch.float16\)"),
         ({"dtype": torch.float64}, "got torch.float64"),
-        ({"device": "mps"}, "device must be 'cpu' or 'cuda"),
-        ({"device": "meta"}, "device must be 'cpu' or 'cuda"),
+        ({"device": "mps"}, "device must be 'cpu', 'cuda"),
+        ({"device": "meta"}, "device must be 'cpu', 'cuda"),
     ],
 )
 def test_settings_out_of_range(settings, message):
