@@ -66,13 +66,14 @@ def threads() -> list[str]:
 
 
 def descriptors() -> dict[str, str]:
+    """Returns the files that are open, but for what other threads look at of the system."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
         try:
             found[number] = os.readlink(f"/proc/self/fd/{number}")
         except FileNotFoundError:
             continue  # the one that listed the folder
-    return found
+    return {number: name for number, name in found.items() if not name.startswith("/proc/")}
 
 
 def native_threads() -> int:
@@ -210,6 +211,25 @@ def test_a_closed_model_gives_all_back_at_once(setting, uncollected, tmp_path):
     stronghold.close(model)
     another, _ = build(KINDS["residual"], SETTINGS[setting], store)  # the directory is free
     stronghold.close(another)
+
+
+@pytest.mark.parametrize("setting", ["window", "disk", "all"])
+def test_a_model_is_closed_behind_the_fetches_that_are_under_way(setting, uncollected, tmp_path):
+    """A late one found no memory any more; its error's traceback then kept the store."""
+    held, late = descriptors(), stronghold.device.Event()
+    model, optimizer = build(KINDS["residual"], SETTINGS[setting], tmp_path / "store")
+    ordinary_loop(model, optimizer, numbers(1))
+    model(numbers(1)[0]).backward()
+    device, left = engine_of(model).device, referred(model, optimizer)
+    for stream in (device.reads, device.fetches):
+        stream.wait(late)
+    optimizer.step()  # the next pass's first layers are fetched from here on
+    timer = threading.Timer(0.2, late.happen)
+    timer.start()
+    stronghold.close(model)
+    timer.join()
+    assert left["store"]() is None
+    assert descriptors() == held
 
 
 @pytest.mark.parametrize("setting", ["window", "keep", "resident", "disk"])

@@ -185,13 +185,13 @@ class Engine:
     def release(self) -> None:
         """Ends the threads and gives back memory, locks and files; nothing of the engine can be used after it."""
         self.closed = True
+        self._end()  # a layer may still be on its way, from memory or disk
         if (optimizer := self.optimizer() if self.optimizer is not None else None) is not None:
             optimizer.forget()
         for unit in self.units:
             for parameter in unit.parameters:
                 close_parameter(parameter)
             unit.close()
-        self._end()
         self.units = self.layers = []
         self.activations = None
         del self.window, self.gradients, self.device_gradients, self._hooks, self.updates, self.stopwatch, self.store
