@@ -189,7 +189,10 @@ class AcceleratorDevice(Device):
         return event
 
     def compute_copy(self, target: Tensor, source: Tensor, *, add: bool = False) -> None:
-        (target.add_ if add else target.copy_)(source.detach())
+        if add:
+            target.add_(source.detach())
+        else:  # to the host, too, behind which the engine waits once for all
+            target.copy_(source.detach(), non_blocking=True)
 
     def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
         pass
