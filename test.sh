@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what the tests need and runs them in three processes: all but the long ones, or with --all, alone, these too.
+# Sets up what the tests need and runs them in three processes: all but the long ones, or with --all, alone, these too;
+# then those of a GPU, on an accelerator in software where there is none.
 # Other arguments go to pytest instead, in one process (./test.sh -k native, ./test.sh -m gpu).
 # With --baselines it runs those that need DeepSpeed instead, which it installs if need be.
 set -euo pipefail
@@ -15,9 +16,13 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" # no test may need the network
 cd "$root"
-several=(-n 3 --dist loadfile --no-loadscope-reorder) # many wait for a disk, a process or a delay: others run meanwhile
+several=(-n 3 --no-loadscope-reorder) # many wait for a disk, a process or a delay: others run meanwhile
 case "$*" in
-  "") set -- "${several[@]}" -m "not long" ;;
-  --all) set -- "${several[@]}" ;;
+  "") chosen="not gpu and not long" ;;
+  --all) chosen="not gpu" ;;
+  *) exec "$PYTHON" -m pytest "$@" </dev/null ;;
 esac
-exec "$PYTHON" -m pytest "$@" </dev/null
+failed=0
+"$PYTHON" -m pytest "${several[@]}" --dist loadfile -m "$chosen" </dev/null || failed=1
+"$PYTHON" -m pytest "${several[@]}" -m gpu </dev/null || failed=1 # in processes of their own, without a GPU on software
+exit "$failed"

@@ -1,11 +1,15 @@
 """Which tests run: those of DeepSpeed by ``--baselines`` alone, and then no others. None fails for being slow.
 
+Those marked ``gpu`` run on a GPU where there is one. Where there is none they run on the accelerator in software, in a
+process of their own: with ``--accelerator``, or asked for by ``-m gpu``.
+
 The files that take minutes begin first, so that at the end no process of pytest-xdist waits for another's.
 """
 
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # An example takes what other processes leave it of a core: its time says nothing of the code.
@@ -31,6 +35,13 @@ LONG = (
 
 def pytest_addoption(parser):
     parser.addoption("--baselines", action="store_true", help="run the tests that need DeepSpeed, and only those")
+    parser.addoption("--accelerator", action="store_true", help="run those of a GPU on one in software, and only those")
+
+
+def pytest_configure(config):
+    config.option.accelerator |= config.option.markexpr == "gpu" and not torch.cuda.is_available()
+    if config.option.accelerator:
+        import tests.accelerator.host  # noqa: F401  (the device is known from here on)
 
 
 def place(item):
@@ -41,6 +52,10 @@ def place(item):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=place)
+    if config.option.accelerator:
+        on_device = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in on_device])
+        items[:] = on_device
     baselines = [item for item in items if item.get_closest_marker("baselines")]
     if config.getoption("--baselines"):
         config.hook.pytest_deselected(items=[item for item in items if item not in baselines])

@@ -81,6 +81,10 @@ def _numbers_at(parameter: nn.Parameter) -> ctypes.Array:
         return (ctypes.c_float * parameter.numel()).from_address(parameter.data_ptr())
 
 
+def sum_of(values: ctypes.Array) -> float:
+    return sum(values)
+
+
 def _train_replica(device: DelayedDevice | str, one: Replicas, settings):
     """Trains with a device of its own: the first replica's is as late as ``device``, the others are not."""
     _own.device = device if one.rank == 0 or isinstance(device, str) else DelayedDevice(one.rank, gradients=1e-3)
@@ -121,7 +125,7 @@ def _train(
     raw = [_numbers_at(model.layers[i].up.weight) for i in range(LAYERS) if wait]
     for number in range(4):
         for _ in range(accumulate):
-            x = torch.randn(6, 8, generator=generator).to(kwargs.get("dtype"))
+            x = torch.randn(6, 8, generator=generator).to(engine_of(model).device.torch_device, kwargs.get("dtype"))
             if replicas is not None:
                 x = x.chunk(replicas.local_world_size)[replicas.local_rank]
             loss = (model(x) ** 2).mean() + model(-x).abs().mean() * 0.1
@@ -140,7 +144,7 @@ def _train(
                 model.layers[3].up.weight.mul_(0.5)
         if wait:
             optimizer.wait()
-            seen += [sum(values) for values in raw]
+            seen += [sum_of(values) for values in raw]
         if load:
             if number == 0:
                 stronghold.checkpoint.save(f"{load}/saved", model, optimizer)

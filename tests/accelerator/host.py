@@ -1,0 +1,199 @@
+"""What the race check sees of the engine's host: its buffers, its threads, and what its kernels and disks touch.
+
+A stream's thread is a line of its own. It hears of the thread that gave it a task with the task, and whoever waits for
+an event hears of the thread in which it happened; nothing else orders them. All other threads are one line: autograd's
+thread and the one that has called it take turns.
+
+Importing this module has the engine take the device ``"soft"``, and notes for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stronghold import native
+from stronghold.device import ACCELERATORS, Accelerator, Event, HostBuffer, Stream, streams
+from stronghold.native import Blocks, Segment, Transfer
+from tests.accelerator import soft
+
+
+class Soft(Accelerator):
+    """The accelerator in software, which pins memory where it lies, as CUDA's driver does."""
+
+    def pin(self, buffer: HostBuffer, copies: Sequence[torch.Stream]) -> bool:
+        address = buffer.flat.data_ptr()
+        soft.watch(address, buffer.length_bytes, pinned=True)
+        weakref.finalize(buffer.memory, _unpin, address, list(copies)).atexit = False
+        return True
+
+
+def _unpin(address: int, copies: list[torch.Stream]) -> None:
+    for stream in copies:
+        stream.synchronize()
+    soft.unwatch(address, pinned=True)
+
+
+def _watch_buffers() -> None:
+    begin = HostBuffer.__init__
+
+    @functools.wraps(begin)
+    def watched(self: HostBuffer, *args: object, **kwargs: object) -> None:
+        begin(self, *args, **kwargs)  # type: ignore[arg-type]
+        if self.length_bytes:
+            address = self.flat.data_ptr()
+            soft.watch(address, self.length_bytes, pinned=False)
+            finalizer = weakref.finalize(self.memory, soft.unwatch, address, pinned=False)
+            finalizer.atexit = False
+
+    HostBuffer.__init__ = watched  # type: ignore[method-assign]
+
+
+def _order_threads() -> None:
+    """Has a task hear of what its giver had done, and whoever finds an event done of what was done before it."""
+    line, own = streams._Line, threading.local()
+    add, give = line.add, line.give
+    happen, wait, done = Event.happen, Event.wait, Event.done.fget
+    happened: weakref.WeakKeyDictionary[Event, soft.Told] = weakref.WeakKeyDictionary()
+    assert done is not None
+
+    def heard(task):
+        told = soft.Told()
+
+        def run() -> None:
+            if not hasattr(own, "entered"):
+                own.entered = True
+                soft.enter(threading.current_thread().name)
+            told.hear()
+            task()
+
+        return run
+
+    def hear(event: Event) -> None:
+        if (told := happened.get(event)) is not None:
+            told.hear()
+
+    def happen_told(self: Event) -> None:
+        happened[self] = soft.Told()
+        happen(self)
+
+    def wait_and_hear(self: Event) -> None:
+        wait(self)
+        hear(self)
+
+    def done_and_heard(self: Event) -> bool:
+        if not done(self):
+            return False
+        hear(self)
+        return True
+
+    line.add = lambda self, task: add(self, heard(task))  # type: ignore[method-assign]
+    line.give = lambda self, task, fail: give(self, heard(task), fail)  # type: ignore[method-assign]
+    Event.happen, Event.wait = happen_told, wait_and_hear  # type: ignore[method-assign]
+    Event.done = property(done_and_heard)  # type: ignore[method-assign, assignment]
+
+    drain = Stream.drain
+
+    def drain_and_hear(self: Stream) -> None:
+        if not self._ended:
+            self.record().wait() if self._error is None else drain(self)
+        else:
+            drain(self)
+
+    Stream.drain = drain_and_hear  # type: ignore[method-assign]
+
+
+def _moments(segment: Segment) -> Iterator[Tensor]:
+    for moment in (segment.exp_avg, segment.exp_avg_sq):
+        yield from (moment.codes, moment.exponents) if isinstance(moment, Blocks) else (moment,)
+
+
+def _note_kernels() -> None:
+    adamw, squared_norms, accumulate = native.adamw, native.squared_norms, native.accumulate
+
+    @functools.wraps(adamw)
+    def noted_adamw(segments, **kwargs):
+        for segment in segments:
+            for tensor in (segment.grad, segment.grad_remainder):
+                if tensor is not None:
+                    soft.touch(tensor, write=False, by="adamw")
+            for tensor in (segment.weight, segment.remainder, *_moments(segment)):
+                if tensor is not None:
+                    soft.touch(tensor, write=True, by="adamw")
+        adamw(segments, **kwargs)
+
+    @functools.wraps(squared_norms)
+    def noted_squared_norms(tensors, **kwargs):
+        for tensor in tensors:
+            soft.touch(tensor, write=False, by="squared_norms")
+        return squared_norms(tensors, **kwargs)
+
+    @functools.wraps(accumulate)
+    def noted_accumulate(additions, **kwargs):
+        for addition in additions:
+            soft.touch(addition.source, write=False, by="accumulate")
+            for tensor in (addition.target, addition.remainder):
+                if tensor is not None:
+                    soft.touch(tensor, write=True, by="accumulate")
+        return accumulate(additions, **kwargs)
+
+    native.adamw, native.squared_norms, native.accumulate = noted_adamw, noted_squared_norms, noted_accumulate
+
+
+def _note_transfers() -> None:
+    submit, wait, done = native.Disk._submit, Transfer.wait, Transfer.done
+    ends: weakref.WeakKeyDictionary[Transfer, soft.Told] = weakref.WeakKeyDictionary()
+
+    def noted(self, file, write, memory, offset, *args):
+        told = soft.transfer(memory, file.path, offset, to_file=write)
+        begun = submit(self, file, write, memory, offset, *args)
+        ends[begun] = told
+        return begun
+
+    def hear(transfer: Transfer) -> None:
+        if (told := ends.get(transfer)) is not None:
+            told.hear()
+
+    def wait_and_hear(self: Transfer, *args, **kwargs) -> bool:
+        ended = wait(self, *args, **kwargs)
+        if ended:
+            hear(self)
+        return ended
+
+    def done_and_heard(self: Transfer) -> bool:
+        ended = done(self)
+        if ended:
+            hear(self)
+        return ended
+
+    native.Disk._submit = noted  # type: ignore[method-assign]
+    Transfer.wait, Transfer.done = wait_and_hear, done_and_heard  # type: ignore[method-assign]
+
+
+class NotedOperators(TorchDispatchMode):
+    """Notes what the calling thread's operators read and write of the host's memory: a user's, and the engine's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        given = [value if isinstance(value, (list, tuple)) else (value,) for value in args]
+        copies = any(isinstance(one, Tensor) and not one.is_cpu for value in given for one in value)
+        if not view and not copies:  # which the device notes
+            for argument, value in zip(func._schema.arguments, given, strict=False):
+                writes = argument.alias_info is not None and argument.alias_info.is_write
+                for tensor in value:
+                    if isinstance(tensor, Tensor) and tensor.is_contiguous():
+                        soft.touch(tensor, write=writes, by=str(func))
+        return func(*args, **(kwargs or {}))
+
+
+ACCELERATORS[soft.NAME] = Soft
+_watch_buffers()
+_order_threads()
+_note_kernels()
+_note_transfers()

@@ -1,0 +1,111 @@
+"""Promise 2 where PyTorch itself is the device's: no race in any setting, and one reported without any of the waits.
+
+The same settings as in tests/test_ordering.py. There a delay must hit a missing wait; here none is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from contextlib import suppress
+
+import pytest
+import torch
+
+from stronghold.device import Wait, Waits
+from stronghold.errors import CorruptionError, NonFiniteGradientError
+from tests import test_ordering
+from tests.gpu import SOFT, needs_device
+from tests.test_ordering import LIKELY, SETTINGS, train, undelayed
+
+pytestmark = [pytest.mark.gpu, needs_device, pytest.mark.skipif(SOFT is None, reason="reads the accelerator's clocks")]
+
+ALONE = {name: setting for name, setting in SETTINGS.items() if "replicas" not in setting}
+"""Replicas that are threads would meet in autograd's one thread for the device; others are processes."""
+
+NO_RACE = {
+    "SHARE_UPDATED": "is for replicas; tests/test_ordering.py takes it away",
+    "ROOT_WRITTEN": "is for a copy into ordinary memory, which blocks on an accelerator",
+}
+
+
+@pytest.fixture(autouse=True)
+def _pointers_are_noted(monkeypatch):
+    """What is read by a pointer no operator tells of."""
+    original = test_ordering.sum_of
+
+    def noted(values: ctypes.Array) -> float:
+        SOFT.touch(torch.frombuffer(values, dtype=torch.float32), write=False, by="a pointer")
+        return original(values)
+
+    monkeypatch.setattr(test_ordering, "sum_of", noted)
+
+
+def run(name: str, *, errors: tuple[type[Exception], ...] = ()) -> tuple[list[float] | None, list[str]]:
+    """Returns what is seen in a few steps, or None where one of the ``errors`` is raised, and the races."""
+    from tests.accelerator.host import NotedOperators
+
+    settings, seen = dict(ALONE[name]), None
+    with tempfile.TemporaryDirectory() as directory:
+        if settings.pop("disk", False):
+            settings["store"] = directory
+        with suppress(*errors), SOFT.checked() as races, NotedOperators():
+            seen = train("soft", **settings)
+    return seen, races
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_nothing_races_and_the_bits_are_the_hosts(name):
+    seen, races = run(name)
+    assert races == []
+    if "resident" in ALONE[name]:  # whose updates are the device's own arithmetic
+        return
+    # A norm is summed in another order where parameters are on two devices.
+    assert seen == (pytest.approx(undelayed(name), rel=1e-5) if "clip" in ALONE[name] else undelayed(name))
+
+
+@pytest.mark.parametrize("name", ["deferred", "in_backward", "host", "disk", "disk, in_backward in bf16"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_late_kernels_and_copies_change_nothing(name, seed):
+    SOFT.late(0.3, 3000, seed)
+    try:
+        seen, races = run(name)
+    finally:
+        SOFT.late(0, 0)
+    assert races == []
+    assert seen == undelayed(name)
+
+
+@pytest.mark.parametrize("wait", [wait for wait in Wait if wait.name not in NO_RACE], ids=lambda wait: wait.name)
+def test_without_a_wait_a_race_is_reported(wait, monkeypatch):
+    """Takes one reason for waiting away; nothing is late."""
+    originals = {kind: getattr(Waits, kind) for kind in ("stream", "thread", "compute", "host")}
+
+    def without(original):
+        def waits(self, *args):
+            *_, reason = args
+            return None if reason is wait else original(self, *args)
+
+        return waits
+
+    for kind, original in originals.items():
+        monkeypatch.setattr(Waits, kind, without(original))
+    for name in sorted(ALONE, key=lambda name: name not in (LIKELY.get(wait.name), FIRST.get(wait.name))):
+        if run(name, errors=(NonFiniteGradientError, CorruptionError))[1]:  # what is not there yet is noticed, too
+            return
+    pytest.fail(f"no race was reported without {wait.name}: {wait.value}")
+
+
+FIRST = {
+    "BUFFER_FREE": "disk, each step twice",
+    "UPDATE_WRITTEN_BACK": "disk, each step twice",
+    "READ_AHEAD": "disk, each step twice",
+    "UPDATE_DONE": "disk, each step twice",
+    "INPUT_SLOT_FREE": "host",
+    "INPUT_WRITTEN": "host",
+    "INPUT_DOWN": "host",
+    "INPUT_SLOT_READ": "host",
+    "INPUT_UP": "host",
+    "WEIGHTS_READ": "reading",
+}
+"""Where the lack of a wait is seen first, to be done sooner."""
