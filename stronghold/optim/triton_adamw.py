@@ -1,0 +1,271 @@
+"""AdamW on the device that holds a layer, in one launch for each parameter, as a kernel in the Triton language.
+
+Importing this file imports triton, so only :mod:`stronghold.optim.adamw_on_device` imports it, where a device can run
+the kernel. Tillet, Kung and Cox, "Triton: an intermediate language and compiler for tiled neural network
+computations" (MAPL 2019).
+
+The arithmetic is fp32 in registers, because GPUs for consumers compute a 64th as fast in fp64. The compiler fuses no
+operations. With 8-bit moments they are those of ``csrc/adamw.h`` in their order, and so are the results. With fp32
+moments, where the host computes in float64, each coefficient and each intermediate result is a sum of two fp32
+numbers: what was rounded, and what it lacks (Ogita, Rump and Oishi, "Accurate sum and dot product", SIAM Journal on
+Scientific Computing, 2005). So a result is the host's, unless it is a tie between two fp32 numbers but for a 2 ** -20th
+of their distance; then it may be the other one. This holds where all numbers are normal and a second moment fits into
+fp32. One that does not becomes infinite, as on the host, and its weight does not move in that step, while the host's
+does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stronghold.native import BLOCK, Blocks, Segment
+from stronghold.optim.triton_formats import (
+    FIRST_BINADES,
+    FIRST_FACTOR,
+    SECOND_BINADES,
+    SECOND_FACTOR,
+    decode,
+    encode,
+    float_of,
+    load_floats,
+    magnitude,
+    store_floats,
+)
+
+ROWS = 16
+"""The blocks of :data:`BLOCK` elements that one program, of four warps, updates."""
+
+_BLOCK = tl.constexpr(BLOCK)
+_FIRST_STEP_FACTOR = 0x6A09E667
+_SECOND_STEP_FACTOR = 0x9E3779B9
+
+
+def launch(segment: Segment, *, squares: Tensor | None = None) -> None:
+    """Launches one step of AdamW on the segment's device, in its current stream, and waits for nothing.
+
+    Args:
+        segment: contiguous tensors, all on one device.
+        squares: a number on that device; where it is not finite, nothing changes.
+
+    Raises:
+        ValueError: a tensor has another dtype, device or number of elements, or is not contiguous.
+    """
+    _check(segment, squares)
+    elements = segment.weight.numel()
+    if elements == 0:
+        return
+    first, second = segment.exp_avg, segment.exp_avg_sq
+    with torch.accelerator.device_index(segment.weight.device.index):  # Triton launches on the current device
+        adamw_of_segment[(triton.cdiv(elements, ROWS * BLOCK),)](
+            _integers(segment.weight),
+            segment.remainder,
+            _integers(segment.grad),
+            segment.grad_remainder,
+            first.codes if isinstance(first, Blocks) else first,
+            first.exponents if isinstance(first, Blocks) else None,
+            second.codes if isinstance(second, Blocks) else second,
+            second.exponents if isinstance(second, Blocks) else None,
+            squares,
+            elements,
+            **_coefficients(segment),
+            ROWS=ROWS,
+            enable_fp_fusion=False,
+        )
+
+
+def _coefficients(s: Segment) -> Mapping[str, float]:
+    """Returns the kernel's numbers, computed in float64 as ``csrc/adamw.cpp`` does and rounded to fp32 last."""
+    correction = math.sqrt(1 - s.beta2**s.step)
+    unbiased = 1 - s.beta1**s.step
+    if isinstance(s.exp_avg, Blocks):
+        new1, new2, step_size, eps = 1 - s.beta1, 1 - s.beta2, s.lr / unbiased, s.eps
+    else:
+        # The square of the second moment's product would overflow before the product does: so its root.
+        new1, new2 = (1 - s.beta1) * s.grad_scale, math.sqrt(1 - s.beta2) * s.grad_scale
+        step_size, eps = s.lr * correction / unbiased, s.eps * correction
+    given = {
+        "beta1": s.beta1,
+        "new1": new1,
+        "beta2": s.beta2,
+        "new2": new2,
+        "decay": 1 - s.lr * s.weight_decay,
+        "step_size": step_size,
+        "eps": eps,
+    }
+    rounded = {name: float(np.float32(value)) for name, value in given.items()}
+    lows = {f"{name}_low": float(np.float32(value - rounded[name])) for name, value in given.items()}
+    return {
+        **rounded,
+        **lows,
+        "grad_scale": s.grad_scale,
+        "denom_scale": 1 / correction,
+        "first_start": _int32(s.first * FIRST_FACTOR.value + s.step * _FIRST_STEP_FACTOR),
+        "second_start": _int32(s.first * SECOND_FACTOR.value + s.step * _SECOND_STEP_FACTOR),
+    }
+
+
+def _int32(number: int) -> int:
+    """Returns the signed number with the low 32 bits of ``number``: Triton would compile anew for an int64."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """Returns bf16 numbers as the int16 numbers of their bits."""
+    return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+
+
+def _check(segment: Segment, squares: Tensor | None) -> None:
+    """Raises ValueError for what the kernel would read as something else."""
+    weight, elements = segment.weight, segment.weight.numel()
+    if isinstance(segment.exp_avg, Blocks) != isinstance(segment.exp_avg_sq, Blocks):
+        raise ValueError("exp_avg and exp_avg_sq must be of one kind (got a tensor and Blocks); pass two of either")
+    if isinstance(segment.exp_avg, Blocks) and segment.first % BLOCK:
+        raise ValueError(f"first must be a multiple of {BLOCK} (got {segment.first}); cut between blocks")
+    if segment.step < 1:
+        raise ValueError(f"step counts from 1 (got {segment.step}); increase it before the update")
+    halves = torch.float32 if segment.remainder is None else torch.bfloat16
+    grads = (torch.float32, torch.bfloat16) if segment.grad_remainder is None else (torch.bfloat16,)
+    rules: list[tuple[str, Tensor | None, tuple[torch.dtype, ...], int]] = [
+        ("weight", weight, (halves,), elements),
+        ("remainder", segment.remainder, (torch.int16,), elements),
+        ("grad", segment.grad, grads, elements),
+        ("grad_remainder", segment.grad_remainder, (torch.int16,), elements),
+        ("squares", squares, (torch.float32, torch.float64), 1),
+    ]
+    for name, moment in (("exp_avg", segment.exp_avg), ("exp_avg_sq", segment.exp_avg_sq)):
+        if isinstance(moment, Blocks):
+            rules.append((f"{name}.codes", moment.codes, (torch.uint8,), elements))
+            rules.append((f"{name}.exponents", moment.exponents, (torch.uint8,), -(-elements // BLOCK)))
+        else:
+            rules.append((name, moment, (torch.float32,), elements))
+    for name, tensor, dtypes, count in rules:
+        if tensor is None:
+            continue
+        fits = tensor.dtype in dtypes and tensor.numel() == count and tensor.device == weight.device
+        if not fits or not tensor.is_contiguous():
+            expected = " or ".join(str(dtype) for dtype in dtypes)
+            raise ValueError(
+                f"{name} must be {count} contiguous elements of {expected} on {weight.device} (got shape "
+                f"{tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}, {tensor.device}); pass such a copy"
+            )
+
+
+# ---- on the device ----
+
+
+@triton.jit
+def _rounding_of_sum(x, y, total):
+    """Returns what ``total``, the rounded sum of ``x`` and ``y``, lacks."""
+    of_y = total - x
+    return (x - (total - of_y)) + (y - of_y)
+
+
+@triton.jit
+def _sum_of_products(a, a_low, x, b, b_low, y, y_low):
+    """Returns ``(a + a_low) * x + (b + b_low) * (y + y_low)`` rounded, and what it lacks."""
+    p = a * x
+    q = b * y
+    total = p + q
+    low = _rounding_of_sum(p, q, total) + (tl.fma(a, x, -p) + tl.fma(b, y, -q))
+    low += a_low * x + (b_low * y + b * y_low)
+    low = tl.where(low == low, low, 0.0)  # NaN where the total is infinite or NaN
+    rounded = total + low
+    return rounded, low - (rounded - total)
+
+
+@triton.jit
+def _ratio(m, m_low, v, v_low, eps, eps_low):
+    """Returns ``(m + m_low) / (sqrt(v + v_low) + eps + eps_low)`` rounded, and what it lacks."""
+    root = tl.sqrt_rn(v)
+    root_low = tl.where(root > 0, (tl.fma(-root, root, v) + v_low) / (2 * root), 0.0)
+    denominator = root + eps
+    denominator_low = _rounding_of_sum(root, eps, denominator) + (root_low + eps_low)
+    ratio = tl.div_rn(m, denominator)
+    return ratio, (tl.fma(-ratio, denominator, m) + m_low - ratio * denominator_low) / denominator
+
+
+@triton.jit(do_not_specialize=["first_start", "second_start"])
+def adamw_of_segment(
+    weight,
+    remainder,
+    grad,
+    grad_remainder,
+    exp_avg,
+    exp_avg_exponents,
+    exp_avg_sq,
+    exp_avg_sq_exponents,
+    squares,
+    elements,
+    beta1,
+    beta1_low,
+    new1,
+    new1_low,
+    beta2,
+    beta2_low,
+    new2,
+    new2_low,
+    decay,
+    decay_low,
+    step_size,
+    step_size_low,
+    eps,
+    eps_low,
+    grad_scale,
+    denom_scale,
+    first_start,
+    second_start,
+    ROWS: tl.constexpr,
+):
+    """Updates the elements of one program. Without exponents the moments are fp32."""
+    if squares is not None:  # noqa: SIM102 - this is known when the kernel is compiled, the next is not
+        if not (tl.abs(tl.load(squares)) < float("inf")):
+            return
+    # int64: a parameter may have 2 ** 31 elements and more.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = row * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    inside = at < elements
+    w = load_floats(weight, remainder, at, inside)
+    g = load_floats(grad, grad_remainder, at, inside)
+    if exp_avg_exponents is None:
+        m = tl.load(exp_avg + at, mask=inside, other=0)
+        v = tl.load(exp_avg_sq + at, mask=inside, other=0)
+        m, m_low = _sum_of_products(beta1, beta1_low, m, new1, new1_low, g, 0.0)
+        root = new2 * g
+        root_low = tl.fma(new2, g, -root) + new2_low * g
+        v, v_low = _sum_of_products(beta2, beta2_low, v, root, root_low, root, root_low)
+        ratio, ratio_low = _ratio(m, m_low, v, v_low, eps, eps_low)
+        w, _ = _sum_of_products(decay, decay_low, w, -step_size, -step_size_low, ratio, ratio_low)
+        tl.store(exp_avg + at, m, mask=inside)
+        tl.store(exp_avg_sq + at, v, mask=inside)
+    else:
+        filled = row * _BLOCK < elements
+        m_code = tl.load(exp_avg + at, mask=inside, other=0).to(tl.int32)
+        m_exponent = tl.load(exp_avg_exponents + row, mask=filled, other=0)
+        m = float_of(decode(m_code & 0x7F, m_exponent, FIRST_BINADES) | ((m_code & 0x80) << 24))
+        v_code = tl.load(exp_avg_sq + at, mask=inside, other=0).to(tl.int32)
+        v_exponent = tl.load(exp_avg_sq_exponents + row, mask=filled, other=0)
+        v = float_of(decode(v_code, v_exponent, SECOND_BINADES))
+
+        g = g * grad_scale
+        m = beta1 * m + new1 * g
+        v_bits = magnitude(beta2 * v + new2 * (g * g))
+        denominator = tl.sqrt_rn(float_of(v_bits)) * denom_scale + eps
+        w = w * decay - tl.div_rn(step_size * m, denominator)
+
+        m_code, m_exponent = encode(magnitude(m), at, first_start, FIRST_FACTOR, FIRST_BINADES)
+        m_code = tl.minimum(m_code, 127)
+        m_code = tl.where((m < 0) & (m_code > 0), m_code | 0x80, m_code)
+        tl.store(exp_avg + at, m_code.to(tl.uint8), mask=inside)
+        tl.store(exp_avg_exponents + row, m_exponent.to(tl.uint8), mask=filled)
+        v_code, v_exponent = encode(v_bits, at, second_start, SECOND_FACTOR, SECOND_BINADES)
+        v_code = tl.maximum(tl.minimum(v_code, 255), tl.minimum(v_bits, 1))  # never 0 unless the moment is
+        tl.store(exp_avg_sq + at, v_code.to(tl.uint8), mask=inside)
+        tl.store(exp_avg_sq_exponents + row, v_exponent.to(tl.uint8), mask=filled)
+    store_floats(weight, remainder, at, inside, w)
