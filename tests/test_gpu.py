@@ -150,6 +150,35 @@ def test_a_disk_gives_the_bits_of_memory(tmp_path, states, update):
             assert torch.equal(one, other)
 
 
+def test_a_step_launches_one_kernel_for_each_resident_parameter(monkeypatch):
+    pytest.importorskip("triton")
+    from stronghold.optim import triton_adamw
+
+    torch.manual_seed(0)
+    model = GPT(SMALL)
+    stronghold.offload(model, device="cuda", resident=SMALL.layers)
+    optimizer = stronghold.AdamW(model.parameters())
+    tokens = torch.zeros(2, 64, dtype=torch.long, device="cuda")
+    updated, launch = [], triton_adamw.launch
+    monkeypatch.setattr(triton_adamw, "launch", lambda s, **given: (updated.append(s), launch(s, **given)))
+
+    def step() -> list[str]:
+        model(tokens, labels=tokens).loss.backward()
+        updated.clear()
+        with torch.profiler.profile() as profiled:
+            optimizer.step()
+            optimizer.zero_grad()
+            model(tokens, labels=tokens)  # before which the deferred updates are carried out
+            torch.cuda.synchronize()
+        names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        return [name for name in names if "adam" in name.lower()]
+
+    step()  # compiles
+    launched = step()
+    assert len(updated) >= sum(1 for name, _ in model.named_parameters() if ".layers." in f".{name}") > 0
+    assert launched == [triton_adamw.adamw_of_segment.__name__] * len(updated)
+
+
 def test_resident_layers_stay_out_of_a_step_that_is_not_finite():
     for update in ("deferred", "in_backward"):
         torch.manual_seed(0)

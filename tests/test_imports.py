@@ -202,7 +202,18 @@ def test_files_of_the_library_are_short():
     assert max(lines.values()) <= 480
 
 
-OTHERS = ["accelerate", "datasets", "matplotlib", "peft", "rich", "tensorboard", "tokenizers", "transformers", "trl"]
+OTHERS = [
+    "accelerate",
+    "datasets",
+    "matplotlib",
+    "peft",
+    "rich",
+    "tensorboard",
+    "tokenizers",
+    "transformers",
+    "triton",
+    "trl",
+]
 
 
 def test_the_library_imports_none_of_the_packages_that_only_some_of_it_uses():

@@ -1,6 +1,9 @@
-"""AdamW for layers that are resident on a device other than the CPU, by torch's own operations."""
+"""AdamW for layers that are resident on a device other than the CPU: one Triton kernel, or torch's own operations."""
 
 from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -11,16 +14,74 @@ from stronghold.optim.blocks import LARGEST, decode, encode
 from stronghold.split import join, split
 
 PART = 4 * 2**20
-"""Elements that are worked on at a time: what bounds the temporary memory. A multiple of a block."""
+"""Elements that torch's operations work on at a time: what bounds the temporary memory. A multiple of a block."""
 assert PART % BLOCK == 0
+
+DEVICES = ("cuda", "xpu")
+"""The types of device that Triton compiles for; "cuda" is AMD's too."""
+_compiles: dict[torch.device, bool] = {}
 
 
 def adamw_on_device(segment: Segment, *, squares: Tensor | None = None, part: int = PART) -> None:
     """Carries out one step of ``torch.optim.AdamW`` on tensors of any one device, in place, in fp32.
 
     The same as :func:`stronghold.native.adamw`, to rounding. ``squares`` is a number on the device: where it is not
-    finite, nothing changes. Nothing is waited for.
+    finite, nothing changes. Nothing is waited for. Where Triton compiles for the device this is one launch and takes
+    no memory; elsewhere torch's operations work on ``part`` elements at a time.
     """
+    if _triton_compiles(segment.weight.device):
+        from stronghold.optim import triton_adamw
+
+        triton_adamw.launch(segment, squares=squares)
+    else:
+        _by_torch(segment, squares, part)
+
+
+def _triton_compiles(device: torch.device) -> bool:
+    """Returns whether Triton compiles for ``device``; tries it at the first call, on a block of zeros.
+
+    Triton needs the machine's C compiler for the code that launches a kernel. Where that or something else is
+    missing, a RuntimeWarning says so, once for each device.
+    """
+    if device.type not in DEVICES:
+        return False
+    if device not in _compiles:
+        _compiles[device] = find_spec("triton") is not None and _try_on(device)
+    return _compiles[device]
+
+
+def _try_on(device: torch.device) -> bool:
+    weight, grad, exp_avg, exp_avg_sq = torch.zeros(4, BLOCK, device=device)
+    trial = Segment(
+        weight=weight,
+        grad=grad,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        lr=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.0,
+        step=1,
+    )
+    try:
+        from stronghold.optim import triton_adamw
+
+        triton_adamw.launch(trial)
+    except Exception as error:
+        warnings.warn(
+            f"layers that are resident on {device} are updated by many launches for each parameter, where one would "
+            f"do: Triton cannot compile its kernel ({type(error).__name__}: {error}); install a C compiler and "
+            "Python's headers (on Debian: apt-get install gcc python3-dev), or uninstall triton",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return False
+    return True
+
+
+def _by_torch(segment: Segment, squares: Tensor | None, part: int) -> None:
+    """Updates the segment by torch's own operations, ``part`` elements at a time."""
     skip = None if squares is None else (~torch.isfinite(squares)).float().reshape(())
     elements = segment.weight.numel()
     for begin in range(0, elements, part):

@@ -1,12 +1,15 @@
-"""AdamW by torch's own operations: the host kernel's numbers, on whatever device a layer is resident."""
+"""AdamW by torch's own operations, and where Triton's kernel takes their place (``test_triton_adamw.py`` tests it)."""
 
 import math
+import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import stronghold.optim.adamw_on_device as on_device
 from stronghold import native
 from stronghold.native import BLOCK, Blocks, Segment
 from stronghold.optim.adamw_on_device import adamw_on_device
@@ -385,6 +388,107 @@ def test_gradients_are_read_and_never_written(finite, states, grad, weight):
     assert grad != "bf16 and remainder" or torch.equal(mine.grad_remainder, before.grad_remainder)
 
 
+# ---- Triton's kernel, or torch's operations ----
+
+
+class Kernel:
+    """Stands for the module of the Triton kernel: notes what is launched, and raises what it is told to."""
+
+    def __init__(self):
+        self.launched: list[tuple[Segment, object]] = []
+        self.error = None
+
+    def launch(self, segment, *, squares=None):
+        if self.error is not None:
+            raise self.error
+        self.launched.append((segment, squares))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Has a machine on which Triton is installed and compiles for the CPU."""
+    kernel = Kernel()
+    monkeypatch.setattr("stronghold.optim.triton_adamw", kernel, raising=False)
+    monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
+    monkeypatch.setattr(on_device, "_compiles", {})
+    monkeypatch.setattr(on_device, "find_spec", lambda name: SimpleNamespace(name=name))
+    return kernel
+
+
+def stepped_by_torch(monkeypatch, s: Segment) -> Segment:
+    with monkeypatch.context() as patch:
+        patch.setattr(on_device, "DEVICES", ())
+        adamw_on_device(s)
+    return s
+
+
+@pytest.fixture(autouse=True)
+def _no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+
+
+def test_where_triton_compiles_its_kernel_is_launched_once_for_each_segment(kernel):
+    mine, squares = segment((130,), states="8bit"), torch.tensor(1.0, dtype=torch.float64)
+    before = copy_of(mine)
+    for _ in range(3):
+        adamw_on_device(mine, squares=squares, part=BLOCK)
+    trial, *updates = kernel.launched
+    assert [(s is mine, q is squares) for s, q in updates] == [(True, True)] * 3
+    assert trial[0].weight.numel() == BLOCK and not trial[0].weight.any() and trial[1] is None
+    assert_same_bits(mine, before)  # nothing else updates it
+
+
+@pytest.mark.parametrize("devices", [("cuda", "xpu"), ()], ids=str)
+def test_other_devices_are_torchs(kernel, devices, monkeypatch):
+    mine = segment((130,))
+    expected = stepped_by_torch(monkeypatch, copy_of(mine))
+    monkeypatch.setattr(on_device, "DEVICES", devices)
+    adamw_on_device(mine)
+    assert_same_bits(mine, expected)
+    assert not kernel.launched
+
+
+def test_without_triton_torch_updates_and_says_nothing(kernel, monkeypatch):
+    mine = segment((130,))
+    expected = stepped_by_torch(monkeypatch, copy_of(mine))
+    asked = []
+    monkeypatch.setattr(on_device, "find_spec", asked.append)
+    adamw_on_device(mine)
+    assert_same_bits(mine, expected)
+    adamw_on_device(mine)
+    assert asked == ["triton"]  # looking through sys.path takes longer than a launch
+    assert not kernel.launched
+
+
+def test_where_triton_cannot_compile_torch_updates_and_one_warning_says_why(kernel, monkeypatch):
+    kernel.error = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+    mine = segment((130,), states="8bit")
+    expected = stepped_by_torch(monkeypatch, copy_of(mine))
+    with pytest.warns(RuntimeWarning) as said:
+        adamw_on_device(mine)
+    assert_same_bits(mine, expected)
+    (one,) = said
+    assert "resident on cpu are updated by many launches" in str(one.message)
+    assert "(RuntimeError: Failed to find C compiler." in str(one.message)
+    assert "apt-get install gcc python3-dev" in str(one.message)
+    assert one.filename == __file__
+    kernel.error = None
+    adamw_on_device(mine)  # neither warned of again nor tried again
+    assert not kernel.launched
+
+
+def test_what_the_kernel_raises_later_is_raised(kernel):
+    mine = segment((130,))
+    adamw_on_device(mine)
+    before = copy_of(mine)
+    kernel.error = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        adamw_on_device(mine)
+    assert_same_bits(mine, before)
+
+
 # ---- a GPU ----
 
 
@@ -405,8 +509,13 @@ def on(device: str, s: Segment) -> Segment:
 @WEIGHTS
 @GRADIENTS
 @MOMENTS
-def test_on_a_gpu_the_steps_are_the_kernels(states, grad, weight):
+@pytest.mark.parametrize("by", ["triton", "torch"])
+def test_on_a_gpu_the_steps_are_the_kernels(by, states, grad, weight, monkeypatch):
     """8-bit moments to the bit, all else to a few roundings; and nothing changes where the squares are not finite."""
+    if by == "triton":
+        pytest.importorskip("triton")
+    else:
+        monkeypatch.setattr(on_device, "DEVICES", ())
     steps, n = 5, 20_011
     theirs = segment((n,), weight, grad, states)
     mine = on("cuda", theirs)
