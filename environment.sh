@@ -9,6 +9,7 @@
 # What the tests import, by the name under which Python has it.
 STRONGHOLD_TEST_MODULES=(pytest pytest_timeout xdist hypothesis nbclient ipykernel sklearn peft trl lightning bitsandbytes
   torchao datasets sybil mkdocs material mkdocstrings)
+if [[ "$(uname -sm)" == "Linux x86_64" ]]; then STRONGHOLD_TEST_MODULES+=(triton); fi # there is none for others
 
 STRONGHOLD_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 

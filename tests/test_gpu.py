@@ -150,15 +150,16 @@ def test_a_disk_gives_the_bits_of_memory(tmp_path, states, update):
             assert torch.equal(one, other)
 
 
+@needs_gpu
 def test_a_step_launches_one_kernel_for_each_resident_parameter(monkeypatch):
     pytest.importorskip("triton")
     from stronghold.optim import triton_adamw
 
     torch.manual_seed(0)
     model = GPT(SMALL)
-    stronghold.offload(model, device="cuda", resident=SMALL.layers)
+    stronghold.offload(model, device=DEVICE, resident=SMALL.layers)
     optimizer = stronghold.AdamW(model.parameters())
-    tokens = torch.zeros(2, 64, dtype=torch.long, device="cuda")
+    tokens = torch.zeros(2, SEQUENCE // 2, dtype=torch.long, device=DEVICE)
     updated, launch = [], triton_adamw.launch
     monkeypatch.setattr(triton_adamw, "launch", lambda s, **given: (updated.append(s), launch(s, **given)))
 
