@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: what its parts call and in which order, what fits, what is made of the records."""
+"""benchmarks/gpu/compare.py on the CPU: what its parts call and in which order, what fits, what the records come to."""
 
 import importlib
 import json
@@ -16,18 +16,19 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 @pytest.fixture
 def load(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.syspath_prepend(FOLDER / "gpu")
     return importlib.import_module
 
 
 @pytest.fixture
 def parts(load):
-    return load("gpu_parts")
+    return load("compare_parts")
 
 
 @pytest.fixture
 def gpu(load, monkeypatch):
     monkeypatch.setenv("GOMP_SPINCOUNT", "1000")  # what it sets, to be put back
-    return load("gpu")
+    return load("compare")
 
 
 def in_short(rounds):
@@ -182,7 +183,7 @@ def played(load, gpu, monkeypatch, tmp_path):
 
     Returns the exit code of ``main`` and the methods of the calls.
     """
-    calls, runs = load("calls"), load("gpu_runs")
+    calls, runs = load("calls"), load("compare_runs")
     made, outcomes = [], {}
 
     def train(arguments, *, scratch=None, timeout_s=None, keep=None):
@@ -264,7 +265,7 @@ def test_a_reserve_that_was_told_is_kept_to(played, tmp_path):
 def test_what_a_cap_is_too_small_for_is_called_with_less_and_begins_there_the_next_time(
     load, parts, monkeypatch, tmp_path
 ):
-    calls, runs = load("calls"), load("gpu_runs")
+    calls, runs = load("calls"), load("compare_runs")
     made, said = [], []
 
     def train(arguments, **_):
@@ -299,7 +300,8 @@ def test_what_is_refused_is_told_and_not_recorded(played, tmp_path, capsys):
     assert {record["call"]["method"] for record in recorded(tmp_path)} == {"megatron-lm", "stronghold"}
     printed = capsys.readouterr().out
     assert "zero-infinity, 4 layers, batch 2, under 1.00 MiB: failed, no DeepSpeed" in printed
-    assert "DeepSpeed's best at batch 2, under 1.00 MiB: there is no run of DeepSpeed's, all of which failed" in printed
+    open_goal = "at least 1.5 of DeepSpeed's best at batch 2, under 1.00 MiB"
+    assert f"open: {open_goal}: there is no run of DeepSpeed's, all of which failed" in printed
     assert "zero-infinity" in played(*ONE, "--only", "zero-infinity")[1]
 
 
@@ -314,7 +316,7 @@ def test_no_call_begins_that_would_not_end_in_time(played, load, monkeypatch, tm
             now[0] += 20.0
             super().took(20.0)
 
-    monkeypatch.setattr(load("gpu"), "Budget", Slow)
+    monkeypatch.setattr(load("compare"), "Budget", Slow)
     _, methods = played(*ONE, "--only", "stronghold", "--minutes", "1.5")
     assert methods == ["megatron-lm", "stronghold", "stronghold", "megatron-lm"]
     printed = capsys.readouterr().out
@@ -338,26 +340,26 @@ def test_ratios_are_of_the_call_before_and_the_goals_of_their_medians(played, ca
         *("--part", "methods", "--caps", "16GiB", "--batches", "32", "--rounds", "2", "--updates", "deferred"),
         *("--only", "stronghold", "zero-offload", "zero-infinity"),
         megatron_lm=[10.0, 20.0],
-        stronghold=[9.0, 20.0],
+        stronghold=[9.5, 20.0],
         zero_offload=[1.0, 6.0, 8.0],  # the first is not measured: it is prepared
         zero_infinity=[1.0, 3.0, 3.0],
     )
     printed = capsys.readouterr().out.splitlines()
     assert code == 0
     assert printed[-3:] == [
-        "met: at least 0.95 of the resident run at batch 32, under 16.0 GiB: 0.95 (0.925 to 0.975) "
+        "met: at least 0.97 of the resident run at batch 32, under 16.0 GiB: 0.975 (0.9625 to 0.9875) "
         "(stronghold, deferred)",
-        "met: at least 1.5 of DeepSpeed's best at batch 32, under 16.0 GiB: 2 (1.75 to 2.25) "
+        "met: at least 2 of DeepSpeed's best at batch 32, under 16.0 GiB: 2.042 (1.812 to 2.271) "
         "(stronghold, deferred against zero-offload)",
         "met: correct losses: 4 settings, 0 wrong, 0 not compared",
     ]
     (line,) = [line for line in printed if line.lstrip().startswith("stronghold, deferred")]
-    assert "14.5 (11.75 to 17.25)" in line and "0.95 (0.925 to 0.975)" in line
+    assert "14.75 (12.12 to 17.38)" in line and "0.975 (0.9625 to 0.9875)" in line
 
 
 def test_the_best_of_deepspeed_is_not_known_before_both_are_measured(played, capsys):
     under = ("--part", "methods", "--caps", "16GiB", "--batches", "32", "--rounds", "1", "--updates", "deferred")
-    goal = "at least 1.5 of DeepSpeed's best at batch 32, under 16.0 GiB"
+    goal = "at least 2 of DeepSpeed's best at batch 32, under 16.0 GiB"
     played(*under, "--only", "stronghold", "zero-infinity", stronghold=9.0, zero_infinity=3.0)
     numbers = "3 (stronghold, deferred against zero-infinity), and zero-offload not measured"
     assert f"open: {goal}: {numbers}" in capsys.readouterr().out
@@ -378,10 +380,8 @@ def test_wrong_losses_meet_no_goal_and_end_with_a_failure(played, capsys):
     printed = capsys.readouterr().out
     assert code == 1
     assert "stronghold, deferred, 4 layers, batch 32, under 16.0 GiB: WRONG, loss 2.1000 in step 2" in printed
-    assert "open: at least 0.95 of the resident run" in printed
-    assert (
-        "open: at least 1.5 of DeepSpeed's best at batch 32, under 16.0 GiB: there is no run of stronghold" in printed
-    )
+    assert "open: at least 0.97 of the resident run" in printed
+    assert "open: at least 2 of DeepSpeed's best at batch 32, under 16.0 GiB: there is no run of stronghold" in printed
     assert "MISSED: correct losses: 3 settings, 1 wrong" in printed
 
 
@@ -412,7 +412,7 @@ def test_the_largest_are_searched_for_under_the_papers_limits_while_there_is_tim
     arguments = ["--part", "largest", "--only", "stronghold", "--out", str(tmp_path / "results" / "gpu.jsonl")]
     assert gpu.main(arguments) == 0
     assert tried == [(1, "h200", ("stronghold",), "cuda", 300.0)]
-    assert now == [300.0]  # of 480 s: the next could take 200
+    assert now == [400.0]  # of 570 s: the next could take 200
     assert "the time is up: the same command goes on with the search" in capsys.readouterr().out
 
 

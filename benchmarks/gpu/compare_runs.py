@@ -1,4 +1,4 @@
-"""Makes the calls of benchmarks/gpu.py within a time, each once, and records what they come to."""
+"""Makes the calls of benchmarks/gpu/compare.py within a time, each once, and records what they come to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calls import Budget, Call, train
-from gpu_parts import Course, Fit, Round, Setting, command, fit, fit_tighter
+from compare_parts import Course, Fit, Round, Setting, command, fit, fit_tighter
 
 from stronghold.lab.records.json_lines import Record, append_record, describe_machine, read_records, to_line
 from stronghold.units import format_seconds

@@ -1,10 +1,10 @@
 """Every method on a machine with a GPU: under caps of device memory, through windows, over layers, and at its largest.
 
-    python benchmarks/gpu.py --part methods [--caps 16GiB 8GiB 24GiB 32GiB] [--batches 32 4]
-    python benchmarks/gpu.py --part windows [--windows 2 3 ... 15]
-    python benchmarks/gpu.py --part layers [--layers 16 24 ... 92]
-    python benchmarks/gpu.py --part largest [--only stronghold]
-    python benchmarks/gpu.py --part methods --small              # any part on the CPU, with a tiny model, to try it out
+    python benchmarks/gpu/compare.py --part methods [--caps 16GiB 8GiB 24GiB 32GiB] [--batches 32 4]
+    python benchmarks/gpu/compare.py --part windows [--windows 2 3 ... 15]
+    python benchmarks/gpu/compare.py --part layers [--layers 16 24 ... 92]
+    python benchmarks/gpu/compare.py --part largest [--only stronghold]
+    python benchmarks/gpu/compare.py --part methods --small      # any part on the CPU, with a tiny model, to try it out
 
 Each call is a process that trains the reference GPT (1.717 B parameters, bf16) through stronghold's one loop, all with
 the same seed, data and recomputation, without clipping. A cap is the most that PyTorch may take of the GPU there
@@ -37,10 +37,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # for calls.py
+
 from calls import Budget, train
-from gpu_parts import DEEPSPEED, UPDATES, Course, Round, Setting, Wanted, command, fit, plan
-from gpu_runs import OutOfTime, Runner, Say
-from gpu_table import goals, notes, rows, table
+from compare_parts import DEEPSPEED, UPDATES, Course, Round, Setting, Wanted, command, fit, plan
+from compare_runs import OutOfTime, Runner, Say
+from compare_table import goals, notes, rows, table
 from rich.console import Console
 
 from stronghold.lab.cases.case import CASES
@@ -54,8 +56,8 @@ from stronghold.lab.methods import METHODS
 from stronghold.lab.records.agreement import disagreements
 from stronghold.units import format_seconds, parse_bytes
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "results" / "gpu.jsonl"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results" / "gpu" / "methods.jsonl"
 LARGEST = "largest"
 PARTS = {
     "methods": Wanted(batches=(32, 4), caps=tuple(map(parse_bytes, ("16GiB", "8GiB", "24GiB", "32GiB")))),
@@ -235,7 +237,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--activations", choices=("recompute", "keep", "host"), help="stronghold's (by the cap)")
     add("--micro-batch", type=int, metavar="N", help="stronghold's (by the cap)")
     add("--reserve", type=parse_bytes, metavar="SIZE", help="of a cap, for stronghold's activations (by their size)")
-    add("--minutes", type=float, default=8.0, metavar="N", help="that this may take (8)")
+    add("--minutes", type=float, default=9.5, metavar="N", help="that this may take (9.5)")
     add("--timeout", type=float, metavar="S", help="seconds that a call may take (180), or a trial of largest (300)")
     add("--again", action="store_true", help="also what is recorded already, of this machine and commit")
     add("--table", action="store_true", help="only draw what is recorded, of this machine and commit")
@@ -243,7 +245,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--scratch", metavar="DIR", help="where calls write meanwhile (the system's temporary folder)")
     add("--wheels", type=Path, metavar="DIR", help="what DeepSpeed is installed from where it is absent")
     add("--commit", metavar="NAME", help="to record where this tree is no checkout (git's)")
-    add("--out", type=Path, default=RESULTS, metavar="FILE", help="JSON lines to append to (results/gpu.jsonl)")
+    add("--out", type=Path, default=RESULTS, metavar="FILE", help="JSON lines to append to (results/gpu/methods.jsonl)")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures: the settings of each part in the order of their calls, and the command of each."""
+"""What compare.py measures: the settings of each part in the order of their calls, and the command of each."""
 
 from __future__ import annotations
 
