@@ -1,0 +1,133 @@
+"""The training loops that smoke.py, trace_steps.py and large.py run: plain PyTorch's, and stronghold's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import stronghold
+from stronghold.lab.methods.megatron_lm import WithMasters
+from stronghold.lab.methods.ordinary import recompute_layers
+from stronghold.lab.models.gpt import GPT
+from stronghold.reports import Report
+
+LR, WEIGHT_DECAY = 3e-4, 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A model in training: ``step`` takes batches, int64 (samples, tokens), accumulates over them and updates.
+
+    It returns their mean loss, which lies on the device; nothing waits for it. ``report`` is stronghold's, or None.
+    """
+
+    step: Callable[..., Tensor]
+    report: Callable[[], Report | None]
+    close: Callable[[], None]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def plain(
+    model: nn.Module,
+    *,
+    dtype: str,
+    device: torch.device,
+    lr: float = LR,
+    recompute: bool = False,
+    clip: float | None = None,
+) -> Loop:
+    """Returns the ordinary loop: all of ``model`` on the device; in bf16 with fp32 masters there."""
+    model.to(device)
+    if recompute:
+        assert isinstance(model, GPT)
+        recompute_layers(model)
+    masters: list[tuple[nn.Parameter, nn.Parameter]] = []
+    trained = list(model.parameters())
+    if dtype == "bf16":
+        masters = [(weight, nn.Parameter(weight.detach().clone())) for weight in trained]
+        trained = [master for _, master in masters]
+        model.to(torch.bfloat16)
+    fused = device.type in ("cpu", "cuda")
+    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=WEIGHT_DECAY, fused=fused)
+    ready = WithMasters(
+        model=model, optimizer=optimizer, report=lambda: None, device=device, max_grad_norm=clip, masters=tuple(masters)
+    )
+
+    def step(*batches: Tensor) -> Tensor:
+        losses = [_accumulate(ready.loss(batch), len(batches)) for batch in batches]
+        ready.step()
+        return torch.stack(losses).mean()
+
+    return Loop(step=step, report=lambda: None, close=lambda: None, model=model, optimizer=optimizer)
+
+
+def offloaded(
+    model: nn.Module,
+    *,
+    dtype: str,
+    device: torch.device,
+    lr: float = LR,
+    offload: Callable[..., nn.Module] = stronghold.offload,
+    settings: dict[str, Any],
+    optimizer: dict[str, Any],
+) -> Loop:
+    """Returns stronghold's loop; ``settings`` are those of ``stronghold.offload``, ``optimizer`` of its AdamW."""
+    offload(model, device=device, dtype=torch.bfloat16 if dtype == "bf16" else None, **settings)
+    adamw = stronghold.AdamW(model.parameters(), lr=lr, weight_decay=WEIGHT_DECAY, **optimizer)
+
+    def step(*batches: Tensor) -> Tensor:
+        losses = [_accumulate(model(batch.to(device), labels=batch.to(device)).loss, len(batches)) for batch in batches]
+        adamw.step()
+        adamw.zero_grad()
+        return torch.stack(losses).mean()
+
+    return Loop(
+        step=step,
+        report=lambda: stronghold.report(model),
+        close=lambda: stronghold.close(model),
+        model=model,
+        optimizer=adamw,
+    )
+
+
+def _accumulate(loss: Tensor, batches: int) -> Tensor:
+    (loss / batches).backward()
+    return loss.detach().float()
+
+
+def batches_of(samples: int, tokens: int, vocabulary: int, device: torch.device) -> Iterator[Tensor]:
+    """Yields the same batches each time: multiples of a few numbers, which a model begins to learn in some steps."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in itertools.count():
+        strides = torch.randint(1, 8, (samples, 1), generator=generator)
+        starts = torch.randint(vocabulary, (samples, 1), generator=generator)
+        yield ((starts + strides * torch.arange(tokens)) % vocabulary).to(device)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Returns what tensors take of ``device``, or 0 where it does not count."""
+    return _memory("memory_allocated", device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the most that tensors took of ``device`` since :func:`reset_peak`, or 0 where it does not count."""
+    return _memory("max_memory_allocated", device)
+
+
+def reset_peak(device: torch.device) -> None:
+    _memory("reset_peak_memory_stats", device)
+
+
+def _memory(name: str, device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    try:
+        return getattr(torch.accelerator, name)(device) or 0
+    except (RuntimeError, NotImplementedError):  # its allocator does not count
+        return 0

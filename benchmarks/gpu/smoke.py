@@ -1,0 +1,227 @@
+"""Every mode once, on a small model beside plain PyTorch on the same device: what does not work is known at once.
+
+    python benchmarks/gpu/smoke.py [--only "window 2" "from disk"]
+
+Trains a GPT of six layers for five steps, or a Llama of transformers, in each mode, and compares every loss with that
+of the ordinary loop in the same precision. The modes run in a process of their own: one that dies takes no other with
+it, the next process goes on behind it, and one that hangs is ended with a traceback of every thread (smoke.txt).
+Appends one JSON line for each mode to smoke.jsonl; what is recorded is not run again. Ends with 1 if a mode failed or
+is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from half_hour import Recorded, add_options, budget_of, draw, error_of, say_left
+from loops import Loop, batches_of, offloaded, plain
+from rich import box
+from rich.table import Table
+from smoke_modes import GPT_SHAPE, LLAMA, MODES, VOCABULARY, Mode
+from torch import Tensor, nn
+
+import stronghold
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.records.agreement import TOLERANCE
+from stronghold.lab.records.json_lines import Record
+from stronghold.units import format_seconds
+
+BATCH, SEQUENCE, STEPS = 4, 64, 5
+PATIENCE_S = 60.0
+
+
+# ---- in a process of its own ----
+
+
+def run_modes(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Runs the modes called ``names``, each recorded as soon as it is done."""
+    recorded, device = Recorded("smoke", options), options.device
+    torch.set_float32_matmul_precision("highest")
+
+    @cache
+    def expected(precision: str, llama: bool, accumulate: int, clip: float | None) -> tuple[float, ...]:
+        loop = plain(_model(llama), dtype=precision, device=device, clip=clip)
+        return losses_of(loop, device, accumulate)
+
+    for name in names:
+        mode = MODES[name]
+        faulthandler.dump_traceback_later(options.patience, exit=True)
+        begin_s = time.perf_counter()
+        outcome: dict[str, Any]
+        try:
+            with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+                got = run_mode(mode, device, Path(folder))
+            wanted = expected(mode.dtype, mode.llama, mode.accumulate, mode.clip)
+            outcome = {"losses": got, "expected": wanted, "away": away(got, wanted)}
+        except Exception as error:  # whatever a mode ends with is what is asked
+            outcome = {"error": error_of(error)}
+        recorded.add(
+            call_of(name), outcome | {"tolerance": TOLERANCE[mode.dtype], "wall_s": time.perf_counter() - begin_s}
+        )
+        if "CUDA error" in outcome.get("error", ""):
+            sys.exit(1)  # the context is lost: the next process goes on
+    faulthandler.dump_traceback_later(options.patience, exit=True)  # of the end of the process
+
+
+def run_mode(mode: Mode, device: torch.device, folder: Path) -> tuple[float, ...]:
+    """Returns the losses of some steps in ``mode``; what is stored lies in ``folder``."""
+    settings = {name: str(folder / "store") if value == "DISK" else value for name, value in mode.offload.items()}
+    build = partial(offloaded, dtype=mode.dtype, device=device, settings=settings, optimizer=dict(mode.optimizer))
+    if mode.replica:
+        _join_alone(device)
+        build = partial(build, offload=stronghold.replicate)
+    loop = build(_model(mode.llama))
+    try:
+        if not mode.resumes:
+            return losses_of(loop, device, mode.accumulate, traced=mode.traced)
+        first = losses_of(loop, device, mode.accumulate, steps=2)
+        stronghold.checkpoint.save(folder / "checkpoint", loop.model, loop.optimizer)
+    finally:
+        loop.close()
+    loop = build(_model(mode.llama))
+    try:
+        stronghold.checkpoint.load(folder / "checkpoint", loop.model, loop.optimizer)
+        return first + losses_of(loop, device, mode.accumulate, begin=2, steps=STEPS - 2)
+    finally:
+        loop.close()
+
+
+def losses_of(
+    loop: Loop, device: torch.device, accumulate: int, *, begin: int = 0, steps: int = STEPS, traced: bool = False
+) -> tuple[float, ...]:
+    """Returns the losses of ``steps`` steps, each over ``accumulate`` parts of the same batch."""
+    batches = batches_of(BATCH, SEQUENCE, VOCABULARY, device)
+    for _ in range(begin):
+        next(batches)
+
+    def step(batch: Tensor) -> float:
+        return loop.step(*batch.chunk(accumulate)).item()
+
+    if not traced:
+        return tuple(step(next(batches)) for _ in range(steps))
+    with stronghold.trace(loop.model) as timeline:
+        found = tuple(step(next(batches)) for _ in range(steps))
+    if not timeline.spans():
+        raise RuntimeError("a trace was asked for and has no spans")
+    return found
+
+
+def away(got: Sequence[float], wanted: Sequence[float]) -> float:
+    """Returns how far the furthest loss is from what it should be, relative to that; infinity for NaN."""
+    found = [abs(one - other) / abs(other) for one, other in zip(got, wanted, strict=True)]
+    return max(one if one == one else float("inf") for one in found)
+
+
+def _model(llama: bool) -> nn.Module:
+    torch.manual_seed(0)
+    if not llama:
+        return GPT(GPTConfig(**GPT_SHAPE))
+    import transformers
+
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+
+
+def _join_alone(device: torch.device) -> None:
+    if not torch.distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = torch.distributed.TCPStore("localhost", 0, 1, is_master=True)  # it lives as long as the process
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+# ---- what starts them ----
+
+
+def call_of(name: str) -> dict[str, Any]:
+    return {"mode": name}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    names = list(options.only or MODES)
+    if options.child:
+        run_modes(names, options)
+        return 0
+    recorded, budget = Recorded("smoke", options), budget_of(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    while (left := [name for name in names if recorded.find(call_of(name)) is None]) and budget.allows():
+        said = _run_child(left, options, max(1.0, budget.left_s))
+        recorded.reload()
+        still = [name for name in left if recorded.find(call_of(name)) is None]
+        if said is not None and still:  # it died, of the first that it has no record of
+            recorded.add(call_of(still[0]), {"error": f"the process died: {said}"})
+    found = [record for name in names if (record := recorded.find(call_of(name)))]
+    draw(table(found))
+    say_left([call_of(name) for name in names if recorded.find(call_of(name)) is None], names)
+    return 1 if any(status_of(record) != "ok" for record in found) else 0
+
+
+def _run_child(names: Sequence[str], options: argparse.Namespace, left_s: float) -> str | None:
+    """Runs modes in a process until it ends or the time is up; returns what it said last if it died by itself."""
+    command = [sys.executable, __file__, "--child", "--only", *names, "--out", str(options.out)]
+    command += ["--device", str(options.device), "--patience", str(options.patience)]
+    command += ["--commit", options.commit] if options.commit else []
+    command += ["--scratch", options.scratch] if options.scratch else []
+    with (options.out / "smoke.txt").open("ab+") as output:
+        begin = output.tell()
+        try:
+            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=left_s).returncode
+        except subprocess.TimeoutExpired:
+            return None
+        output.seek(begin)
+        said = output.read().decode(errors="replace")
+    if code == 0:
+        return None
+    hung = "Timeout (" in said
+    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")
+    return f"hung for {options.patience:g} s, see smoke.txt" if hung else f"ended with {code}: {last[:200]}"
+
+
+def status_of(record: Record) -> str:
+    """Returns "ok", "WRONG" or "failed"."""
+    if "error" in record:
+        return "failed"
+    return "ok" if float(record["away"]) <= record["tolerance"] else "WRONG"
+
+
+def table(records: Sequence[Record]) -> Table:
+    """Returns a line for each mode."""
+    statuses = [status_of(record) for record in records]
+    counts = ", ".join(f"{statuses.count(name)} {name}" for name in ("ok", "WRONG", "failed") if name in statuses)
+    drawn = Table(title=f"modes beside plain PyTorch: {counts or 'none'}", box=box.SIMPLE)
+    for name, justify in (
+        ("mode", "left"),
+        ("furthest loss", "right"),
+        ("allowed", "right"),
+        ("took", "right"),
+        ("", "left"),
+    ):
+        drawn.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for record, status in zip(records, statuses, strict=True):
+        cells = [f"{float(record['away']):.1e}", f"{record['tolerance']:g}"] if "away" in record else ["", ""]
+        took = format_seconds(record["wall_s"]) if "wall_s" in record else ""
+        drawn.add_row(record["call"]["mode"], *cells, took, record.get("error", "" if status == "ok" else status))
+    return drawn
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--only", nargs="+", choices=tuple(MODES), metavar="MODE", help="these modes alone")
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, metavar="S", help="for a mode (60)")
+    parser.add_argument("--scratch", metavar="DIR", help="where stores on disk lie (the system's temporary folder)")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
