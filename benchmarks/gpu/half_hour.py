@@ -147,9 +147,9 @@ def say_left(left: Sequence[object], whole: Sequence[object]) -> None:
 
 
 def main() -> None:
-    """Prints what identifies the code, for the shell scripts to record."""
+    """Prints what identifies the code, for the shell scripts to record, and the device that is there."""
     try:
-        print(describe_machine()["commit"] or digest(ROOT))
+        print(describe_machine()["commit"] or digest(ROOT), default_device())
     except (OSError, subprocess.SubprocessError) as error:
         sys.exit(str(error))
 

@@ -159,7 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         still = [name for name in left if recorded.find(call_of(name)) is None]
         if said is not None and still:  # it died, of the first that it has no record of
             recorded.add(call_of(still[0]), {"error": f"the process died: {said}"})
-    found = [record for name in names if (record := recorded.find(call_of(name)))]
+        elif said is not None:
+            recorded.add(call_of("the end of the process"), {"error": said})
+    shown = [*names, "the end of the process"]
+    found = [record for name in shown if (record := recorded.find(call_of(name)))]
     draw(table(found))
     say_left([call_of(name) for name in names if recorded.find(call_of(name)) is None], names)
     return 1 if any(status_of(record) != "ok" for record in found) else 0

@@ -1,0 +1,116 @@
+# shellcheck shell=bash
+# Sourced by first.sh, compare.sh and large.sh: their options, their clock, and what each needs before it measures.
+#
+# Options: --minutes N (9.5), --out DIR ($OUT, else results/gpu), --wheels DIR, --device NAME, --commit NAME, --small.
+# A part runs in what is left of the minutes, and is ended then; its records so far are there, and the same command goes
+# on with the rest. What DIR lacks comes from results/gpu, where an earlier call's output was put.
+
+HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+ROOT="$(cd "$HERE/../.." && pwd)"
+PYTHON="${PYTHON:-python3}"
+MARGIN=8 # seconds for a part to draw its table
+
+minutes=9.5 out="${OUT:-$ROOT/results/gpu}" wheels="" commit="" device="" small="" given=()
+while (($#)); do
+  case "$1" in
+    --minutes) minutes="$2" && shift 2 ;;
+    --out) out="$2" && shift 2 ;;
+    --wheels) wheels="$2" && shift 2 ;;
+    --commit) commit="$2" && shift 2 ;;
+    --device) device="$2" && given+=(--device "$2") && shift 2 ;;
+    --small) small=yes && given+=(--small) && shift ;;
+    *) printf 'error: an option is one of --minutes, --out, --wheels, --commit, --device, --small (got %s)\n' "$1" >&2 && exit 2 ;;
+  esac
+done
+END=$(awk -v minutes="$minutes" 'BEGIN { print int(60 * minutes) }')
+SECONDS=0
+not_done=() failed=()
+
+left() { echo $((END - SECONDS)); }
+
+# part NAME MOST COMMAND...: runs COMMAND, for MOST seconds and for what is left at most, and says how it ended.
+part() {
+  local name="$1" most="$2" begin=$SECONDS code=0
+  shift 2
+  if (($(left) <= MARGIN)); then
+    not_done+=("$name")
+    return 0
+  fi
+  most=$((most < $(left) ? most : $(left)))
+  printf '\n== %s (%d s left)\n' "$name" "$(left)"
+  timeout --kill-after=10 "$most" "$@" </dev/null || code=$?
+  if ((code == 124 || code == 137)); then not_done+=("$name"); elif ((code)); then failed+=("$name"); fi
+  printf '== %s: %s after %d s\n' "$name" "$( ((code)) && echo "ended with $code" || echo done)" $((SECONDS - begin))
+}
+
+# measure NAME MOST SCRIPT...: a part that is a script of this folder, which gets a little less than its time.
+measure() {
+  local name="$1" most="$2" script="$3"
+  shift 3
+  local s=$((most < $(left) ? most : $(left)))
+  part "$name" "$most" "$PYTHON" "$HERE/$script" --out "$out" --commit "$commit" "${given[@]}" \
+    --minutes "$(awk -v s="$s" -v margin="$MARGIN" 'BEGIN { print (s > margin ? s - margin : 0) / 60 }')" "$@"
+}
+
+# prepare: modules from the wheels, the extension, and, once for each start of the machine, its memory.
+prepare() {
+  mkdir -p "$out" "$ROOT/build"
+  if [[ -d "$ROOT/results/gpu" && ! "$out" -ef "$ROOT/results/gpu" ]]; then
+    find "$ROOT/results/gpu" -maxdepth 1 -type f \( -name '*.jsonl' -o -name '*.tar' \) -exec cp -n {} "$out" \;
+  fi
+  export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+  export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}" # OpenMP's idle threads sleep: other threads want their cores
+  export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-99}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+  if (($(left) <= MARGIN)); then return 0; fi
+  part "modules" 120 bash -c 'install_missing "$@"' bash psutil numpy safetensors rich accelerate tokenizers tensorboard matplotlib
+  if ! is_built; then
+    part "what builds the extension" 60 bash -c 'install_missing "$@"' bash pybind11 setuptools
+    part "building the extension" 180 bash -c 'cd "$1" && "$2" setup.py --quiet build_ext --inplace' bash "$ROOT" "$PYTHON"
+  fi
+  local known there
+  read -r known there < <("$PYTHON" "$HERE/half_hour.py")
+  commit="${commit:-$known}" device="${device:-$there}"
+  local touched
+  touched="$ROOT/build/touched-$(cat /proc/sys/kernel/random/boot_id)"
+  if [[ ! -e "$touched" ]]; then
+    measure "touching the memory" 100 touch.py
+    touch "$touched"
+  fi
+}
+
+# is_built: whether the extension is there for this interpreter, and no source is newer.
+is_built() {
+  local extension
+  extension="$ROOT/stronghold/_C$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"
+  [[ -e "$extension" && -z "$(find "$ROOT/csrc" "$ROOT/setup.py" -newer "$extension" -print -quit)" ]]
+}
+
+# install_missing MODULE...: installs from --wheels those that are not there, all at once.
+install_missing() {
+  local missing
+  mapfile -t missing < <("$PYTHON" -c '
+import sys
+from importlib.util import find_spec
+for name in sys.argv[1:]:
+    if find_spec(name) is None:
+        print(name)' "$@")
+  if ((${#missing[@]} == 0)); then return 0; fi
+  if [[ -z "$wheels" ]]; then
+    printf 'missing: %s; pass --wheels DIR with their wheels\n' "${missing[*]}"
+    return 1
+  fi
+  "$PYTHON" -m pip --disable-pip-version-check install --quiet --no-index --find-links "$wheels" "${missing[@]}"
+}
+
+export -f install_missing
+export PYTHON wheels
+
+# finish: says what is left, and ends with 1 where a part failed.
+finish() {
+  printf '\n%s after %d s of %d; records are in %s\n' "$(basename "$0")" "$SECONDS" "$END" "$out"
+  if ((${#not_done[@]})); then printf 'no time for: %s; the same command goes on with it\n' "$(join "${not_done[@]}")"; fi
+  if ((${#failed[@]})); then printf 'failed or wrong: %s\n' "$(join "${failed[@]}")"; fi
+  exit $((${#failed[@]} > 0))
+}
+
+join() { local IFS=";" && sed 's/;/; /g' <<<"$*"; }

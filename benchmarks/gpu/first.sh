@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The first ten minutes: does it build, does each mode work, what does the machine give, where does a step go.
+# README.md beside this file has the options, and what each number should be.
+set -euo pipefail
+# shellcheck source=benchmarks/gpu/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+# about: what no record has, into machine.txt.
+about() {
+  {
+    date -u
+    lscpu
+    free -m
+    ulimit -a
+    df -h "$out" /tmp
+    nvidia-smi -q -d CLOCK,POWER,PCIE,MEMORY
+    nvidia-smi topo -m
+    command -v nvcc g++ ninja
+    "$PYTHON" -m pip --disable-pip-version-check list
+  } >"$out/machine.txt" 2>&1 || true # what is not there says so in it
+}
+export -f about
+export out
+
+prepare
+part "the machine, into machine.txt" 30 bash -c about
+measure "every mode beside plain PyTorch" 200 smoke.py
+measure "what the machine gives" 150 probe.py
+measure "where a step goes" 600 trace_steps.py
+finish

@@ -1,0 +1,305 @@
+"""Where a step goes on this device, in each of many settings, beside plain PyTorch with everything on the device.
+
+    python benchmarks/gpu/trace_steps.py [--batches 32 4] [--cap 16GiB] [--rounds 3] [--steps 3]
+
+One process trains the reference GPT (1.717 B parameters, bf16) by the ordinary loop, wholly resident, and beside it in
+one setting of stronghold's after the other: some steps of the one, some of the other, in turn, so that a ratio is of
+two neighbours. Each setting's losses must be the ordinary loop's. Then one step is traced by torch.profiler: how busy
+the device is, what is copied and how much of that time is under computing, and the largest gaps of the computation,
+each with the kernels around it and the engine's wait or the host's call that it was for. On the CPU the profiler sees
+operations of PyTorch alone, and copies are the engine's own spans.
+
+Appends a JSON line for each setting to trace.jsonl; the traces of the first --traces settings stay beside it
+(trace_*.json.gz, for ui.perfetto.dev).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gzip
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from half_hour import Recorded, add_options, budget_of, draw, error_of, say, say_left
+from loops import Loop, batches_of, held_bytes, offloaded, peak_bytes, plain, reset_peak
+from probe_parts import synchronize
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
+from trace_events import STEP, WAIT, step_of
+from trace_settings import SMALL, Setting, Shape, call_of, offload_settings, settings_of
+from trace_spans import Copy, summary
+from trace_table import gap_table, name_of, table, why_idle
+
+import stronghold
+from stronghold.device import Event, Wait, Waits
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.records.agreement import TOLERANCE
+from stronghold.units import format_seconds, parse_bytes
+
+WARM_UP = 2
+LR = 3e-6
+LANES = {"fetches": "up", "gradients": "down"}
+
+
+@contextmanager
+def named_waits() -> Iterator[None]:
+    """Has the engine's waits annotated in a profiler's trace, by their names."""
+
+    def named(method: Callable[..., None]) -> Callable[..., None]:
+        def wait(self: Waits, event: Event | None, reason: Wait) -> None:
+            with record_function(f"{WAIT}{reason.name}"):
+                method(self, event, reason)
+
+        return wait
+
+    with (
+        mock.patch.object(Waits, "compute", named(Waits.compute)),
+        mock.patch.object(Waits, "host", named(Waits.host)),
+    ):
+        yield
+
+
+class Turns:
+    """Steps of one loop, as many at a time as are asked for; ``losses`` are those of all its steps so far."""
+
+    def __init__(self, loop: Loop, batch: int, shape: Shape, device: torch.device) -> None:
+        self.loop, self.losses = loop, []
+        self._device = device
+        self._batches = batches_of(batch, shape.sequence, shape.vocabulary, device)
+
+    def step(self) -> Tensor:
+        loss = self.loop.step(next(self._batches))
+        self.losses.append(loss)
+        return loss
+
+    def timed(self, steps: int) -> float:
+        """Returns the seconds of a step, in the mean of ``steps`` behind one that is not counted."""
+        self.step()
+        synchronize(self._device)
+        begin_s = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        synchronize(self._device)
+        took_s = (time.perf_counter() - begin_s) / steps
+        self.settle()
+        return took_s
+
+    def settle(self) -> None:
+        """Waits for the host's updates, so that the other loop's turn does not share the host with them."""
+        if hasattr(self.loop.optimizer, "wait"):
+            self.loop.optimizer.wait()
+        synchronize(self._device)
+
+    def first_losses(self, count: int) -> list[float]:
+        return [loss.item() for loss in islice(self.losses, count)]
+
+
+def traced(turns: Turns, device: torch.device, keep: Path | None) -> dict[str, Any]:
+    """Traces one step behind another, and returns what it comes to."""
+    wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & supported_activities()
+    copies: list[Copy] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        turns.step()
+        with named_waits(), profile(activities=list(wanted)) as profiled:
+            turns.step()  # the profiler's own beginning
+            synchronize(device)
+            if turns.loop.report() is None:
+                _annotated(turns, device)
+            else:
+                with stronghold.trace(turns.loop.model) as timeline:
+                    begin_s = _annotated(turns, device)
+                    turns.settle()
+                spans = timeline.spans()
+                origin_s = timeline._host_origin_s - begin_s  # the timeline's beginning, from the step's
+                copies = [
+                    Copy(LANES[span.lane], 0, span.begin_s + origin_s, span.end_s + origin_s)
+                    for span in spans
+                    if span.lane in LANES
+                ]
+        profiled.export_chrome_trace(str(path))
+        text = path.read_bytes()
+    if keep is not None:
+        keep.parent.mkdir(parents=True, exist_ok=True)
+        keep.write_bytes(gzip.compress(text, compresslevel=3))
+    events = json.loads(text)["traceEvents"]
+    begins = [event["ts"] for event in events if event.get("name") == STEP and event.get("cat") == "user_annotation"]
+    at_s = max(begins) * 1e-6
+    copies = [one._replace(begin_s=one.begin_s + at_s, end_s=one.end_s + at_s) for one in copies]
+    return summary(step_of(events, copies))
+
+
+def _annotated(turns: Turns, device: torch.device) -> float:
+    begin_s = time.perf_counter()
+    with record_function(STEP):
+        turns.step()
+        synchronize(device)
+    return begin_s
+
+
+class Course:
+    """The settings of one batch, beside one ordinary loop that stays where it is."""
+
+    def __init__(self, shape: Shape, batch: int, options: argparse.Namespace, pristine: GPT) -> None:
+        self.shape, self.batch, self._options, self._pristine = shape, batch, options, pristine
+        self._device = options.device
+        self._losses = WARM_UP + options.rounds * (options.steps + 1)
+        reset_peak(self._device)
+        loop = plain(copy.deepcopy(pristine), dtype=shape.dtype, device=self._device, lr=LR, recompute=True)
+        self.ordinary = Turns(loop, batch, shape, self._device)
+        while len(self.ordinary.losses) < self._losses:
+            self.ordinary.step()
+        self._expected = self.ordinary.first_losses(self._losses)
+        self._peak_bytes = peak_bytes(self._device)
+
+    def ordinary_record(self, keep: Path | None) -> dict[str, Any]:
+        """Returns what the ordinary loop itself comes to."""
+        seconds = [self.ordinary.timed(self._options.steps) for _ in range(self._options.rounds)]
+        found = {"step_s": seconds, "peak_bytes": self._peak_bytes, "parameters": self._pristine.config.parameters}
+        return found | {"trace": traced(self.ordinary, self._device, keep)}
+
+    def measure(self, setting: Setting, keep: Path | None) -> dict[str, Any]:
+        """Returns what ``setting`` comes to, in turn with the ordinary loop."""
+        device, options = self._device, self._options
+        before_bytes = held_bytes(device)
+        begin_s = time.perf_counter()
+        loop = offloaded(
+            copy.deepcopy(self._pristine),
+            dtype=self.shape.dtype,
+            device=device,
+            lr=LR,
+            settings=offload_settings(self.shape, setting),
+            optimizer={"update": setting.update, "states": setting.states},
+        )
+        try:
+            turns = Turns(loop, self.batch, self.shape, device)
+            for _ in range(WARM_UP):
+                turns.step()
+            turns.settle()
+            prepared_s = time.perf_counter() - begin_s
+            reset_peak(device)
+            own_s, ordinary_s, ratios = [], [], []
+            for _ in range(options.rounds):
+                ordinary_s.append(self.ordinary.timed(options.steps))
+                own_s.append(turns.timed(options.steps))
+                ratios.append(ordinary_s[-1] / own_s[-1])
+            report = loop.report()
+            assert report is not None and report.step is not None
+            losses = turns.first_losses(self._losses)
+            away = max(abs(one - other) / abs(other) for one, other in zip(losses, self._expected, strict=True))
+            found = {
+                "step_s": own_s,
+                "ordinary_s": ordinary_s,
+                "of_ordinary": ratios,
+                "prepared_s": prepared_s,
+                "away": away,
+                "tolerance": TOLERANCE[self.shape.dtype],
+                "parameters": report.parameters,
+                "placement": {"window": report.window, "resident": report.resident},
+                "waits_s": {"fetch": report.step.fetch_wait_s, "update": report.step.update_wait_s},
+                "moved_bytes": {"up": report.step.fetched_bytes, "down": report.step.gradient_bytes},
+                "held_bytes": held_bytes(device) - before_bytes,
+                "report_bytes": report.device_bytes,
+                "pinned_bytes": report.pinned_host_bytes,
+            }
+            found["trace"] = traced(turns, device, keep)
+            return found | self._peaks(loop, before_bytes)
+        finally:
+            loop.close()
+
+    def _peaks(self, loop: Loop, before_bytes: int) -> dict[str, Any]:
+        """Returns the peak of a step with next to no activations, beside what the report said it would be."""
+        report = loop.report()
+        assert report is not None
+        reset_peak(self._device)
+        loop.step(next(batches_of(1, 8, self.shape.vocabulary, self._device)))
+        synchronize(self._device)
+        said = report.device_bytes + report.root_gradients_device_bytes
+        return {"least_peak_bytes": max(0, peak_bytes(self._device) - before_bytes), "least_peak_said": said}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    recorded, budget = Recorded("trace", options), budget_of(options)
+    settings = settings_of(options.shape, options.batches, options.cap)
+    wanted: list[tuple[int, Setting | None]] = [
+        pair
+        for batch in dict.fromkeys(options.batches)
+        for pair in [(batch, None), *((batch, setting) for setting in settings if setting.batch == batch)]
+    ]
+    calls = [call_of(options.shape, setting, batch) for batch, setting in wanted]
+    pristine: GPT | None = None
+    course: Course | None = None
+    for number, ((batch, setting), call) in enumerate(zip(wanted, calls, strict=True)):
+        if recorded.find(call) is not None:
+            continue
+        if not budget.allows():
+            break
+        begin_s = budget.left_s
+        try:
+            if pristine is None:
+                pristine = GPT(GPTConfig(**{k: v for k, v in vars(options.shape).items() if k != "dtype"}))
+            if course is None or course.batch != batch:
+                course = None  # the memory of one is the next one's
+                course = Course(options.shape, batch, options, pristine)
+                begin_s = budget.left_s  # a setting does not pay for this again
+            keep = options.out / f"trace_{number:02}.json.gz" if number < options.traces else None
+            outcome = course.ordinary_record(keep) if setting is None else course.measure(setting, keep)
+        except (RuntimeError, ValueError, MemoryError, stronghold.errors.StrongholdError) as error:
+            outcome = {"error": error_of(error)}
+        recorded.add(call, outcome)
+        budget.took(begin_s - budget.left_s)
+        name = "plain PyTorch" if setting is None else setting.name
+        say(f"{name}: {outcome.get('error') or format_seconds(median(outcome['step_s'])) + ' per step'}")
+        if "CUDA error" in outcome.get("error", ""):
+            break  # the context is lost
+    found = [record for call in calls if (record := recorded.find(call))]
+    whole = [record for record in found if "trace" in record]
+    if whole:
+        for record in whole[: options.gaps]:
+            draw(gap_table(record))
+        for record in whole:
+            say(why_idle(record))
+        draw(table(whole, str(options.device)))
+    for record in found:
+        if "error" in record:
+            say(f"failed: {name_of(record['call'])}: {record['error']}")
+    say_left(recorded.left(calls), calls)
+    return 1 if any(record.get("away", 0.0) > record.get("tolerance", 0.0) for record in found) else 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    add = parser.add_argument
+    for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
+        add(f"--{name}", type=int, metavar="N", help=f"({getattr(Shape(), name)})")
+    add("--dtype", choices=("fp32", "bf16"), help="(bf16)")
+    add("--batches", type=int, nargs=2, metavar="N", help="samples of a step: many, and few (32 4)")
+    add("--cap", type=parse_bytes, metavar="SIZE", help="device memory to fill with resident layers (16GiB)")
+    add("--rounds", type=int, default=3, metavar="N", help="turns of each (3)")
+    add("--steps", type=int, default=3, metavar="N", help="that a turn counts (3)")
+    add("--traces", type=int, default=4, metavar="N", help="how many settings' traces stay (4)")
+    add("--gaps", type=int, default=3, metavar="N", help="how many settings' gaps are drawn (3); all are recorded")
+    options = parser.parse_args(arguments)
+    small = options.small or options.device.type == "cpu"
+    told = {name: v for name in vars(Shape()) if (v := getattr(options, name)) is not None}
+    options.shape = Shape(**vars(SMALL if small else Shape()) | told)
+    options.batches = tuple(options.batches or ((4, 2) if small else (32, 4)))
+    options.cap = options.cap or parse_bytes("8MiB" if small else "16GiB")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

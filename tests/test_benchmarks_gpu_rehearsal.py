@@ -1,0 +1,142 @@
+"""benchmarks/gpu, each script as a process on the CPU: its records, what a second call leaves out, its clock."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks" / "gpu"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {"GOMP_SPINCOUNT": "1000", "KINETO_LOG_LEVEL": "99"}
+
+
+def call(script, out, *arguments, code=0):
+    """Returns what a script prints that ends with ``code``."""
+    command = [str(FOLDER / script)] if script.endswith(".sh") else [sys.executable, str(FOLDER / script)]
+    command += ["--out", str(out), "--device", "cpu", "--small", "--commit", "c", *map(str, arguments)]
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "OUT"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def recorded(out, name):
+    return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_the_probe_goes_on_where_it_was(tmp_path):
+    only = ("--least", "0.001", "--only", "product")
+    call("probe.py", tmp_path, *only)
+    first = recorded(tmp_path, "probe")
+    assert {record["call"]["kind"] for record in first} == {"bf16", "fp32", "tf32"}
+    assert all(record["tflops"] > 0 and record["here"]["commit"] == "c" for record in first)
+    printed = call("probe.py", tmp_path, *only, "link", "launch", "host memory")
+    both = recorded(tmp_path, "probe")
+    assert both[: len(first)] == first
+    later = both[len(first) :]
+    assert {record["call"]["part"] for record in later} == {"link", "launch", "host memory"}
+    assert all(record["gb_per_s"] > 0 for record in later if record["call"]["part"] != "launch")
+    assert "the best bf16 product" in printed and "up, not pinned" in printed
+    call("probe.py", tmp_path, *only)
+    assert recorded(tmp_path, "probe") == both
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "left"),
+    [
+        ("probe.py", "probe", " are left"),
+        ("smoke.py", "smoke", "28 of 28 are left"),
+        ("trace_steps.py", "trace", "13 of 13 are left"),
+        ("large.py", "large", "4 of 4 are left"),
+    ],
+)
+def test_without_time_nothing_is_measured_and_what_is_left_is_said(tmp_path, script, name, left):
+    assert left in call(script, tmp_path, "--minutes", 0)
+    assert not (tmp_path / f"{name}.jsonl").exists()
+
+
+@pytest.mark.parametrize("script", ["first.sh", "compare.sh", "large.sh"])
+def test_a_shell_script_without_time_says_what_is_left(tmp_path, script):
+    assert "no time for: " in call(script, tmp_path, "--minutes", 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_modes_are_compared_with_plain_pytorch_and_one_that_dies_is_told(tmp_path):
+    only = ("--only", "window 2", "bf16, in_backward")
+    printed = call("smoke.py", tmp_path, *only)
+    assert "2 ok" in printed
+    records = recorded(tmp_path, "smoke")
+    assert [record["call"]["mode"] for record in records] == ["window 2", "bf16, in_backward"]
+    for record in records:
+        assert len(record["losses"]) == 5 and record["losses"][-1] < record["losses"][0]
+        assert record["losses"] == pytest.approx(record["expected"], rel=record["tolerance"])
+    printed = call("smoke.py", tmp_path, *only, "window 1", "--patience", "0.001", code=1)
+    assert "2 ok, 1 failed" in printed
+    assert recorded(tmp_path, "smoke")[:2] == records
+    assert recorded(tmp_path, "smoke")[2]["error"].startswith("the process died: hung for 0.001 s")
+
+
+def test_steps_are_traced_beside_the_ordinary_loop(tmp_path):
+    shape = ("--layers", 2, "--hidden", 32, "--heads", 2, "--sequence", 16, "--rounds", 1, "--steps", 1)
+    printed = call("trace_steps.py", tmp_path, *shape)
+    records = recorded(tmp_path, "trace")
+    assert [record["call"]["method"] for record in records].count("plain") == 2
+    for record in records:
+        trace = record["trace"]
+        assert 0 < trace["busy"] < 1 and trace["gaps"] and trace["kernels"] > 10
+        idle_s = sum(trace["why_s"].values())
+        assert idle_s == pytest.approx((1 - trace["busy"]) * trace["traced_s"], rel=0.2)
+        assert record.get("away", 0.0) <= record.get("tolerance", 0.0)
+    assert len(list(tmp_path.glob("trace_*.json.gz"))) == 4
+    assert "largest gaps, batch 4, plain PyTorch, resident" in printed
+    call("trace_steps.py", tmp_path, *shape)
+    assert recorded(tmp_path, "trace") == records
+
+
+def test_large_models_learn_and_are_not_trained_again(tmp_path):
+    call("probe.py", tmp_path, "--least", "0.001", "--only", "product")
+    printed = call("large.py", tmp_path, "--steps", 2, "--batches", 2)
+    llama, gpt = recorded(tmp_path, "large")
+    assert (llama["call"]["model"], gpt["call"]["model"]) == ("llama-tiny", "gpt-tiny")
+    assert llama["learned"] and gpt["learned"] and len(llama["step_s"]) == 2
+    assert "best product" in printed and "WRONG" not in printed
+    call("large.py", tmp_path, "--steps", 2, "--batches", 2)
+    assert len(recorded(tmp_path, "large")) == 2
+
+
+def test_a_copy_without_git_has_a_name_of_its_own_that_its_sources_give(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER.parent)
+    monkeypatch.syspath_prepend(FOLDER)
+    from half_hour import digest  # type: ignore[import-not-found]
+
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "a.cpp").write_text("int a;")
+    first = digest(tmp_path)
+    (tmp_path / "csrc" / "notes.txt").write_text("of no account")
+    assert digest(tmp_path) == first
+    (tmp_path / "csrc" / "a.cpp").write_text("int b;")
+    assert digest(tmp_path) != first
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("first.sh", ("touch", "smoke", "probe", "trace")),
+        ("compare.sh", ("methods",)),
+        ("large.sh", ("probe", "large")),
+    ],
+)
+def test_each_of_the_three_commands_end_to_end(tmp_path, script, names):
+    printed = call(script, tmp_path)
+    assert "failed or wrong" not in printed and "no time for" not in printed
+    for name in names:
+        records = recorded(tmp_path, name) if name != "touch" else [{}]
+        assert records and not any("CUDA" in str(record.get("error")) for record in records)
+    before = {name: recorded(tmp_path, name) for name in names if name != "touch"}
+    call(script, tmp_path)
+    assert {name: recorded(tmp_path, name) for name in before} == before
