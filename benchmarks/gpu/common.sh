@@ -22,11 +22,12 @@ while (($#)); do
     *) printf 'error: an option is one of --minutes, --out, --wheels, --commit, --device, --small (got %s)\n' "$1" >&2 && exit 2 ;;
   esac
 done
-END=$(awk -v minutes="$minutes" 'BEGIN { print int(60 * minutes) }')
+END=$("$PYTHON" -c 'import sys; print(int(60 * float(sys.argv[1])))' "$minutes")
 SECONDS=0
 not_done=() failed=()
 
 left() { echo $((END - SECONDS)); }
+in_minutes() { printf '%d.%02d' $(($1 / 60)) $(($1 % 60 * 100 / 60)); }
 
 # part NAME MOST COMMAND...: runs COMMAND, for MOST seconds and for what is left at most, and says how it ended.
 part() {
@@ -48,8 +49,9 @@ measure() {
   local name="$1" most="$2" script="$3"
   shift 3
   local s=$((most < $(left) ? most : $(left)))
+  s=$((s > MARGIN ? s - MARGIN : 0))
   part "$name" "$most" "$PYTHON" "$HERE/$script" --out "$out" --commit "$commit" "${given[@]}" \
-    --minutes "$(awk -v s="$s" -v margin="$MARGIN" 'BEGIN { print (s > margin ? s - margin : 0) / 60 }')" "$@"
+    --minutes "$(in_minutes "$s")" "$@"
 }
 
 # prepare: modules from the wheels, the extension, and, once for each start of the machine, its memory.

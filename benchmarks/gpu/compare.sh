@@ -36,7 +36,7 @@ if ((END > 0)); then
   commit_options=(--out "$out/methods.jsonl" --commit "$commit" ${device:+--device "$device"} "${sizes[@]}")
   seconds=$(($(left) > 2 * MARGIN ? $(left) - 2 * MARGIN : 0))
   part "methods under caps" 600 "$PYTHON" "$HERE/compare.py" --part methods "${commit_options[@]}" \
-    --minutes "$(awk -v s="$seconds" 'BEGIN { print s / 60 }')"
+    --minutes "$(in_minutes "$seconds")"
   pack
 else
   not_done+=("methods under caps")

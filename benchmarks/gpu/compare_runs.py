@@ -9,6 +9,7 @@ from typing import Any
 
 from calls import Budget, Call, train
 from compare_parts import Course, Fit, Round, Setting, command, fit, fit_tighter
+from half_hour import identity
 
 from stronghold.lab.records.json_lines import Record, append_record, describe_machine, read_records, to_line
 from stronghold.units import format_seconds
@@ -145,17 +146,3 @@ class Runner:
 
     def _call(self, number: int, setting: Setting) -> dict[str, Any]:
         return {"round": number, **asdict(setting), **asdict(self.course)}
-
-
-def identity(machine: Record) -> Record:
-    """Returns what two records must have in common to be of the same code on the same kind of machine.
-
-    Not the size of the memory, which a virtual machine may be given little by little.
-    """
-    host, gpus = machine["host"], machine["gpus"]
-    return {
-        "commit": machine["commit"],
-        "processor": host["processor"],
-        "cores": host["cores"],
-        "gpus": [gpu["name"] for gpu in gpus],
-    }

@@ -1,6 +1,6 @@
 """Models larger than the device's cap: a Llama of 8 B parameters, then the GPT of 5.1 B, in full.
 
-    python benchmarks/gpu/large.py [--cap 24GiB] [--batches 16 32 8] [--window 3] [--only llama-8b]
+    python benchmarks/gpu/large.py [--cap 24GiB] [--batches 16 8 32] [--window 3] [--only llama-8b]
 
 Each is built from its configuration, without a download and without ever being whole in memory, and trained with bf16
 compute, exact fp32 masters, 8-bit moments and updates in the backward pass, under a cap of device memory. Tokens per
@@ -42,6 +42,7 @@ def build(large: Large, options: argparse.Namespace) -> Loop:
     with torch.device("meta"):
         model = large.build()
     settings = {"window": min(options.window, large.layers), "weights": tile_initialiser(model)}
+    settings["micro_batch"] = options.micro_batch
     updates = {"update": "in_backward", "states": "8bit"}
     return offloaded(model, dtype="bf16", device=options.device, lr=LR, settings=settings, optimizer=updates)
 
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _call(large: Large, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    place = {"cap": options.cap, "window": options.window, "steps": options.steps}
+    place = {name: getattr(options, name) for name in ("cap", "window", "micro_batch", "steps")}
     return {"model": large.name, "batch": batch, "sequence": large.sequence, **place}
 
 
@@ -171,13 +172,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     names = [large.name for large in (*MODELS, *SMALL_MODELS)]
     add("--cap", type=parse_bytes, default=24 * 2**30, metavar="SIZE", help="of device memory (24GiB)")
-    add("--batches", type=int, nargs="+", metavar="N", help="samples of a step (16 32 8)")
+    add("--batches", type=int, nargs="+", metavar="N", help="samples of a step (16 8 32)")
     add("--window", type=int, default=3, metavar="N", help="layers on the device at a time (3)")
+    add("--micro-batch", type=int, default=16, metavar="N", help="samples a layer computes at a time (16)")
     add("--steps", type=int, default=6, metavar="N", help="that are counted, of each batch (6)")
     add("--only", nargs="+", choices=names, metavar="MODEL", help=f"of {', '.join(names)}")
     options = parser.parse_args(arguments)
     options.small = options.small or options.device.type == "cpu"
-    options.batches = options.batches or ([2, 4] if options.small else [16, 32, 8])
+    options.batches = options.batches or ([2, 4] if options.small else [16, 8, 32])
     return options
 
 
