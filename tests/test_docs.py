@@ -22,6 +22,7 @@ OTHER_PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "docker" / "README.md",
+    ROOT / "benchmarks" / "gpu" / "README.md",
     *ROOT.glob("examples/*/*.md"),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)

@@ -15,7 +15,7 @@ while (($#)); do
   case "$1" in
     --minutes) minutes="$2" && shift 2 ;;
     --out) out="$2" && shift 2 ;;
-    --wheels) wheels="$2" && shift 2 ;;
+    --wheels) wheels="$(cd "$2" && pwd)" && shift 2 ;;
     --commit) commit="$2" && shift 2 ;;
     --device) device="$2" && given+=(--device "$2") && shift 2 ;;
     --small) small=yes && given+=(--small) && shift ;;
@@ -66,8 +66,7 @@ prepare() {
   if (($(left) <= MARGIN)); then return 0; fi
   part "modules" 120 bash -c 'install_missing "$@"' bash psutil numpy safetensors rich accelerate tokenizers tensorboard matplotlib
   if ! is_built; then
-    part "what builds the extension" 60 bash -c 'install_missing "$@"' bash pybind11 setuptools
-    part "building the extension" 180 bash -c 'cd "$1" && "$2" setup.py --quiet build_ext --inplace' bash "$ROOT" "$PYTHON"
+    part "building the extension" 240 bash -c build
   fi
   local known there
   read -r known there < <("$PYTHON" "$HERE/half_hour.py")
@@ -87,6 +86,21 @@ is_built() {
   [[ -e "$extension" && -z "$(find "$ROOT/csrc" "$ROOT/setup.py" -newer "$extension" -print -quit)" ]]
 }
 
+# build: builds the extension into the tree, with tools of its own from the wheels where the interpreter's do not do.
+build() {
+  cd "$ROOT" || return
+  export PYTHONPATH="$ROOT/build/tools:$PYTHONPATH"
+  if ! "$PYTHON" -c 'import pybind11, setuptools; assert int(setuptools.__version__.split(".")[0]) >= 77' 2>/dev/null; then
+    if [[ -z "$wheels" ]]; then
+      echo "pybind11 and setuptools from 77 on build the extension; pass --wheels DIR with them"
+      return 1
+    fi
+    "$PYTHON" -m pip --disable-pip-version-check install --quiet --no-index --find-links "$wheels" \
+      --target "$ROOT/build/tools" --upgrade pybind11 'setuptools>=77' || return
+  fi
+  "$PYTHON" setup.py --quiet build_ext --inplace
+}
+
 # install_missing MODULE...: installs from --wheels those that are not there, all at once.
 install_missing() {
   local missing
@@ -104,8 +118,8 @@ for name in sys.argv[1:]:
   "$PYTHON" -m pip --disable-pip-version-check install --quiet --no-index --find-links "$wheels" "${missing[@]}"
 }
 
-export -f install_missing
-export PYTHON wheels
+export -f build install_missing
+export PYTHON ROOT wheels
 
 # finish: says what is left, and ends with 1 where a part failed.
 finish() {

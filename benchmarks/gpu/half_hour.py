@@ -105,7 +105,7 @@ def digest(root: Path) -> str:
     sums = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((root / folder).rglob("*")):
-            if path.suffix in (".py", ".cpp", ".h", ".sh"):
+            if path.suffix in (".py", ".cpp", ".h"):
                 sums.update(str(path.relative_to(root)).encode())
                 sums.update(path.read_bytes())
     return f"tree-{sums.hexdigest()[:12]}"
