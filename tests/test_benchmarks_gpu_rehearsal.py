@@ -55,14 +55,16 @@ def test_the_probe_goes_on_where_it_was(tmp_path):
     ],
 )
 def test_without_time_nothing_is_measured_and_what_is_left_is_said(tmp_path, script, name, left):
-    assert left in call(script, tmp_path, "--minutes", 0)
+    assert left in call(script, tmp_path, "--minutes", 0, code=3)
     assert not (tmp_path / f"{name}.jsonl").exists()
 
 
 @pytest.mark.parametrize("script", ["first.sh", "compare.sh", "large.sh"])
 def test_a_shell_script_without_time_says_what_is_left(tmp_path, script):
-    assert "no time for: " in call(script, tmp_path, "--minutes", 0)
-    assert list(tmp_path.iterdir()) == []
+    printed = call(script, tmp_path, "--minutes", 0)
+    assert "no time for: " in printed
+    (output,) = tmp_path.iterdir()
+    assert output.read_text() == printed
 
 
 def test_modes_are_compared_with_plain_pytorch_and_one_that_dies_is_told(tmp_path):

@@ -24,6 +24,9 @@ while (($#)); do
 done
 END=$("$PYTHON" -c 'import sys; print(int(60 * float(sys.argv[1])))' "$minutes")
 SECONDS=0
+mkdir -p "$out"
+exec > >(tee -a "$out/$(basename "$0" .sh).txt") 2>&1
+TEE=$!
 not_done=() failed=()
 
 left() { echo $((END - SECONDS)); }
@@ -40,8 +43,14 @@ part() {
   most=$((most < $(left) ? most : $(left)))
   printf '\n== %s (%d s left)\n' "$name" "$(left)"
   timeout --kill-after=10 "$most" "$@" </dev/null || code=$?
-  if ((code == 124 || code == 137)); then not_done+=("$name"); elif ((code)); then failed+=("$name"); fi
-  printf '== %s: %s after %d s\n' "$name" "$( ((code)) && echo "ended with $code" || echo done)" $((SECONDS - begin))
+  local how="ended with $code" # 3 is a script's own word that some is left, the others are those of timeout
+  case "$code" in
+    0) how="done" ;;
+    3) how="some of it left" && not_done+=("some of $name") ;;
+    124 | 137) how="ended by the clock" && not_done+=("some of $name") ;;
+    *) failed+=("$name") ;;
+  esac
+  printf '== %s: %s after %d s\n' "$name" "$how" $((SECONDS - begin))
 }
 
 # measure NAME MOST SCRIPT...: a part that is a script of this folder, which gets a little less than its time.
@@ -56,7 +65,7 @@ measure() {
 
 # prepare: modules from the wheels, the extension, and, once for each start of the machine, its memory.
 prepare() {
-  mkdir -p "$out" "$ROOT/build"
+  mkdir -p "$ROOT/build"
   if [[ -d "$ROOT/results/gpu" && ! "$out" -ef "$ROOT/results/gpu" ]]; then
     find "$ROOT/results/gpu" -maxdepth 1 -type f \( -name '*.jsonl' -o -name '*.tar' \) -exec cp -n {} "$out" \;
   fi
@@ -124,8 +133,10 @@ export PYTHON ROOT wheels
 # finish: says what is left, and ends with 1 where a part failed.
 finish() {
   printf '\n%s after %d s of %d; records are in %s\n' "$(basename "$0")" "$SECONDS" "$END" "$out"
-  if ((${#not_done[@]})); then printf 'no time for: %s; the same command goes on with it\n' "$(join "${not_done[@]}")"; fi
+  if ((${#not_done[@]})); then printf 'no time for: %s; the same command goes on there\n' "$(join "${not_done[@]}")"; fi
   if ((${#failed[@]})); then printf 'failed or wrong: %s\n' "$(join "${failed[@]}")"; fi
+  exec >&- 2>&-
+  wait "$TEE" || true # the file's last lines, before whoever called takes it away
   exit $((${#failed[@]} > 0))
 }
 

@@ -140,10 +140,11 @@ def draw(table: Table) -> None:
     sys.stdout.flush()
 
 
-def say_left(left: Sequence[object], whole: Sequence[object]) -> None:
-    """Says how many measurements there is no time for."""
+def end_of(left: Sequence[object], whole: Sequence[object], *, wrong: bool = False) -> int:
+    """Says how many measurements there was no time for, and returns what to exit with: 1 if ``wrong``, 3 if some."""
     if left:
         say(f"the time is up: {len(left)} of {len(whole)} are left, and the same command goes on with them")
+    return 1 if wrong else 3 if left else 0
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from half_hour import Recorded, add_options, budget_of, draw, error_of, say, say_left
+from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, say
 from large_models import MODELS, SMALL_MODELS, Large, flops_of, tile_initialiser
 from loops import Loop, batches_of, held_bytes, offloaded, peak_bytes, reset_peak
 from probe_parts import synchronize
@@ -157,8 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"failed: {record['call']['model']}, batch {record['call']['batch']}: {record['error']}")
     if whole and best:
         say(f"goal: {GOAL} of the best product by what is done, and a peak below the cap")
-    say_left(recorded.left(calls), calls)
-    return 0 if all(record.get("learned", False) for record in found) else 1
+    return end_of(recorded.left(calls), calls, wrong=not all(record.get("learned", False) for record in found))
 
 
 def _call(large: Large, batch: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from half_hour import Recorded, add_options, budget_of, draw, error_of, name_of, say, say_left
+from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, name_of, say
 from probe_parts import PARTS
 from probe_table import best_product, failures, tables
 
@@ -87,8 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(line)
     if (best := best_product(recorded.records)) is not None:
         say(f"the best bf16 product: {best:.4g} TFLOP/s, which other tables take shares of")
-    say_left(recorded.left(calls), calls)
-    return 0
+    return end_of(recorded.left(calls), calls)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from half_hour import Recorded, add_options, budget_of, draw, error_of, say_left
+from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of
 from loops import Loop, batches_of, offloaded, plain
 from rich import box
 from rich.table import Table
@@ -164,8 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = [*names, "the end of the process"]
     found = [record for name in shown if (record := recorded.find(call_of(name)))]
     draw(table(found))
-    say_left([call_of(name) for name in names if recorded.find(call_of(name)) is None], names)
-    return 1 if any(status_of(record) != "ok" for record in found) else 0
+    left = [name for name in names if recorded.find(call_of(name)) is None]
+    return end_of(left, names, wrong=any(status_of(record) != "ok" for record in found))
 
 
 def _run_child(names: Sequence[str], options: argparse.Namespace, left_s: float) -> str | None:

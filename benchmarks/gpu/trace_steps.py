@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from half_hour import Recorded, add_options, budget_of, draw, error_of, say, say_left
+from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, say
 from loops import Loop, batches_of, held_bytes, offloaded, peak_bytes, plain, reset_peak
 from probe_parts import synchronize
 from trace_settings import SMALL, Setting, Shape, call_of, offload_settings, settings_of
@@ -167,8 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for record in found:
         if "error" in record:
             say(f"failed: {name_of(record['call'])}: {record['error']}")
-    say_left(recorded.left(calls), calls)
-    return 1 if any(record.get("away", 0.0) > record.get("tolerance", 0.0) for record in found) else 0
+    wrong = any(record.get("away", 0.0) > record.get("tolerance", 0.0) for record in found)
+    return end_of(recorded.left(calls), calls, wrong=wrong)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from trace_spans import Copy, summary
 import stronghold
 from stronghold.device import Event, Wait, Waits
 
+BATCHES = 8
 LANES = {"fetches": "up", "gradients": "down"}
 
 
@@ -52,7 +53,9 @@ class Turns:
     def __init__(self, loop: Loop, batch: int, shape: Shape, device: torch.device) -> None:
         self.loop, self.losses = loop, []
         self._device = device
-        self._batches = batches_of(batch, shape.sequence, shape.vocabulary, device)
+        made = batches_of(batch, shape.sequence, shape.vocabulary, device)
+        # On the device beforehand: a copy from pageable memory would have each step wait for the one before.
+        self._batches = cycle(list(islice(made, BATCHES)))
 
     def step(self) -> Tensor:
         loss = self.loop.step(next(self._batches))
