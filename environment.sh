@@ -6,10 +6,13 @@
 # active virtual environment, the project's .venv and the python3 on the PATH, as they are, if they have everything;
 # otherwise it fills the project's .venv. It leaves the caller's working directory alone.
 
-# What the tests import, by the name under which Python has it.
+# What the library and its command line import, by the name under which Python has it; then what the tests do besides.
+STRONGHOLD_MODULES=(accelerate matplotlib numpy psutil rich safetensors tensorboard tokenizers transformers)
 STRONGHOLD_TEST_MODULES=(pytest pytest_timeout xdist hypothesis nbclient ipykernel sklearn peft trl lightning bitsandbytes
   torchao datasets sybil mkdocs material mkdocstrings)
 if [[ "$(uname -sm)" == "Linux x86_64" ]]; then STRONGHOLD_TEST_MODULES+=(triton); fi # there is none for others
+# All that the files with tests of a GPU import: a machine that has one may have no network to bring the rest.
+STRONGHOLD_GPU_TEST_MODULES=(numpy psutil pytest safetensors)
 
 STRONGHOLD_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
@@ -84,13 +87,12 @@ _stronghold_choose() {
 import sys
 from importlib.util import find_spec
 assert (3, 10) <= sys.version_info < (3, 14)
-needed = "accelerate matplotlib numpy psutil rich safetensors tensorboard tokenizers transformers".split()
-assert all(find_spec(name) for name in needed + sys.argv[1:])
+assert all(map(find_spec, sys.argv[1:]))
 import torch
 assert tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 '
   for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} "$STRONGHOLD_ROOT/.venv/bin/python" python3; do
-    if _stronghold_suits "$candidate" -c "$check" "$@"; then
+    if _stronghold_suits "$candidate" -c "$check" "${STRONGHOLD_MODULES[@]}" "$@"; then
       PYTHON="$(command -v "$candidate")"
       export PYTHON
       return 0
@@ -178,9 +180,10 @@ _stronghold_build() {
     prefix="$(mktemp -d)"
     how+=(--prefix "$prefix" --ignore-installed --no-warn-script-location)
   fi
-  # Build isolation downloads setuptools and pybind11; where both are at hand nothing needs to be downloaded.
+  # Build isolation downloads setuptools and pybind11; where both are at hand nothing needs to be downloaded. PyTorch
+  # has pybind11's headers, which setup.py takes where there are no others.
   if _stronghold_suits "$PYTHON" -c '
-import pybind11, setuptools
+import setuptools
 assert int(setuptools.__version__.split(".")[0]) >= 77'; then
     how+=(--no-build-isolation)
   fi

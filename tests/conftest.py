@@ -6,15 +6,18 @@ process of their own: with ``--accelerator``, or asked for by ``-m gpu``.
 The files that take minutes begin first, so that at the end no process of pytest-xdist waits for another's.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
-# An example takes what other processes leave it of a core: its time says nothing of the code.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
+with suppress(ModuleNotFoundError):  # the tests of a GPU do without
+    from hypothesis import HealthCheck, settings
+
+    # An example takes what other processes leave it of a core: its time says nothing of the code.
+    settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("unhurried")
 
 TESTS = Path(__file__).parent
 LONG = (
