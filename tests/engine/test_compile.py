@@ -1,6 +1,7 @@
 """``torch.compile`` around an offloaded model, inside its layers, and of optimizers: exact, and told of."""
 
 import functools
+import re
 import warnings
 
 import pytest
@@ -214,12 +215,22 @@ def test_the_wrapper_of_a_compiled_model_is_the_model(tmp_path):
     stronghold.checkpoint.load(tmp_path / "checkpoint", model, optimizer)
 
 
-@pytest.mark.parametrize("compiled", ["layer", "model"])
-def test_one_whole_graph_is_refused(compiled):
-    model = pair(Residual)[1]
-    if compiled == "layer":
-        model.layers[1].compile(backend="eager", fullgraph=True)
-    else:
-        model = compiler(model, fullgraph=True)
+def test_one_whole_graph_of_the_model_is_refused():
+    model = compiler(pair(Residual)[1], fullgraph=True)
     with pytest.raises(RuntimeError, match=r"torch.compiler.disable|fullgraph=True"):
         model(numbers(1)[0])
+
+
+def test_one_whole_graph_of_a_layer_is_refused_or_the_layer_is_left_as_it_is():
+    """torch 2.13 refuses; 2.11 skips a function that it may not trace, with ``fullgraph`` too."""
+    eager, model = pair(Residual)[1], pair(Residual)[1]
+    model.layers[1].compile(backend="eager", fullgraph=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            found = model(numbers(1)[0])
+        except RuntimeError as refusal:
+            assert re.search(r"torch.compiler.disable|fullgraph=True", str(refusal))
+            return
+    assert any("leaves the layers" in str(warning.message) for warning in told)
+    assert torch.equal(found, eager(numbers(1)[0]))
