@@ -54,7 +54,9 @@ class Accelerator:
         return False
 
     def free_bytes(self) -> int:
-        free, _ = torch.accelerator.get_memory_info(self.device)
+        # torch 2.9 has it in the module of each kind alone
+        info = getattr(torch.accelerator, "get_memory_info", None) or torch.get_device_module(self.device).mem_get_info
+        free, _ = info(self.device)
         return free
 
     def peak_bytes(self) -> int:

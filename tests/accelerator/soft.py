@@ -209,6 +209,11 @@ class device:
         pass
 
 
+def mem_get_info(device: object = None) -> tuple[int, int]:
+    total = _soft.soft_total()
+    return total - torch.accelerator.memory_allocated(), total
+
+
 def get_rng_state(device: object = None) -> torch.Tensor:
     state = struct.pack("QQ", _soft.soft_random(0, 0), _soft.soft_random(1, 0))
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
