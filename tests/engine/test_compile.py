@@ -222,15 +222,17 @@ def test_one_whole_graph_of_the_model_is_refused():
 
 
 def test_one_whole_graph_of_a_layer_is_refused_or_the_layer_is_left_as_it_is():
-    """torch 2.13 refuses; 2.11 skips a function that it may not trace, with ``fullgraph`` too."""
+    """torch 2.13 refuses; 2.9 and 2.11 skip a function that it may not trace, with ``fullgraph`` too."""
     eager, model = pair(Residual)[1], pair(Residual)[1]
     model.layers[1].compile(backend="eager", fullgraph=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
+        torch.manual_seed(0)
         try:
             found = model(numbers(1)[0])
         except RuntimeError as refusal:
             assert re.search(r"torch.compiler.disable|fullgraph=True", str(refusal))
             return
     assert any("leaves the layers" in str(warning.message) for warning in told)
+    torch.manual_seed(0)
     assert torch.equal(found, eager(numbers(1)[0]))
