@@ -115,5 +115,3 @@ def _unpin(
             "taken until the process ends. Look for what failed on the device before",
             "unpin",
         )
-
-
