@@ -1,4 +1,4 @@
-"""An accelerator as a device: copy streams beside the computation, over torch.accelerator, torch.Stream, torch.Event."""
+"""An accelerator as a device: copy streams beside the computation, over torch.accelerator, Stream and Event."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Accelerator:
     def limit_memory(self, limit_bytes: int) -> None:
         """Lets PyTorch's allocator hold ``limit_bytes`` at most. Raises ValueError where the kind has no such limit."""
         raise ValueError(
-            f"a limit of device memory needs a CUDA device (got {str(self.device)!r}); leave the limit out, or give the "
+            f"a limit of device memory needs a CUDA device (got {str(self.device)!r}); leave it out, or give the "
             "model a budget (device_memory=)"
         )
 
