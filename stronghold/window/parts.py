@@ -28,9 +28,8 @@ class Accumulators:
     """
 
     def __init__(self, unit: Unit, saved: object) -> None:
-        output = _Together.apply(
-            *unit.parameters
-        )  # held: before torch 2.13 its node knows its inputs only while it lives
+        # Held, for before torch 2.13 its node knows its inputs only while it lives.
+        output = _Together.apply(*unit.parameters)
         together: Node | None = output.grad_fn
         # None where no parameter is trained now: one that is trained later has no part of this run.
         self._nodes = [node for node, _ in together.next_functions] if together else [None] * len(unit.parameters)
