@@ -24,7 +24,10 @@ LONG_US = 400_000
 
 @pytest.fixture(autouse=True)
 def _in_time():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the device's streams compute
     yield
+    torch.set_num_threads(threads)
     SOFT.slow(None, 0)
     SOFT.late(0, 0)
     torch.accelerator.synchronize()

@@ -1,6 +1,7 @@
 // Streams: threads that carry out what they were given, in order, some of it late; and the events between them.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
@@ -88,6 +89,7 @@ class Stream {
 
  private:
   void work() {
+    at::set_num_threads(1);  // so that sums come in one order, whatever the host's threads were told
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     std::mt19937_64 random(late_seed * 7919 + id_);
