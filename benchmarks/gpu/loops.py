@@ -111,12 +111,12 @@ def batches_of(samples: int, tokens: int, vocabulary: int, device: torch.device)
 
 
 def held_bytes(device: torch.device) -> int:
-    """Returns what tensors take of ``device``, or 0 where it does not count."""
+    """Returns what tensors take of ``device``, or 0 of the CPU, which does not count."""
     return _memory("memory_allocated", device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the most that tensors took of ``device`` since :func:`reset_peak`, or 0 where it does not count."""
+    """Returns the most that tensors took since :func:`reset_peak`, or 0 of the CPU, which does not count."""
     return _memory("max_memory_allocated", device)
 
 
@@ -125,9 +125,4 @@ def reset_peak(device: torch.device) -> None:
 
 
 def _memory(name: str, device: torch.device) -> int:
-    if device.type == "cpu":
-        return 0
-    try:
-        return getattr(torch.accelerator, name)(device) or 0
-    except (RuntimeError, NotImplementedError):  # its allocator does not count
-        return 0
+    return 0 if device.type == "cpu" else getattr(torch.accelerator, name)(device) or 0

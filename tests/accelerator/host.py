@@ -101,10 +101,10 @@ def _order_threads() -> None:
     drain = Stream.drain
 
     def drain_and_hear(self: Stream) -> None:
-        if not self._ended:
-            self.record().wait() if self._error is None else drain(self)
-        else:
+        if self._ended or self._error is not None:
             drain(self)
+        else:
+            self.record().wait()
 
     Stream.drain = drain_and_hear  # type: ignore[method-assign]
 
