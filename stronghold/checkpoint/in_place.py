@@ -83,6 +83,6 @@ def load_in_place(kept: Manifest, engine: Engine, optimizer: AdamW, names: Names
         for target, weight in zip(unit.on_device, unit.weight, strict=False):
             target.copy_(weight)
         unit.rewritten()
-        unit.generation += 1
+        unit.supersede()
     assert isinstance(engine.store, DiskStore)
     engine.store.loaded()

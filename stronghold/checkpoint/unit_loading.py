@@ -43,7 +43,7 @@ def load_unit(
     for target, weight in zip(unit.on_device, unit.weight, strict=False):
         target.copy_(weight)
     unit.rewritten()
-    unit.generation += 1
+    unit.supersede()
     entry = manifest.files[reader.files[0]] if len(reader.files) == 1 else None
     tensors = tensors_of(unit, names, optimizer.state)
     form = {name: (name_of(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}

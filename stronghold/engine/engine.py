@@ -244,10 +244,12 @@ class Engine:
             self._check_root()
         if torch.is_grad_enabled():
             self._hooks.on_layer(block.unit)
+            block.unit.will_run()
         return [run.layer for run in self._alive()]
 
     def ran(self, run: Run, accumulators: Accumulators) -> None:
         self._runs.append(weakref.ref(run))
+        self.layers[run.layer].runs.add(run)
         self.gradients.parts.ran(run.layer, accumulators)
 
     @opaque
@@ -320,13 +322,16 @@ class Engine:
     def _begin_run(self, run: Run) -> None:
         """Notes that the backward pass asks for weights that ``run`` has computed with; raises if they are gone."""
         unit = self.layers[run.layer]
-        if unit.generation != run.generation or unit.versions_now() != unit.versions:
+        changed = unit.generation != run.generation or unit.versions_now() != unit.versions
+        if changed or unit.was_written_unseen():
             if self.gradients.has_updated(run.layer):
                 raise self.gradients.too_late(unit)
             raise OffloadedModelError(
                 f"the weights of {unit.name} must be the same in the backward pass as in its forward pass (they have "
                 "been updated or written in between); call backward() before step(), or run the forward pass again"
             )
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            unit.runs.discard(run)  # the loss is often held across the step, and this run with it
         self._opened_for = weakref.ref(run)
         self.gradients.batches.saw(run.batch)
 

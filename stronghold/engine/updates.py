@@ -176,7 +176,7 @@ class PreparedUpdate:
         ``scale`` multiplies the gradients. The unit's weights are stale on the device from now on.
         """
         self.update.scale = scale
-        self.unit.generation += 1
+        self.unit.supersede()
         self.unit.updated = self._updates.run(self.update, self._update_io, after)
         return self.unit.updated
 

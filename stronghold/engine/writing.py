@@ -48,7 +48,7 @@ def end(units: Units) -> None:
     """
     _expect_writes(units)
     for unit in units:
-        unit.generation += 1
+        unit.supersede()
 
 
 def _expect_writes(units: Units) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stronghold.device import Buffer, Event, Wait, Waits, check_process, forks
 from stronghold.errors import OffloadedModelError
 from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout, lay_out, round_up, shares
+from stronghold.unit.digest import digest
 from stronghold.unit.gradient_memory import GradientMemory
 from stronghold.unit.masters import Masters
 from stronghold.unit.replicas import ONE_REPLICA, Replicas
@@ -77,6 +78,12 @@ class Unit:
         self._samples: Samples | None = None
         self._told: set[int] = set()
         """The parameters of which it is known that the user writes them, since this was last asked."""
+        self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
+        """What a layer has computed and a backward pass may come back to."""
+        self._aliased: list[int] = []
+        """The parameters over whose memory the user held a tensor when this was last asked."""
+        self._computed_with: dict[int, Tensor] = {}
+        """The digests, by index, of weights that the user may write unseen between such a run and its backward pass."""
         self.replicas: Replicas = ONE_REPLICA
         """The processes that train the unit; those of a machine have it in common, unless it is resident."""
         self.on_disk: frozenset[Kind] = frozenset()
@@ -245,10 +252,10 @@ class Unit:
     def sample(self) -> None:
         """Notes some elements of the weights, by which a write shows that nothing tells of.
 
-        Not of what needs none: a unit on disk, whose pages tell; one that is computed with where the user writes it
-        and has no masters; and a layer on the device, where a look would wait for the computation.
+        Not of what needs none: a unit on disk, whose pages tell; a root parameter that is computed with where the user
+        writes it and has no masters; and a layer on the device, where a look would wait for the computation.
         """
-        in_place = (self.resident or (self.is_root and not self.has_device_copy)) and not self.masters
+        in_place = self.is_root and not self.has_device_copy and not self.masters
         elsewhere = "weights" in self.on_disk or not all(weight.is_cpu for weight in self.weight)
         if self.buffer is None or in_place or elsewhere or self.is_common:
             self._samples = None
@@ -332,6 +339,8 @@ class Unit:
             self.mark_dirty()
         self.touched |= unseen
         self._told.add(index)
+        if self.runs:
+            self._expect_unseen(index)
         if self.is_common:
             return  # nobody may write it
         # Where there is a device copy the host has its own, to compare with. Marking reads the weight: without drop()
@@ -344,6 +353,8 @@ class Unit:
         self.check_own()
         self.touched = True  # a function need not count a version
         self._told.add(index)
+        if self.runs:
+            self._expect_unseen(index)
         changes = not self.is_root or (not self.has_device_copy and index in self.masters.remainders)
         if changes:
             self.mark_dirty()
@@ -375,13 +386,38 @@ class Unit:
         versions = self.versions_now()
         self._told.update(index for index, version in enumerate(versions) if version != self.versions[index])
         untold = self._untold_writes()
-        if versions != self.versions or untold:
-            self.generation += 1
-        written = self.touched or self.masters.marked or self.is_aliased or versions != self.versions or bool(untold)
+        self._aliased = [index for index in range(len(self.parameters)) if self._is_aliased(index)]
+        if not self.runs:
+            self._computed_with.clear()
+        if versions != self.versions or untold or self._differs():
+            self.supersede()
+        written = self.touched or self.masters.marked or versions != self.versions or bool(self._aliased or untold)
         self.touched, self.versions = False, versions
         self._told.clear()
         self.writes += written
         return written
+
+    def supersede(self) -> None:
+        """Called when the weights become others: a backward pass to a run of before is refused from here on."""
+        self.generation += 1
+        self._computed_with.clear()
+
+    def will_run(self) -> None:
+        """Called before a run that a backward pass may come back to, when it is known who holds what."""
+        for index in self._aliased:
+            self._expect_unseen(index)
+
+    def was_written_unseen(self) -> bool:
+        """Whether the weights are others than they were in the last forward pass, though no version tells of it."""
+        return self._differs() or bool(self._untold_writes())
+
+    def _expect_unseen(self, index: int) -> None:
+        if index not in self._computed_with and not self.is_common:
+            self._computed_with[index] = digest(self.weight[index])
+            self.drop()  # it was read: a state_dict() would leave the whole model in the resident set
+
+    def _differs(self) -> bool:
+        return any(not torch.equal(digest(self.weight[i]), known) for i, known in self._computed_with.items())
 
     def _untold_writes(self) -> list[int]:
         """Returns which parameters were written though nothing told of it, as far as their memory shows it."""

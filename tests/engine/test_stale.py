@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,85 @@ def test_a_weight_that_the_user_writes(activations: str) -> None:
         loss.backward()
 
 
+def copied_over(parameter: Tensor, value: Tensor) -> None:
+    ctypes.memmove(parameter.data_ptr(), value.data_ptr(), value.nbytes)
+
+
+UNSEEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "data": lambda p, held: p.data.mul_(0.5),
+    "one element": lambda p, held: p.data[3, 2].add_(1),
+    "two rows swapped": lambda p, held: p.data.copy_(p.data.flip(0)),
+    "held": lambda p, held: held.mul_(0.5),
+    "numpy": lambda p, held: p.detach().numpy().__imul__(0.5),
+    "pointer": lambda p, held: copied_over(p, torch.ones_like(p)),
+}
+"""Writes that no version tells of; ``held`` is ``p.data`` from before the forward pass."""
+WINDOWS = ({"window": 1}, {"window": 2}, {"resident": 4}, {"store": "disk", "window": 1})
+
+
+@pytest.mark.parametrize("layer", [0, 3], ids=["fetched again", "still in its slot"])
+@pytest.mark.parametrize("placed", WINDOWS, ids=str)
+@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
+@pytest.mark.parametrize("how", UNSEEN)
+def test_a_weight_that_is_written_unseen(
+    how: str, activations: str, placed: dict[str, Any], layer: int, tmp_path: Path
+) -> None:
+    """Plain PyTorch goes on, with activations of one and weights of another."""
+    placed = {**placed, "store": [str(tmp_path)] if "store" in placed else "ram"}
+    plain, model = pair(Residual, activations=activations, **placed)
+    weight = model.layers[layer].up.weight
+    held = weight.data if how == "held" else weight
+    loss = model(numbers(1)[0])
+    with torch.no_grad():
+        UNSEEN[how](weight, held)
+    with pytest.raises(OffloadedModelError, match=OF_LAYERS):
+        loss.backward()
+    with torch.no_grad():
+        plain.layers[layer].up.weight.copy_(weight)
+    model.zero_grad()
+    for one in (plain, model):
+        torch.manual_seed(1)
+        one(numbers(1)[0]).backward()
+    same_gradients(plain, model)
+
+
+@pytest.mark.parametrize("placed", WINDOWS, ids=str)
+@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
+def test_a_weight_that_is_read_or_written_back(activations: str, placed: dict[str, Any], tmp_path: Path) -> None:
+    """Also where the graph is kept for a second backward pass, and where the loss is held across a step."""
+    placed = {**placed, "store": [str(tmp_path)] if "store" in placed else "ram"}
+    plain, model = pair(Residual, activations=activations, **placed)
+    held = [p.data for p in model.parameters()]
+    for one in (plain, model):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for x in numbers(3):
+            loss = one(x)
+            weight = one.layers[3].up.weight
+            weight.data.neg_()
+            weight.data.neg_()
+            loss.backward(retain_graph=True)
+            assert weight.data.norm() > 0
+            loss.backward()
+            optimizer.step()
+    same_gradients(plain, model)
+    assert len(held) == len(list(model.parameters()))
+
+
+def test_a_graph_that_is_kept() -> None:
+    _, model = pair(Residual, window=1)
+    loss = model(numbers(1)[0])
+    loss.backward(retain_graph=True)
+    model.layers[3].up.weight.data.mul_(0.5)
+    with pytest.raises(OffloadedModelError, match=OF_LAYERS):
+        loss.backward()
+
+
+def same_gradients(plain: nn.Module, model: nn.Module) -> None:
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+
+
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("name", ["ours", "foreach"])
 def test_the_root(name: str, activations: str) -> None:
@@ -83,8 +163,7 @@ def test_what_needs_no_weights_goes_on_as_plain_pytorch_does(activations: str) -
     plain, model = pair(lambda: Residual(block=Shift), activations=activations)
     early(plain, torch.optim.AdamW(plain.layers.parameters())).backward()
     early(model, torch.optim.AdamW(model.layers.parameters())).backward()
-    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad), name
+    same_gradients(plain, model)
 
 
 def test_a_checkpoint_that_is_loaded_in_between(tmp_path: Path) -> None:
