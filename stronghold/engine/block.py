@@ -24,7 +24,7 @@ from stronghold.engine.replay import State, requiring_grad, structural_copy
 from stronghold.engine.saved import Saved, unwritten
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
-from stronghold.unit import Unit, check_mixed, opaque
+from stronghold.unit import Unit, as_written, check_mixed, opaque
 from stronghold.window import Accumulators, HostActivations, Window
 
 
@@ -281,7 +281,7 @@ class _Forward:
         """Where ``inspect`` reads the signature; kept, it would be a way from the layer to itself."""
         return self._block.forward
 
-    @functools.partial(torch._disable_dynamo, recursive=False)
+    @as_written
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if callable(get_eval_frame_callback()):  # the compiler would have had this call
             self._block.engine.compiled()

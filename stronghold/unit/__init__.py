@@ -1,7 +1,7 @@
 """Where one unit of parameters lives, and how its parameters and gradients behave there."""
 
 from stronghold.unit.closed import close_parameter, closed_error
-from stronghold.unit.compiler import opaque
+from stronghold.unit.compiler import as_written, opaque
 from stronghold.unit.consumed import Consumed, ConsumedGradient, consumed_error, consumed_like
 from stronghold.unit.dtypes import check_mixed
 from stronghold.unit.gradient import (
@@ -36,6 +36,7 @@ __all__ = [
     "ProcessGroup",
     "Replicas",
     "Unit",
+    "as_written",
     "check_mixed",
     "close_parameter",
     "closed_error",
