@@ -67,8 +67,11 @@ class Runner(Protocol):
     def enter(self, block: Block) -> list[int]:
         """Called when a forward computation begins; returns the layers that a backward pass would compute again."""
 
-    def ran(self, run: Run, accumulators: Accumulators) -> None:
+    def ran(self, run: Run, accumulators: Accumulators[Run]) -> None:
         """Called when autograd has a graph of ``run``, to which a backward pass may come back."""
+
+    def updates_in_backward(self) -> bool:
+        """Whether layers are updated during a backward pass."""
 
     def compiled(self) -> None:
         """Called when torch.compile meets a layer, which it leaves alone."""
@@ -88,7 +91,7 @@ class Block:
 
     In training the layer runs again in the backward pass by non-reentrant ``torch.utils.checkpoint``, which restores
     random states and autocast; with ``keep`` autograd keeps what it saves, except what lies in a slot, which is fetched
-    again when it is asked for.
+    again when it is asked for. Of a resident layer nothing is, and autograd keeps all by itself.
 
     The layer holds its block. Neither the block nor autograd's graph holds the layer: a module may keep a graph in an
     attribute, and the garbage collector does not see the way through one.
@@ -137,10 +140,11 @@ class Block:
         run = Run(self.layer, self.unit.generation, 0 if leader is None else leader.shape[0])
         nodes, returning = set(), False
         try:
-            output = self._pieces(run, args, kwargs) if training else self._bare(*args, **kwargs)
+            by_itself = self._is_kept_by_itself
+            output = self._pieces(run, args, kwargs, by_itself) if training else self._bare(*args, **kwargs)
             nodes = _nodes(output) if training else set()
             if returning := bool(nodes):
-                accumulators = Accumulators(self.unit, run)
+                accumulators = Accumulators(self.unit, run, hold=by_itself)
         except RuntimeError as error:
             inputs: list[Tensor] = []
             _flatten((args, kwargs), inputs)
@@ -172,8 +176,13 @@ class Block:
         finally:
             torch.clear_autocast_cache()
 
-    def _pieces(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        one = self._kept if self.keep else self._recomputed
+    @property
+    def _is_kept_by_itself(self) -> bool:
+        """Whether what autograd saves of the layer stays true without our help, until its weights are updated."""
+        return self.keep and self.unit.resident and not self.engine.updates_in_backward()
+
+    def _pieces(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], by_itself: bool) -> Any:
+        one = self._alone if by_itself else self._kept if self.keep else self._recomputed
         if self.engine.micro_batch is None:
             return one(run, args, kwargs)
         pieces = split(args, kwargs, self.engine.micro_batch)
@@ -182,6 +191,9 @@ class Block:
             return outputs[0]
         leaders = [leader.shape for piece in pieces if (leader := batch_of(*piece)) is not None]
         return join(outputs, leaders)
+
+    def _alone(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._bare(*args, **kwargs)
 
     def _kept(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         this, name = weakref.ref(self), self.unit.name
@@ -254,7 +266,7 @@ def _unpack(block: weakref.ref[Block], layer: str, packed: _SlotTensor | Saved) 
 
 @opaque
 def _enter_backward(
-    block: weakref.ref[Block], layer: str, held: Accumulators, gradients: tuple[Tensor | None, ...]
+    block: weakref.ref[Block], layer: str, held: Accumulators[Run], gradients: tuple[Tensor | None, ...]
 ) -> None:
     """Called when a backward pass comes to a layer, before anything of it is computed; the graph holds ``held``."""
     if torch.is_grad_enabled():
@@ -262,7 +274,12 @@ def _enter_backward(
             "create_graph=True keeps the graph of a backward pass, and with it weights on the device that the window "
             f"takes back (got it in {layer}); compute second derivatives on a model that is not offloaded"
         )
-    _there(block, layer).engine.begin_backward()
+    engine = _there(block, layer).engine
+    engine.begin_backward()
+    if held.run is not None:  # nothing else tells that its weights are asked for
+        engine.return_to(held.run)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            held.run = None
 
 
 class _Forward:

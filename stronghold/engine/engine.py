@@ -247,10 +247,14 @@ class Engine:
             block.unit.will_run()
         return [run.layer for run in self._alive()]
 
-    def ran(self, run: Run, accumulators: Accumulators) -> None:
+    def ran(self, run: Run, accumulators: Accumulators[Run]) -> None:
         self._runs.append(weakref.ref(run))
         self.layers[run.layer].runs.add(run)
         self.gradients.parts.ran(run.layer, accumulators)
+
+    def updates_in_backward(self) -> bool:
+        optimizer = self.optimizer() if self.optimizer is not None else None
+        return optimizer is not None and optimizer.in_backward
 
     @opaque
     def compiled(self) -> None:

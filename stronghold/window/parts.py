@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,24 @@ from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit, opaque, set_gradient
 
 
-class Accumulators:
+R = TypeVar("R")
+
+
+class Accumulators(Generic[R]):
     """The accumulators of one run of a layer, whose graph holds this; made while the layer is on the device.
 
-    ``saved`` is what lives as long as the graph has what autograd saved for the run.
+    ``run`` is what lives as long as the graph has what autograd saved for it. Where autograd's hooks do not hold it
+    this does, with ``hold``, until the backward pass has come to it.
     """
 
-    def __init__(self, unit: Unit, saved: object) -> None:
+    def __init__(self, unit: Unit, run: R, *, hold: bool = False) -> None:
         # Held, for before torch 2.13 its node knows its inputs only while it lives.
         output = _Together.apply(*unit.parameters)
         together: Node | None = output.grad_fn
         # None where no parameter is trained now: one that is trained later has no part of this run.
         self._nodes = [node for node, _ in together.next_functions] if together else [None] * len(unit.parameters)
-        self._saved = weakref.ref(saved)
+        self._saved = weakref.ref(run)
+        self.run = run if hold else None
         self.counted = False
 
     @property
