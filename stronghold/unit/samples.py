@@ -22,7 +22,7 @@ class Samples:
 
     def __init__(self, flat: Tensor, layout: Layout, itemsizes: Sequence[int]) -> None:
         self._bits = {2: torch.int16, 4: torch.int32}[min(itemsizes)]
-        self._flat = flat
+        self._elements = flat.view(self._bits)
         most = max(2, min(_PER_PARAMETER, _PER_UNIT // max(1, len(itemsizes))))
         places, unit = [], min(itemsizes)
         for offset, size, itemsize in zip(layout.offsets, layout.sizes, itemsizes, strict=True):
@@ -45,8 +45,10 @@ class Samples:
 
     def now(self, elsewhere: Tensor | None = None) -> Tensor:
         """Returns the bits of the elements; of a copy of all the weights ``elsewhere``, if one is given."""
-        flat = self._flat if elsewhere is None else elsewhere.view(-1).view(torch.uint8)
-        return torch.index_select(flat.view(self._bits), 0, self._places.to(flat.device)).cpu()
+        if elsewhere is None:
+            return self._elements.index_select(0, self._places)
+        flat = elsewhere.view(-1).view(torch.uint8).view(self._bits)
+        return torch.index_select(flat, 0, self._places.to(flat.device)).cpu()
 
 
 def _spread(size: int, most: int) -> Tensor:

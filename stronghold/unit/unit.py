@@ -80,6 +80,8 @@ class Unit:
         """The parameters of which it is known that the user writes them, since this was last asked."""
         self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
         """What a layer has computed and a backward pass may come back to."""
+        self._storages: tuple[list[Tensor], list[int]] = [], []
+        """The tensors whose users are counted, and the addresses of their storages."""
         self._aliased: list[int] = []
         """The parameters over whose memory the user held a tensor when this was last asked."""
         self._computed_with: dict[int, Tensor] = {}
@@ -272,6 +274,7 @@ class Unit:
     def close(self) -> None:
         """Gives the unit's memory back."""
         self.buffer, self.weight, self.on_device, self._buffers = None, [], [], []
+        self._storages = [], []
         self.masters, self.updated = Masters(), None
         self.gradients.close()
 
@@ -317,6 +320,16 @@ class Unit:
     def is_aliased(self) -> bool:
         """Whether the user holds a tensor over a parameter's memory, such as ``p.data``, and may write through it."""
         return any(map(self._is_aliased, range(len(self.parameters))))
+
+    def _aliased_now(self) -> list[int]:
+        """Returns of which parameters :meth:`_is_aliased` holds; asked by the thread that computes, of all at once."""
+        tensors, count = self.on_device or self.weight, torch._C._storage_Use_Count
+        if self._storages[0] is not tensors:
+            self._storages = tensors, [tensor.untyped_storage()._cdata for tensor in tensors]
+        with torch._C.DisableTorchFunctionSubclass():  # they go into a slot together
+            here = self.parameters[0].untyped_storage()._cdata == self._storages[1][0]
+        users = _ALONE + here
+        return [index for index, storage in enumerate(self._storages[1]) if count(storage) > users]
 
     def _is_aliased(self, index: int) -> bool:
         """The same of one parameter, whose own memory that is but while its layer is in a slot."""
@@ -386,7 +399,7 @@ class Unit:
         versions = self.versions_now()
         self._told.update(index for index, version in enumerate(versions) if version != self.versions[index])
         untold = self._untold_writes()
-        self._aliased = [index for index in range(len(self.parameters)) if self._is_aliased(index)]
+        self._aliased = self._aliased_now()
         if not self.runs:
             self._computed_with.clear()
         if versions != self.versions or untold or self._differs():
