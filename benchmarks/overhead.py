@@ -1,6 +1,6 @@
 """What the engine adds to a layer's passes on the thread that launches them.
 
-    python benchmarks/overhead.py [--layers 8] [--rounds 5] [--steps 20]
+    python benchmarks/overhead.py [--device cuda] [--layers 8] [--rounds 5] [--steps 20]
 
 On a GPU this thread must stay ahead of the kernels: what it takes for a layer is the least that a layer takes. The
 layers are so small that their own computation is next to nothing, encoder layers of torch.nn with 12 parameters each:
@@ -39,26 +39,34 @@ def settings_of(layers: int) -> dict[str, dict[str, Any] | None]:
     }
 
 
-def build(layers: int, settings: dict[str, Any] | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(layers: int, settings: dict[str, Any] | None, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns a model and its AdamW."""
     model: nn.Module = nn.Sequential(
         *(nn.TransformerEncoderLayer(16, 2, 32, dropout=0, batch_first=True, norm_first=True) for _ in range(layers))
     )
     if settings is None:
+        model.to(device)
         return model, torch.optim.AdamW(model.parameters())
-    model = stronghold.offload(model, device="cpu", **settings)
+    model = stronghold.offload(model, device=device, **settings)
     return model, stronghold.AdamW(model.parameters())
 
 
-def measure(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, backwards: int) -> list[float]:
-    """Returns the least seconds of the thread in a forward pass, a backward pass and a step with zero_grad()."""
+def measure(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, backwards: int, device: str = "cpu"
+) -> list[float]:
+    """Returns the least seconds of the thread in a forward pass, a backward pass and a step with zero_grad().
+
+    On an accelerator each begins when the device has nothing to do, so that none waits for its queue.
+    """
     least = [float("inf")] * len(PASSES)
-    x = torch.randn(1, 4, 16)
+    x = torch.randn(1, 4, 16).to(device)
 
     def timed(number: int, begin: float) -> float:
         now = time.thread_time()
         least[number] = min(least[number], now - begin)
-        return now
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        return time.thread_time()
 
     for _ in range(steps):
         for _ in range(backwards):
@@ -78,13 +86,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = _options(arguments)
     torch.set_num_threads(1)
     rows = {
-        (name, backwards): (*build(options.layers, settings), [float("inf")] * len(PASSES))
+        (name, backwards): (*build(options.layers, settings, options.device), [float("inf")] * len(PASSES))
         for backwards in (1, 2)
         for name, settings in settings_of(options.layers).items()
     }
     for _ in range(options.rounds):  # in turn, for the machine's speed changes
         for (_, backwards), (model, optimizer, least) in rows.items():
-            least[:] = map(min, least, measure(model, optimizer, options.steps, backwards))
+            least[:] = map(min, least, measure(model, optimizer, options.steps, backwards, options.device))
     table = Table(title="microseconds of the launching thread, for a layer", title_justify="left")
     for name in ("layers", "backward passes a step", *PASSES):
         table.add_column(name, justify="left" if name == "layers" else "right")
@@ -95,6 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
             "way": name,
             "backwards": backwards,
             "layers": options.layers,
+            "device": options.device,
             "seconds_a_layer": each,
             "machine": describe_machine(),
         }
@@ -104,6 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="where layers compute (default: cpu)")
     parser.add_argument("--layers", type=int, default=8, metavar="N", help="(default: 8)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each row (default: 5)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps of a turn (default: 20)")

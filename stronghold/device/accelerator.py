@@ -88,6 +88,11 @@ class AcceleratorEvent(Event):
         super().wait()  # until it has been recorded at all: for the device an event that was not is no wait
         self.of_torch.synchronize()
 
+    @property
+    def recorded_now(self) -> bool:
+        """Whether :meth:`recorded` would return at once."""
+        return super().done
+
     def recorded(self) -> torch.Event:
         """Blocks until the event has been put into its stream, and returns what other streams can wait for."""
         super().wait()
@@ -129,6 +134,16 @@ class AcceleratorStream(Stream):
     def _copy(self, target: Tensor, source: Tensor) -> None:
         with self._accelerator.within(self.of_torch):
             target.copy_(source, non_blocking=True)
+
+    # Python's lock is what the threads that launch contend for: a copy that the device does is given to it at once.
+    def _records_at_once(self) -> bool:
+        return True
+
+    def _copies_at_once(self, target: Tensor, source: Tensor) -> bool:
+        return (target if target.is_cpu else source).is_pinned()  # the driver returns from others when they are done
+
+    def _waits_at_once(self, event: Event) -> bool:
+        return event.recorded_now if isinstance(event, AcceleratorEvent) else event.done
 
     def compute(self, task: Task) -> None:
         def within() -> None:

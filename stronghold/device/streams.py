@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,35 +22,76 @@ from stronghold.errors import OffloadedModelError
 Task = Callable[[], None]
 Fail = Callable[[BaseException], None]
 """Tells those who wait for a task why it was not carried out."""
+AtOnce = Callable[[], bool]
+"""Whether a task takes no time now: it only gives a device work, and waits for nothing on the host."""
+
+
+def never_at_once() -> bool:
+    return False
+
+
+class _Work(NamedTuple):
+    task: Task
+    fail: Fail | None
+    at_once: AtOnce
 
 
 class _Line:
     """What a stream's thread has to do, in order. The thread holds this alone, and so ends with its stream."""
 
     def __init__(self) -> None:
-        self.tasks: collections.deque[tuple[Task, Fail | None]] = collections.deque()
+        self.tasks: collections.deque[_Work] = collections.deque()
         self.wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.ended: BaseException | None = None
         """Why no thread carries out what is left, or what is still to come."""
+        self._turn = threading.Lock()
+        """Whoever carries tasks out holds it."""
 
-    def add(self, task: Task) -> None:
+    def add(self, task: Task, at_once: AtOnce) -> None:
         """Puts ``task`` behind the others; nobody waits for it itself."""
-        self.tasks.append((task, None))
+        self.tasks.append(_Work(task, None, at_once))
 
-    def give(self, task: Task, fail: Fail) -> None:
-        """Puts ``task`` behind the others and wakes the thread; where that has ended, ``fail`` is called."""
-        self.tasks.append((task, fail))
-        self.wakes.put(True)
+    def give(self, task: Task, fail: Fail, at_once: AtOnce) -> None:
+        """Puts ``task`` behind the others and has all carried out; where the thread has ended, ``fail`` is called.
+
+        To wake the thread takes longer than to give a device a copy, and it then takes Python's lock from the giver: if
+        it has nothing to do and the tasks take no time, the giver carries them out.
+        """
+        self.tasks.append(_Work(task, fail, at_once))
+        if at_once is never_at_once or self.ended is not None or not self._carry_out_at_once():
+            self.wakes.put(True)
         # Asked behind the append: a thread that ends meanwhile either sees the task or has said before that it ended.
         if self.ended is not None:
             self.end(self.ended)
+
+    def carry_out(self) -> None:
+        """Carries all tasks out, in the stream's thread."""
+        with self._turn:
+            while self.tasks:
+                self.tasks.popleft().task()  # a finished task keeps no buffer alive while the thread waits
+
+    def _carry_out_at_once(self) -> bool:
+        """Carries out, in the giver's thread, the tasks before the first that takes time; returns whether all are."""
+        if not self._turn.acquire(blocking=False):
+            return False  # the thread is at it, and may have looked for the last time
+        try:
+            with torch.no_grad():
+                while self.tasks:
+                    if not self.tasks[0].at_once():
+                        return False
+                    self.tasks.popleft().task()
+            return True
+        except IndexError:  # the thread has ended meanwhile, and what was left has failed
+            return True
+        finally:
+            self._turn.release()
 
     def end(self, cause: BaseException) -> None:
         """Says that the thread has ended; what it has not carried out fails."""
         self.ended = cause
         while self.tasks:
             try:
-                _, fail = self.tasks.popleft()
+                fail = self.tasks.popleft().fail
             except IndexError:  # another thread took the last one
                 return
             if fail is not None:
@@ -65,7 +107,8 @@ class Stream:
     cannot happen fails as well: where recording itself raises, and where there is no thread any more.
 
     To wake the thread costs both more than a small copy does. Copies and waits are there for the event that is
-    recorded behind them, and begin with it at the latest. A child of fork has not got the thread: to give it work there
+    recorded behind them, and begin with it at the latest. What only gives a device work is done by the thread that
+    gives it, where the stream's has nothing to do. A child of fork has not got the thread: to give it work there
     raises OffloadedModelError.
     """
 
@@ -82,12 +125,12 @@ class Stream:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies ``source`` to ``target``, of the same shape and dtype; the buffers are the caller's to guard."""
-        self._queue(lambda: self._copy(target, source))
+        self._queue(lambda: self._copy(target, source), lambda: self._copies_at_once(target, source))
 
     def wait(self, event: Event) -> None:
         """Makes the work given from now on wait for ``event``."""
         if not self._is_past(event):
-            self._queue(lambda: self._wait(event))
+            self._queue(lambda: self._wait(event), lambda: self._waits_at_once(event))
 
     def synchronize(self, event: Event) -> None:
         """The same for work that the host does: its thread waits."""
@@ -112,13 +155,13 @@ class Stream:
             else:
                 self._happen(event)
 
-        self._give(happen, event.fail)
+        self._give(happen, event.fail, self._records_at_once)
         return event
 
     def stamp(self) -> Stamp:
         """Returns the time at which the work given before it is done, on the clock of the device or of the host."""
         stamp = Stamp()
-        self._give(lambda: stamp.put(self._now()), stamp.fail)
+        self._give(lambda: stamp.put(self._now()), stamp.fail, self._records_at_once)
         return stamp
 
     def submit(self, task: Task) -> None:
@@ -151,7 +194,7 @@ class Stream:
         """Whether the work is done by ``thread``."""
         return thread is self._thread
 
-    def _give(self, task: Task, fail: Fail) -> None:
+    def _give(self, task: Task, fail: Fail, at_once: AtOnce = never_at_once) -> None:
         """Runs ``task`` whether the work before it has failed or not; calls ``fail`` where it cannot be done."""
         check_process(self._born)
         self._check_open()
@@ -163,7 +206,7 @@ class Stream:
                 self._error = self._error or error
                 fail(error)
 
-        self._line.give(guarded, fail)
+        self._line.give(guarded, fail, at_once)
 
     def _check_open(self) -> None:
         if self._ended:
@@ -172,7 +215,7 @@ class Stream:
                 "offload it anew"
             )
 
-    def _queue(self, task: Task) -> None:
+    def _queue(self, task: Task, at_once: AtOnce = never_at_once) -> None:
         """Puts ``task`` behind the others, unless one of them has failed by then; it does not wake the thread."""
         check_process(self._born)
 
@@ -184,7 +227,16 @@ class Stream:
                     self._error = error
 
         self._check_open()
-        self._line.add(guarded)
+        self._line.add(guarded, at_once)
+
+    def _records_at_once(self) -> bool:
+        return False
+
+    def _copies_at_once(self, target: Tensor, source: Tensor) -> bool:
+        return False
+
+    def _waits_at_once(self, event: Event) -> bool:
+        return False
 
     def _is_past(self, event: Event) -> bool:
         """Whether there is nothing to wait for."""
@@ -231,8 +283,7 @@ def _work(line: _Line, name: str) -> None:
     try:
         with torch.no_grad():
             while line.wakes.get():
-                while line.tasks:
-                    line.tasks.popleft()[0]()  # a finished task keeps no buffer alive while the thread waits
+                line.carry_out()
     except BaseException as error:
         line.end(error)
         raise

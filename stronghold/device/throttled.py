@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stronghold.device.cpu import CpuDevice
 from stronghold.device.events import Event
-from stronghold.device.streams import Stream, Task
+from stronghold.device.streams import AtOnce, Stream, Task, never_at_once
 from stronghold.device.timeline import Stamp
 
 
@@ -105,7 +105,7 @@ class _ThrottledStream(Stream):
         self._give(lambda: stamp.put(max(self._clock_s, issued_s)), stamp.fail)
         return stamp
 
-    def _queue(self, task: Task) -> None:
+    def _queue(self, task: Task, at_once: AtOnce = never_at_once) -> None:
         issued_s = self._device.clock_s
 
         def begin() -> None:

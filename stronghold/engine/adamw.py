@@ -130,10 +130,11 @@ class AdamW(HostAdamW):
                 "zero_grad(), or use update='deferred'"
             )
         self._engine.close_backward()
-        for parameter in self._parameters():
-            if isinstance(gradient_of(parameter), ConsumedGradient):
-                set_gradient(parameter, None)  # there is no memory to fill with zeros
-        super().zero_grad(set_to_none)
+        for parameter in self._parameters():  # once closed, and not once for each parameter, as ``.grad`` would
+            if set_to_none or isinstance(gradient_of(parameter), ConsumedGradient):  # which has no memory to fill
+                set_gradient(parameter, None)
+        if not set_to_none:
+            super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in ``torch.optim.AdamW``'s format; 8-bit moments as copies in fp32.

@@ -248,11 +248,9 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
 @opaque
 def _pack(block: weakref.ref[Block], layer: str, run: Run, tensor: Tensor) -> _SlotTensor | Saved:
     window = _there(block, layer).engine.window
-    where = window.slot_of(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-    if where is None:
+    if (offset := window.offset_in_slot(tensor.data_ptr())) is None:
         return Saved.of(tensor)
-    offset = int(tensor.storage_offset()) + where[1] // tensor.element_size()
-    return _SlotTensor(run, tensor.dtype, offset, tensor.shape, tensor.stride())
+    return _SlotTensor(run, tensor.dtype, offset // tensor.element_size(), tensor.shape, tensor.stride())
 
 
 @opaque

@@ -270,7 +270,9 @@ class Engine:
 
     def return_to(self, run: Run) -> None:
         self.check_open()
-        self._return_to(run.layer, run)
+        # Most often it is open: a layer has a dozen saved tensors.
+        if not (self.gradients.layer == run.layer and self._opened_for() is run and self.turns.own_pass):
+            self._return_to(run.layer, run)
 
     def put_back(self) -> None:
         """Puts the model's parameters in the place of those that a loader has made: their values are to be loaded."""

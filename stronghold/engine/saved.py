@@ -22,7 +22,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Saved:
-        kept = tensor if tensor.grad_fn is None else tensor.detach()
+        kept = tensor if tensor.is_leaf else tensor.detach()
         return cls(kept, _version(kept))
 
     def value(self, layer: str) -> Tensor:

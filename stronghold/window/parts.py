@@ -20,7 +20,6 @@ from torch.autograd.graph import Node
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit, opaque, set_gradient
 
-
 R = TypeVar("R")
 
 

@@ -131,12 +131,12 @@ class Window:
                 ]
         return slot.views[layer]
 
-    def slot_of(self, address: int) -> tuple[int, int] | None:
-        """Returns the layer whose slot holds ``address`` and the offset in bytes there, or None."""
+    def offset_in_slot(self, address: int) -> int | None:
+        """Returns the offset in bytes of ``address`` in the slot of a layer that is computing, or None."""
         for layer in self._bound:
             offset = address - self._where[layer].begin
             if 0 <= offset < self.units[layer].layout.total_bytes:
-                return layer, offset
+                return offset
         return None
 
     def is_bound(self, layer: int) -> bool:

@@ -61,17 +61,23 @@ def _order_threads() -> None:
     add, give = line.add, line.give
     happen, wait, done = Event.happen, Event.wait, Event.done.fget
     happened: weakref.WeakKeyDictionary[Event, soft.Told] = weakref.WeakKeyDictionary()
+    before: weakref.WeakKeyDictionary[streams._Line, soft.Told] = weakref.WeakKeyDictionary()
+    """What the last task of a stream knew: whoever carries out the next one, its thread or a giver, comes behind it."""
     assert done is not None
 
-    def heard(task):
+    def heard(line, task):
         told = soft.Told()
 
         def run() -> None:
-            if not hasattr(own, "entered"):
+            name = threading.current_thread().name
+            if not hasattr(own, "entered") and name.startswith("stronghold-"):  # its giver may carry it out as well
                 own.entered = True
-                soft.enter(threading.current_thread().name)
+                soft.enter(name)
             told.hear()
+            if line in before:
+                before[line].hear()
             task()
+            before[line] = soft.Told()
 
         return run
 
@@ -93,8 +99,8 @@ def _order_threads() -> None:
         hear(self)
         return True
 
-    line.add = lambda self, task: add(self, heard(task))  # type: ignore[method-assign]
-    line.give = lambda self, task, fail: give(self, heard(task), fail)  # type: ignore[method-assign]
+    line.add = lambda self, task, now: add(self, heard(self, task), now)  # type: ignore[method-assign]
+    line.give = lambda self, task, fail, now: give(self, heard(self, task), fail, now)  # type: ignore[method-assign]
     Event.happen, Event.wait = happen_told, wait_and_hear  # type: ignore[method-assign]
     Event.done = property(done_and_heard)  # type: ignore[method-assign, assignment]
 
@@ -183,7 +189,8 @@ class NotedOperators(TorchDispatchMode):
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         given = [value if isinstance(value, (list, tuple)) else (value,) for value in args]
         copies = any(isinstance(one, Tensor) and not one.is_cpu for value in given for one in value)
-        if not view and not copies:  # which the device notes
+        asks = func is torch.ops.aten.is_pinned.default  # which reads none of it
+        if not view and not copies and not asks:  # copies the device notes
             for argument, value in zip(func._schema.arguments, given, strict=False):
                 writes = argument.alias_info is not None and argument.alias_info.is_write
                 for tensor in value:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from stronghold.device import CpuDevice, Event, HostBuffer, Stream, Timeline, open_device
+from stronghold.device.streams import _Work, never_at_once
 
 
 def test_work_is_done_in_order_beside_the_thread_that_gives_it():
@@ -119,7 +120,7 @@ def test_events_of_a_thread_that_has_died_fail(monkeypatch):
     stream.run(lambda: (entered.set(), gate.wait()))
     entered.wait(10)
     first, stamp = stream.record(), stream.stamp()
-    stream._line.tasks.appendleft((None, None))  # what the thread cannot call
+    stream._line.tasks.appendleft(_Work(None, None, never_at_once))  # what the thread cannot call
     gate.happen()
     for waiting in (first.wait, stamp.get, stream.record().wait, stream.stamp().get):
         assert "background copy or update failed: 'NoneType' object is not callable" in str(within(10, waiting))
