@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from stronghold.optim.update import Change
 
 _FLOATS = (torch.float32, torch.bfloat16)
+_MOMENTS = (torch.float32,)
+_CODES = (torch.uint8,)
+_LOW = (torch.int16,)
 
 
 def check_changes(unit: Unit, changes: Sequence[Change]) -> None:
@@ -28,14 +31,14 @@ def check_changes(unit: Unit, changes: Sequence[Change]) -> None:
     """
     spans: list[tuple[int, int, str]] = []
     for change in changes:
-        elements = unit.counts[change.index]
+        elements, device = unit.counts[change.index], unit.weight[change.index].device
         _check_step(unit, change)
         for name, tensor, dtypes, count in _operands(unit, change):
             if (
                 tensor.dtype not in dtypes
                 or tensor.numel() != count
-                or tensor.device != unit.weight[change.index].device
                 or not tensor.is_contiguous()
+                or tensor.device != device
             ):
                 raise OffloadedModelError(
                     f"{name} of a parameter of {unit.name} must be {' or '.join(map(str, dtypes))} with {count} "
@@ -70,14 +73,14 @@ def _operands(unit: Unit, change: Change) -> Iterator[tuple[str, Tensor, tuple[t
     count = unit.counts[change.index]
     yield "weight", unit.weight[change.index], _FLOATS, count
     if (remainder := unit.remainder(change.index)) is not None:
-        yield "remainder", remainder, (torch.int16,), count
+        yield "remainder", remainder, _LOW, count
     yield "gradient", change.gradient.values, _FLOATS, count
     if (low := change.gradient.remainder) is not None:
-        yield "gradient's remainder", low, (torch.int16,), count
+        yield "gradient's remainder", low, _LOW, count
     for name in ("exp_avg", "exp_avg_sq"):
         moment = change.state[name]
         if isinstance(moment, Blocks):
-            yield f"{name}'s codes", moment.codes, (torch.uint8,), count
-            yield f"{name}'s exponents", moment.exponents, (torch.uint8,), -(-count // BLOCK)
+            yield f"{name}'s codes", moment.codes, _CODES, count
+            yield f"{name}'s exponents", moment.exponents, _CODES, -(-count // BLOCK)
         else:
-            yield name, moment, (torch.float32,), count
+            yield name, moment, _MOMENTS, count

@@ -26,8 +26,7 @@ def squares_of(gradients: Sequence[Tensor], threads: int) -> Tensor:
     """
     if gradients[0].is_cpu:
         return torch.tensor(native.squared_norms(gradients, threads=threads), dtype=torch.float64)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.stack(norms).double().square()
+    return torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)).double().square()
 
 
 def spread(squares: Tensor, targets: Sequence[Tensor], found_inf: Tensor | None) -> None:
