@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 
+from stronghold.lab.command import error_in
 from stronghold.lab.records.json_lines import Record, read_records
 from stronghold.lab.records.runs import LOG_NAME
 from stronghold.lab.records.timeline import TIMELINE_NAME
 from stronghold.lab.records.trials import end, exit_reason
 from stronghold.units import format_seconds
-
-ERROR = "stronghold: error: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +73,9 @@ def train(
 
 
 def failure(code: int, said: str) -> str:
-    """Returns why a run failed: the error that it told, or the last line; nothing if it did not.
-
-    Libraries may have a last word behind the error, such as a warning of a process group that is still there.
-    """
-    told = [line for line in said.splitlines() if line.startswith(ERROR)]
-    if code and told:
-        return told[-1].removeprefix(ERROR)[:300]
-    return exit_reason(code, said)
+    """Returns why a run failed: the error that it told, or the last line; nothing if it did not."""
+    told = error_in(said.splitlines())
+    return told[:300] if code and told else exit_reason(code, said)
 
 
 def _keep(folder: Path, stem: Path, said: str) -> None:

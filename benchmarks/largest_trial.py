@@ -17,7 +17,9 @@ import importlib
 import os
 import resource
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stronghold.lab.command import ERROR, in_one_line
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.text import standard_library
 from stronghold.lab.data.tokens import ByteTokenizer, tokenize
@@ -229,4 +232,8 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as error:
+        traceback.print_exc()
+        sys.exit(f"{ERROR}{in_one_line(error)}")  # as the command line tells it, for largest.py to find

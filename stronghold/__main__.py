@@ -10,9 +10,9 @@ def main() -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "stronghold":
             raise  # not a package that is missing, but a part of this one
-        from stronghold.lab.command import WRONG_USAGE, missing
+        from stronghold.lab.command import ERROR, WRONG_USAGE, missing
 
-        print(f"stronghold: error: {missing(error)}", file=sys.stderr)
+        print(f"{ERROR}{missing(error)}", file=sys.stderr)
         return WRONG_USAGE
     return run()
 

@@ -110,6 +110,11 @@ def test_a_trial_that_cannot_train_tells_why(tmp_path):
     assert "window" in record["reason"]
 
 
+def test_a_trial_of_the_ordinary_loop_that_cannot_train_tells_why(tmp_path):
+    (record,), _ = call(tmp_path, "--method", "pytorch", "--layers", 1, "--heads", 3)
+    assert record["reason"].startswith("ended with 1: hidden must be ")  # not its kind, as a traceback's last line
+
+
 @pytest.mark.parametrize(
     ("losses", "peak", "expected"),
     [

@@ -34,6 +34,7 @@ import stronghold
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.records.agreement import TOLERANCE
 from stronghold.lab.records.json_lines import Record
+from stronghold.lab.records.trials import exit_reason
 from stronghold.units import format_seconds
 
 BATCH, SEQUENCE, STEPS = 4, 64, 5
@@ -185,8 +186,7 @@ def _run_child(names: Sequence[str], options: argparse.Namespace, left_s: float)
     if code == 0:
         return None
     hung = "Timeout (" in said
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")
-    return f"hung for {options.patience:g} s, see smoke.txt" if hung else f"ended with {code}: {last[:200]}"
+    return f"hung for {options.patience:g} s, see smoke.txt" if hung else exit_reason(code, said)
 
 
 def status_of(record: Record) -> str:

@@ -5,7 +5,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from stronghold.errors import StrongholdError
 
@@ -13,6 +13,8 @@ FAILED = 1
 WRONG_USAGE = 2
 INTERRUPTED = 130
 """As shells have it for SIGINT; for SIGTERM, too."""
+ERROR = "stronghold: error: "
+"""What begins the line in which a command tells its error. A library may say more behind it, while the process ends."""
 
 
 def run_command(
@@ -26,7 +28,7 @@ def run_command(
     gone, are none. What ``run`` gets has the ``arguments`` themselves, too.
     """
     _open_missing()
-    atexit.register(gc.freeze)  # what is left when the process ends is not searched for garbage, most of a second
+    atexit.register(_leave_garbage)
     options = parser.parse_args(arguments)
     options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -40,6 +42,22 @@ def run_command(
         return FAILED
     except Exception as error:
         return tell(error, options)
+
+
+def error_in(lines: Iterable[str]) -> str:
+    """Returns the last error that a command has told in ``lines``, its output; nothing if it has told none."""
+    told = [line for line in lines if line.startswith(ERROR)]
+    return told[-1].removeprefix(ERROR).strip() if told else ""
+
+
+def _leave_garbage() -> None:
+    """Has the interpreter, as it ends, search nothing that is left for garbage, which takes most of a second.
+
+    Where Triton is loaded the interpreter does search: nanobind, by which Triton 3.9 binds its classes to Python, tells
+    of those that were not collected, in thirty lines.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _open_missing() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stronghold.lab.command import WRONG_USAGE
+from stronghold.lab.command import WRONG_USAGE, error_in
 from stronghold.lab.methods import METHODS, ON_DISK
 from stronghold.lab.records.agreement import AGAIN, REFERENCE, comparison_notes, comparison_table
 from stronghold.lab.records.json_lines import Record, append_record, describe_machine, read_records
@@ -99,12 +99,13 @@ def _log_of(settings: TrainSettings, method: str, folder: Path) -> Path:
 def _run(arguments: Sequence[str], folder: Path, console: Console) -> str:
     """Runs ``stronghold`` and shows its steps; all that it says goes to output.txt. Returns why it failed, if so."""
     folder.mkdir(parents=True, exist_ok=True)
-    said = ""
+    said = told = ""
     with (folder / "output.txt").open("w", encoding="utf-8") as file, _started(arguments) as process:
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
             said = line.strip() or said
+            told = error_in([line]) or told
             if line.startswith("step "):
                 console.print(line.rstrip(), soft_wrap=True, markup=False, highlight=False)
         code = process.wait()
@@ -112,7 +113,7 @@ def _run(arguments: Sequence[str], folder: Path, console: Console) -> str:
         return ""
     if code < 0:
         return f"failed: ended by {signal.Signals(-code).name}{', out of memory?' if code == -signal.SIGKILL else ''}"
-    reason = said.removeprefix("stronghold: error: ")
+    reason = told or said  # what is behind an error is a library's
     return f"refused: {reason}" if code == WRONG_USAGE else f"failed: {reason}"
 
 

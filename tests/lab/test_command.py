@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stronghold.errors import StrongholdError
-from stronghold.lab.command import FAILED, INTERRUPTED, in_one_line, run_command
+from stronghold.lab.command import FAILED, INTERRUPTED, error_in, in_one_line, run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +58,16 @@ sys.exit(run_command(parser, [], None))
 """
 
 
+@pytest.mark.parametrize(("loaded", "collected"), [("email", False), ("triton", True)])
+def test_a_process_leaves_its_garbage_unless_triton_would_tell_of_it(loaded, collected):
+    if loaded == "triton":
+        pytest.importorskip("triton")
+    count = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() == 0))"  # runs last
+    command = [sys.executable, "-c", f"{count}; import {loaded}; {ENDS}", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{collected}\n", "")
+
+
 @pytest.mark.parametrize("lines", [1, 9999])  # of which Python hears at its end, or while it prints
 def test_a_reader_who_has_gone_is_no_error(lines):
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -104,3 +114,9 @@ def test_streams_that_are_closed_from_the_beginning_lead_nowhere(tmp_path):
 )
 def test_an_error_is_one_line(error, line):
     assert in_one_line(error) == line
+
+
+def test_the_last_error_that_a_command_told_is_found_among_what_it_said():
+    said = ["step 1", "stronghold: error: one", "stronghold: error: two\n", "a library's stronghold: error: three", ""]
+    assert error_in(said) == "two"
+    assert error_in(said[:1]) == error_in([]) == ""

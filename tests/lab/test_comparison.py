@@ -72,6 +72,8 @@ def test_a_method_s_log_is_called_like_that_of_all(arguments, monkeypatch, tmp_p
         ("kill -9 $$", "failed: ended by SIGKILL, out of memory?", []),
         ("echo 'stronghold: error: step 2 failed: x'; exit 1", "failed: step 2 failed: x", []),
         ("echo 'stronghold: error: no'; exit 2", "refused: no", []),
+        ("echo 'stronghold: error: no'; echo 'a library: leaked 4 types!'; exit 2", "refused: no", []),
+        ("echo one; echo; exit 1", "failed: one", []),
     ],
 )
 def test_how_a_method_ended_is_its_error(arguments, monkeypatch, tmp_path, script, error, losses):

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 
 from stronghold.errors import LostProcessError, StrongholdError
-from stronghold.lab.command import FAILED, WRONG_USAGE, in_one_line
+from stronghold.lab.command import ERROR, FAILED, WRONG_USAGE, in_one_line
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -15,7 +15,7 @@ def print_notes(notes: Iterable[str]) -> None:
 
 def print_error(error: Exception) -> int:
     """Prints an error as one line and returns the exit code that it has."""
-    print(f"stronghold: error: {in_one_line(error)}", file=sys.stderr)
+    print(f"{ERROR}{in_one_line(error)}", file=sys.stderr)
     wrong = isinstance(error, ValueError | StrongholdError) and not _is_failure(error)
     return WRONG_USAGE if wrong else FAILED
 

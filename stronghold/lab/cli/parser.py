@@ -5,7 +5,7 @@ import os
 import time
 from typing import Any, NoReturn
 
-from stronghold.lab.command import WRONG_USAGE
+from stronghold.lab.command import ERROR, WRONG_USAGE
 
 
 class Parser(argparse.ArgumentParser):
@@ -13,7 +13,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         told = left_to_the_first()
-        self.exit(WRONG_USAGE, None if told else f"stronghold: error: {message}; see {self.prog} --help\n")
+        self.exit(WRONG_USAGE, None if told else f"{ERROR}{message}; see {self.prog} --help\n")
 
 
 def left_to_the_first() -> bool:

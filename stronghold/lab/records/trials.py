@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from stronghold.lab.command import error_in
 from stronghold.units import format_seconds
 
 POLL_S = 0.05
@@ -106,11 +107,12 @@ def signals_kept() -> Iterator[list[int]]:
 
 
 def exit_reason(code: int, said: str) -> str:
-    """Returns why a trial ended by itself without success: the last line that it said."""
+    """Returns why a trial ended by itself without success: the error that it told, or the last line that it said."""
     if code == 0:
         return ""
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no message")
-    return f"ended with {code}: {last[:300]}"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    reason = error_in(lines) or (lines[-1] if lines else "no message")
+    return f"ended with {code}: {reason[:300]}"
 
 
 class Memory:

@@ -83,10 +83,17 @@ def test_a_trial_over_a_limit_is_killed_and_says_which(tmp_path):
         assert time.monotonic() - begin_s < 10
 
 
-def test_the_last_line_is_why_a_trial_failed():
-    assert exit_reason(0, "anything") == ""
-    assert exit_reason(2, "one\nerror: two\n\n") == "ended with 2: error: two"
-    assert exit_reason(-9, "") == "ended with -9: no message"
+@pytest.mark.parametrize(
+    ("code", "said", "reason"),
+    [
+        (0, "stronghold: error: not one", ""),
+        (2, "one\nerror: two\n\n", "ended with 2: error: two"),
+        (1, "step 1\nstronghold: error: step 2 failed\nnanobind: leaked 4 types!\n", "ended with 1: step 2 failed"),
+        (-9, "", "ended with -9: no message"),
+    ],
+)
+def test_the_error_that_a_trial_told_is_why_it_failed_else_its_last_line(code, said, reason):
+    assert exit_reason(code, said) == reason
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
