@@ -38,6 +38,7 @@ from stronghold.optim.triton_formats import (
     magnitude,
     store_floats,
 )
+from stronghold.optim.triton_rounding import quotient, square_root
 
 ROWS = 16
 """The blocks of :data:`BLOCK` elements that one program, of four warps, updates."""
@@ -183,11 +184,11 @@ def _sum_of_products(a, a_low, x, b, b_low, y, y_low):
 @triton.jit
 def _ratio(m, m_low, v, v_low, eps, eps_low):
     """Returns ``(m + m_low) / (sqrt(v + v_low) + eps + eps_low)`` rounded, and what it lacks."""
-    root = tl.sqrt_rn(v)
+    root = square_root(v)
     root_low = tl.where(root > 0, (tl.fma(-root, root, v) + v_low) / (2 * root), 0.0)
     denominator = root + eps
     denominator_low = _rounding_of_sum(root, eps, denominator) + (root_low + eps_low)
-    ratio = tl.div_rn(m, denominator)
+    ratio = quotient(m, denominator)
     return ratio, (tl.fma(-ratio, denominator, m) + m_low - ratio * denominator_low) / denominator
 
 
@@ -256,8 +257,8 @@ def adamw_of_segment(
         g = g * grad_scale
         m = beta1 * m + new1 * g
         v_bits = magnitude(beta2 * v + new2 * (g * g))
-        denominator = tl.sqrt_rn(float_of(v_bits)) * denom_scale + eps
-        w = w * decay - tl.div_rn(step_size * m, denominator)
+        denominator = square_root(float_of(v_bits)) * denom_scale + eps
+        w = w * decay - quotient(step_size * m, denominator)
 
         m_code, m_exponent = encode(magnitude(m), at, first_start, FIRST_FACTOR, FIRST_BINADES)
         m_code = tl.minimum(m_code, 127)

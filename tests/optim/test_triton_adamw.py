@@ -4,8 +4,11 @@ The interpreter carries the kernel out in numpy, whose fp32 arithmetic is rounde
 the code has no other operations: the tests of the compiled code look for those.
 """
 
+import ctypes
+import ctypes.util
 import math
 import re
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -39,7 +42,7 @@ from triton.backends import backends  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
-from stronghold.optim import triton_adamw, triton_formats  # noqa: E402
+from stronghold.optim import triton_adamw, triton_formats, triton_rounding  # noqa: E402
 
 PROGRAM = triton_adamw.ROWS * BLOCK
 
@@ -47,13 +50,71 @@ PROGRAM = triton_adamw.ROWS * BLOCK
 @pytest.fixture
 def update(monkeypatch):
     """Returns the launch, of a kernel that Triton's interpreter carries out on the CPU."""
-    for module in (triton_formats, triton_adamw):
+    for module in (triton_formats, triton_rounding, triton_adamw):
         for name, value in vars(module).items():
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
-    monkeypatch.setattr(tl, "max", greatest)  # Triton's own is a kernel too, and would leave its interpreter in place
-    with np.errstate(all="ignore"):  # what lies beyond a segment's end is 0 / eps, and eps may be 0
+    monkeypatch.setattr(triton_rounding, "IN_PTX", False)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", interpreted_fma)
+    language = kept(tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+    # What lies beyond a segment's end is 0 / eps, and eps may be 0.
+    with language, monkeypatch.context() as patch, np.errstate(all="ignore"):
+        patch.setattr(tl, "max", greatest)  # Triton's own is a kernel too, which would be compiled
         yield triton_adamw.launch
+
+
+@contextmanager
+def kept(*places):
+    """Puts the names of modules and classes back as they were: the interpreter of Triton 3.5 leaves its own there."""
+    before = [dict(vars(place)) for place in places]
+    yield
+    for place, names in zip(places, before, strict=True):
+        for name, value in [*vars(place).items()]:
+            if name not in names:
+                delattr(place, name)
+            elif value is not names[name]:
+                setattr(place, name, names[name])
+
+
+def interpreted_fma(self, x, y, z):
+    return interpreter.TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)
+
+
+def fma(x, y, z):
+    """Returns x * y + z of fp32 numbers, rounded once: Triton's interpreter before 3.9 rounds twice.
+
+    Float64 has room for the product. The rounded sum is made odd where it is not exact, so that it is rounded to fp32
+    the way the exact one would be: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved
+    algorithms using rounding to odd", IEEE Transactions on Computers, 2008.
+    """
+    product, z = np.broadcast_arrays(np.multiply(x, y, dtype=np.float64), np.asarray(z, dtype=np.float64))
+    total = product + z
+    of_z = total - product
+    low = (product - (total - of_z)) + (z - of_z)
+    towards = np.nextafter(total, np.copysign(np.inf, low))
+    even = total.view(np.int64) % 2 == 0
+    return np.where(np.isfinite(low) & (low != 0) & even, towards, total).astype(np.float32)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**-60, 2.0**62])
+def test_the_interpreters_fma_is_the_c_librarys(scale):
+    """Of numbers whose sums cancel, are denormal or infinite, or are ties but for the last bits of the product."""
+    fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    fmaf.restype, fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    random, count = np.random.default_rng(0), 10_000
+    x, y = (random.standard_normal((2, count)) * scale).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        z = -x * y * random.choice(np.float32([1, 1 + 2**-12, 2**-24, -(2**-25), 2**12, 2**24, 2**25]), count)
+        z[::50], z[1::50], x[2::50] = np.inf, np.nan, 0
+        little = 2.0 ** -random.integers(15, 24, count) * random.choice([-1, 1], count)
+        x, y = np.append(x, (1 + little) * scale), np.append(y, (1 - little) * scale * 2**-24)
+        x, y, z = np.float32(x), np.float32(y), np.float32(np.append(z, random.uniform(1, 2, count) * scale**2))
+        got, twice = fma(x, y, z), x * y + z
+        from_float64 = (x.astype(np.float64) * y + z).astype(np.float32)
+    expected = np.float32([fmaf(*map(float, numbers)) for numbers in zip(x, y, z, strict=True)])
+    np.testing.assert_array_equal(got, expected)
+    for other in (twice, from_float64):  # the comparison can fail
+        assert ((other != expected) & np.isfinite(expected)).sum() > 1000
 
 
 def greatest(x, axis, keep_dims):
