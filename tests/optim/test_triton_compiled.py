@@ -1,0 +1,102 @@
+"""The Triton kernel compiled: other scalars compile nothing anew, and every operation is rounded as IEEE 754 says."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stronghold.native import BLOCK, Segment
+from tests.optim.test_adamw_on_device import GRADIENTS, MOMENTS, WEIGHTS, segment
+
+triton = pytest.importorskip("triton", reason="needs triton: pip install triton")
+
+from triton.backends import backends  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+from stronghold.optim import triton_adamw  # noqa: E402
+
+
+class Recorded:
+    """Stands for the kernel and keeps what it is launched with."""
+
+    def __getitem__(self, grid):
+        self.grid = grid
+        return self.launch
+
+    def launch(self, *args, **kwargs):
+        self.args, self.kwargs = args, kwargs
+
+
+def bound(s: Segment, monkeypatch, target, squares=None):
+    """Returns the backend, and what Triton chooses a compiled kernel by for a segment: its cache's key."""
+    kernel, recorded = triton_adamw.adamw_of_segment, Recorded()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_adamw, "adamw_of_segment", recorded)
+        triton_adamw.launch(s, squares=squares)
+    backend = triton.compiler.make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    return backend, recorded.kwargs, *binder(*recorded.args, **recorded.kwargs)
+
+
+needs_nvidia = pytest.mark.skipif("nvidia" not in backends, reason="this triton does not compile for NVIDIA")
+needs_jit = pytest.mark.skipif(
+    not isinstance(triton_adamw.adamw_of_segment, JITFunction), reason="TRITON_INTERPRET is set: nothing is compiled"
+)
+HOPPER = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+
+@needs_nvidia
+@needs_jit
+@MOMENTS
+def test_other_scalars_do_not_compile_anew(states, monkeypatch):
+    one = segment((4096,), states=states)
+    *_, key, options = bound(one, monkeypatch, HOPPER)
+    late = 2**30 + 1
+    changes = [
+        {"step": 2},
+        {"step": 16},
+        {"step": late},
+        {"lr": 0.0},
+        {"lr": 1.0},
+        {"weight_decay": 0.0},
+        {"grad_scale": 0.5},
+    ]
+    changes += [{"first": 2**33}, {"beta1": 0.0}, {"eps": 1.0}]
+    for change in changes:
+        *_, other, other_options = bound(replace(one, **change), monkeypatch, HOPPER)
+        assert (other, other_options) == (key, options), change
+    *_, other, _ = bound(segment((4097,), states=states), monkeypatch, HOPPER)
+    assert other != key  # the comparison can fail: a length that is no multiple of 16 is compiled for itself
+
+
+@needs_nvidia
+@needs_jit
+@WEIGHTS
+@GRADIENTS
+@MOMENTS
+@pytest.mark.parametrize("capability", [80, 90])
+def test_it_compiles_to_operations_that_round_as_ieee_754_says(capability, states, grad, weight, monkeypatch, tmp_path):
+    """Products and sums that nothing fuses, correct roots and quotients, denormal numbers; and wide loads."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    squares = torch.zeros((), dtype=torch.float64)
+    given = segment((4096,), weight, grad, states)
+    backend, kwargs, arguments, key, options = bound(given, monkeypatch, target, squares=squares)
+    kernel = triton_adamw.adamw_of_segment
+    options, signature, constants, attributes = kernel._pack_args(backend, dict(kwargs), arguments, key, options)
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    ptx = triton.compile(source, target=target, options=options.__dict__).asm["ptx"]
+
+    assert not options.enable_fp_fusion  # which ptxas is told too
+    operations = set(re.findall(r"\b((?:add|sub|mul|fma|div|sqrt|rsqrt|rcp|ex2)\.[\w.]*f(?:32|64))\b", ptx))
+    rounded = {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "sqrt.rn.f32", "div.rn.f32"}
+    if states == "fp32":  # fused where it is written, for what rounding loses; of that an approximate quotient will do
+        rounded |= {"fma.rn.f32", "div.full.f32"}
+    assert operations == rounded
+    elements = triton_adamw.ROWS * BLOCK // (4 * 32)
+    assert len(re.findall(r"div\.rn\.f32", ptx)) == len(re.findall(r"sqrt\.rn\.f32", ptx)) == elements
+    assert "ftz" not in ptx
+    wide = len(re.findall(r"ld\.global\.v[24]\.b32", ptx))
+    assert wide >= (3 if states == "8bit" else 6)
+    assert not re.search(r"ld\.global\.b(16|32)", ptx)  # four elements at a time, and more
