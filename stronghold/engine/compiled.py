@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 
 
@@ -16,3 +18,14 @@ def uncompiled(model: nn.Module) -> nn.Module:
         while isinstance(model, OptimizedModule):
             model = model._orig_mod
     return model
+
+
+def warn_of_compiling(kind: str) -> None:
+    """Warns that a model of ``kind`` is compiled, or a layer or caller of it, whose layers run as they are."""
+    warnings.warn(
+        "torch.compile leaves the layers of an offloaded model as they are, for their parameters move while they run, "
+        f"which a graph cannot follow (got a compiled {kind}, or a layer or caller of it). They run eagerly, exactly "
+        "and no faster; to compile what is inside of a layer, set layer.forward = torch.compile(layer.forward) before "
+        "offload()",
+        stacklevel=3,
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +21,13 @@ from stronghold.device import (
 )
 from stronghold.engine.block import Block, Run
 from stronghold.engine.closing import end_with
+from stronghold.engine.compiled import warn_of_compiling
 from stronghold.engine.held_memory import HeldMemory
 from stronghold.engine.hooks import Hooks
 from stronghold.engine.members import Members, refuse_changes
 from stronghold.engine.placement import Placement
 from stronghold.engine.reopening import Reopened
+from stronghold.engine.stale import check_same
 from stronghold.engine.timing import Stopwatch
 from stronghold.engine.turns import Turns
 from stronghold.engine.updates import Updates, update_now
@@ -177,6 +178,11 @@ class Engine:
         """The layers' blocks, as long as there are layers."""
         return [block for reference in self._blocks if (block := reference()) is not None]
 
+    @property
+    def own_optimizer(self) -> HostAdamW | None:
+        """The optimizer of stronghold's that updates this model, if there is one."""
+        return None if self.optimizer is None else self.optimizer()
+
     def check_open(self) -> None:
         """Raises OffloadedModelError where the model was closed."""
         if self.closed:
@@ -186,7 +192,7 @@ class Engine:
         """Ends the threads and gives back memory, locks and files; nothing of the engine can be used after it."""
         self.closed = True
         self._end()  # a layer may still be on its way, from memory or disk
-        if (optimizer := self.optimizer() if self.optimizer is not None else None) is not None:
+        if (optimizer := self.own_optimizer) is not None:
             optimizer.forget()
         for unit in self.units:
             for parameter in unit.parameters:
@@ -249,24 +255,17 @@ class Engine:
 
     def ran(self, run: Run, accumulators: Accumulators[Run]) -> None:
         self._runs.append(weakref.ref(run))
-        self.layers[run.layer].runs.add(run)
+        self.layers[run.layer].computed_with.runs.add(run)
         self.gradients.parts.ran(run.layer, accumulators)
 
     def updates_in_backward(self) -> bool:
-        optimizer = self.optimizer() if self.optimizer is not None else None
-        return optimizer is not None and optimizer.in_backward
+        return (optimizer := self.own_optimizer) is not None and optimizer.in_backward
 
     @opaque
     def compiled(self) -> None:
         if not self._told_of_compiling:
             self._told_of_compiling = True
-            warnings.warn(
-                "torch.compile leaves the layers of an offloaded model as they are, for their parameters move while "
-                f"they run, which a graph cannot follow (got a compiled {self.kind}, or a layer or caller of it). They "
-                "run eagerly, exactly and no faster; to compile what is inside of a layer, set "
-                "layer.forward = torch.compile(layer.forward) before offload()",
-                stacklevel=2,
-            )
+            warn_of_compiling(self.kind)
 
     def return_to(self, run: Run) -> None:
         self.check_open()
@@ -327,17 +326,7 @@ class Engine:
 
     def _begin_run(self, run: Run) -> None:
         """Notes that the backward pass asks for weights that ``run`` has computed with; raises if they are gone."""
-        unit = self.layers[run.layer]
-        changed = unit.generation != run.generation or unit.versions_now() != unit.versions
-        if changed or unit.was_written_unseen():
-            if self.gradients.has_updated(run.layer):
-                raise self.gradients.too_late(unit)
-            raise OffloadedModelError(
-                f"the weights of {unit.name} must be the same in the backward pass as in its forward pass (they have "
-                "been updated or written in between); call backward() before step(), or run the forward pass again"
-            )
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            unit.runs.discard(run)  # the loss is often held across the step, and this run with it
+        check_same(self.layers[run.layer], run, self.gradients)
         self._opened_for = weakref.ref(run)
         self.gradients.batches.saw(run.batch)
 
@@ -357,7 +346,7 @@ class Engine:
         done = None
         try:
             if (ready := self.gradients.close()) is not None:
-                optimizer = self.optimizer() if self.optimizer is not None else None
+                optimizer = self.own_optimizer
                 assert optimizer is not None  # it has asked for them
                 done = update_now(self, optimizer, ready.unit, ready.gradients, ready.after)
                 ready.updated(done)
@@ -389,7 +378,7 @@ class Engine:
 
     def adopt(self, optimizer: HostAdamW) -> None:
         """Makes ``optimizer`` the one that updates this model; raises where it has one already."""
-        known = self.optimizer() if self.optimizer is not None else None
+        known = self.own_optimizer
         if known is not None and (known.in_backward or optimizer.in_backward):
             raise OffloadedModelError(
                 "update='in_backward' needs the model's only optimizer, because the backward pass itself updates (got "

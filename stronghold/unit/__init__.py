@@ -16,8 +16,9 @@ from stronghold.unit.gradient import (
 from stronghold.unit.parameter import BoundParameter, OffloadedParameter, gradient_of, set_gradient, unit_of
 from stronghold.unit.process_group import ONE_PROCESS, OneProcess, ProcessGroup, from_rank0, sum_over
 from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
-from stronghold.unit.unit import Unit, has_company, is_shared
+from stronghold.unit.unit import Unit
 from stronghold.unit.unit_memory import Kind, Memory
+from stronghold.unit.users import has_company, is_shared
 
 __all__ = [
     "ONE_PROCESS",

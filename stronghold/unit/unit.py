@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from stronghold.device import Buffer, Event, Wait, Waits, check_process, forks
 from stronghold.errors import OffloadedModelError
 from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout, lay_out, round_up, shares
-from stronghold.unit.digest import digest
+from stronghold.unit.computed_with import ComputedWith
 from stronghold.unit.gradient_memory import GradientMemory
 from stronghold.unit.masters import Masters
 from stronghold.unit.replicas import ONE_REPLICA, Replicas
 from stronghold.unit.samples import Samples
 from stronghold.unit.unit_memory import Kind, Memory
+from stronghold.unit.users import Users, is_aliased
 
 
 class Unit:
@@ -78,14 +79,10 @@ class Unit:
         self._samples: Samples | None = None
         self._told: set[int] = set()
         """The parameters of which it is known that the user writes them, since this was last asked."""
-        self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
-        """What a layer has computed and a backward pass may come back to."""
-        self._storages: tuple[list[Tensor], list[int]] = [], []
-        """The tensors whose users are counted, and the addresses of their storages."""
+        self._users = Users()
         self._aliased: list[int] = []
         """The parameters over whose memory the user held a tensor when this was last asked."""
-        self._computed_with: dict[int, Tensor] = {}
-        """The digests, by index, of weights that the user may write unseen between such a run and its backward pass."""
+        self.computed_with = ComputedWith()
         self.replicas: Replicas = ONE_REPLICA
         """The processes that train the unit; those of a machine have it in common, unless it is resident."""
         self.on_disk: frozenset[Kind] = frozenset()
@@ -274,7 +271,7 @@ class Unit:
     def close(self) -> None:
         """Gives the unit's memory back."""
         self.buffer, self.weight, self.on_device, self._buffers = None, [], [], []
-        self._storages = [], []
+        self._users = Users()
         self.masters, self.updated = Masters(), None
         self.gradients.close()
 
@@ -321,25 +318,8 @@ class Unit:
         """Whether the user holds a tensor over a parameter's memory, such as ``p.data``, and may write through it."""
         return any(map(self._is_aliased, range(len(self.parameters))))
 
-    def _aliased_now(self) -> list[int]:
-        """Returns of which parameters :meth:`_is_aliased` holds; asked by the thread that computes, of all at once."""
-        tensors, count = self.on_device or self.weight, torch._C._storage_Use_Count
-        if self._storages[0] is not tensors:
-            self._storages = tensors, [tensor.untyped_storage()._cdata for tensor in tensors]
-        with torch._C.DisableTorchFunctionSubclass():  # they go into a slot together
-            here = self.parameters[0].untyped_storage()._cdata == self._storages[1][0]
-        users = _ALONE + here
-        return [index for index, storage in enumerate(self._storages[1]) if count(storage) > users]
-
     def _is_aliased(self, index: int) -> bool:
-        """The same of one parameter, whose own memory that is but while its layer is in a slot."""
-        tensor = (self.on_device or self.weight)[index]
-        memory, parameter = tensor.untyped_storage()._cdata, self.parameters[index]
-        with torch._C.DisableTorchFunctionSubclass():
-            # Another thread asks, too, while that changes: one that was elsewhere before or behind counts as elsewhere.
-            before = parameter.untyped_storage()._cdata == memory
-            users = _users(tensor)
-            return users > _ALONE + (before and parameter.untyped_storage()._cdata == memory)
+        return is_aliased((self.on_device or self.weight)[index], self.parameters[index])
 
     def mark_dirty(self) -> None:
         """Called before the user or the engine may write the unit's memory: the store's checksums of it end."""
@@ -352,7 +332,7 @@ class Unit:
             self.mark_dirty()
         self.touched |= unseen
         self._told.add(index)
-        if self.runs:
+        if self.computed_with.runs:
             self._expect_unseen(index)
         if self.is_common:
             return  # nobody may write it
@@ -366,7 +346,7 @@ class Unit:
         self.check_own()
         self.touched = True  # a function need not count a version
         self._told.add(index)
-        if self.runs:
+        if self.computed_with.runs:
             self._expect_unseen(index)
         changes = not self.is_root or (not self.has_device_copy and index in self.masters.remainders)
         if changes:
@@ -399,10 +379,8 @@ class Unit:
         versions = self.versions_now()
         self._told.update(index for index, version in enumerate(versions) if version != self.versions[index])
         untold = self._untold_writes()
-        self._aliased = self._aliased_now()
-        if not self.runs:
-            self._computed_with.clear()
-        if versions != self.versions or untold or self._differs():
+        self._aliased = self._users.aliased(self.on_device or self.weight, self.parameters[0])
+        if versions != self.versions or untold or self.computed_with.others(self.weight):
             self.supersede()
         written = self.touched or self.masters.marked or versions != self.versions or bool(self._aliased or untold)
         self.touched, self.versions = False, versions
@@ -413,7 +391,7 @@ class Unit:
     def supersede(self) -> None:
         """Called when the weights become others: a backward pass to a run of before is refused from here on."""
         self.generation += 1
-        self._computed_with.clear()
+        self.computed_with.forget()
 
     def will_run(self) -> None:
         """Called before a run that a backward pass may come back to, when it is known who holds what."""
@@ -422,15 +400,11 @@ class Unit:
 
     def was_written_unseen(self) -> bool:
         """Whether the weights are others than they were in the last forward pass, though no version tells of it."""
-        return self._differs() or bool(self._untold_writes())
+        return self.computed_with.others(self.weight) or bool(self._untold_writes())
 
     def _expect_unseen(self, index: int) -> None:
-        if index not in self._computed_with and not self.is_common:
-            self._computed_with[index] = digest(self.weight[index])
+        if not self.is_common and self.computed_with.note(index, self.weight[index]):
             self.drop()  # it was read: a state_dict() would leave the whole model in the resident set
-
-    def _differs(self) -> bool:
-        return any(not torch.equal(digest(self.weight[i]), known) for i, known in self._computed_with.items())
 
     def _untold_writes(self) -> list[int]:
         """Returns which parameters were written though nothing told of it, as far as their memory shows it."""
@@ -474,25 +448,8 @@ class Unit:
                 )
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor that has one twin (a parameter, or a detached gradient) is used by a third."""
-    return _users(tensor) > _ALONE + 1
-
-
-def has_company(gradient: Tensor) -> bool:
-    """Whether the memory of a gradient, as autograd gave it, is used by another tensor as well."""
-    return _users(gradient) > _ALONE
-
-
 def _octets(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _users(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-_ALONE = _users(torch.empty(1))
 
 
 def raw_version(parameter: Tensor) -> int:

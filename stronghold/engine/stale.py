@@ -1,0 +1,27 @@
+"""A backward pass computes with the weights of its forward pass, or is refused."""
+
+from __future__ import annotations
+
+import torch
+
+from stronghold.engine.block import Run
+from stronghold.errors import OffloadedModelError
+from stronghold.unit import Unit
+from stronghold.window import Gradients
+
+
+def check_same(unit: Unit, run: Run, gradients: Gradients) -> None:
+    """Raises OffloadedModelError where the weights of ``unit`` are others than those that ``run`` has computed with.
+
+    Called when the backward pass asks for them.
+    """
+    changed = unit.generation != run.generation or unit.versions_now() != unit.versions
+    if changed or unit.was_written_unseen():
+        if gradients.has_updated(run.layer):
+            raise gradients.too_late(unit)
+        raise OffloadedModelError(
+            f"the weights of {unit.name} must be the same in the backward pass as in its forward pass (they have been "
+            "updated or written in between); call backward() before step(), or run the forward pass again"
+        )
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        unit.computed_with.runs.discard(run)  # the loss is often held across the step, and this run with it

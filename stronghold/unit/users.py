@@ -1,0 +1,55 @@
+"""Who uses a tensor's memory: PyTorch counts the tensors over a storage, and a user's among them shows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor that has one twin (a parameter, or a detached gradient) is used by a third."""
+    return _count(tensor) > _ALONE + 1
+
+
+def has_company(gradient: Tensor) -> bool:
+    """Whether the memory of a gradient, as autograd gave it, is used by another tensor as well."""
+    return _count(gradient) > _ALONE
+
+
+def is_aliased(tensor: Tensor, parameter: nn.Parameter) -> bool:
+    """Whether the memory of ``tensor``, which ``parameter`` uses but while its layer is in a slot, is used by others.
+
+    Another thread may ask while that changes: a parameter that was elsewhere before or behind counts as elsewhere.
+    """
+    memory = tensor.untyped_storage()._cdata
+    with torch._C.DisableTorchFunctionSubclass():
+        before = parameter.untyped_storage()._cdata == memory
+        users = _count(tensor)
+        return users > _ALONE + (before and parameter.untyped_storage()._cdata == memory)
+
+
+class Users:
+    """Counts the users of a unit's tensors, all at once, for the thread that computes."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._storages: list[int] = []
+        """The addresses of their storages."""
+
+    def aliased(self, tensors: list[Tensor], first: nn.Parameter) -> list[int]:
+        """Returns of which ``tensors`` :func:`is_aliased` holds; ``first`` is the parameter of the first of them."""
+        if self._tensors is not tensors:
+            self._tensors, self._storages = tensors, [tensor.untyped_storage()._cdata for tensor in tensors]
+        if not tensors:
+            return []
+        with torch._C.DisableTorchFunctionSubclass():  # they go into a slot together
+            here = first.untyped_storage()._cdata == self._storages[0]
+        count, users = torch._C._storage_Use_Count, _ALONE + here
+        return [index for index, storage in enumerate(self._storages) if count(storage) > users]
+
+
+def _count(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _count(torch.empty(1))
