@@ -99,6 +99,7 @@ def _train(
     accumulate=1,
     read=False,
     clip=False,
+    norm=None,
     write=False,
     states="fp32",
     evaluate=False,
@@ -120,7 +121,9 @@ def _train(
         copies = model.parameters() if replicas.local_rank else ()
         everyone = replicas.everyone
         engine_of(model).join(everyone, shared=(), copies=copies, model="Model", passes=1, here=everyone.world_size)
-    optimizer = stronghold.AdamW(model.parameters(), lr=0.05, update=update, threads=1, states=states)
+    optimizer = stronghold.AdamW(
+        model.parameters(), lr=0.05, update=update, threads=1, states=states, max_grad_norm=norm
+    )
     generator = torch.Generator().manual_seed(1)
     raw = [_numbers_at(model.layers[i].up.weight) for i in range(LAYERS) if wait]
     for number in range(4):
@@ -173,6 +176,7 @@ SETTINGS = {
     "host": {"activations": "host"},
     "reading": {"read": True},
     "clipped accumulation": {"accumulate": 3, "clip": True},
+    "clipped by the optimizer": {"norm": 0.1},
     "deferred in bf16": {"dtype": torch.bfloat16},
     "in_backward in bf16": {"dtype": torch.bfloat16, "update": "in_backward"},
     "writing in bf16": {"write": True, "dtype": torch.bfloat16},
@@ -239,6 +243,7 @@ LIKELY = {
     "FILE_READ": "disk, each step twice",
     "GRADIENT_ADDED": "clipped accumulation",
     "GRADIENT_UPDATE": "in_backward",
+    "ROOT_GRADIENT": "clipped by the optimizer",
     "SHARE_UPDATED": "replicas",
 }
 

@@ -73,7 +73,7 @@ def _update(engine: Engine, optimizer: HostAdamW, found: Found, scale: float) ->
         one.submit(scale)
     engine.changed([one.unit for one in updates])
     for update in (one.update for one in updates):
-        if update.unit.is_aliased or any(is_shared(change.gradient.values) for change in update.changes):
+        if update.unit.is_aliased or any(is_shared(change.gradient.of_user) for change in update.changes):
             optimizer.wait()  # what the user can read or write unseen must be done by now
             return
         update.mark_pending()
@@ -127,8 +127,10 @@ class Updates:
         if unit.resident:
             self._device.compute_now(task, update.moved_bytes)
             return None
+        if unit.has_device_copy:
+            after = self._bring_down(update)
         updates = self._device.updates
-        # Under in_backward the gradient may still be on its way down.
+        # A root parameter's gradient is on its way down, and under in_backward a layer's may be.
         self.waits.stream(updates, after, Wait.GRADIENT_UPDATE)
         # A layer may have been fetched, or read ahead, for a computation that did not come.
         self.waits.stream(updates, self._store.reading(unit), Wait.FILE_READ)
@@ -149,6 +151,22 @@ class Updates:
             for target, weight in zip(unit.on_device, unit.weight, strict=True):
                 root.copy(target, weight)
         return root.record()
+
+    def _bring_down(self, update: Update) -> Event:
+        """Has a root parameter's gradients copied down; returns the event after which they are on the host.
+
+        They are complete, for the host has seen their squares. The user may drop them before they are copied.
+        """
+        unit, down = update.unit, self._device.gradients
+        with self._device.noted(down, f"gradient {unit.name}"):
+            for gradient in (change.gradient for change in update.changes):
+                source = gradient.source
+                assert source is not None
+                unit.update_reads.append(source.values)
+                down.copy(gradient.values, source.values)
+                if gradient.remainder is not None and source.remainder is not None:
+                    down.copy(gradient.remainder, source.remainder)
+        return down.record()
 
     def _written_back_everywhere(self, done: Event, update: Update) -> Event:
         """Returns the event after which the updates of all replicas' shares of a unit are complete."""

@@ -20,13 +20,20 @@ class HostGrad:
     """One parameter's gradient as an update takes it: complete, contiguous, where the update runs.
 
     With a ``remainder`` it is the fp32 number that ``values`` and it hold. ``squares`` is the sum of its squares, a
-    float64 number. What the update uses up is ``consumed``.
+    float64 number. What the update uses up is ``consumed``. With a ``source``, which is complete on the device,
+    ``values`` and ``remainder`` are room on the host: to copy them down is the update's first part.
     """
 
     values: Tensor
     squares: Tensor
     remainder: Tensor | None = None
     consumed: Consumed | None = None
+    source: HostGrad | None = None
+
+    @property
+    def of_user(self) -> Tensor:
+        """The memory of the parameter's own gradient, which the user may write."""
+        return self.values if self.source is None else self.source.values
 
     def note(self) -> None:
         """Called when the squares are there, before the memory of what the update uses up is free for others."""

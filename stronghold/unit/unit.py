@@ -73,6 +73,8 @@ class Unit:
         self.gradients = GradientMemory(self)
         self.updated: Event | None = None
         """Happens when the update under way is complete; None where none is."""
+        self.update_reads: list[Tensor] = []
+        """What the update under way copies from the device: kept until the computation is behind that."""
         self.touched = False
         """The user may have written the weights by a way that leaves no trace in the version."""
         self.versions = [0] * len(self.parameters)
@@ -272,7 +274,7 @@ class Unit:
         """Gives the unit's memory back."""
         self.buffer, self.weight, self.on_device, self._buffers = None, [], [], []
         self._users = Users()
-        self.masters, self.updated = Masters(), None
+        self.masters, self.updated, self.update_reads = Masters(), None, []
         self.gradients.close()
 
     def drop(self) -> None:
@@ -292,6 +294,7 @@ class Unit:
             else:
                 self.waits.host(event, Wait.WEIGHTS_READ)
         self.updated = None
+        self.update_reads = []
 
     def wait_on_host(self) -> None:
         """Blocks until the update under way is complete, whatever the device waits for."""

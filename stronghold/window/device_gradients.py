@@ -28,8 +28,8 @@ from stronghold.window.sums import add, apart, in_own_memory, write_squares
 class DeviceGradients:
     """Adds up the root's gradients in fp32, where autograd would in bf16, and hands gradients to the optimizer.
 
-    The gradient of one with a device copy goes down when it is collected; others are used where they are. Where
-    there are replicas each has its own until then, and all have the mean from then on.
+    The gradient of one with a device copy is copied down by its update; others are used where they are. Where there are
+    replicas each has its own until it is collected, and all have the mean from then on.
     """
 
     def __init__(self, device: Device, waits: Waits) -> None:
@@ -79,7 +79,7 @@ class DeviceGradients:
         self._held.clear()
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
-        """Returns a root parameter's gradients, on the host where it has a device copy, else as they are."""
+        """Returns the gradients of a root parameter or a resident layer, complete, with their squares on the host."""
         unit.wait_updated()  # an update under way reads the gradient that is replaced here
         unit.gradients.fit()
         found = {index: grad_meta_of(gradient) for index, gradient in gradients.items()}
@@ -92,13 +92,13 @@ class DeviceGradients:
                         gradient.copy_(values[index])
                     note_gradient(gradient, unit, known=found[index])
             squares = torch.stack(self._squares(values, found))
-            arrived = torch.zeros(len(found), dtype=torch.float64)
+            arrived = self._room(unit, len(found))
             self.device.compute_copy(arrived, squares)  # all at once: on a GPU each copy is a wait
             collected = {
-                index: self._collected(unit, index, values[index], known, there)
+                index: self._collected(unit, index, HostGrad(values[index], there, known.remainder if known else None))
                 for (index, known), there in zip(found.items(), arrived, strict=True)
             }
-        # The copies run behind the backward pass on the same stream; the host reads what they bring.
+        # The copy runs behind the backward pass on the same stream; the host reads what it brings.
         self.waits.host(self.device.record_event(), Wait.ROOT_GRADIENT)
         return collected
 
@@ -131,17 +131,22 @@ class DeviceGradients:
             sums.update(zip(unknown, squares, strict=True))
         return [sums[index] for index in values]
 
-    def _collected(self, unit: Unit, index: int, values: Tensor, known: GradMeta | None, squares: Tensor) -> HostGrad:
-        remainder = known.remainder if known is not None else None
+    def _room(self, unit: Unit, count: int) -> Tensor:
+        """Returns where the squares of ``count`` gradients arrive: in pinned memory, if the unit has some."""
         if not unit.has_device_copy:
-            return HostGrad(values, squares, remainder)
-        on_host = unit.gradients.view(unit.gradients.allocate(self.device), index)
-        self.device.compute_copy(on_host, values)
-        if remainder is not None:
-            remainder_on_host = unit.gradients.host_remainder(index)
-            self.device.compute_copy(remainder_on_host, remainder)
-            remainder = remainder_on_host
-        return HostGrad(on_host, squares, remainder)
+            return torch.zeros(count, dtype=torch.float64)
+        unit.gradients.allocate(self.device)
+        return unit.gradients.held_squares(0).view(1)
+
+    def _collected(self, unit: Unit, index: int, gradient: HostGrad) -> HostGrad:
+        if not unit.has_device_copy:
+            return gradient
+        return HostGrad(
+            unit.gradients.view(unit.gradients.allocate(self.device), index),
+            gradient.squares,
+            unit.gradients.host_remainder(index) if gradient.remainder is not None else None,
+            source=gradient,
+        )
 
 
 def add_on_device(

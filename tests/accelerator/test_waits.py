@@ -62,8 +62,12 @@ def test_nothing_races_and_the_bits_are_the_hosts(name):
     assert races == []
     if "resident" in ALONE[name]:  # whose updates are the device's own arithmetic
         return
-    # A norm is summed in another order where parameters are on two devices.
-    assert seen == (pytest.approx(undelayed(name), rel=1e-5) if "clip" in ALONE[name] else undelayed(name))
+    expected = undelayed(name)
+    if "clip" in ALONE[name]:  # a norm is summed in another order where parameters are on two devices
+        expected = pytest.approx(expected, rel=1e-5)
+    if "norm" in ALONE[name]:  # the host's kernel sums squares otherwise than torch; a weight may be near zero
+        expected = pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert seen == expected
 
 
 @pytest.mark.parametrize("name", ["deferred", "in_backward", "host", "disk", "disk, in_backward in bf16"])
