@@ -24,7 +24,7 @@ class Slot:
     ready: Event | None = None
     """The fetch of the layer it holds."""
     read: Event | None = None
-    """The end of the last computation with the layer it held."""
+    """The end of the last computation with the layer it held, or with what was in its memory before."""
     views: dict[int, list[Tensor]] = field(default_factory=dict)
     wholes: dict[int, Tensor] = field(default_factory=dict)
     """All bytes of a layer that it has held."""
@@ -53,7 +53,9 @@ class Window:
         self.waits = waits
         self.traffic = Traffic()
         longest = max((units[layer].slot_bytes for layer in self._streamed), default=0)
-        self.slots = [Slot(device.buffer(longest)) for _ in range(size if self._streamed else 0)]
+        flats = [device.buffer(longest) for _ in range(size if self._streamed else 0)]
+        allocated = device.record_event()
+        self.slots = [Slot(flat, read=allocated) for flat in flats]
         self._free = list(reversed(self.slots))
         self._where = {layer: _own_slot(unit) for layer, unit in enumerate(units) if unit.resident}
         self._bound: dict[int, list[int]] = {}
