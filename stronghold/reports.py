@@ -65,6 +65,9 @@ class Report(_Shown):
     takes, for sums in fp32. ``process_host_bytes`` is what the process had in memory, the interpreter and its libraries
     with it, before anything was placed, without the model's own parameters.
 
+    ``resident`` are layers, ``resident_root`` root parameters that are updated on the device; what these and the layers
+    hold there is ``resident_device_bytes``. ``root_device_bytes`` is what buffers and the other root parameters take.
+
     Not counted on the device: ``root_gradients_device_bytes``, which autograd holds from ``backward()`` to
     ``zero_grad()``, and for a moment twice where weights are tied; activations; and what the operation under way needs.
     Where device and host are one memory, all of that is on the host, with what the C library keeps of it for the next
@@ -106,10 +109,11 @@ class Report(_Shown):
     others_device_bytes: int = 0
     root_gradients_device_bytes: int = 0
     beside_host_bytes: int = 0
+    resident_root: int = 0
 
     @property
     def device_bytes(self) -> int:
-        """What is held on the device between steps: slots, gradients, the root, resident layers, others' states."""
+        """What is held on the device between steps: slots, gradients, the root, what is resident, others' states."""
         streamed = self.slots_device_bytes + self.gradients_device_bytes
         return streamed + self.root_device_bytes + self.resident_device_bytes + self.others_device_bytes
 
@@ -132,7 +136,7 @@ class Report(_Shown):
             ("device", "slots", format_bytes(self.slots_device_bytes)),
             ("", "gradients", format_bytes(self.gradients_device_bytes)),
             ("", "root", format_bytes(self.root_device_bytes)),
-            *([("", "resident layers", format_bytes(self.resident_device_bytes))] if self.resident else []),
+            *([("", self._resident(), format_bytes(self.resident_device_bytes))] if self._resident() else []),
             *([("", "other states", format_bytes(self.others_device_bytes))] if self.others_device_bytes else []),
             ("", "together", format_bytes(self.device_bytes)),
             (
@@ -174,6 +178,12 @@ class Report(_Shown):
         if self.skipped_steps:
             rows.append(("steps", "skipped", f"{self.skipped_steps}, for gradients that were not finite"))
         return rows
+
+    def _resident(self) -> str:
+        """Returns what is updated on the device: of layers and root parameters those of which there are some."""
+        named = (("layers", self.resident), ("root parameters", self.resident_root))
+        found = " and ".join(name for name, count in named if count)
+        return found and f"resident {found}"
 
     def _disk_rows(self) -> list[tuple[str, str, str]]:
         there = f"weights of {self.weights_on_disk} and states of {self.states_on_disk} of {self.layers} layers"

@@ -186,6 +186,10 @@ SETTINGS = {
     "resident": {"resident": 2, "clip": True},
     "resident, accumulation in bf16": {"resident": 2, "accumulate": 3, "dtype": torch.bfloat16},
     "resident in_backward": {"resident": 2, "update": "in_backward", "states": "8bit"},
+    "resident root": {"device_memory": "1GiB", "norm": 0.1, "read": True},
+    "resident root, accumulation in bf16": {"device_memory": "1GiB", "accumulate": 3, "dtype": torch.bfloat16},
+    "resident root, writing in bf16": {"device_memory": "1GiB", "write": True, "dtype": torch.bfloat16},
+    "resident root and layers": {"device_memory": "1GiB", "resident": 2, "update": "in_backward", "states": "8bit"},
     "disk, each step twice": {"disk": True, "again": True},
     "disk": {"disk": True},
     "disk, window of one": {"disk": True, "window": 1},
@@ -206,6 +210,7 @@ SETTINGS = {
     "three replicas": {"replicas": 3, "window": 1, "accumulate": 2},
     "replicas, gradients looked at": {"replicas": 2, "look": True},
     "replicas, resident": {"replicas": 2, "resident": 2, "window": 1},
+    "replicas, resident root": {"replicas": 2, "device_memory": "1GiB", "window": 1},
 }
 # Who is late, in seconds at most; each profile brings out other races.
 PROFILES = {

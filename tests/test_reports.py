@@ -85,6 +85,10 @@ def test_resident_layers_and_the_optimizers_absence_are_told():
     assert ("", "moments", "none yet") in rows
     assert ("", "resident layers", "1.00 MiB") in rows
     assert report(resident=3, resident_device_bytes=2**20).device_bytes == 9 * 2**20
+    rows = report(resident_root=2, resident_device_bytes=2**20).rows()
+    assert ("", "resident root parameters", "1.00 MiB") in rows
+    rows = report(resident=3, resident_root=2, resident_device_bytes=2**20).rows()
+    assert ("", "resident layers and root parameters", "1.00 MiB") in rows
 
 
 def test_the_last_step_skipped_steps_and_frozen_parameters_are_told_where_there_are_any():

@@ -82,6 +82,7 @@ class StagedModule(nn.Module):
                 dtype=dtype,
                 layers=containers,
                 weights=weights,
+                shared=self._tied.shared,
                 **settings,
             )
         )

@@ -1,8 +1,8 @@
-"""Shares out the memory that is there: layers that stay on the device, the window, and what does not fit."""
+"""Shares out the memory that is there: units that stay on the device, the window, and what does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from stronghold.device import Device
 from stronghold.errors import BudgetError
@@ -26,15 +26,33 @@ def spread(layers: int, resident: int) -> list[int]:
 
 
 def resident_bytes(unit: Unit) -> int:
-    """Returns what a resident layer takes on the device: weights, remainders, gradients and fp32 moments."""
+    """Returns what a resident unit takes on the device: weights, remainders, gradients and fp32 moments."""
     states = _moment_bytes(unit)
     return unit.layout.total_bytes + unit.remainder_bytes() + unit.gradients.layout.total_bytes + states
 
 
-def keep_resident(units: Sequence[Unit], root_bytes: int, settings: OffloadSettings, device: Device) -> None:
-    """Marks the layers that stay on the device; raises ValueError and BudgetError."""
+def root_bytes(root: Sequence[Unit]) -> int:
+    """Returns what root parameters take on the device: of each its copy and its gradient, or all if it is resident."""
+    return sum(
+        resident_bytes(unit) if unit.resident else (unit.has_device_copy + unit.trainable) * unit.layout.total_bytes
+        for unit in root
+    )
+
+
+def keep_resident(
+    units: Sequence[Unit],
+    root: Sequence[Unit],
+    root_on_host: Collection[Unit],
+    buffer_bytes: int,
+    settings: OffloadSettings,
+    device: Device,
+) -> None:
+    """Marks the units that stay on the device; raises ValueError and BudgetError.
+
+    They are the layers that ``settings`` number, then trained root parameters, whose updates the next step waits for,
+    but for those ``root_on_host``, and last, with ``"auto"``, as many layers as there is room for beside a window.
+    """
     wanted = settings.resident
-    limit = settings.device_memory
     if _need_no_slots(settings, device, units):
         wanted = len(units)
     if isinstance(wanted, int):
@@ -44,25 +62,53 @@ def keep_resident(units: Sequence[Unit], root_bytes: int, settings: OffloadSetti
                 "pass a smaller number, or 'auto'"
             )
         _mark(units, wanted)
-        budget = settings.device_memory
-        if wanted and isinstance(budget, int) and (needed := _fixed_bytes(units, root_bytes)) > budget:
+        budget, needed = settings.device_memory, _fixed_bytes(units, buffer_bytes + root_bytes(root))
+        if wanted and isinstance(budget, int) and needed > budget:
             raise BudgetError(
                 f"{wanted} resident layers need {format_bytes(needed)} on the device with the root and gradient slots, "
                 f"before any window and activations (got device_memory={format_bytes(budget)}); pass a smaller "
                 "resident=, or 'auto'"
             )
-        return
+    limit = settings.device_memory
     if limit is None:
         free = device.free_bytes()
         limit = free // 2 if free is not None else 0  # half is left to activations, whose size depends on the batch
     assert isinstance(limit, int)
+
+    def fits(window: int) -> bool:
+        streamed = [unit for unit in units if not unit.resident]
+        slots = min(window, len(streamed)) * _longest(streamed)
+        return _fixed_bytes(units, buffer_bytes + root_bytes(root)) + slots <= limit
+
+    window = settings.window if isinstance(settings.window, int) else 2
+    if not device.is_host:
+        # Where a root parameter is updated, the device or the host, its bits may differ: without a budget no window
+        # decides that.
+        beside = 2 if settings.device_memory is None else window
+        _keep_root([unit for unit in root if unit.trainable and unit not in root_on_host], lambda: fits(beside))
+    if isinstance(wanted, int):
+        return
     for number in range(len(units), -1, -1):
         _mark(units, number)
-        streamed = [unit for unit in units if not unit.resident]
-        window = settings.window if isinstance(settings.window, int) else 2
-        slots = min(window, len(streamed)) * _longest(streamed)
-        if number == 0 or _fixed_bytes(units, root_bytes) + slots <= limit:
+        if number == 0 or fits(window):
             return
+
+
+def _keep_root(root: Sequence[Unit], fits: Callable[[], bool]) -> None:
+    """Marks the first root parameters as resident, as many as fit; of replicas, as many as fit in each."""
+
+    def mark(number: int) -> None:
+        for place, unit in enumerate(root):
+            unit.resident = place < number
+
+    number = len(root)
+    mark(number)
+    while number and not fits():
+        number -= 1
+        mark(number)
+    if root:
+        number, _ = root[0].replicas.agree("root parameters", batch=number)
+        mark(number)
 
 
 def _need_no_slots(settings: OffloadSettings, device: Device, units: Sequence[Unit]) -> bool:
@@ -76,10 +122,10 @@ def _need_no_slots(settings: OffloadSettings, device: Device, units: Sequence[Un
     return device.is_host and alone and not bounded and (asked == ("auto", 0) or settings.resident == "auto")
 
 
-def choose_window(units: Sequence[Unit], root_bytes: int, settings: OffloadSettings, device: Device) -> int:
-    """Returns the number of slots; raises ValueError and BudgetError."""
+def choose_window(units: Sequence[Unit], outside_bytes: int, settings: OffloadSettings, device: Device) -> int:
+    """Returns the number of slots beside what root parameters and buffers take; raises ValueError and BudgetError."""
     streamed = [unit for unit in units if not unit.resident]
-    layers, slot, fixed = len(streamed), _longest(streamed), _fixed_bytes(units, root_bytes)
+    layers, slot, fixed = len(streamed), _longest(streamed), _fixed_bytes(units, outside_bytes)
     budget = settings.device_memory
     assert budget is None or isinstance(budget, int)
     resident = " and resident layers" if layers < len(units) else ""
@@ -187,11 +233,11 @@ def _mark(units: Sequence[Unit], resident: int) -> None:
         unit.resident = layer in chosen
 
 
-def _fixed_bytes(units: Sequence[Unit], root_bytes: int) -> int:
-    """Returns what root parameters, gradient slots and resident layers take on the device."""
+def _fixed_bytes(units: Sequence[Unit], outside_bytes: int) -> int:
+    """Returns what gradient slots and resident layers take on the device beside what is outside the layers."""
     streamed = [unit for unit in units if not unit.resident]
     slots = RING * max(map(gradient_slot_bytes, streamed), default=0)
-    return root_bytes + slots + sum(resident_bytes(unit) for unit in units if unit.resident)
+    return outside_bytes + slots + sum(resident_bytes(unit) for unit in units if unit.resident)
 
 
 def _longest(units: Sequence[Unit]) -> int:

@@ -58,7 +58,7 @@ class HeldMemory:
         return self.slots_bytes() + self.gradient_slots_bytes() + self.root_bytes + self.resident_bytes()
 
     def resident_bytes(self) -> int:
-        """Returns what resident layers hold on the device, their gradients and states included."""
+        """Returns what resident units hold on the device, their gradients and states included."""
         gradients = sum(unit.gradients.layout.total_bytes for unit in self._units if unit.resident)
         return gradients + self._device.resident_bytes
 

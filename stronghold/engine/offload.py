@@ -16,7 +16,7 @@ from stronghold.engine.closing import close_engine
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.engine import Engine
 from stronghold.engine.placement import plan
-from stronghold.engine.reopening import Reopened
+from stronghold.engine.reopening import Reopened, kept_on_disk
 from stronghold.errors import OffloadedModelError
 from stronghold.optim.held import name_of
 from stronghold.reports import Report
@@ -69,7 +69,8 @@ def offload(
             (the same, with the inputs in host memory) or ``"keep"`` (everything autograd saves stays on the device).
         resident: Layers that stay wholly on the device, weights, gradients and states, and are updated there;
             ``"auto"`` for as many as ``device_memory`` holds, or without one half of the free memory, with moments in
-            fp32 (it is the optimizer that says later which they are).
+            fp32 (it is the optimizer that says later which they are). What is left beside the window goes to root
+            parameters, and with ``"auto"`` they come first: one whose states do not fit is updated on the host.
         device_memory: A budget in bytes, or like ``"24GiB"``: what cannot fit is refused before anything has changed,
             here or when the optimizer is made. It counts slots, gradient slots, the root and resident layers;
             activations depend on the batch and come on top.
@@ -114,10 +115,14 @@ def offload_shared(
     dtype: torch.dtype | None = None,
     layers: str | Sequence[str] | None = None,
     weights: Weights | None = None,
+    shared: Sequence[nn.Parameter] = (),
     **settings: Any,
 ) -> nn.Module:
-    """Does the same in each of ``replicas``, which have the host's memory of the model in common."""
-    return _offload(model, OffloadSettings(**settings), device, dtype, layers, weights, replicas)
+    """Does the same in each of ``replicas``, which have the host's memory of the model in common.
+
+    Of the parameters ``shared`` other processes update copies, to the same bits: all of them on the host.
+    """
+    return _offload(model, OffloadSettings(**settings), device, dtype, layers, weights, replicas, shared)
 
 
 def _offload(
@@ -128,6 +133,7 @@ def _offload(
     layers: str | Sequence[str] | None,
     weights: Weights | None,
     replicas: Replicas,
+    shared: Sequence[nn.Parameter] = (),
 ) -> nn.Module:
     given, model = model, uncompiled(model)
     if engine_of(model) is not None:
@@ -141,8 +147,10 @@ def _offload(
             "can be offloaded once; offload the whole model"
         )
     opened = open_device(device)
-    placement = plan(model, layers, dtype, settings, opened, replicas)
-    values = Reopened(model) if _same_directory(weights, settings) else open_weights(model, weights)
+    reopen = _same_directory(weights, settings)
+    on_host = [*shared, *(kept_on_disk(model, settings.directories[0]) if reopen else ())]
+    placement = plan(model, layers, dtype, settings, opened, replicas, on_host)
+    values = Reopened(model) if reopen else open_weights(model, weights)
     engine = Engine(model, placement, opened, settings, values, replicas, own_device=opened is not device)
     model.__dict__["_stronghold"] = engine
     for module in model.modules():
@@ -258,6 +266,7 @@ def report(model: nn.Module) -> Report:
         layers=len(engine.layers),
         window=engine.window.size,
         resident=sum(h.resident for h in engine.layers),
+        resident_root=sum(h.resident for h in engine.units if h.is_root),
         device=device.name,
         dtype=" and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys([unit.dtype, *unit.dtypes])),
         states=optimizer.states if optimizer is not None else None,

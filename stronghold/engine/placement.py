@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stronghold.device import Device
-from stronghold.engine.budget import check_host, choose_disk, choose_window, keep_resident
+from stronghold.engine.budget import check_host, choose_disk, choose_window, keep_resident, root_bytes
 from stronghold.engine.find_layers import Layer, find_layers
 from stronghold.engine.parameters import check_parameters
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
@@ -29,7 +29,8 @@ class Placement:
 
     ``units`` are all units in the order of the model's parameters, which is about the order of their first use and
     the order of their updates; ``layers`` those of the layers, and ``modules`` the layers themselves, in the order of
-    the rows; ``root`` the root parameters with the modules that own them.
+    the rows; ``root`` the root parameters with the modules that own them. ``root_bytes`` is what buffers take on the
+    device, and those root parameters that are not resident.
     """
 
     units: list[Unit]
@@ -65,12 +66,13 @@ def plan(
     settings: OffloadSettings,
     device: Device,
     replicas: Replicas = ONE_REPLICA,
+    root_on_host: Iterable[nn.Parameter] = (),
 ) -> Placement:
     """Places the parameters of ``model`` and chooses the window; changes nothing.
 
     A parameter that one layer alone uses goes with that layer; what layers share, with one another or with the rest of
     the model, is a root parameter, as is everything outside the layers. ``replicas`` are the processes that have all of
-    it in common. Raises ValueError and BudgetError.
+    it in common, and root parameters ``root_on_host`` have their states there. Raises ValueError and BudgetError.
     """
     check_parameters(model)
     found = find_layers(model, layers)
@@ -108,14 +110,12 @@ def plan(
     units = list({id(h): h for p in model.parameters() if (h := units_by_parameter[id(p)])}.values())
     buffers = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     buffer_bytes = sum(b.numel() * b.element_size() for m, name in buffers if (b := m._buffers[name]) is not None)
-    # A root parameter's gradient lies on the device, as in any model there.
-    root_bytes = buffer_bytes + sum(
-        (unit.has_device_copy + unit.trainable) * unit.layout.total_bytes for unit, _ in root_units
-    )
     for unit in units:
         unit.replicas = replicas
-    keep_resident(layer_units, root_bytes, settings, device)
-    window = choose_window(layer_units, root_bytes, settings, device)
+    on_host = {units_by_parameter[id(parameter)] for parameter in root_on_host}
+    keep_resident(layer_units, [unit for unit, _ in root_units], on_host, buffer_bytes, settings, device)
+    outside_bytes = buffer_bytes + root_bytes([unit for unit, _ in root_units])
+    window = choose_window(layer_units, outside_bytes, settings, device)
     if settings.directories:
         choose_disk(units, settings, device)
     check_host(units, settings, device)
@@ -125,7 +125,7 @@ def plan(
         modules=modules,
         root=root_units,
         buffers=buffers,
-        root_bytes=root_bytes,
+        root_bytes=buffer_bytes + root_bytes([unit for unit, _ in root_units if not unit.resident]),
         window=window,
     )
 

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from torch import Tensor, nn
 
-from stronghold.errors import StoreError
-from stronghold.formats.manifest import BUFFERS, Manifest
+from stronghold.errors import CheckpointError, StoreError
+from stronghold.formats.manifest import BUFFERS, Manifest, UnitFileEntry, read_manifest
 from stronghold.formats.reader import FileReader, UnitReader
 from stronghold.store import DiskStore, in_memory
 from stronghold.unit import Unit
+
+
+def kept_on_disk(model: nn.Module, directory: str) -> list[nn.Parameter]:
+    """Returns the parameters of which the checkpoint in place in ``directory`` has something in a unit's own file.
+
+    None where there is no such checkpoint that can be read, which the store refuses later.
+    """
+    with suppress(CheckpointError):
+        kept = read_manifest(Path(directory))
+        placed = {name for name, one in kept.parameters.items() if isinstance(kept.files[one.file], UnitFileEntry)}
+        return [parameter for name, parameter in model.named_parameters() if name in placed]
+    return []
 
 
 class Reopened:

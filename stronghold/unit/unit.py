@@ -28,9 +28,9 @@ class Unit:
 
     ``layer`` is the layer's number, or None for a root parameter. ``dtype`` is what the parameters compute in, one for
     all or one for each. ``weight`` are views of that dtype: what is copied to the device and what the parameter is
-    outside the window. A ``resident`` layer has all of that on the device. A unit that ``has_device_copy`` is a root
-    parameter on a device with memory of its own: the parameter is that copy. ``alignment`` is that of its tensors in
-    memory, in bytes. An index is a parameter's number in its unit.
+    outside the window. A ``resident`` unit, a layer or a root parameter, has all of that on the device. Another root
+    parameter ``has_device_copy`` on a device with memory of its own: the parameter is that copy. ``alignment`` is that
+    of its tensors in memory, in bytes. An index is a parameter's number in its unit.
 
     The engine owns its units and the store; a unit refers to both weakly, and so does a parameter to its unit.
     """
@@ -52,7 +52,7 @@ class Unit:
         self.parameters = list(parameters)
         self.dtypes = [dtype] * len(self.parameters) if isinstance(dtype, torch.dtype) else list(dtype)
         self.resident = resident
-        self.has_device_copy = has_device_copy
+        self._apart = has_device_copy
         self.shapes = [tuple(p.shape) for p in parameters]
         self._rounded = [p.dtype != own for p, own in zip(parameters, self.dtypes, strict=True)]
         self.counts = [p.numel() for p in parameters]
@@ -133,6 +133,11 @@ class Unit:
     @property
     def is_root(self) -> bool:
         return self.layer is None
+
+    @property
+    def has_device_copy(self) -> bool:
+        """Whether the parameter is a copy on the device, of weights on the host."""
+        return self._apart and not self.resident
 
     @property
     def trainable(self) -> bool:

@@ -98,6 +98,12 @@ def _memory_of_its_own(monkeypatch):
     monkeypatch.setattr(CpuDevice, "is_host", False)
 
 
+@pytest.fixture(autouse=True)
+def _root_on_the_host(monkeypatch):
+    """Shares memory out among layers alone: tests/engine/test_root.py has root parameters."""
+    monkeypatch.setattr("stronghold.engine.budget._keep_root", lambda root, fits: None)
+
+
 # ---- which layers stay ----
 
 
