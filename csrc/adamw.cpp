@@ -1,5 +1,6 @@
 #include "adamw.h"
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -11,16 +12,28 @@
 namespace stronghold {
 namespace {
 
+Pair pair_of(double x) {
+  float high = static_cast<float>(x);
+  if (std::fabs(static_cast<double>(high)) > std::fabs(x)) high = std::nextafterf(high, 0.0f);
+  const double least = std::fabs(x) * 0x1p-60;
+  const double rest = std::max(std::fabs(x) - std::fabs(static_cast<double>(high)), least);
+  return {high, static_cast<float>(std::copysign(rest, x))};
+}
+
 Wide wide_coefficients(const Segment& s) {
   const double t = static_cast<double>(s.step);
   const double correction = std::sqrt(1.0 - std::pow(s.beta2, t));
-  return {1.0 - s.lr * s.weight_decay,
-          s.beta1,
-          (1.0 - s.beta1) * s.grad_scale,
-          s.beta2,
-          (1.0 - s.beta2) * s.grad_scale * s.grad_scale,
-          s.lr * correction / (1.0 - std::pow(s.beta1, t)),
-          s.eps * correction};
+  // The power of two goes to the gradient, where it costs no rounding and keeps the squares inside float's range.
+  const int exponent = s.grad_scale == 0.0 || !std::isfinite(s.grad_scale) ? 0 : std::ilogb(s.grad_scale);
+  const double scale = std::ldexp(s.grad_scale, -exponent);
+  return {static_cast<float>(std::ldexp(1.0, exponent)),
+          pair_of(s.beta1),
+          pair_of((1.0 - s.beta1) * scale),
+          pair_of(s.beta2),
+          pair_of((1.0 - s.beta2) * scale * scale),
+          static_cast<float>(s.eps * correction),
+          pair_of(-s.lr * correction / (1.0 - std::pow(s.beta1, t))),
+          pair_of(1.0 - s.lr * s.weight_decay)};
 }
 
 Narrow narrow_coefficients(const Segment& s) {

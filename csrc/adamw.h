@@ -38,14 +38,28 @@ struct Segment {
 // segment. `threads` and `isa` change the time it takes and nothing else. Throws std::invalid_argument before anything
 // is written.
 //
-// With t = step, decay = 1 - lr * weight_decay and correction = sqrt(1 - beta2^t), an element with float moments is
-// updated in double, between a float load and a float store, in this order of operations:
-//   m = new1 * grad + (beta1 * m)                        fused, with new1 = (1 - beta1) * grad_scale
-//   v = new2 * (grad * grad) + (beta2 * v)               fused, with new2 = (1 - beta2) * grad_scale^2
-//   denom = sqrt(v) + eps * correction
-//   w = w * decay - step_size * m / denom                with step_size = lr * correction / (1 - beta1^t);
-//                                                        the product before the quotient
-// so that each result is within one ulp of exact arithmetic on the stored values.
+// With t = step, correction = sqrt(1 - beta2^t) and grad_scale = 2^k s with 1 <= s < 2, an element with float moments is
+// updated in float, in this order of operations. fma(a, b, c) = a b + c is rounded once. A coefficient x is the sum of
+// two floats, x' = x rounded towards zero and x" = what that lacks, so that its own rounding is lost nowhere; the
+// coefficients are computed in double:
+//   g = 2^k grad
+//   m = fma(beta1', m, fma(new1', g, fma(new1", g, beta1" m)))              new1 = (1 - beta1) s
+//   v = fma(fma(new2', g, new2" g), g, fma(beta2', v, beta2" v))            new2 = (1 - beta2) s^2
+//   r = m / (sqrt(v) + eps correction)
+//   w = fma(decay', w, fma(size', r, fma(size", r, decay" w)))              size = -lr correction / (1 - beta1^t),
+//                                                                           decay = 1 - lr weight_decay
+// How far that is from exact arithmetic on the stored values, with u = 2^-24, the relative error of one rounding, which
+// is between half an ulp and one, and without the products of two errors:
+//   m: half an ulp each for what is new and for the sum, which may be in the next binade: within 1.5 ulp of the larger
+//      of beta1 m and new1 g.
+//   v: u for each of two parts, of which none is negative, and half an ulp for their sum: within 1.5 ulp of v.
+//   r: 2 u of m; 2 u of the root, half of v's and its own, or u of eps, and u of their sum; u of the quotient. So 6 u of
+//      itself, where m's terms do not cancel.
+//   w: half an ulp of w, half an ulp of the update, and 6 u of the update that there would be had m's terms one sign.
+// So a weight is within 2 ulp of itself where it is at least 8 times its update: 1 for its rounding, if the sum is in the
+// next binade, 1/8 for the update's, 6 / 8. Where it is smaller, as a bias that begins at zero is, its error is that of
+// its update, 6 u, and the two roundings: within 7.5 ulp of the larger of both. That holds where nothing underflows: v and
+// what is computed from it lose relative accuracy below 2^-126, as any fp32 implementation does.
 //
 // An element with 8-bit moments is updated in float, the coefficients rounded to float once:
 //   g = grad * grad_scale

@@ -1,5 +1,5 @@
-// The update in AVX-512, by hand. The compiler's own loops are limited by arithmetic where a few cores share the memory
-// of a server; these need 10 % (float moments) to 40 % (8-bit) less time of a core and compute the same bits.
+// The update in AVX-512, by hand. The compiler's own loops compute the same bits; with 8-bit moments these need 40 % less
+// time of a core. With float moments the two take as long where memory is no limit, but these fetch ahead.
 //
 // For a file of its own each with AVX-512 alone and with VBMI, which define before
 //   STRONGHOLD_BODY     the name of the body
@@ -17,6 +17,8 @@
 namespace stronghold {
 namespace {
 
+constexpr int kLanes = 16;
+
 // ---- float moments ----
 
 // Elements ahead of the loads that are fetched into the cache: what Zen 4 and an Intel Xeon are fastest with.
@@ -25,111 +27,41 @@ const int kAhead = [] {
   return __builtin_cpu_is("amd") ? 64 : 256;
 }();
 
-// More than the relative error of near_denom, of what is computed from it in double, and of the same from the root.
-constexpr double kRootError = 0x1p-39;
-
-// The coefficients, and what follows from them alone.
-struct Constants : Wide {
-  STRONGHOLD_INLINE explicit Constants(const Wide& given)
-      : Wide(given),
-        tiny(given.eps > 0x1p-140 && given.new2 < 2.0 ? 0x1p-400 : 0.0),
-        least_step(given.step_size * (1.0 - kRootError)),
-        most_step(given.step_size * (1.0 + kRootError)) {}
-
-  double tiny;  // nothing beside any square but zero; the root of what it adds to v is nothing beside eps
-  double least_step;
-  double most_step;
+// Each coefficient in every element of a vector.
+struct Vectors {
+  STRONGHOLD_AVX512_INLINE explicit Vectors(const Pair& given)
+      : high(_mm512_set1_ps(given.high)), low(_mm512_set1_ps(given.low)) {}
+  __m512 high;
+  __m512 low;
 };
 
-// Returns sqrt(v) + eps with a relative error below 2 ** -40, or no number where v is infinite or not above zero. The
-// processor's own root occupies the divider for as long as everything else here takes together. With h = v y and
-// e = 1 - h y for a y near 1 / sqrt(v), sqrt(v) is h (1 - e) ** -1/2 = h (1 + e / 2 + 3 / 8 e ** 2 + ...), and e is
-// below 2 ** -13.
-STRONGHOLD_AVX512_INLINE __m512d near_denom(__m512d v, const Constants& c) {
-  const __m512d y = _mm512_rsqrt14_pd(v);
-  const __m512d h = _mm512_mul_pd(v, y);
-  const __m512d e = _mm512_fnmadd_pd(h, y, _mm512_set1_pd(1.0));
-  const __m512d half = _mm512_fmadd_pd(e, _mm512_set1_pd(0.375), _mm512_set1_pd(0.5));
-  return _mm512_fmadd_pd(h, _mm512_fmadd_pd(e, half, _mm512_set1_pd(1.0)), _mm512_set1_pd(c.eps));
-}
-
-// What the update of eight weights needs of their moments. (Arrays the compiler would keep in memory.)
-struct Direction {
-  __m512d m;
-  __m512d v;
-  __m512d denom;  // near sqrt(v) + eps
-};
-
-// Updates eight moments with their gradients.
-STRONGHOLD_AVX512_INLINE Direction update_moments(__m512d g, float* exp_avg, float* exp_avg_sq, const Constants& c) {
-  const __m512d square = _mm512_fmadd_pd(g, g, _mm512_set1_pd(c.tiny));  // exact, or tiny
-  const __m512d m_kept = _mm512_mul_pd(_mm512_set1_pd(c.beta1), load_wide(exp_avg));
-  const __m512d v_kept = _mm512_mul_pd(_mm512_set1_pd(c.beta2), load_wide(exp_avg_sq));
-  const __m512d m = _mm512_fmadd_pd(_mm512_set1_pd(c.new1), g, m_kept);
-  const __m512d v = _mm512_fmadd_pd(_mm512_set1_pd(c.new2), square, v_kept);
-  _mm256_storeu_ps(exp_avg, _mm512_cvtpd_ps(m));
-  _mm256_storeu_ps(exp_avg_sq, _mm512_cvtpd_ps(v));
-  return {m, v, near_denom(v, c)};
-}
-
-struct Directions {
-  Direction low;
-  Direction high;
-};
-
-// Updates the sixteen moments from i on.
+// Updates the sixteen elements from i on, operation by operation as adamw_loops.cpp does.
 template <class Weight, class Grad>
-STRONGHOLD_AVX512_INLINE Directions update_moments(const Operands<Weight, Grad>& o, float* exp_avg, float* exp_avg_sq,
-                                                   std::int64_t i, const Constants& c) {
+STRONGHOLD_AVX512_INLINE void update(const Operands<Weight, Grad>& o, float* exp_avg, float* exp_avg_sq, std::int64_t i,
+                                     const Wide& c) {
+  const Vectors beta1(c.beta1), new1(c.new1), beta2(c.beta2), new2(c.new2);
+  const Vectors minus_step_size(c.minus_step_size), decay(c.decay);
   __builtin_prefetch(o.grad + i + kAhead);
   __builtin_prefetch(o.weight + i + kAhead, 1);
   if (std::is_same_v<Weight, Split>) __builtin_prefetch(o.remainder + i + kAhead, 1);  // elsewhere it is null
   __builtin_prefetch(exp_avg + i + kAhead, 1);
   __builtin_prefetch(exp_avg_sq + i + kAhead, 1);
-  const Sixteen grads = InSixteens<Grad>::load(o.grad + i, o.grad_remainder + i);
-  return {update_moments(grads.low, exp_avg + i, exp_avg_sq + i, c),
-          update_moments(grads.high, exp_avg + i + 8, exp_avg_sq + i + 8, c)};
-}
-
-// Eight weights from either end of their denominators' error.
-struct Ends {
-  __m256 least;
-  __m256 most;
-};
-
-STRONGHOLD_AVX512_INLINE Ends ends_of(__m512d kept, const Direction& direction, const Constants& c) {
-  const __m512d near = _mm512_div_pd(direction.m, direction.denom);
-  return {_mm512_cvtpd_ps(_mm512_fnmadd_pd(near, _mm512_set1_pd(c.least_step), kept)),
-          _mm512_cvtpd_ps(_mm512_fnmadd_pd(near, _mm512_set1_pd(c.most_step), kept))};
-}
-
-STRONGHOLD_AVX512_INLINE __m256 exactly(__m512d kept, const Direction& direction, const Constants& c) {
-  const __m512d scaled = _mm512_mul_pd(_mm512_set1_pd(c.step_size), direction.m);
-  const __m512d root = _mm512_sqrt_pd(direction.v);
-  const __m512d denom = _mm512_add_pd(root, _mm512_set1_pd(c.eps));
-  return _mm512_cvtpd_ps(_mm512_sub_pd(kept, _mm512_div_pd(scaled, denom)));
-}
-
-// Updates the sixteen weights from i on. Those that come to the same numbers from both ends are the ones that the roots
-// themselves give; sixteen of which one does not, once in thousands, are computed with the roots.
-template <class Weight, class Grad>
-STRONGHOLD_AVX512_INLINE void update_weights(const Operands<Weight, Grad>& o, const Directions& directions,
-                                             std::int64_t i, const Constants& c) {
-  const Sixteen weights = InSixteens<Weight>::load(o.weight + i, o.remainder + i);
-  const __m512d kept_low = _mm512_mul_pd(weights.low, _mm512_set1_pd(c.decay));
-  const __m512d kept_high = _mm512_mul_pd(weights.high, _mm512_set1_pd(c.decay));
-  const Ends low = ends_of(kept_low, directions.low, c);
-  const Ends high = ends_of(kept_high, directions.high, c);
-  const __mmask8 unequal_low = _mm256_cmp_ps_mask(low.least, low.most, _CMP_NEQ_UQ);
-  const __mmask8 unequal_high = _mm256_cmp_ps_mask(high.least, high.most, _CMP_NEQ_UQ);
-  if (__builtin_expect(_kortestz_mask8_u8(unequal_low, unequal_high), 1)) {
-    InSixteens<Weight>::store_numbers(o.weight + i, o.remainder + i, low.least, high.least);
-    return;
-  }
-  float exact[16];
-  _mm256_storeu_ps(exact, exactly(kept_low, directions.low, c));
-  _mm256_storeu_ps(exact + 8, exactly(kept_high, directions.high, c));
-  store_with_nans<Weight>(o.weight + i, o.remainder + i, exact, 16);
+  const __m512 m_old = _mm512_loadu_ps(exp_avg + i);
+  const __m512 v_old = _mm512_loadu_ps(exp_avg_sq + i);
+  const __m512 w = InSixteens<Weight>::load(o.weight + i, o.remainder + i);
+  const __m512 g = _mm512_mul_ps(InSixteens<Grad>::load(o.grad + i, o.grad_remainder + i),
+                                 _mm512_set1_ps(c.grad_scale));
+  const __m512 m_new = _mm512_fmadd_ps(
+      new1.high, g, _mm512_fmadd_ps(new1.low, g, _mm512_mul_ps(beta1.low, m_old)));
+  const __m512 m = _mm512_fmadd_ps(beta1.high, m_old, m_new);
+  const __m512 v_kept = _mm512_fmadd_ps(beta2.high, v_old, _mm512_mul_ps(beta2.low, v_old));
+  const __m512 v = _mm512_fmadd_ps(_mm512_fmadd_ps(new2.high, g, _mm512_mul_ps(new2.low, g)), g, v_kept);
+  const __m512 ratio = _mm512_div_ps(m, _mm512_add_ps(_mm512_sqrt_ps(v), _mm512_set1_ps(c.eps)));
+  const __m512 moved = _mm512_fmadd_ps(
+      minus_step_size.high, ratio, _mm512_fmadd_ps(minus_step_size.low, ratio, _mm512_mul_ps(decay.low, w)));
+  _mm512_storeu_ps(exp_avg + i, m);
+  _mm512_storeu_ps(exp_avg_sq + i, v);
+  InSixteens<Weight>::store(o.weight + i, o.remainder + i, _mm512_fmadd_ps(decay.high, w, moved));
 }
 
 // ---- 8-bit moments ----
@@ -145,8 +77,6 @@ struct Tile {
   std::int32_t m_base[kTileBlocks];
   std::int32_t v_base[kTileBlocks];
 };
-
-constexpr int kLanes = 16;
 
 // A code is a half (binary16 of IEEE 754) of another scale, its subnormals included, with four bits of mantissa where a
 // half has ten.
@@ -310,18 +240,9 @@ struct Avx512 {
     const Operands<Weight, Grad> o(task.segment, begin);
     float* const exp_avg = static_cast<float*>(task.segment.exp_avg) + begin;
     float* const exp_avg_sq = static_cast<float*>(task.segment.exp_avg_sq) + begin;
-    const Constants c(task.wide);
-    const std::int64_t whole = n - n % 16;
-    if (whole > 0) {
-      // The roots of the next elements begin before the quotients of these, so that neither waits for the other's chain.
-      Directions directions = update_moments(o, exp_avg, exp_avg_sq, 0, c);
-      for (std::int64_t i = 16; i < whole; i += 16) {
-        const Directions next = update_moments(o, exp_avg, exp_avg_sq, i, c);
-        update_weights(o, directions, i - 16, c);
-        directions = next;
-      }
-      update_weights(o, directions, whole - 16, c);
-    }
+    const Wide c = task.wide;
+    const std::int64_t whole = n - n % kLanes;
+    for (std::int64_t i = 0; i < whole; i += kLanes) update(o, exp_avg, exp_avg_sq, i, c);
     if (whole < n) adamw_plain(task, begin + whole, n - whole);
   }
 

@@ -14,14 +14,19 @@ STRONGHOLD_INLINE void update(typename Weight::type* __restrict__ weight, std::i
                               float* __restrict__ exp_avg_sq, std::int64_t n, const Wide& given) {
   const Wide c = given;  // a copy of our own: the compiler need not fear that a store changes it
   for (std::int64_t i = 0; i < n; ++i) {
-    const double g = static_cast<double>(Grad::load(grad, grad_remainder, i));
-    const double m = __builtin_fma(c.new1, g, c.beta1 * static_cast<double>(exp_avg[i]));
-    const double v = __builtin_fma(c.new2, g * g, c.beta2 * static_cast<double>(exp_avg_sq[i]));
-    const double denom = __builtin_sqrt(v) + c.eps;
-    const double w = static_cast<double>(Weight::load(weight, remainder, i)) * c.decay - c.step_size * m / denom;
-    exp_avg[i] = static_cast<float>(m);
-    exp_avg_sq[i] = static_cast<float>(v);
-    Weight::store(weight, remainder, i, static_cast<float>(w));
+    const float g = Grad::load(grad, grad_remainder, i) * c.grad_scale;
+    const float w = Weight::load(weight, remainder, i);
+    const float m_new =
+        __builtin_fmaf(c.new1.high, g, __builtin_fmaf(c.new1.low, g, c.beta1.low * exp_avg[i]));
+    const float m = __builtin_fmaf(c.beta1.high, exp_avg[i], m_new);
+    const float v_kept = __builtin_fmaf(c.beta2.high, exp_avg_sq[i], c.beta2.low * exp_avg_sq[i]);
+    const float v = __builtin_fmaf(__builtin_fmaf(c.new2.high, g, c.new2.low * g), g, v_kept);
+    const float ratio = m / (__builtin_sqrtf(v) + c.eps);
+    const float moved = __builtin_fmaf(c.minus_step_size.high, ratio,
+                                       __builtin_fmaf(c.minus_step_size.low, ratio, c.decay.low * w));
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    Weight::store(weight, remainder, i, __builtin_fmaf(c.decay.high, w, moved));
   }
 }
 
@@ -68,36 +73,50 @@ STRONGHOLD_INLINE void update_block(typename Weight::type* __restrict__ weight, 
 }
 
 template <class Weight, class Grad>
-struct Loops {
-  static STRONGHOLD_INLINE void floats(const Task& task, std::int64_t begin, std::int64_t n) {
-    const Operands<Weight, Grad> o(task.segment, begin);
-    update<Weight, Grad>(o.weight, o.remainder, o.grad, o.grad_remainder,
-                         static_cast<float*>(task.segment.exp_avg) + begin,
-                         static_cast<float*>(task.segment.exp_avg_sq) + begin, n, task.wide);
-  }
+STRONGHOLD_INLINE void update_floats(const Task& task, std::int64_t begin, std::int64_t n) {
+  const Operands<Weight, Grad> o(task.segment, begin);
+  update<Weight, Grad>(o.weight, o.remainder, o.grad, o.grad_remainder,
+                       static_cast<float*>(task.segment.exp_avg) + begin,
+                       static_cast<float*>(task.segment.exp_avg_sq) + begin, n, task.wide);
+}
 
-  static STRONGHOLD_INLINE void blocks(const Task& task, std::int64_t begin, std::int64_t n) {
-    const Narrow c = task.narrow;
-    const std::int64_t whole = n - n % kBlock;
-    // Twice the same call: where the number of elements is a constant, the loops inside have no remainders.
-    for (std::int64_t i = 0; i < whole; i += kBlock) one(task, begin + i, kBlock, c);
-    if (whole < n) one(task, begin + whole, static_cast<int>(n - whole), c);
-  }
+template <class Weight, class Grad>
+STRONGHOLD_INLINE void update_one_block(const Task& task, std::int64_t begin, int n, const Narrow& c) {
+  const Operands<Weight, Grad> o(task.segment, begin);
+  const MomentBlocks b(task.segment, begin);
+  update_block<Weight, Grad>(o.weight, o.remainder, o.grad, o.grad_remainder, b.exp_avg, b.exp_avg_exponents,
+                             b.exp_avg_sq, b.exp_avg_sq_exponents, n,
+                             static_cast<std::uint32_t>(task.segment.first + begin),
+                             static_cast<std::uint32_t>(task.segment.step), c);
+}
 
-  static STRONGHOLD_INLINE void one(const Task& task, std::int64_t begin, int n, const Narrow& c) {
-    const Operands<Weight, Grad> o(task.segment, begin);
-    const MomentBlocks b(task.segment, begin);
-    update_block<Weight, Grad>(o.weight, o.remainder, o.grad, o.grad_remainder, b.exp_avg, b.exp_avg_exponents,
-                               b.exp_avg_sq, b.exp_avg_sq_exponents, n, static_cast<std::uint32_t>(task.segment.first + begin),
-                               static_cast<std::uint32_t>(task.segment.step), c);
-  }
-};
+template <class Weight, class Grad>
+STRONGHOLD_INLINE void update_blocks(const Task& task, std::int64_t begin, std::int64_t n) {
+  const Narrow c = task.narrow;
+  const std::int64_t whole = n - n % kBlock;
+  // Twice the same call: where the number of elements is a constant, the loops inside have no remainders.
+  for (std::int64_t i = 0; i < whole; i += kBlock) update_one_block<Weight, Grad>(task, begin + i, kBlock, c);
+  if (whole < n) update_one_block<Weight, Grad>(task, begin + whole, static_cast<int>(n - whole), c);
+}
 
 }  // namespace
 
-#define STRONGHOLD_ADAMW(isa, target)                                             \
-  target void adamw_##isa(const Task& task, std::int64_t begin, std::int64_t n) { \
-    run<Loops>(task, begin, n);                                                   \
+// A function for each format: of many loops in one, the compiler keeps the coefficients in memory.
+#define STRONGHOLD_APART __attribute__((noinline))
+#define STRONGHOLD_ADAMW(isa, target)                                                             \
+  namespace {                                                                                     \
+  template <class Weight, class Grad>                                                             \
+  struct Loops_##isa {                                                                            \
+    static STRONGHOLD_APART target void floats(const Task& t, std::int64_t begin, std::int64_t n) { \
+      update_floats<Weight, Grad>(t, begin, n);                                                   \
+    }                                                                                             \
+    static STRONGHOLD_APART target void blocks(const Task& t, std::int64_t begin, std::int64_t n) { \
+      update_blocks<Weight, Grad>(t, begin, n);                                                   \
+    }                                                                                             \
+  };                                                                                              \
+  }                                                                                               \
+  target void adamw_##isa(const Task& t, std::int64_t begin, std::int64_t n) {                    \
+    run<Loops_##isa>(t, begin, n);                                                                \
   }
 STRONGHOLD_ADAMW(plain, STRONGHOLD_PLAIN)
 #if defined(__x86_64__)

@@ -7,15 +7,23 @@
 
 namespace stronghold {
 
+// A coefficient as the sum of two floats: `high` is the coefficient rounded towards zero and `low` the rest, of the same
+// sign and never zero beside it, so that an infinity times either is the same infinity.
+struct Pair {
+  float high;
+  float low;
+};
+
 // What elements with float moments are updated with; adamw.h has the formulas.
 struct Wide {
-  double decay;
-  double beta1;
-  double new1;
-  double beta2;
-  double new2;
-  double step_size;
-  double eps;  // corrected
+  float grad_scale;  // a power of two
+  Pair beta1;
+  Pair new1;
+  Pair beta2;
+  Pair new2;
+  float eps;  // corrected
+  Pair minus_step_size;
+  Pair decay;
 };
 
 // What elements with 8-bit moments are updated with.

@@ -76,10 +76,10 @@ struct Split {
     return float_of((static_cast<std::uint32_t>(data[i]) << 16) + low);
   }
   static STRONGHOLD_INLINE void store(std::uint16_t* data, std::int16_t* remainder, std::int64_t i, float value) {
-    const std::uint32_t bits = bits_of(value);
-    const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-    data[i] = static_cast<std::uint16_t>(nan ? (bits >> 16) | 0x40u : (bits + 0x8000u) >> 16);
-    remainder[i] = static_cast<std::int16_t>(nan ? 0u : bits);
+    std::uint32_t bits = bits_of(value);
+    if (value != value) bits = (bits | 0x00400000u) & 0xFFFF0000u;
+    data[i] = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+    remainder[i] = static_cast<std::int16_t>(bits);
   }
 };
 

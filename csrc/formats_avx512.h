@@ -22,19 +22,7 @@ STRONGHOLD_AVX512_INLINE void store_with_nans(typename Format::type* data, std::
   for (int i = 0; i < n; ++i) Format::store(data, remainder, i, values[i]);
 }
 
-// ---- sixteen elements in two vectors of doubles: [0, 8) and [8, 16) ----
-
-struct Sixteen {
-  __m512d low;
-  __m512d high;
-};
-
-STRONGHOLD_AVX512_INLINE __m512d load_wide(const float* data) { return _mm512_cvtps_pd(_mm256_loadu_ps(data)); }
-
-STRONGHOLD_AVX512_INLINE Sixteen widened(__m512i bits) {
-  const __m512 values = _mm512_castsi512_ps(bits);
-  return {_mm512_cvtps_pd(_mm512_castps512_ps256(values)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(values, 1))};
-}
+// ---- sixteen elements ----
 
 STRONGHOLD_AVX512_INLINE __m256i halves(const void* data) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(data));
@@ -80,32 +68,33 @@ struct InSixteens;
 
 template <>
 struct InSixteens<F32> {
-  static STRONGHOLD_AVX512_INLINE Sixteen load(const float* data, const std::int16_t*) {
-    return {load_wide(data), load_wide(data + 8)};
-  }
-  static STRONGHOLD_AVX512_INLINE void store_numbers(float* data, std::int16_t*, __m256 low, __m256 high) {
-    _mm256_storeu_ps(data, low);
-    _mm256_storeu_ps(data + 8, high);
+  static STRONGHOLD_AVX512_INLINE __m512 load(const float* data, const std::int16_t*) { return _mm512_loadu_ps(data); }
+  static STRONGHOLD_AVX512_INLINE void store(float* data, std::int16_t*, __m512 values) {
+    _mm512_storeu_ps(data, values);
   }
 };
 
 template <>
 struct InSixteens<Bf16> {
-  static STRONGHOLD_AVX512_INLINE Sixteen load(const std::uint16_t* data, const std::int16_t*) {
-    return widened(upper_halves(data));
+  static STRONGHOLD_AVX512_INLINE __m512 load(const std::uint16_t* data, const std::int16_t*) {
+    return _mm512_castsi512_ps(upper_halves(data));
   }
 };
 
 // Between a float's bits and its halves lies one addition: (hi << 16) + lo, where lo has a sign.
 template <>
 struct InSixteens<Split> {
-  static STRONGHOLD_AVX512_INLINE Sixteen load(const std::uint16_t* data, const std::int16_t* remainder) {
-    return widened(_mm512_add_epi32(upper_halves(data), _mm512_cvtepi16_epi32(halves(remainder))));
+  static STRONGHOLD_AVX512_INLINE __m512 load(const std::uint16_t* data, const std::int16_t* remainder) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(upper_halves(data), _mm512_cvtepi16_epi32(halves(remainder))));
   }
-  static STRONGHOLD_AVX512_INLINE void store_numbers(std::uint16_t* data, std::int16_t* remainder, __m256 low,
-                                                     __m256 high) {
-    const __m512i bits = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_castps_si256(low)),
-                                            _mm256_castps_si256(high), 1);
+  static STRONGHOLD_AVX512_INLINE void store(std::uint16_t* data, std::int16_t* remainder, __m512 values) {
+    if (__builtin_expect(_mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q) != 0, 0)) {
+      float spilled[16];
+      _mm512_storeu_ps(spilled, values);
+      store_with_nans<Split>(data, remainder, spilled, 16);
+      return;
+    }
+    const __m512i bits = _mm512_castps_si512(values);
     const __m512i flipped = _mm512_xor_si512(_mm512_add_epi32(bits, every(0x8000)), every(0x8000));
     const __m512i words = permuted(flipped, apart());
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm512_castsi512_si256(words));

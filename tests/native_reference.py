@@ -1,10 +1,11 @@
-"""The kernels' formats and the float32 update in numpy, by arithmetic on values rather than on their bits.
+"""The kernels' formats and updates in numpy, by arithmetic on values rather than on their bits.
 
 ``csrc/formats.h`` states the rules on bit patterns. Here a float is x = (1 + f) * 2**k, and the straight-line
 logarithm k + 127 + f, exact in float64, takes the place of its bits; below the least normal number of a block, a
 fraction of this number.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,3 +131,62 @@ def adamw_8bit(
         weight = state.weight * decay - (f(step_size) * m) / denom
     assert all(array.dtype == np.float32 for array in (g, m, v, weight))
     return State(weight=weight, exp_avg=FIRST.encode(m, step), exp_avg_sq=SECOND.encode(v, step))
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Returns float32 ``a * b + c``, rounded once.
+
+    The product is exact in float64; its sum with ``c`` is rounded to odd, so that rounding to float32 is the only one
+    (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Transactions on Computers, 2008).
+    """
+    product, addend = np.asarray(a, np.float64) * np.asarray(b, np.float64), np.asarray(c, np.float64)
+    total = product + addend
+    of_addend = total - product
+    lost = (product - (total - of_addend)) + (addend - of_addend)
+    even = total.view(np.int64) % 2 == 0
+    outwards = np.where((lost > 0) == (total > 0), 1, -1)
+    step = np.where(np.isfinite(lost) & (lost != 0) & even, outwards, 0)
+    return (total.view(np.int64) + step).view(np.float64).astype(np.float32)
+
+
+def as_pair(x: float) -> tuple[np.float32, np.float32]:
+    """Returns ``x`` rounded towards zero, and what that lacks, at least 2**-60 of ``x``."""
+    high = np.float32(x)
+    if abs(float(high)) > abs(x):
+        high = np.nextafter(high, np.float32(0))
+    rest = max(abs(x) - abs(float(high)), abs(x) * 2.0**-60)
+    return high, np.float32(math.copysign(rest, x))
+
+
+def adamw_floats(
+    weight: np.ndarray,
+    exp_avg: np.ndarray,
+    exp_avg_sq: np.ndarray,
+    grad: np.ndarray,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns weight and moments after one step, all float32, each operation in the order of ``csrc/adamw.h``."""
+    correction = math.sqrt(1 - beta2**step)
+    _, exponent = math.frexp(grad_scale)
+    scale = math.ldexp(grad_scale, 1 - exponent)
+    kept1, kept1_low = as_pair(beta1)
+    new1, new1_low = as_pair((1 - beta1) * scale)
+    kept2, kept2_low = as_pair(beta2)
+    new2, new2_low = as_pair((1 - beta2) * scale * scale)
+    size, size_low = as_pair(-lr * correction / (1 - beta1**step))
+    decay, decay_low = as_pair(1 - lr * weight_decay)
+    with np.errstate(all="ignore"):
+        g = grad * np.float32(math.ldexp(1.0, exponent - 1))
+        m = fma(kept1, exp_avg, fma(new1, g, fma(new1_low, g, kept1_low * exp_avg)))
+        v = fma(fma(new2, g, new2_low * g), g, fma(kept2, exp_avg_sq, kept2_low * exp_avg_sq))
+        ratio = m / (np.sqrt(v) + np.float32(eps * correction))
+        new = fma(decay, weight, fma(size, ratio, fma(size_low, ratio, decay_low * weight)))
+    assert all(array.dtype == np.float32 for array in (g, m, v, ratio, new))
+    return np.asarray(new), np.asarray(m), np.asarray(v)

@@ -14,6 +14,7 @@ import stronghold
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.native import Blocks
 from stronghold.unit import unit_of
+from tests.native_reference import adamw_floats
 
 VOCABULARY = 61
 SEQUENCE = 12
@@ -300,25 +301,21 @@ def rounded_to(dtype: torch.dtype, values: Tensor) -> Tensor:
 class MasterAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` on fp32 copies of the parameters: mixed precision without an engine.
 
-    With ``arithmetic=torch.float64`` every step computes in float64 and rounds what it keeps to fp32 once, as the
-    engine's kernel promises to. ``model`` computes in ``dtype`` from now on; its buffers stay as they are. Gradients
-    of several backward passes are added in fp32; who looks at a sum (to clip it) sees it rounded.
+    A step is that of ``tests/native_reference.py``, which has the order of operations that the engine's kernel
+    promises; ``tests/test_native_floats.py`` compares it with float64. ``grad_scale`` multiplies the gradients.
+    ``model`` computes in ``dtype`` from now on; its buffers stay as they are. Gradients of several backward passes are
+    added in fp32; who looks at a sum (to clip it) sees it rounded.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        dtype: torch.dtype,
-        arithmetic: torch.dtype = torch.float32,
-        weight_decay: float = 0.1,
-        **settings: Any,
+        self, model: nn.Module, *, dtype: torch.dtype, weight_decay: float = 0.1, lr: float, eps: float = 1e-8
     ) -> None:
         groups = decay_groups(model, weight_decay)
-        self.pairs = [(p, p.detach().to(arithmetic, copy=True)) for group in groups for p in group["params"]]
+        self.pairs = [(p, p.detach().to(torch.float32, copy=True)) for group in groups for p in group["params"]]
         masters = iter(master for _, master in self.pairs)
-        super().__init__([{**g, "params": [next(masters) for _ in g["params"]]} for g in groups], **settings)
+        super().__init__([{**g, "params": [next(masters) for _ in g["params"]]} for g in groups], lr=lr, eps=eps)
         self.sums: dict[Tensor, Tensor] = {}
+        self.grad_scale = 1.0
         for parameter in model.parameters():
             parameter.data = rounded_to(dtype, parameter.data)
 
@@ -337,15 +334,30 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        groups = {master: group for group in self.param_groups for master in group["params"]}
         for parameter, master in self.pairs:
-            gradient = self.sums.pop(parameter, parameter.grad)
-            master.grad = None if gradient is None else gradient.to(master.dtype)
-        super().step()
-        for parameter, master in self.pairs:
+            gradient, group = self.sums.pop(parameter, parameter.grad), groups[master]
+            if gradient is None:
+                continue
             state = self.state[master]
-            for kept in (master, *(state[name] for name in MOMENTS if name in state)):
-                kept.copy_(kept.float())
-            parameter.copy_(rounded_to(parameter.dtype, master.float()))
+            if not state:
+                state.update(step=torch.tensor(0.0), **{name: torch.zeros_like(master) for name in MOMENTS})
+            state["step"] += 1
+            kept = (master, *(state[name] for name in MOMENTS))
+            new = adamw_floats(
+                *(tensor.numpy() for tensor in kept),
+                gradient.float().numpy(),
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=int(state["step"]),
+                grad_scale=self.grad_scale,
+            )
+            for tensor, values in zip(kept, new, strict=True):
+                tensor.copy_(torch.from_numpy(values))
+            parameter.copy_(rounded_to(parameter.dtype, master))
 
     @torch.no_grad()
     def take_writes(self, block: int, in_blocks: list[Tensor]) -> None:
@@ -355,7 +367,7 @@ class MasterAdamW(torch.optim.AdamW):
         """
         whole = {id(parameter) for parameter in in_blocks}
         for parameter, master in self.pairs:
-            same = parameter == rounded_to(parameter.dtype, master.float())
+            same = parameter == rounded_to(parameter.dtype, master)
             if id(parameter) in whole:
                 parts = same.flatten().split(block)
                 same = torch.cat([part.all().expand(len(part)) for part in parts]).view(same.shape)

@@ -75,7 +75,7 @@ def plain(case: Case, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     if dtype == torch.float32:
         return ordinary(case)
     model = case.model()
-    return model, MasterAdamW(model, dtype=dtype, arithmetic=torch.float64, lr=1e-3, foreach=False)
+    return model, MasterAdamW(model, dtype=dtype, lr=1e-3)
 
 
 def compare(case: Case, dtype: torch.dtype, visit: Visit, block: int = 1, **settings: Any) -> None:

@@ -131,7 +131,7 @@ def test_every_placement_is_bitwise_the_same(dtype):
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resident_layers_train_as_those_in_the_store(dtype, states, update):
-    """To rounding: the device's arithmetic is fp32, the host's float64; in bf16 a weight may fall to its neighbour."""
+    """To rounding: the device sums gradients in another order, and without Triton updates by torch's own operations."""
     settings = {"window": 2, "dtype": dtype, "clip": False, "states": states, "update": update}
     losses, _ = train(30, **settings)
     for resident in (1, 3, SMALL.layers):

@@ -41,7 +41,7 @@ class Segment:
     rounded to nearest, ties away from zero, and remainder its low half, so that no bit is lost. ``grad`` is float32
     or bfloat16; with ``grad_remainder``, int16, the gradient is the float32 number that the pair holds. ``exp_avg``
     and ``exp_avg_sq`` are both float32 or both :class:`Blocks`. ``step`` counts from 1, this step included.
-    ``grad_scale`` multiplies the gradient, with 8-bit moments in float32. ``first`` is the number that the first
+    ``grad_scale`` multiplies the gradient. ``first`` is the number that the first
     element has in the whole tensor, on which an 8-bit moment's dither depends.
     """
 
@@ -105,8 +105,9 @@ class Addition:
 def adamw(segments: Sequence[Segment], *, threads: int, isa: str = "auto") -> None:
     """Carries out one step of ``torch.optim.AdamW`` on every segment, in place.
 
-    With float32 moments the arithmetic between load and store is float64, with 8-bit moments float32;
-    ``csrc/adamw.h`` gives the order of operations. Decoupled weight decay after Loshchilov & Hutter, ICLR 2019.
+    The arithmetic is float32; ``csrc/adamw.h`` gives the order of operations, and with float32 moments the bounds of
+    its errors: 1.5 ulp of a moment, and of a weight 2 ulp of the larger of itself and 8 times its update. Decoupled
+    weight decay after Loshchilov & Hutter, ICLR 2019.
     """
     _check_threads(threads)
     isa = _resolve(isa)

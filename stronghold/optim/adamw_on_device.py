@@ -25,9 +25,10 @@ _compiles: dict[torch.device, bool] = {}
 def adamw_on_device(segment: Segment, *, squares: Tensor | None = None, part: int = PART) -> None:
     """Carries out one step of ``torch.optim.AdamW`` on tensors of any one device, in place, in fp32.
 
-    The same as :func:`stronghold.native.adamw`, to rounding. ``squares`` is a number on the device: where it is not
-    finite, nothing changes. Nothing is waited for. Where Triton compiles for the device this is one launch and takes
-    no memory; elsewhere torch's operations work on ``part`` elements at a time.
+    ``squares`` is a number on the device: where it is not finite, nothing changes. Nothing is waited for. Where Triton
+    compiles for the device this is one launch, takes no memory and gives the bits of :func:`stronghold.native.adamw`.
+    Elsewhere torch's operations, in an order of their own, work on ``part`` elements at a time and give the same to a
+    few roundings.
     """
     if _triton_compiles(segment.weight.device):
         from stronghold.optim import triton_adamw

@@ -4,14 +4,8 @@ Importing this file imports triton, so only :mod:`stronghold.optim.adamw_on_devi
 the kernel. Tillet, Kung and Cox, "Triton: an intermediate language and compiler for tiled neural network
 computations" (MAPL 2019).
 
-The arithmetic is fp32 in registers, because GPUs for consumers compute a 64th as fast in fp64. The compiler fuses no
-operations. With 8-bit moments they are those of ``csrc/adamw.h`` in their order, and so are the results. With fp32
-moments, where the host computes in float64, each coefficient and each intermediate result is a sum of two fp32
-numbers: what was rounded, and what it lacks (Ogita, Rump and Oishi, "Accurate sum and dot product", SIAM Journal on
-Scientific Computing, 2005). So a result is the host's, unless it is a tie between two fp32 numbers but for a 2 ** -20th
-of their distance; then it may be the other one. This holds where all numbers are normal and a second moment fits into
-fp32. One that does not becomes infinite, as on the host, and its weight does not move in that step, while the host's
-does.
+The arithmetic is that of ``csrc/adamw.h``, fp32 with the same operations in the same order, and so are the results, bit
+for bit. The compiler fuses none; with fp32 moments those that the host fuses are fused here, too.
 """
 
 from __future__ import annotations
@@ -85,31 +79,49 @@ def _coefficients(s: Segment) -> Mapping[str, float]:
     """Returns the kernel's numbers, computed in float64 as ``csrc/adamw.cpp`` does and rounded to fp32 last."""
     correction = math.sqrt(1 - s.beta2**s.step)
     unbiased = 1 - s.beta1**s.step
+    decay = 1 - s.lr * s.weight_decay
     if isinstance(s.exp_avg, Blocks):
-        new1, new2, step_size, eps = 1 - s.beta1, 1 - s.beta2, s.lr / unbiased, s.eps
+        given = {
+            "beta1": s.beta1,
+            "new1": 1 - s.beta1,
+            "beta2": s.beta2,
+            "new2": 1 - s.beta2,
+            "decay": decay,
+            "step_size": s.lr / unbiased,
+        }
+        pairs = {name: (float(np.float32(value)), 0.0) for name, value in given.items()}
+        grad_scale, eps = s.grad_scale, s.eps
     else:
-        # The square of the second moment's product would overflow before the product does: so its root.
-        new1, new2 = (1 - s.beta1) * s.grad_scale, math.sqrt(1 - s.beta2) * s.grad_scale
-        step_size, eps = s.lr * correction / unbiased, s.eps * correction
-    given = {
-        "beta1": s.beta1,
-        "new1": new1,
-        "beta2": s.beta2,
-        "new2": new2,
-        "decay": 1 - s.lr * s.weight_decay,
-        "step_size": step_size,
-        "eps": eps,
-    }
-    rounded = {name: float(np.float32(value)) for name, value in given.items()}
-    lows = {f"{name}_low": float(np.float32(value - rounded[name])) for name, value in given.items()}
+        _, exponent = math.frexp(s.grad_scale)
+        grad_scale, scale = math.ldexp(1.0, exponent - 1), math.ldexp(s.grad_scale, 1 - exponent)
+        given = {
+            "beta1": s.beta1,
+            "new1": (1 - s.beta1) * scale,
+            "beta2": s.beta2,
+            "new2": (1 - s.beta2) * scale * scale,
+            "decay": decay,
+            "step_size": -s.lr * correction / unbiased,
+        }
+        pairs = {name: _pair(value) for name, value in given.items()}
+        eps = s.eps * correction
     return {
-        **rounded,
-        **lows,
-        "grad_scale": s.grad_scale,
+        **{name: high for name, (high, _) in pairs.items()},
+        **{f"{name}_low": low for name, (_, low) in pairs.items()},
+        "eps": float(np.float32(eps)),
+        "grad_scale": float(np.float32(grad_scale)),
         "denom_scale": 1 / correction,
         "first_start": _int32(s.first * FIRST_FACTOR.value + s.step * _FIRST_STEP_FACTOR),
         "second_start": _int32(s.first * SECOND_FACTOR.value + s.step * _SECOND_STEP_FACTOR),
     }
+
+
+def _pair(x: float) -> tuple[float, float]:
+    """Returns ``x`` as ``csrc/adamw_task.h`` has a coefficient: rounded towards zero, and the rest, never zero."""
+    high = np.float32(x)
+    if abs(float(high)) > abs(x):
+        high = np.nextafter(high, np.float32(0))
+    rest = max(abs(x) - abs(float(high)), abs(x) * 2.0**-60)
+    return float(high), float(np.float32(math.copysign(rest, x)))
 
 
 def _int32(number: int) -> int:
@@ -161,37 +173,6 @@ def _check(segment: Segment, squares: Tensor | None) -> None:
 # ---- on the device ----
 
 
-@triton.jit
-def _rounding_of_sum(x, y, total):
-    """Returns what ``total``, the rounded sum of ``x`` and ``y``, lacks."""
-    of_y = total - x
-    return (x - (total - of_y)) + (y - of_y)
-
-
-@triton.jit
-def _sum_of_products(a, a_low, x, b, b_low, y, y_low):
-    """Returns ``(a + a_low) * x + (b + b_low) * (y + y_low)`` rounded, and what it lacks."""
-    p = a * x
-    q = b * y
-    total = p + q
-    low = _rounding_of_sum(p, q, total) + (tl.fma(a, x, -p) + tl.fma(b, y, -q))
-    low += a_low * x + (b_low * y + b * y_low)
-    low = tl.where(low == low, low, 0.0)  # NaN where the total is infinite or NaN
-    rounded = total + low
-    return rounded, low - (rounded - total)
-
-
-@triton.jit
-def _ratio(m, m_low, v, v_low, eps, eps_low):
-    """Returns ``(m + m_low) / (sqrt(v + v_low) + eps + eps_low)`` rounded, and what it lacks."""
-    root = square_root(v)
-    root_low = tl.where(root > 0, (tl.fma(-root, root, v) + v_low) / (2 * root), 0.0)
-    denominator = root + eps
-    denominator_low = _rounding_of_sum(root, eps, denominator) + (root_low + eps_low)
-    ratio = quotient(m, denominator)
-    return ratio, (tl.fma(-ratio, denominator, m) + m_low - ratio * denominator_low) / denominator
-
-
 @triton.jit(do_not_specialize=["first_start", "second_start"])
 def adamw_of_segment(
     weight,
@@ -217,7 +198,6 @@ def adamw_of_segment(
     step_size,
     step_size_low,
     eps,
-    eps_low,
     grad_scale,
     denom_scale,
     first_start,
@@ -237,12 +217,11 @@ def adamw_of_segment(
     if exp_avg_exponents is None:
         m = tl.load(exp_avg + at, mask=inside, other=0)
         v = tl.load(exp_avg_sq + at, mask=inside, other=0)
-        m, m_low = _sum_of_products(beta1, beta1_low, m, new1, new1_low, g, 0.0)
-        root = new2 * g
-        root_low = tl.fma(new2, g, -root) + new2_low * g
-        v, v_low = _sum_of_products(beta2, beta2_low, v, root, root_low, root, root_low)
-        ratio, ratio_low = _ratio(m, m_low, v, v_low, eps, eps_low)
-        w, _ = _sum_of_products(decay, decay_low, w, -step_size, -step_size_low, ratio, ratio_low)
+        g = g * grad_scale
+        m = tl.fma(beta1, m, tl.fma(new1, g, tl.fma(new1_low, g, beta1_low * m)))
+        v = tl.fma(tl.fma(new2, g, new2_low * g), g, tl.fma(beta2, v, beta2_low * v))
+        ratio = quotient(m, square_root(v) + eps)
+        w = tl.fma(decay, w, tl.fma(step_size, ratio, tl.fma(step_size_low, ratio, decay_low * w)))
         tl.store(exp_avg + at, m, mask=inside)
         tl.store(exp_avg_sq + at, v, mask=inside)
     else:

@@ -127,7 +127,7 @@ class Twin:
                 max_grad_norm=program.max_grad_norm,
             )
         if program.dtype == "bf16":
-            return MasterAdamW(model, dtype=torch.bfloat16, arithmetic=torch.float64, foreach=False, **settings)
+            return MasterAdamW(model, dtype=torch.bfloat16, **settings)
         return torch.optim.AdamW(groups, foreach=False, **settings)
 
     def late(self, model: Any) -> list[nn.Parameter]:

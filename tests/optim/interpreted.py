@@ -1,6 +1,5 @@
-"""The Triton kernel in Triton's interpreter, and how far a step of it may be from the host's."""
+"""The Triton kernel in Triton's interpreter."""
 
-import math
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,8 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from stronghold.native import BLOCK, Segment
 from stronghold.optim import triton_adamw, triton_formats, triton_rounding
-from stronghold.split import join
-from tests.optim.test_adamw_on_device import master, spread
+from tests.optim.test_adamw_on_device import spread
 
 PROGRAM = triton_adamw.ROWS * BLOCK
 
@@ -78,36 +76,3 @@ def filled(s: Segment) -> Segment:
         s.exp_avg.copy_(spread(s.exp_avg.shape, 0.05, generator))
         s.exp_avg_sq.copy_(spread(s.exp_avg.shape, 0.01, generator).square())
     return s
-
-
-def far(got: torch.Tensor, expected: torch.Tensor, *operands: np.ndarray) -> float:
-    """Returns the greatest distance in units of the last place of ``expected`` or of a larger operand."""
-    exact = expected.double().numpy()
-    larger = np.max([np.abs(operand) for operand in (exact, *operands)], axis=0).astype(np.float32)
-    return float((np.abs(got.double().numpy() - exact) / np.spacing(larger).astype(np.float64)).max())
-
-
-def exact(s: Segment) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the new fp32 moments, and the decayed weight and what is subtracted from it, all in float64."""
-    values = s.grad.float() if s.grad_remainder is None else join(s.grad, s.grad_remainder)
-    g = values.double().numpy() * s.grad_scale
-    m = s.beta1 * s.exp_avg.double().numpy() + (1 - s.beta1) * g
-    v = s.beta2 * s.exp_avg_sq.double().numpy() + (1 - s.beta2) * g * g
-    denominator = np.sqrt(v) / math.sqrt(1 - s.beta2**s.step) + s.eps
-    kept = master(s).double().numpy() * (1 - s.lr * s.weight_decay)
-    return m, v, kept, s.lr / (1 - s.beta1**s.step) * m / denominator
-
-
-def assert_the_hosts(got: Segment, expected: Segment, kept: np.ndarray, moved: np.ndarray, ties: float = 0.01) -> None:
-    """Asserts that a step with fp32 moments gave the host's bits, and their neighbours in few elements.
-
-    Where beta1 is 0.9, a tenth of the decayed moments are ties but for the error of 0.9 in float64: so are some sums.
-    """
-    pairs = [
-        (got.exp_avg, expected.exp_avg, ()),
-        (got.exp_avg_sq, expected.exp_avg_sq, ()),
-        (master(got), master(expected), (kept, moved)),
-    ]
-    for one, other, larger in pairs:
-        assert far(one, other, *larger) <= 1
-        assert (one != other).double().mean() <= ties

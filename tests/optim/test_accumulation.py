@@ -17,9 +17,9 @@ BACKWARDS = 5
 
 
 def reference(case, batches, max_norm):
-    """Trains in bf16 with every gradient taken apart and added in fp32, and torch.optim.AdamW on fp32 masters."""
+    """Trains in bf16 with every gradient taken apart and added in fp32, and the kernel's arithmetic on fp32 masters."""
     model = case.model()
-    optimizer = MasterAdamW(model, dtype=torch.bfloat16, arithmetic=torch.float64, lr=1e-3, foreach=False)
+    optimizer = MasterAdamW(model, dtype=torch.bfloat16, lr=1e-3)
     losses, parameters = [], list(model.parameters())
     for number, batch in enumerate(batches, 1):
         loss = model(**batch).loss
@@ -29,8 +29,7 @@ def reference(case, batches, max_norm):
         if number % BACKWARDS == 0:
             if max_norm is not None:
                 norm = math.sqrt(sum(one.double().square().sum().item() for one in optimizer.sums.values()))
-                scale = torch.tensor(min(1.0, max_norm / (norm + 1e-6)))
-                optimizer.sums = {parameter: one * scale for parameter, one in optimizer.sums.items()}
+                optimizer.grad_scale = min(1.0, max_norm / (norm + 1e-6))
             optimizer.step()
     return losses, parameters
 
