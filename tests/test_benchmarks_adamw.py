@@ -198,3 +198,23 @@ def test_targets_name_contenders_of_the_benchmark(adamw):
     targets = [dataclasses.asdict(target) for target in adamw.TARGETS]
     assert {target["contender"] for target in targets} == {"fp32", "split", "8bit"}
     assert {target["quantity"] for target in targets} == {"time", "bandwidth"}
+
+
+def test_in_a_cache_every_instruction_set_and_format_is_recorded(adamw, capsys, tmp_path):
+    out = tmp_path / "adamw.jsonl"
+    assert importlib.import_module("adamw_in_cache").main(["--rounds", "2", "--out", str(out)]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    formats = [f"{isa} {kind}" for isa in native.available_isas() for kind in ("fp32", "split", "8bit")]
+    assert [record["contender"] for record in records] == ["torch", *formats]
+    assert all(record["benchmark"] == "adamw_in_cache" and record["rounds"] == 2 for record in records)
+    assert records[0]["time_over_torch"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    printed = capsys.readouterr().out
+    assert all(record["contender"] in printed for record in records)
+
+
+def test_in_a_cache_a_step_not_taken_is_found(adamw, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(native, "adamw", lambda segments, **settings: None)
+    out = tmp_path / "adamw.jsonl"
+    assert importlib.import_module("adamw_in_cache").main(["--rounds", "1", "--out", str(out)]) == 1
+    assert "WRONG: plain fp32" in capsys.readouterr().out
+    assert not out.exists()
