@@ -30,19 +30,23 @@ class ThrottledDevice(CpuDevice):
     """Runs the real engine on small layers and charges the time that large ones would take.
 
     Every parameter counts as ``scale`` parameters, each layer's computation as 2 FLOP per parameter and token in the
-    forward pass and 6 in the backward pass (4, and 2 to recompute). Streams and computation keep clocks in seconds:
-    an operation begins when the one before it and all that it waits for have ended, and events carry the time from
-    stream to stream. With ``paced`` every thread also sleeps until its clock, so that the wall clock shows what the
-    engine's own overhead adds; without, the clocks alone tell, the same on every run.
+    forward pass and 6 in the backward pass (4, and 2 to recompute, which ``keeps`` leaves out). Streams and computation
+    keep clocks in seconds: an operation begins when the one before it and all that it waits for have ended, and events
+    carry the time from stream to stream. With ``paced`` every thread also sleeps until its clock, so that the wall
+    clock shows what the engine's own overhead adds; without, the clocks alone tell, the same on every run. What takes
+    real time, such as a disk, counts with ``paced`` alone.
     """
 
     is_host = False
 
-    def __init__(self, speed: Speed, *, tokens: int, scale: float = 1.0, paced: bool = False) -> None:
+    def __init__(
+        self, speed: Speed, *, tokens: int, scale: float = 1.0, paced: bool = False, keeps: bool = False
+    ) -> None:
         self.speed = speed
         self.tokens = tokens
         self.scale = scale
         self.paced = paced
+        self.keeps = keeps
         self.clock_s = 0.0
         self.busy_s = {"compute": 0.0, "fetches": 0.0, "root": 0.0, "gradients": 0.0, "updates": 0.0}
         """Seconds of work given to each resource so far."""
@@ -65,7 +69,7 @@ class ThrottledDevice(CpuDevice):
         return event
 
     def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
-        flops = (6 if backward else 2) * parameters * self.scale * self.tokens
+        flops = (2 if not backward else 4 if self.keeps else 6) * parameters * self.scale * self.tokens
         self._compute(flops / self.speed.flops)
 
     def compute_now(self, task: Task, moved_bytes: int = 0) -> None:
@@ -75,14 +79,16 @@ class ThrottledDevice(CpuDevice):
     def _compute(self, spent_s: float) -> None:
         self.busy_s["compute"] += spent_s
         self.clock_s += spent_s
-        self.sleep_until(self.clock_s)
-        if self.paced:
-            # Where issuing took longer than the computation itself, that is the time.
-            self.clock_s = max(self.clock_s, time.perf_counter() - self._origin_s)
+        self.clock_s = self.paced_until(self.clock_s)
 
-    def sleep_until(self, clock_s: float) -> None:
-        if self.paced and (left_s := self._origin_s + clock_s - time.perf_counter()) > 0:
+    def paced_until(self, clock_s: float) -> float:
+        """Sleeps until ``clock_s``, where that is to be; returns the time then: later where the work was slower."""
+        if not self.paced:
+            return clock_s
+        if (left_s := self._origin_s + clock_s - time.perf_counter()) > 0:
             time.sleep(left_s)
+            return clock_s
+        return time.perf_counter() - self._origin_s
 
     def stamp(self) -> float:
         return self.clock_s
@@ -95,10 +101,16 @@ class _ThrottledStream(Stream):
         super().__init__(name)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self._timed(lambda: self._copy(target, source), source.numel() * source.element_size())
+        speed, moved_bytes = self._device.speed, source.numel() * source.element_size()
+        rate = speed.down if self.name == "gradients" else speed.up
+        self._timed(lambda: self._copy(target, source), moved_bytes / rate)
 
     def run(self, task: Task, moved_bytes: int = 0) -> None:
-        self._timed(task, moved_bytes)
+        # Other streams read a disk, which takes its own time.
+        self._timed(task, moved_bytes / self._device.speed.host if self.name == "updates" else 0.0)
+
+    def submit(self, task: Task) -> None:
+        self._timed(task, 0.0)
 
     def stamp(self) -> Stamp:
         stamp, issued_s = Stamp(), self._device.clock_s
@@ -125,15 +137,13 @@ class _ThrottledStream(Stream):
         event.time = self._clock_s
         super()._happen(event)
 
-    def _timed(self, task: Task, moved_bytes: int) -> None:
-        speed = self._device.speed
-        rate = {"fetches": speed.up, "root": speed.up, "gradients": speed.down, "updates": speed.host}[self.name]
-        spent_s = moved_bytes * self._device.scale / rate
-        self._device.busy_s[self.name] += spent_s
+    def _timed(self, task: Task, spent_s: float) -> None:
+        spent_s *= self._device.scale
+        if self.name in self._device.busy_s:
+            self._device.busy_s[self.name] += spent_s
 
         def timed() -> None:
             task()
-            self._clock_s += spent_s
-            self._device.sleep_until(self._clock_s)
+            self._clock_s = self._device.paced_until(self._clock_s + spent_s)
 
-        self.submit(timed)
+        super().submit(timed)

@@ -1,0 +1,272 @@
+"""What the engine issues in a step: its schedule played through, each operation with what it waits for.
+
+The decisions are those of ``Schedule``, asked event for event as the engine's window asks it; around them this follows
+the engine: ``window/window.py`` (slots and fetches), ``window/grad_offload.py`` (gradient slots and staging),
+``engine/engine.py`` (the order of closing a layer, its update and the next one's opening), ``engine/updates.py`` and
+``store/staging.py``. Nothing here knows a time: one program serves all layers' costs and all machines.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from functools import lru_cache
+
+from stronghold.planner.program import Kind, Operation, Program, Shape
+from stronghold.planner.step_costs import Resource
+from stronghold.schedule import Action, Move, Schedule
+
+GRADIENT_SLOTS = 2
+"""On the device, and as many staging buffers on the host: ``RING`` of ``window/grad_offload.py``."""
+AHEAD = 2
+"""Layers that are read from disk before their fetch, and one buffer more: as in ``store/staging.py``."""
+STEPS = 4
+"""Steps of a program. What the first one lacks, for there is no step before it, is over after the second: each step
+waits for all gradients of its own, so that nothing is carried further."""
+
+
+@lru_cache(maxsize=256)
+def program_of(shape: Shape) -> Program:
+    """Returns what the engine issues in ``STEPS`` steps, the first of them from a standing start."""
+    engine, relative, before = _Issuing(shape), [], None
+    for _ in range(STEPS):
+        begin = len(engine.operations)
+        engine.step()
+        relative = [one._replace(after=tuple(here - there for there in one.after)) for here, one in engine.since(begin)]
+        if relative == before:
+            break
+        before = relative
+    operations, ends = engine.operations, engine.ends
+    while len(ends) < STEPS:
+        for here, one in enumerate(relative, len(operations)):
+            operations.append(one._replace(after=tuple(here - distance for distance in one.after)))
+        ends.append(len(operations) - 1)
+    return Program(tuple(operations), tuple(ends))
+
+
+class _IssuedSlot:
+    def __init__(self) -> None:
+        self.ready: int | None = None
+        self.read: int | None = None
+
+
+class _Issuing:
+    """The engine's part that issues: the same events in the same order, with operations' numbers as its events."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.layers = len(shape.trained)
+        self.operations: list[Operation] = []
+        self.ends: list[int] = []
+        self._last: dict[Resource, int] = {}
+        self._blocking: dict[int, list[int]] = {}
+        """What a stream's thread must have seen before it can issue an operation to the device."""
+        self._issuer = Resource.HOST if shape.runs_behind else Resource.COMPUTE
+        self._streamed = [layer for layer in range(self.layers) if layer not in shape.resident]
+        self._number = {layer: number for number, layer in enumerate(self._streamed)}
+        window = min(shape.window, len(self._streamed))
+        self._schedule = Schedule(len(self._streamed), window) if self._streamed else None
+        self._free = [_IssuedSlot() for _ in range(window)]
+        self._where: dict[int, _IssuedSlot] = {}
+        self._updated: dict[int, int] = {}
+        self._uploaded: dict[int, int] = {}
+        self._reading: dict[int, int] = {}
+        self._drained: deque[int | None] = deque([None] * GRADIENT_SLOTS)
+        self._staging_free: deque[int | None] = deque([None] * GRADIENT_SLOTS)
+        self._buffers: deque[int | None] = deque([None] * (AHEAD + 1))
+        self._ahead: dict[int, int] = {}
+        self._down: int | None = None
+
+    def step(self) -> None:
+        """One step of the ordinary loop: forward pass, backward pass, the optimizer's step."""
+        root = list(enumerate(self.shape.root_first, self.layers))
+        first, last = [unit for unit, is_first in root if is_first], [unit for unit, is_first in root if not is_first]
+        for unit in first:
+            self._compute(Kind.FORWARD, unit, [self._uploaded.get(unit)])
+        for layer in range(self.layers):
+            self._forward(layer)
+        for unit in last:
+            self._compute(Kind.FORWARD, unit, [self._uploaded.get(unit)])
+        for unit in reversed(last):
+            self._compute(Kind.BACKWARD, unit, [])
+        for layer in reversed(range(self.layers)):
+            if layer + 1 < self.layers:
+                self._close(layer + 1)
+            self._open(layer)
+        for unit in reversed(first):
+            self._compute(Kind.BACKWARD, unit, [])
+        self._close(0)  # at the very end of the backward pass, behind the root's
+        self._take_step(first, last)
+        self.ends.append(self._issue(self._issuer, Kind.END))
+
+    def since(self, begin: int) -> Iterable[tuple[int, Operation]]:
+        """Returns the operations from number ``begin`` on, with their numbers."""
+        return enumerate(self.operations[begin:], begin)
+
+    # As in window.py.
+
+    def _forward(self, layer: int) -> None:
+        if (schedule := self._scheduled(layer)) is not None:
+            behind = range(self._number[layer])
+            self._carry_out(schedule.begin_forward(self._number[layer], training=True, behind=behind))
+        done = self._compute(Kind.FORWARD, layer, [self._ready(layer)])
+        if schedule is not None:
+            self._where[layer].read = done
+            self._carry_out(schedule.end_forward(returning=True))
+
+    def _open(self, layer: int) -> None:
+        if (schedule := self._scheduled(layer)) is not None:
+            number = self._number[layer]
+            self._carry_out(schedule.begin_backward(number, range(number - 1, -1, -1)))
+        ready = [self._ready(layer)]
+        drained = [self._drained[0]] if schedule is not None and self.shape.trained[layer] else []
+        self._compute(Kind.BEFORE_GRADIENTS, layer, ready)
+        # The copy down of the layer that used this gradient slot before must have read it.
+        self._compute(Kind.BACKWARD, layer, drained)
+
+    def _close(self, layer: int) -> None:
+        done = self._last[Resource.COMPUTE]
+        updated = self._gradients(layer, done) if self.shape.trained[layer] else False
+        if (schedule := self._scheduled(layer)) is None:
+            return
+        self._where[layer].read = done
+        self._carry_out(schedule.end_backward())
+        if updated:
+            self._changed([layer])
+
+    def _scheduled(self, layer: int) -> Schedule | None:
+        return self._schedule if layer in self._number else None
+
+    def _ready(self, layer: int) -> int | None:
+        return self._where[layer].ready if layer in self._where else None
+
+    def _changed(self, layers: Iterable[int]) -> None:
+        numbers = [self._number[layer] for layer in layers if layer in self._number]
+        for number in numbers:
+            self._drop(self._streamed[number])
+        if self._schedule is not None:
+            self._carry_out(self._schedule.changed(numbers))
+
+    def _carry_out(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            layer = self._streamed[move.layer]
+            if move.action is Action.EVICT:
+                self._free.append(self._where.pop(layer))
+                continue
+            slot = self._where[layer] = self._free.pop()
+            slot.ready = self._fetch(layer, [slot.read], [self._updated.get(layer)])
+        if self._schedule is not None and self.shape.staged and any(self.shape.on_disk):
+            self._expect([self._streamed[number] for number in self._schedule.ahead(AHEAD)])
+
+    # As in staging.py.
+
+    def _fetch(self, layer: int, device: list[int | None], host: list[int | None]) -> int:
+        if not self.shape.on_disk[layer]:
+            return self._issue(Resource.FETCHES, Kind.FETCH, layer, after=device, blocking=host)
+        if layer in self._ahead:
+            read = self._ahead.pop(layer)
+        else:
+            free = self._buffers.popleft() if self.shape.staged else None
+            read = self._issue(Resource.FETCHES, Kind.READ, layer, after=[*device, free], blocking=host)
+            self._reading[layer] = read
+            if not self.shape.staged:
+                return read
+        done = self._issue(Resource.FETCHES, Kind.FETCH, layer, after=device, blocking=[*host, read])
+        self._buffers.append(done)
+        return done
+
+    def _expect(self, layers: list[int]) -> None:
+        layers = [layer for layer in layers if self.shape.on_disk[layer]]
+        for layer in set(self._ahead).difference(layers):
+            self._drop(layer)
+        for layer in layers:
+            if layer not in self._ahead:
+                after = [self._buffers.popleft(), self._updated.get(layer)]
+                self._ahead[layer] = self._reading[layer] = self._issue(Resource.READS, Kind.READ, layer, after=after)
+
+    def _drop(self, layer: int) -> None:
+        if layer in self._ahead:
+            self._buffers.append(self._ahead.pop(layer))
+
+    # As in gradients.py, grad_offload.py and updates.py.
+
+    def _gradients(self, layer: int, computed: int) -> bool:
+        """Sends a layer's gradients down; under in_backward it is updated behind them. Returns whether it is."""
+        if layer in self.shape.resident:
+            if self.shape.in_backward:
+                self._compute(Kind.UPDATE_ON_DEVICE, layer, [])
+            return False
+        staging = self._staging_free.popleft() if self.shape.in_backward else None
+        down = self._issue(Resource.GRADIENTS, Kind.GRADIENTS, layer, after=[computed], blocking=[staging])
+        self._drained.popleft()
+        self._drained.append(down)
+        if not self.shape.in_backward:
+            self._down = down
+            return False
+        self._prepare(layer)
+        self._staging_free.append(self._update(layer, [down]))
+        return True
+
+    def _take_step(self, first: list[int], last: list[int]) -> None:
+        # Published gradients are read on the host; in_backward waits for what was updated meanwhile. Of root parameters
+        # the host reads the norms, which the computation is to have ended for.
+        awaited = list(self._updated.values()) if self.shape.in_backward else [self._down]
+        self._issue(self._issuer, Kind.WAIT, after=[*awaited, self._last[Resource.COMPUTE]])
+        layers = [] if self.shape.in_backward else [n for n in range(self.layers) if self.shape.trained[n]]
+        on_host = [*first, *(layer for layer in layers if layer not in self.shape.resident), *last]
+        for unit in on_host:
+            self._prepare(unit)
+        for unit in on_host:
+            done = self._update(unit, [])
+            if unit >= self.layers:
+                self._uploaded[unit] = self._issue(Resource.ROOT, Kind.UPLOAD, unit, blocking=[done])
+        for layer in layers:  # last, so that the host is at work meanwhile
+            if layer in self.shape.resident:
+                self._compute(Kind.UPDATE_ON_DEVICE, layer, [])
+        self._changed(layers)
+
+    def _prepare(self, unit: int) -> None:
+        if self.shape.chunks[unit]:
+            self._issue(self._issuer, Kind.PREPARE, unit)  # its chunks are read from now on, as the ring has room
+
+    def _update(self, unit: int, after: list[int | None]) -> int:
+        after = [*after, self._reading.get(unit)]
+        for part in range(max(1, self.shape.chunks[unit])):
+            done = self._issue(Resource.UPDATES, Kind.UPDATE, unit, part, after=after)
+        if self.shape.chunks[unit]:
+            done = self._issue(Resource.SETTLED, Kind.SETTLE, unit, after=[done])
+        if unit < self.layers:
+            self._updated[unit] = done
+        return done
+
+    # How anything is issued.
+
+    def _compute(self, kind: Kind, number: int, after: list[int | None]) -> int:
+        if not self.shape.runs_behind:
+            return self._issue(Resource.COMPUTE, kind, number, after=after)
+        # To wait for a copy in the device's order it must have been issued, which a thread does that waits for updates.
+        blocking = [host for event in after if event is not None for host in self._blocking.get(event, ())]
+        # A layer's two halves of a backward pass are issued together; what the root takes is in its computation.
+        launched = kind in (Kind.FORWARD, Kind.BEFORE_GRADIENTS) and number < self.layers
+        self._issue(Resource.HOST, Kind.LAUNCH if launched else Kind.WAIT, number, after=blocking)
+        return self._issue(Resource.COMPUTE, kind, number, after=after)
+
+    def _issue(
+        self,
+        resource: Resource,
+        kind: Kind,
+        number: int = 0,
+        part: int = 0,
+        *,
+        after: Iterable[int | None] = (),
+        blocking: Iterable[int | None] = (),
+    ) -> int:
+        here = len(self.operations)
+        blocked = [event for event in blocking if event is not None]
+        if blocked:
+            self._blocking[here] = blocked
+        awaited = {event for event in (*after, *blocked) if event is not None}
+        awaited.update(self._last[each] for each in (resource, self._issuer) if each in self._last)
+        self.operations.append(Operation(resource, kind, number, part, tuple(sorted(awaited))))
+        self._last[resource] = here
+        return here

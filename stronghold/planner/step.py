@@ -1,0 +1,210 @@
+"""How long a training step takes, by the engine's own schedule: what each resource does when, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from stronghold.planner.disk_play import CHUNK_BYTES, DiskPlay
+from stronghold.planner.issuing import program_of
+from stronghold.planner.play import Played, play
+from stronghold.planner.program import Kind, Program, Shape
+from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings, UnitWork
+from stronghold.spans import Span
+
+STEADY_STEPS = 2
+"""Steps at the end of a program that are averaged: buffers that take turns can make them differ by twos."""
+
+CAUSES = {
+    Kind.FETCH: "fetch",
+    Kind.UPLOAD: "fetch",
+    Kind.READ: "disk",
+    Kind.SETTLE: "disk",
+    Kind.GRADIENTS: "gradients",
+    Kind.UPDATE: "update",
+    Kind.LAUNCH: "launch",
+}
+"""What the computation waits for while an operation is under way that holds it up."""
+_WAIT_FOR_DISK = (Kind.READ, Kind.SETTLE)
+"""These do nothing themselves: what they wait for is the disk's."""
+
+
+class StepTime:
+    """One steady step, from the end of the optimizer's step before to the end of its own: ``step_s`` seconds.
+
+    ``busy_s`` is what each resource works in it, by the lower-case names of ``Resource``, and ``longest`` the one that
+    works most: no step can be shorter. ``waits_s`` is what the computation stands still for, by the values of
+    ``CAUSES``: together with what it computes it is the step. ``spans`` are what is under way in it, in seconds from
+    its beginning: what the step before has left begins before 0, and what goes on ends behind ``step_s``.
+    """
+
+    def __init__(self, program: Program, played: Played, layers: int) -> None:
+        self._program, self._played, self._layers = program, played, layers
+        self._begin_s, self._end_s = (played.ends_s[end] for end in program.ends[-2:])
+        before_s = played.ends_s[program.ends[-1 - STEADY_STEPS]]
+        self.step_s = (self._end_s - before_s) / STEADY_STEPS
+
+    @cached_property
+    def busy_s(self) -> dict[str, float]:
+        busy_s = {resource.name.lower(): 0.0 for resource in Resource}
+        for span in self._worked:
+            busy_s[span.lane] += min(span.end_s, self._end_s) - max(span.begin_s, self._begin_s)
+        return busy_s
+
+    @property
+    def longest(self) -> str:
+        return max(self.busy_s, key=self.busy_s.__getitem__)
+
+    @cached_property
+    def waits_s(self) -> dict[str, float]:
+        waits_s = dict.fromkeys(CAUSES.values(), 0.0)
+        for span in self._waited:
+            waits_s[span.name] += span.end_s - span.begin_s
+        return waits_s
+
+    def _name(self, unit: int) -> str:
+        return f"layer {unit}" if unit < self._layers else f"root {unit - self._layers}"
+
+    @property
+    def spans(self) -> list[Span]:
+        origin_s = self._begin_s
+        spans = [
+            one._replace(begin_s=one.begin_s - origin_s, end_s=one.end_s - origin_s)
+            for one in [*self._worked, *self._waited]
+        ]
+        return sorted(spans, key=lambda span: (span.begin_s, span.end_s))
+
+    @cached_property
+    def _worked(self) -> list[Span]:
+        """What takes time and is under way in the step."""
+        played, begin_s, end_s = self._played, self._begin_s, self._end_s
+        spans = [
+            Span(one.resource.name.lower(), f"{one.kind.value} {self._name(one.number)}", from_s, to_s)
+            for one, from_s, to_s in zip(self._program.operations, played.begins_s, played.ends_s, strict=True)
+            if from_s < end_s and to_s > begin_s and to_s > from_s and one.kind not in _WAIT_FOR_DISK
+        ]
+        return spans + [
+            Span("disk", f"{'write' if job.is_write else 'read'} {self._name(job.unit)}", job.began_s, job.ended_s)
+            for job in played.disk_jobs
+            if job.began_s < end_s and job.ended_s > begin_s
+        ]
+
+    @cached_property
+    def _waited(self) -> list[Span]:
+        """What the computation stands still for in the step.
+
+        What holds it up is followed backwards: the operation that it begins behind for as long as that was under way,
+        then what that one had begun behind, as far back as the computation stands still.
+        """
+        operations, begins_s, ends_s = self._program.operations, self._played.begins_s, self._played.ends_s
+        waited, computed_s = list[Span](), self._begin_s
+        for here in range(self._program.ends[-2] + 1, self._program.ends[-1] + 1):
+            if operations[here].resource is not Resource.COMPUTE and operations[here].kind is not Kind.END:
+                continue
+            until_s, held_up = begins_s[here], here
+            while until_s > computed_s:
+                held_up = max(operations[held_up].after, key=lambda before: (ends_s[before], before))
+                for cause, since_s in (
+                    ("disk", ends_s[held_up]),
+                    (CAUSES.get(operations[held_up].kind), begins_s[held_up]),
+                ):
+                    since_s = max(computed_s, since_s)
+                    if since_s < until_s:
+                        assert cause is not None
+                        waited.append(Span("waits", cause, since_s, until_s))
+                        until_s = since_s
+            computed_s = max(computed_s, ends_s[here])
+        return waited
+
+
+def step_time(
+    layers: Sequence[LayerWork], machine: Machine, settings: StepSettings, root: Sequence[RootWork] = ()
+) -> StepTime:
+    """Returns what a steady step of a model takes on ``machine`` under ``settings``, and what happens in it.
+
+    The engine's own schedule says what moves when; clocks say how long. Not in it: evaluation, gradients that are
+    accumulated over several backward passes, inputs kept on the host (``activations="host"``), replicas.
+
+    Raises ValueError for settings that the engine would refuse.
+    """
+    program = program_of(_shape(layers, machine, settings, root))
+    work_s = _work_s(program, layers, root, machine, settings)
+    disk = DiskPlay(program, *_disk_s(program, [*layers, *root], machine)) if program.on_disk else None
+    return StepTime(program, play(program, work_s, machine.slowed, disk), len(layers))
+
+
+def _shape(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings, root: Sequence[RootWork]) -> Shape:
+    resident = frozenset(settings.resident)
+    units: list[UnitWork] = [*layers, *root]
+    if not layers or not resident <= frozenset(range(len(layers))):
+        raise ValueError(
+            f"resident must hold numbers of layers (got {sorted(resident)} of {len(layers)} layers); pass fewer"
+        )
+    streamed = len(layers) - len(resident)
+    if not 1 <= settings.window <= max(1, streamed):
+        raise ValueError(
+            f"window must be between 1 and the number of layers that are not resident (got {settings.window} of "
+            f"{streamed}); pass a smaller window"
+        )
+    return Shape(
+        window=settings.window,
+        resident=resident,
+        trained=tuple(layer.elements > 0 for layer in layers),
+        on_disk=tuple(layer.on_disk for layer in layers),
+        chunks=tuple(0 if n in resident else _chunks(unit) for n, unit in enumerate(units)),
+        root_first=tuple(one.first for one in root),
+        in_backward=settings.in_backward,
+        staged=settings.staged,
+        runs_behind=machine.runs_behind,
+    )
+
+
+def _work_s(
+    program: Program,
+    layers: Sequence[LayerWork],
+    root: Sequence[RootWork],
+    machine: Machine,
+    settings: StepSettings,
+) -> list[float]:
+    """Returns the seconds that each operation takes in its lane: bytes by rates, elements by nanoseconds."""
+    work_s = [0.0] * len(program.operations)
+    units: list[UnitWork] = [*layers, *root]
+    for (kind, number), uses in program.uses.items():
+        if (taken := _SECONDS.get(kind)) is not None:
+            taken_s = taken(units[number], machine, settings)
+            for here in uses:
+                work_s[here] = taken_s
+    return work_s
+
+
+_SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
+    Kind.LAUNCH: lambda _, machine, settings: settings.pieces * machine.launch_s,
+    Kind.FORWARD: lambda unit, *_: unit.forward_s,
+    Kind.BEFORE_GRADIENTS: lambda layer, *_: layer.first_gradient_s,
+    Kind.BACKWARD: lambda unit, *_: unit.backward_s - unit.first_gradient_s,
+    Kind.FETCH: lambda layer, machine, _: machine.copy_s + layer.weight_bytes / machine.h2d_bytes_per_s,
+    Kind.GRADIENTS: lambda layer, machine, _: machine.copy_s + layer.gradient_bytes / machine.d2h_bytes_per_s,
+    Kind.UPDATE: lambda unit, machine, _: unit.elements * machine.host_update_ns * 1e-9 / max(1, _chunks(unit)),
+    Kind.UPDATE_ON_DEVICE: lambda layer, machine, _: layer.elements * machine.device_update_ns * 1e-9,
+    Kind.UPLOAD: lambda root, machine, _: machine.copy_s + root.weight_bytes / machine.h2d_bytes_per_s,
+}
+
+
+def _chunks(unit: UnitWork) -> int:
+    """Returns in how many parts an update passes through the ring, 0 where it does not."""
+    return -(-unit.ring_bytes // CHUNK_BYTES)
+
+
+def _disk_s(program: Program, units: Sequence[UnitWork], machine: Machine) -> tuple[dict[int, float], dict[int, float]]:
+    """Returns the seconds of the disk that operations read before themselves, and write behind, by their number."""
+    read, write = machine.disk_read_bytes_per_s, machine.disk_write_bytes_per_s
+    reads_s, writes_s = {}, {}
+    for here in program.on_disk:
+        one = program.operations[here]
+        if one.kind is Kind.READ:
+            reads_s[here] = units[one.number].weight_bytes / read
+        elif one.kind is Kind.UPDATE:
+            chunk_bytes = units[one.number].ring_bytes / _chunks(units[one.number])
+            reads_s[here], writes_s[here] = chunk_bytes / read, chunk_bytes / write
+    return reads_s, writes_s

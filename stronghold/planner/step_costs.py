@@ -1,0 +1,132 @@
+"""What a training step is made of, in numbers: the work of its layers, the machine's rates, and the settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Resource(IntEnum):
+    """Who works: each does its operations one after the other, in the order in which they were given to it.
+
+    ``HOST`` is the thread that issues everything, where that is not the one that computes. The others have the names
+    of the device's streams: ``FETCHES`` and ``ROOT`` copy to the device, ``GRADIENTS`` from there, ``UPDATES`` is the
+    optimizer on the host, ``READS`` reads layers from disk before their fetch, ``SETTLED`` waits until what an update
+    wrote has arrived on disk, and ``DISK`` is the disk itself.
+    """
+
+    HOST = 0
+    COMPUTE = 1
+    FETCHES = 2
+    ROOT = 3
+    GRADIENTS = 4
+    UPDATES = 5
+    READS = 6
+    SETTLED = 7
+    DISK = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitWork:
+    """What one unit's parameters do in a step, under the settings at hand.
+
+    ``forward_s`` and ``backward_s`` are seconds of computation over the whole batch, all micro-batches together;
+    ``backward_s`` contains the second run of a layer that is recomputed, and ``first_gradient_s`` is how much of it
+    goes by before the first gradient is written to a gradient slot. ``weight_bytes`` go to the device: of a layer at
+    each fetch, of a root parameter behind its update. ``elements`` are the trained ones, which the optimizer updates;
+    ``ring_bytes`` is what that reads from disk and writes back, 0 where it finds everything in memory.
+
+    Raises ValueError for a number that is negative or infinite.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    first_gradient_s: float = 0.0
+    weight_bytes: int = 0
+    elements: int = 0
+    ring_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); measure the model again")
+        if self.first_gradient_s > self.backward_s:
+            raise ValueError(
+                f"first_gradient_s must be within the backward pass (got {self.first_gradient_s} of {self.backward_s}"
+                " s); measure the model again"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork(UnitWork):
+    """The same of one layer. ``gradient_bytes`` come down once a step, the gradients' squares with them.
+
+    ``on_disk`` tells that its weights are fetched from there.
+    """
+
+    gradient_bytes: int = 0
+    on_disk: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootWork(UnitWork):
+    """The same of a root parameter, or several used together: before the layers (``first``) or behind them."""
+
+    first: bool
+
+
+LINK_UP_IS_ONE = {(Resource.FETCHES, Resource.ROOT): 2.0, (Resource.ROOT, Resource.FETCHES): 2.0}
+"""Copies of layers and of root parameters share the link to the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a machine sustains, each resource at work alone.
+
+    ``h2d_bytes_per_s`` and ``d2h_bytes_per_s`` are the link's two ways, infinite where the device's memory is the
+    host's and nothing is copied; ``copy_s`` is what each copy takes beside its bytes. ``host_update_ns`` is per element
+    and update, with the threads and in the format at hand; ``device_update_ns`` the same for resident layers.
+    ``launch_s`` is what the host needs to issue a layer's computation over one micro-batch, which the device does not
+    wait for where it ``runs_behind`` the host, as a GPU does.
+
+    ``slowed`` says how many times as long an operation of the first resource takes while one of the second is under
+    way; where several are, the factors multiply.
+    """
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    host_update_ns: float
+    device_update_ns: float = 0.0
+    copy_s: float = 0.0
+    launch_s: float = 0.0
+    runs_behind: bool = True
+    disk_read_bytes_per_s: float = math.inf
+    disk_write_bytes_per_s: float = math.inf
+    slowed: Mapping[tuple[Resource, Resource], float] = field(default_factory=lambda: dict(LINK_UP_IS_ONE))
+
+    def __post_init__(self) -> None:
+        for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"):
+            if not (value := getattr(self, name)) > 0:
+                raise ValueError(f"{name} must be more than 0 (got {value!r}); probe the machine again")
+        for name in ("host_update_ns", "device_update_ns", "copy_s", "launch_s"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); probe the machine again")
+        if any(not 1 <= factor < math.inf for factor in self.slowed.values()):
+            raise ValueError(f"slowed must hold factors of 1 or more (got {self.slowed!r}); probe the machine again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The settings that decide what is issued when; those that change a layer's work alone are in ``LayerWork``.
+
+    ``resident`` are the numbers of the layers that stay on the device. ``pieces`` is the number of micro-batches that
+    a layer runs over. ``staged`` tells that layers on disk pass through host memory on their way to the device.
+    """
+
+    window: int
+    resident: Sequence[int] = ()
+    in_backward: bool = False
+    pieces: int = 1
+    staged: bool = True

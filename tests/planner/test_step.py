@@ -1,0 +1,266 @@
+"""The step model against the engine on machines of given speed, against a longest path, and against closed formulas."""
+
+import random
+
+import pytest
+
+from benchmarks.plan_cases import draw, run, slower
+from stronghold.planner.issuing import program_of
+from stronghold.planner.play import play
+from stronghold.planner.program import Kind, Operation, Program, Shape
+from stronghold.planner.step import step_time
+from stronghold.planner.step_costs import LINK_UP_IS_ONE, LayerWork, Machine, Resource, RootWork, StepSettings
+
+
+def exact(number):
+    return pytest.approx(number, rel=1e-9, abs=1e-12)
+
+
+# Against the engine.
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_is_the_engine_s_by_its_clocks_and_so_is_all_that_happens_in_it(seed):
+    outcome = run(draw(seed), paced=False)
+    planned = outcome.planned
+    assert planned.step_s == exact(outcome.clock_s)
+    known = {}
+    for span in planned.spans:
+        known.setdefault((span.lane, span.name), []).append(span)
+    roots = [span.name for span in outcome.spans if span.lane == "root"]
+    compared = 0
+    for lane, name, begin_s, end_s in outcome.spans:
+        kind, unit = name.split()
+        if begin_s >= planned.step_s * (1 - 1e-9) or lane == "waits" or (kind, lane) == ("update", "compute"):
+            continue
+        if unit.startswith("layers."):
+            unit = f"layer {unit.removeprefix('layers.')}"
+        else:
+            unit = f"root {roots.index(f'upload {unit}')}"
+        found = known[lane, f"{kind} {unit}"]
+        if kind == "backward":  # the engine's begins before it waits for a gradient slot
+            assert end_s in [exact(span.end_s) for span in found]
+        else:
+            assert (begin_s, end_s) in [(exact(span.begin_s), exact(span.end_s)) for span in found]
+        compared += 1
+    assert compared > 2 * len(draw(seed).widths)
+
+
+@pytest.mark.parametrize(("seed", "on_disk"), [(seed, seed % 3 == 2) for seed in range(300, 312)])
+def test_a_step_is_the_engine_s_by_the_wall(seed, on_disk):
+    """What is slow is played by sleeping; what the machine at hand does meanwhile disturbs it.
+
+    Where the two differ it is measured once more at a third of the pace, so that this counts a third as much, and an
+    error of the model as much as before.
+    """
+    case = draw(seed, layers=8, on_disk=on_disk)
+    errors = [run(case, paced=True).error]
+    if abs(errors[0]) > 0.02:
+        errors.append(run(slower(case, 3), paced=True).error)
+    assert abs(errors[-1]) <= 0.03, errors
+
+
+# Against a longest path.
+
+
+def random_step(seed, *, slowed):
+    rng = random.Random(seed)
+    layers, resident = rng.randint(2, 12), rng.choice((0, 0, 1))
+    work = [
+        LayerWork(
+            forward_s=rng.uniform(1, 3),
+            backward_s=(backward_s := rng.uniform(2, 9)),
+            first_gradient_s=backward_s * rng.choice((0, 0.3)),
+            weight_bytes=rng.randint(100, 900),
+            gradient_bytes=rng.randint(100, 900),
+            elements=rng.choice((0, 50, 90, 90)),
+        )
+        for _ in range(layers)
+    ]
+    root = [RootWork(first=first, forward_s=1, backward_s=2, weight_bytes=100, elements=60) for first in (True, False)]
+    machine = Machine(
+        h2d_bytes_per_s=rng.uniform(100, 500),
+        d2h_bytes_per_s=rng.uniform(100, 500),
+        host_update_ns=rng.uniform(1e7, 1e8),
+        device_update_ns=1e6,
+        copy_s=0.01,
+        launch_s=rng.choice((0, 0.1, 2)),
+        runs_behind=rng.random() < 0.6,
+        slowed=slowed,
+    )
+    settings = StepSettings(
+        window=rng.randint(1, layers - resident),
+        resident=range(resident),
+        in_backward=rng.random() < 0.5,
+        pieces=rng.randint(1, 3),
+    )
+    return step_time(work, machine, settings, root)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_where_nothing_is_slowed_an_operation_ends_at_the_end_of_the_longest_path_to_it(seed):
+    step = random_step(seed, slowed={})
+    program, played = step._program, step._played
+    ends_s = []
+    for here, one in enumerate(program.operations):
+        work_s = played.ends_s[here] - played.begins_s[here]
+        ends_s.append(max((ends_s[before] for before in one.after), default=0.0) + work_s)
+    assert ends_s == [exact(end_s) for end_s in played.ends_s]
+
+
+@pytest.mark.parametrize("slowed", [{}, LINK_UP_IS_ONE, {(Resource.UPDATES, Resource.COMPUTE): 1.5}])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_it_computes_and_what_it_waits_for_is_the_step(seed, slowed):
+    step = random_step(seed, slowed=slowed)
+    assert step.busy_s["compute"] + sum(step.waits_s.values()) == exact(step.step_s)
+    assert step.busy_s[step.longest] <= step.step_s * (1 + 1e-9)
+    assert all(waits_s >= 0 for waits_s in step.waits_s.values())
+
+
+# Against closed formulas. Layers compute 1 s forward and 3 s backward, unless a test says otherwise.
+
+
+def alike(layers, **changes):
+    work = {"forward_s": 1, "backward_s": 3, "weight_bytes": 1, "gradient_bytes": 1, "elements": 1}
+    return [LayerWork(**(work | changes))] * layers
+
+
+def machine(**changes):
+    rates = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9, "host_update_ns": 0, "runs_behind": False}
+    return Machine(**(rates | changes))
+
+
+def test_with_all_else_at_once_a_step_is_its_computation():
+    step = step_time(alike(6), machine(), StepSettings(window=2))
+    assert step.step_s == pytest.approx(24, abs=1e-6)
+    assert step.longest == "compute"
+
+
+def test_resident_layers_are_updated_in_the_computation():
+    step = step_time(alike(3), machine(device_update_ns=2e9), StepSettings(window=1, resident=range(3)))
+    assert step.step_s == exact(3 * (1 + 3 + 2))
+    assert {lane for lane, busy_s in step.busy_s.items() if busy_s} == {"compute"}
+
+
+def test_a_window_of_one_waits_for_each_fetch():
+    """Twice 4 fetches of 2 s, but for the last layer's, which is still there for the backward pass."""
+    step = step_time(alike(4), machine(h2d_bytes_per_s=0.5), StepSettings(window=1))
+    assert step.step_s == pytest.approx(4 * 4 + 7 * 2, abs=1e-6)
+    assert step.waits_s["fetch"] == pytest.approx(7 * 2, abs=1e-6)
+    assert step.busy_s["fetches"] == pytest.approx(14, abs=1e-6)
+
+
+def test_a_fetch_waits_for_the_computation_that_reads_its_slot_also_where_that_runs_behind_the_host():
+    step = step_time(alike(4), machine(h2d_bytes_per_s=0.5, runs_behind=True), StepSettings(window=1))
+    assert step.step_s == pytest.approx(4 * 4 + 7 * 2, abs=1e-6)
+
+
+def test_a_deferred_update_of_the_whole_model_holds_up_the_next_forward_pass():
+    """Layer 0 is updated for 10 s, then every 10 s another: the forward pass ends 1 s behind the last."""
+    step = step_time(alike(4), machine(host_update_ns=10e9), StepSettings(window=4))
+    assert step.step_s == pytest.approx(4 * 10 + 1 + 4 * 3, abs=1e-6)
+    assert step.waits_s["update"] == pytest.approx(40 - 3, abs=1e-6)
+    assert step.longest == "updates"
+
+
+def test_gradient_slots_that_are_not_drained_hold_the_backward_pass_up():
+    """Gradients go down for 10 s each: the first two layers' slots are free, each other waits; all are awaited."""
+    step = step_time(alike(5), machine(d2h_bytes_per_s=0.1), StepSettings(window=5))
+    assert step.step_s == pytest.approx(5 * 1 + 3 + 5 * 10, abs=1e-6)
+    assert step.waits_s["gradients"] == pytest.approx(50 - 4 * 3, abs=1e-6)
+
+
+def test_recomputation_goes_on_while_a_gradient_slot_is_not_drained():
+    """The fifth layer's 2 s without a gradient are over when its slot is free, so that 1 s is left then."""
+    slow, settings = machine(d2h_bytes_per_s=0.25), StepSettings(window=5)
+    at_once, later = (step_time(alike(5, first_gradient_s=s), slow, settings).step_s for s in (0, 2))
+    assert at_once == pytest.approx(later, abs=1e-6)  # all wait for the last gradient in the end
+    (one,) = [s for s in step_time(alike(5, first_gradient_s=2), slow, settings).spans if s.name == "backward layer 2"]
+    assert one.end_s - one.begin_s == exact(1)
+
+
+def test_a_host_that_launches_more_slowly_than_the_device_computes_is_the_step():
+    step = step_time(alike(6), machine(launch_s=5, runs_behind=True), StepSettings(window=2, pieces=2))
+    assert step.step_s == pytest.approx(6 * 2 * 10 + 3, abs=1e-6)  # the last layer's backward pass comes behind
+    assert step.longest == "host"
+    assert step.waits_s["launch"] == pytest.approx(step.step_s - 6 * 4, abs=1e-6)
+
+
+def test_a_device_that_runs_behind_is_launched_ahead_of():
+    step = step_time(alike(6), machine(launch_s=0.5, runs_behind=True), StepSettings(window=2))
+    assert step.step_s == pytest.approx(6 * 4 + 0.5, abs=1e-6)
+
+
+def test_layers_on_disk_are_read_before_each_fetch_and_their_states_read_and_written_back():
+    """A step reads the weights of 2 · 4 - 2 fetches and those of 4 updates with states, and writes these."""
+    layers = alike(4, weight_bytes=2, on_disk=True, ring_bytes=10)
+    slow = machine(disk_read_bytes_per_s=1, disk_write_bytes_per_s=0.5)
+    step = step_time(layers, slow, StepSettings(window=2))
+    assert step.busy_s["disk"] == exact((2 * 4 - 2) * 2 + 4 * 10 + 4 * 20)
+    assert step.longest == "disk"
+
+
+def test_what_is_issued_in_a_step_over_a_disk():
+    """Layers 0 and 1 are read by their own fetches, for which they have just changed; all others two fetches ahead."""
+    shape = Shape(
+        window=2,
+        resident=frozenset(),
+        trained=(True,) * 4,
+        on_disk=(True,) * 4,
+        chunks=(1,) * 4,
+        root_first=(),
+        in_backward=False,
+        staged=True,
+        runs_behind=False,
+    )
+    program = program_of(shape)
+    steady = program.operations[program.ends[-2] + 1 :]
+    issued = {
+        lane: "".join(f"{one.kind.name[0]}{one.number} " for one in steady if one.resource is lane) for lane in Resource
+    }
+    assert issued[Resource.FETCHES] == "F2 F3 F1 F0 R0 F0 R1 F1 "
+    assert issued[Resource.READS] == "R1 R0 R2 R3 "
+    assert issued[Resource.UPDATES] == "U0 U1 U2 U3 "
+    assert issued[Resource.COMPUTE] == "F0 F1 F2 F3 B3 B3 B2 B2 B1 B1 B0 B0 W0 P0 P1 P2 P3 E0 "
+
+
+def test_a_layer_that_is_not_trained_has_neither_gradients_nor_an_update():
+    step = step_time(alike(4, elements=0), machine(host_update_ns=1e9), StepSettings(window=2))
+    assert step.busy_s["gradients"] == step.busy_s["updates"] == 0
+    assert step.busy_s["fetches"] == exact(2 * 2 * 1e-9)  # nothing changes: 2 (L - w) fetches
+
+
+def two_at_once(seconds, slowed):
+    lanes = (Resource.FETCHES, Resource.GRADIENTS)
+    program = Program(tuple(Operation(lane, Kind.FETCH, n, 0, ()) for n, lane in enumerate(lanes)), ())
+    return play(program, seconds, slowed).ends_s
+
+
+def test_operations_that_slow_one_another_advance_at_the_lower_rate():
+    both = {(Resource.FETCHES, Resource.GRADIENTS): 2, (Resource.GRADIENTS, Resource.FETCHES): 2}
+    assert two_at_once([1, 1], {}) == [1, 1]
+    assert two_at_once([1, 1], both) == [2, 2]
+    assert two_at_once([1, 3], both) == [2, 4]  # a third is left of the second, and then advances at its own rate
+    assert two_at_once([1, 3], {(Resource.FETCHES, Resource.GRADIENTS): 4}) == [3.25, 3]
+
+
+@pytest.mark.parametrize(
+    ("window", "resident", "message"), [(0, (), "window"), (4, (0,), "window"), (1, (4,), "resident")]
+)
+def test_settings_out_of_range(window, resident, message):
+    with pytest.raises(ValueError, match=message):
+        step_time(alike(4), machine(), StepSettings(window=window, resident=resident))
+
+
+@pytest.mark.parametrize("changes", [{"forward_s": -1}, {"elements": float("inf")}, {"first_gradient_s": 4}])
+def test_work_that_cannot_be(changes):
+    with pytest.raises(ValueError, match="measure the model again"):
+        alike(1, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"h2d_bytes_per_s": 0}, {"copy_s": -1}, {"slowed": {(Resource.ROOT, Resource.FETCHES): 0.5}}]
+)
+def test_machines_that_cannot_be(changes):
+    with pytest.raises(ValueError, match="probe the machine again"):
+        machine(**changes)
