@@ -85,10 +85,10 @@ def possible_now(
 
 
 def _next_use(future: Sequence[int], layer: int, start: int) -> int:
-    for t in range(start, len(future)):
-        if future[t] == layer:
-            return t
-    return len(future)
+    try:
+        return future.index(layer, start)
+    except ValueError:
+        return len(future)
 
 
 class Schedule:
@@ -126,6 +126,8 @@ class Schedule:
         self._remaining: tuple[int, ...] = ()
         self._after = {mode: {i: (i + 1) % layers for i in range(layers)} for mode in (True, False)}
         self._first = {True: 0, False: 0}
+        self._rounds: dict[bool, tuple[int, ...]] = {}
+        """A whole forward pass, as it follows from ``_first`` and ``_after``; by mode, as far as it is known."""
         self._returning = [True] * layers
         self._changed: frozenset[int] = frozenset()
         """What has changed since the last computation began."""
@@ -160,9 +162,12 @@ class Schedule:
         """
         self._remember_changes()
         if self._last is None or self._backward or training != self._training:
-            self._first[training] = layer
-        else:
+            if self._first[training] != layer:
+                self._first[training] = layer
+                self._rounds.pop(training, None)
+        elif self._after[training][self._last] != layer:
             self._after[training][self._last] = layer
+            self._rounds.pop(training, None)
         self._training, self._backward = training, False
         self._remaining = tuple(reversed(behind))
         self._place = self._next_place(Computation(layer, False)) if training else None
@@ -231,7 +236,7 @@ class Schedule:
         twin = copy.copy(self)
         twin._held, twin._returning = set(self._held), list(self._returning)
         twin._after, twin._first = {mode: dict(after) for mode, after in self._after.items()}, dict(self._first)
-        twin._changes = dict(self._changes)
+        twin._rounds, twin._changes = dict(self._rounds), dict(self._changes)
         return twin
 
     def _end_as_before(self) -> list[Move]:
@@ -246,7 +251,7 @@ class Schedule:
         if self._place is not None:
             layer, backward = self._order[(self._place + 1) % len(self._order)]
             return self.begin_backward(layer, ()) if backward else self.begin_forward(layer, training=True)
-        rest = [] if self._backward else list(self._pass(self._last, self._training))[1:]
+        rest = () if self._backward else self._pass(self._last, self._training)[1:]
         if self._training and self._remaining and not rest:
             return self.begin_backward(self._remaining[0], self._remaining[1:])
         layer = rest[0] if rest else self._first[self._training]
@@ -301,24 +306,28 @@ class Schedule:
             begin = self._place + 1
             return self._twice_round[begin : begin + len(self._order)]
         if self._backward:
-            return [*self._remaining, *self._pass(self._first[True], True)]
-        rest = list(self._pass(layer, self._training))[1:]
+            return self._remaining + self._pass(self._first[True], True)
+        rest = self._pass(layer, self._training)[1:]
         if not self._training:
-            return rest + list(self._pass(self._first[False], False))
-        again = [x for x in reversed(rest) if self._returning[x]]
-        back = list(self._remaining)
-        if self._computing == layer and self._returning[layer]:
-            back.insert(0, layer)
-        return rest + again + back + list(self._pass(self._first[True], True))
+            return rest + self._pass(self._first[False], False)
+        again = tuple(x for x in reversed(rest) if self._returning[x])
+        back = (layer,) if self._computing == layer and self._returning[layer] else ()
+        return rest + again + back + self._remaining + self._pass(self._first[True], True)
 
-    def _pass(self, start: int, training: bool) -> Iterator[int]:
-        """Yields one forward pass from ``start`` on, in the order it had the last time."""
-        after, first, layer = self._after[training], self._first[training], start
-        for _ in range(self.layers):
-            yield layer
-            layer = after[layer]
-            if layer == first:
-                return
+    def _pass(self, start: int, training: bool) -> tuple[int, ...]:
+        """Returns one forward pass from ``start`` on, in the order it had the last time."""
+        if training not in self._rounds:
+            self._rounds[training] = self._walk(self._first[training], training)
+        whole = self._rounds[training]
+        if start in whole and self._after[training][whole[-1]] == whole[0]:
+            return whole[whole.index(start) :]
+        return self._walk(start, training)
+
+    def _walk(self, start: int, training: bool) -> tuple[int, ...]:
+        after, first, walked = self._after[training], self._first[training], [start]
+        while (layer := after[walked[-1]]) != first and len(walked) < self.layers:
+            walked.append(layer)
+        return tuple(walked)
 
 
 def trace(layers: int, window: int, passes: Sequence[str]) -> str:
