@@ -49,9 +49,10 @@ class UnitWork:
     ring_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); measure the model again")
+        values = vars(self).values()
+        if min(values) < 0 or not math.isfinite(sum(values)):
+            name, value = next((name, value) for name, value in vars(self).items() if not 0 <= value < math.inf)
+            raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); measure the model again")
         if self.first_gradient_s > self.backward_s:
             raise ValueError(
                 f"first_gradient_s must be within the backward pass (got {self.first_gradient_s} of {self.backward_s}"

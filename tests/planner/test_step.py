@@ -46,6 +46,7 @@ def test_a_step_is_the_engine_s_by_its_clocks_and_so_is_all_that_happens_in_it(s
     assert compared > 2 * len(draw(seed).widths)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("seed", "on_disk"), [(seed, seed % 3 == 2) for seed in range(300, 312)])
 def test_a_step_is_the_engine_s_by_the_wall(seed, on_disk):
     """What is slow is played by sleeping; what the machine at hand does meanwhile disturbs it.
@@ -63,7 +64,7 @@ def test_a_step_is_the_engine_s_by_the_wall(seed, on_disk):
 # Against a longest path.
 
 
-def random_step(seed, *, slowed):
+def random_step_work(seed, *, slowed):
     rng = random.Random(seed)
     layers, resident = rng.randint(2, 12), rng.choice((0, 0, 1))
     work = [
@@ -94,7 +95,11 @@ def random_step(seed, *, slowed):
         in_backward=rng.random() < 0.5,
         pieces=rng.randint(1, 3),
     )
-    return step_time(work, machine, settings, root)
+    return work, machine, settings, root
+
+
+def random_step(seed, *, slowed):
+    return step_time(*random_step_work(seed, slowed=slowed))
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -1,0 +1,278 @@
+"""Which settings make the shortest step that fits: pruned by bytes, then moved at the bottleneck."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import islice, product
+from typing import NamedTuple
+
+from stronghold.planner.step import StepTime, step_time
+from stronghold.planner.step_bound import StepBound, step_bound
+from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings
+
+ENOUGH = 0.02
+"""A step that is shorter by no more than this share is not looked for."""
+REFUSALS = 50
+"""So many choices that do not fit are looked at for each place."""
+
+
+class Choice(NamedTuple):
+    """One setting of everything that is searched over; names and values are those of ``offload`` and ``AdamW``.
+
+    ``resident`` and ``kept`` are numbers of layers: which ones stay on the device and which keep their activations
+    follows from how many.
+    """
+
+    window: int
+    resident: int = 0
+    kept: int = 0
+    micro_batch: int | None = None
+    update: str = "deferred"
+    states: str = "fp32"
+    store: str = "ram"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What may be chosen: everything that the user has left open, and of what the user has set that alone."""
+
+    layers: int
+    residents: Sequence[int] = (0,)
+    kepts: Sequence[int] = (0,)
+    windows: Sequence[int] | None = None
+    """Ascending, as ``residents`` and ``kepts``; None for any."""
+    micro_batches: Sequence[int | None] = (None,)
+    updates: Sequence[str] = ("deferred", "in_backward")
+    states: Sequence[str] = ("fp32",)
+    stores: Sequence[str] = ("ram",)
+
+    def windows_beside(self, resident: int) -> list[int]:
+        """Returns the windows, ascending, that there are beside so many resident layers; 1 where no layer is left."""
+        most = max(1, self.layers - resident)
+        return [window for window in self.windows or range(1, most + 1) if window <= most]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What ``step_time`` is asked with."""
+
+    layers: Sequence[LayerWork]
+    machine: Machine
+    settings: StepSettings
+    root: Sequence[RootWork] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A choice, its step, and the bytes that it takes in each place."""
+
+    choice: Choice
+    step: StepTime
+    bytes_by_place: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A choice that does not fit: ``place`` has ``limit_bytes`` and would have to have ``needed_bytes``."""
+
+    choice: Choice
+    place: str
+    needed_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best plans, the shortest step first, and what was refused and may be better: what lacks least in each place.
+
+    Where nothing fits there are no plans, and the refusals say what would have to be there at the least.
+    """
+
+    plans: list[Plan]
+    refused: list[Refusal]
+
+
+def search(
+    space: Space,
+    work_of: Callable[[Choice], Work],
+    bytes_of: Callable[[Choice], Mapping[str, int]],
+    limits: Mapping[str, int],
+    *,
+    count: int = 3,
+) -> Found:
+    """Returns the ``count`` best plans among the choices of ``space`` whose bytes are within ``limits``, by place.
+
+    ``work_of`` says what a step of a choice consists of, ``bytes_of`` what it takes of each place; both must grow, or
+    not shrink, with the window, and a place without a limit has room for anything.
+
+    For each combination of the settings that are few (micro-batch, update, states, store), the many-valued ones are
+    moved step by step: what relieves the resource that is longest is tried first, as Aceso does (Liu et al., Aceso:
+    Efficient Parallel DNN Training through Iterative Bottleneck Alleviation, EuroSys 2024), and the window is always
+    the largest that fits beside. That is done with a lower bound of the step, which takes sums alone; then steps are
+    played, the most promising first, until no other choice can be shorter, and around the best once more.
+    """
+    return _Search(space, work_of, bytes_of, limits).found(count)
+
+
+class _Search:
+    def __init__(
+        self,
+        space: Space,
+        work_of: Callable[[Choice], Work],
+        bytes_of: Callable[[Choice], Mapping[str, int]],
+        limits: Mapping[str, int],
+    ) -> None:
+        self._space, self._work_of, self._bytes_of, self._limits = space, work_of, bytes_of, limits
+        self._bounds: dict[Choice, StepBound] = {}
+        self._widest_known: dict[Choice, Choice | None] = {}
+        self._plans: dict[Choice, Plan] = {}
+        self._refusals: dict[Choice, Refusal] = {}
+
+    def found(self, count: int) -> Found:
+        """Searches, and returns the ``count`` best plans."""
+        space, best = self._space, None
+        for few in product(space.micro_batches, space.updates, space.states, space.stores):
+            combined = Choice(window=1, micro_batch=few[0], update=few[1], states=few[2], store=few[3])
+            for begin in self._beginnings(combined, best):
+                end = self._descend(begin, self._bound_s)
+                best = min(best or end, end, key=self._bound_s)
+        self._play_promising(count)
+        if self._plans:
+            self._descend(self._best().choice, self._played_s)
+        plans = sorted(self._plans.values(), key=lambda plan: plan.step.step_s)
+        return Found(plans=plans[:count], refused=[*self._refused(count)])
+
+    def _refused(self, count: int) -> Iterator[Refusal]:
+        """Yields, for each place, the choices that lack the fewest bytes there and may be better than the best plan."""
+        for place in self._limits:
+            refusals = [one for one in self._refusals.values() if one.place == place]
+            nearest = nsmallest(REFUSALS, refusals, key=lambda one: one.needed_bytes - one.limit_bytes)
+            better = (one for one in nearest if not self._plans or self._bound_s(one.choice) < self._best().step.step_s)
+            yield from islice(better, count)
+
+    def _beginnings(self, combined: Choice, best: Choice | None) -> list[Choice]:
+        """Returns where to begin with a combination: with few resident layers, with many, and as in the best so far.
+
+        To have layers resident takes bytes on the device and gives them back on the host: what fits may begin with
+        either.
+        """
+        found = []
+        for residents in (self._space.residents, self._space.residents[::-1]):
+            each = (combined._replace(resident=n, kept=self._space.kepts[0]) for n in residents)
+            found.append(next((wide for one in each if (wide := self._widest(one)) is not None), None))
+        if best is not None:
+            found.append(self._widest(combined._replace(resident=best.resident, kept=best.kept)))
+        return [one for one in found if one is not None]
+
+    def _play_promising(self, count: int) -> None:
+        """Plays the choices whose bounds are the lowest, until no other can be shorter by more than ``ENOUGH``."""
+        for choice in sorted(self._bounds, key=lambda choice: self._bounds[choice].step_s):
+            if len(self._plans) >= count and self._bounds[choice].step_s >= (1 - ENOUGH) * self._best().step.step_s:
+                break
+            self._play(choice)
+
+    def _best(self) -> Plan:
+        return min(self._plans.values(), key=lambda plan: plan.step.step_s)
+
+    def _descend(self, choice: Choice, seconds: Callable[[Choice], float]) -> Choice:
+        """Moves from ``choice`` as long as that makes the step shorter; returns where it ends."""
+        known_s = seconds(choice)
+        while True:
+            for moves in self._moves(choice):
+                tried = [(seconds(move), number, move) for number, move in enumerate(moves)]
+                if tried and (best := min(tried))[0] < known_s:
+                    known_s, choice = best[0], best[2]
+                    break
+            else:
+                return choice
+
+    def _moves(self, choice: Choice) -> Iterator[list[Choice]]:
+        """Yields choices that fit and differ a little: first those that relieve the longest resource, then others."""
+        more_resident, more_kept = self._residents(choice, up=True), self._kepts(choice, up=True)
+        computes = self._bound(choice).resource is Resource.COMPUTE
+        yield more_kept if computes else more_resident
+        yield more_resident if computes else more_kept
+        yield self._residents(choice, up=False)
+        yield self._kepts(choice, up=False)
+        yield self._traded(choice)
+
+    def _residents(self, choice: Choice, *, up: bool) -> list[Choice]:
+        return self._fitting(choice._replace(resident=n) for n in _steps(self._space.residents, choice.resident, up))
+
+    def _kepts(self, choice: Choice, *, up: bool) -> list[Choice]:
+        return self._fitting(choice._replace(kept=n) for n in _steps(self._space.kepts, choice.kept, up))
+
+    def _traded(self, choice: Choice) -> list[Choice]:
+        """Returns choices with one more resident layer for fewer kept ones, and the other way round."""
+        residents, kepts = self._space.residents, self._space.kepts
+        here, there = residents.index(choice.resident), kepts.index(choice.kept)
+        return self._fitting(
+            choice._replace(resident=residents[i], kept=kepts[j])
+            for up, down in ((1, -1), (1, -2), (2, -1), (-1, 1), (-1, 2), (-2, 1))
+            if 0 <= (i := here + up) < len(residents) and 0 <= (j := there + down) < len(kepts)
+        )
+
+    def _fitting(self, choices: Iterable[Choice]) -> list[Choice]:
+        return [wide for one in choices if (wide := self._widest(one)) is not None]
+
+    def _widest(self, choice: Choice) -> Choice | None:
+        """Returns the choice with the largest window that fits, or None where none does."""
+        choice = choice._replace(window=1)
+        if choice not in self._widest_known:
+            self._widest_known[choice] = self._find_widest(choice)
+        return self._widest_known[choice]
+
+    def _find_widest(self, choice: Choice) -> Choice | None:
+        windows = self._space.windows_beside(choice.resident)
+        if not windows or not self._fits(choice._replace(window=windows[0])):
+            return None
+        low, high = 0, len(windows) - 1  # the first fits
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._fits(choice._replace(window=windows[middle])):
+                low = middle
+            else:
+                high = middle - 1
+        return choice._replace(window=windows[low])
+
+    def _fits(self, choice: Choice) -> bool:
+        needed = self._bytes_of(choice)
+        for place, limit_bytes in self._limits.items():
+            if needed.get(place, 0) > limit_bytes:
+                refusal = Refusal(choice=choice, place=place, needed_bytes=needed[place], limit_bytes=limit_bytes)
+                self._refusals.setdefault(choice, refusal)
+                return False
+        return True
+
+    def _bound(self, choice: Choice) -> StepBound:
+        if choice not in self._bounds:
+            work = self._work_of(choice)
+            self._bounds[choice] = step_bound(work.layers, work.machine, work.settings, work.root)
+        return self._bounds[choice]
+
+    def _bound_s(self, choice: Choice) -> float:
+        return self._bound(choice).step_s
+
+    def _played_s(self, choice: Choice) -> float:
+        """Returns the played step, or infinity where its bound says that it is not shorter than the best."""
+        if choice not in self._plans and self._bound(choice).step_s >= (1 - ENOUGH) * self._best().step.step_s:
+            return math.inf
+        return self._play(choice).step.step_s
+
+    def _play(self, choice: Choice) -> Plan:
+        if choice not in self._plans:
+            work = self._work_of(choice)
+            step = step_time(work.layers, work.machine, work.settings, work.root)
+            self._plans[choice] = Plan(choice=choice, step=step, bytes_by_place=self._bytes_of(choice))
+        return self._plans[choice]
+
+
+def _steps(values: Sequence[int], here: int, up: bool) -> Iterator[int]:
+    """Yields the values that are one place above (or below) ``here``, two, four, and so on."""
+    place, step = values.index(here), 1
+    while 0 <= (there := place + step if up else place - step) < len(values):
+        yield values[there]
+        step *= 2

@@ -1,0 +1,77 @@
+"""The least that a step can take, by sums alone: what a search asks before it plays a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings
+
+
+class StepBound(NamedTuple):
+    """No step takes less than ``step_s``; ``resource`` is what has to be relieved first for it to be less."""
+
+    step_s: float
+    resource: Resource
+
+
+def step_bound(
+    layers: Sequence[LayerWork], machine: Machine, settings: StepSettings, root: Sequence[RootWork] = ()
+) -> StepBound:
+    """Returns a lower bound of a steady step, from what each resource has to do in each pass.
+
+    The backward pass ends when all gradients are on the host, and under ``in_backward`` all layers are updated; so the
+    passes do not overlap, and each is as long as what its longest resource does within it, with what must go before and
+    come behind. When updates are deferred, each trained layer is updated and fetched within the forward pass; else
+    ``window`` of them are fetched before it. All but ``window`` of the layers are fetched again within the backward
+    pass. A window of one does not fetch while it computes. Beyond that no resource does more than a second's work in a
+    second of the step.
+    """
+    resident, window = frozenset(settings.resident), settings.window
+    streamed = [layer for number, layer in enumerate(layers) if number not in resident]
+    trained = [layer for layer in streamed if layer.elements]
+    units: list[LayerWork | RootWork] = [*layers, *root]
+    h2d, d2h, host_ns = machine.h2d_bytes_per_s, machine.d2h_bytes_per_s, machine.host_update_ns * 1e-9
+    fetches_s = sorted(machine.copy_s + layer.weight_bytes / h2d for layer in streamed)
+    first_s = sorted(machine.copy_s + layer.weight_bytes / h2d for layer in trained)
+    again_s = sum(fetches_s[: len(streamed) - window]) if window < len(streamed) else 0.0
+    gradients_s = [machine.copy_s + layer.gradient_bytes / d2h for layer in trained]
+    updates_s = host_ns * sum(layer.elements for layer in trained)
+    on_device_s = machine.device_update_ns * 1e-9 * sum(layers[number].elements for number in resident)
+    forward = {Resource.COMPUTE: sum(unit.forward_s for unit in units)}
+    backward = {
+        Resource.COMPUTE: sum(unit.backward_s for unit in units) + on_device_s,
+        Resource.GRADIENTS: sum(gradients_s),
+        Resource.FETCHES: again_s,
+    }
+    if trained:
+        last, last_fetch_s = trained[-1], machine.copy_s + trained[-1].weight_bytes / h2d
+        backward[Resource.GRADIENTS] += last.backward_s
+        if settings.in_backward:
+            backward[Resource.UPDATES] = last.backward_s + gradients_s[-1] + updates_s
+        else:
+            forward[Resource.UPDATES] = updates_s + last_fetch_s + last.forward_s
+    if trained and trained[0] is layers[0]:  # its gradients come when all is computed
+        backward[Resource.COMPUTE] += gradients_s[0]
+    forward[Resource.FETCHES] = sum(first_s[: max(0, len(trained) - window) if settings.in_backward else None])
+    if window == 1:
+        forward[Resource.FETCHES] += sum(layer.forward_s for layer in streamed)
+        backward[Resource.FETCHES] += sum(layer.backward_s for layer in streamed)
+    read, write = machine.disk_read_bytes_per_s, machine.disk_write_bytes_per_s
+    ring_bytes = sum(layer.ring_bytes for layer in trained) + sum(one.ring_bytes for one in root)
+    reads_s = sorted(layer.weight_bytes / read for layer in trained if layer.on_disk)
+    whole = {
+        Resource.HOST: 2 * len(layers) * settings.pieces * machine.launch_s if machine.runs_behind else 0.0,
+        Resource.FETCHES: sum(first_s) + again_s,
+        Resource.UPDATES: updates_s + host_ns * sum(one.elements for one in root),
+        Resource.DISK: ring_bytes / read + ring_bytes / write + sum(reads_s),
+    }
+    longest_s, resource = max((seconds, one) for one, seconds in whole.items())
+    in_passes = [max((seconds, one) for one, seconds in each.items()) for each in (forward, backward)]
+    if (passes_s := sum(seconds for seconds, _ in in_passes)) < longest_s:
+        return StepBound(longest_s, resource)
+    # What is longer than the computation beside it holds the step up; of two passes, the one that it holds up more.
+    held_up = [
+        seconds - each[Resource.COMPUTE] for (seconds, _), each in zip(in_passes, (forward, backward), strict=True)
+    ]
+    return StepBound(passes_s, in_passes[held_up.index(max(held_up))][1])

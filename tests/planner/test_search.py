@@ -1,0 +1,224 @@
+"""The search against all choices of small spaces, on random models and machines."""
+
+import random
+import time
+from functools import cache
+from itertools import product
+
+import pytest
+
+from stronghold.planner.issuing import program_of
+from stronghold.planner.search import Choice, Space, Work, search
+from stronghold.planner.step import step_time
+from stronghold.planner.step_bound import step_bound
+from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
+from tests.planner.test_step import random_step_work
+
+STATE_BYTES = {"fp32": 8, "8bit": 2}
+
+
+class Model:
+    """A model of random layers on a random machine, and what it takes under a choice."""
+
+    def __init__(self, seed, layers):
+        rng = self.rng = random.Random(seed)
+        factor = lambda: 10 ** rng.uniform(-0.5, 0.5)  # noqa: E731
+        self.layers, alike = layers, rng.random() < 0.5
+        self.elements = [10_000 if alike else rng.randint(4_000, 20_000) for _ in range(layers)]
+        self.forward_s = [n * 1e-6 for n in self.elements]
+        self.activation_bytes = [int(n * rng.choice((1, 4))) for n in self.elements]
+        self.launch_s = rng.choice((0, 1e-4, 1e-3))
+        self.machine = Machine(
+            h2d_bytes_per_s=2e6 * factor(),
+            d2h_bytes_per_s=2e6 * factor(),
+            host_update_ns=1000 * factor(),
+            device_update_ns=30,
+            launch_s=self.launch_s,
+            disk_read_bytes_per_s=2e7 * factor(),
+            disk_write_bytes_per_s=1e7 * factor(),
+            runs_behind=rng.random() < 0.7,
+        )
+        self.root = [RootWork(first=True, weight_bytes=20_000, elements=10_000)]
+
+    @cache  # noqa: B019
+    def resident(self, count):
+        return [i * self.layers // count for i in range(count)]
+
+    @cache  # noqa: B019
+    def layer_work(self, layer, micro_batch, is_kept, states, store):
+        elements, forward_s = self.elements[layer], self.forward_s[layer]
+        forward_s *= {None: 1.0, 2: 1.03, 1: 1.1}[micro_batch]  # smaller products run less well
+        return LayerWork(
+            forward_s=forward_s,
+            backward_s=forward_s * (2 if is_kept else 3),
+            first_gradient_s=0 if is_kept else forward_s,
+            weight_bytes=2 * elements,
+            gradient_bytes=2 * elements,
+            elements=elements,
+            on_disk=store == "disk",
+            ring_bytes=(4 + STATE_BYTES[states]) * elements if store == "disk" else 0,
+        )
+
+    def work_of(self, choice):
+        settings = StepSettings(
+            window=choice.window,
+            resident=self.resident(choice.resident),
+            in_backward=choice.update == "in_backward",
+            pieces=1 if choice.micro_batch is None else 4 // choice.micro_batch,
+        )
+        layers = [
+            self.layer_work(layer, choice.micro_batch, layer >= self.layers - choice.kept, choice.states, choice.store)
+            for layer in range(self.layers)
+        ]
+        return Work(layers=layers, machine=self.machine, settings=settings, root=self.root)
+
+    @cache  # noqa: B019
+    def elements_where(self, resident):
+        """Of the layers that are not resident, all and the most of one; of those that are, all."""
+        there = self.resident(resident)
+        streamed = [n for layer, n in enumerate(self.elements) if layer not in there]
+        return sum(streamed), max(streamed, default=0), sum(self.elements[layer] for layer in there)
+
+    @cache  # noqa: B019
+    def activations(self, kept):
+        return sum(self.activation_bytes[self.layers - kept :])
+
+    def bytes_of(self, choice):
+        streamed, longest, resident = self.elements_where(choice.resident)
+        working = max(self.activation_bytes) // (1 if choice.micro_batch is None else 4 // choice.micro_batch)
+        state_bytes = STATE_BYTES[choice.states]
+        on_host = (2 + 2 + state_bytes) * streamed
+        gradients = 0 if choice.update == "in_backward" else 2 * streamed
+        return {
+            "device": (choice.window + 2) * 2 * longest
+            + (6 + state_bytes) * resident
+            + self.activations(choice.kept)
+            + working,
+            "host": gradients + (on_host if choice.store == "ram" else 8 * max(self.elements)),
+            "disk": on_host if choice.store == "disk" else 0,
+        }
+
+
+def every_choice(space):
+    few = product(space.micro_batches, space.updates, space.states, space.stores, space.residents, space.kepts)
+    for micro_batch, update, states, store, resident, kept in few:
+        for window in space.windows_beside(resident):
+            yield Choice(
+                window=window,
+                resident=resident,
+                kept=kept,
+                micro_batch=micro_batch,
+                update=update,
+                states=states,
+                store=store,
+            )
+
+
+def small_case(seed):
+    model = Model(seed, layers=random.Random(seed).randint(2, 5))
+    rng = model.rng
+    space = Space(
+        layers=model.layers,
+        residents=range(model.layers),
+        kepts=range(model.layers + 1),
+        micro_batches=rng.choice(((None,), (None, 2), (2, 1))),
+        states=rng.choice((("fp32",), ("fp32", "8bit"))),
+        stores=rng.choice((("ram",), ("ram",), ("disk",))),
+    )
+    least, most = ({}, {})
+    for choice in every_choice(space):
+        for place, needed in model.bytes_of(choice).items():
+            least[place] = min(needed, least.get(place, needed))
+            most[place] = max(needed, most.get(place, needed))
+    limits = {place: int(least[place] + rng.uniform(0, 0.8) * (most[place] - least[place])) for place in least}
+    return model, space, limits
+
+
+def fits(model, choice, limits):
+    return all(needed <= limits[place] for place, needed in model.bytes_of(choice).items())
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_the_plan_is_within_three_percent_of_the_best_of_all_choices(block):
+    worse = []
+    for seed in range(20 * block, 20 * block + 20):
+        model, space, limits = small_case(seed)
+        fitting = [choice for choice in every_choice(space) if fits(model, choice, limits)]
+        found = search(space, model.work_of, model.bytes_of, limits)
+        assert bool(found.plans) == bool(fitting)
+        if not fitting:
+            assert found.refused
+            continue
+        assert all(fits(model, plan.choice, limits) for plan in found.plans)
+        works = [model.work_of(choice) for choice in fitting]
+        best_s = min(step_time(one.layers, one.machine, one.settings, one.root).step_s for one in works)
+        worse.append(found.plans[0].step.step_s / best_s - 1)
+    assert max(worse) <= 0.03, sorted(worse)
+    assert min(worse) >= -1e-12
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_step_is_shorter_than_its_bound(seed):
+    work, machine, settings, root = random_step_work(seed, slowed={})
+    bound = step_bound(work, machine, settings, root)
+    assert 0 < bound.step_s <= step_time(work, machine, settings, root).step_s * (1 + 1e-9)
+
+
+def test_a_hundred_layers_take_less_than_a_second():
+    model = Model(1, layers=100)
+    space = Space(
+        layers=100,
+        residents=range(100),
+        kepts=range(101),
+        micro_batches=(None, 2, 1),
+        states=("fp32", "8bit"),
+        stores=("ram", "disk"),
+    )
+    limits, took_s = {"device": 2_000_000, "host": 20_000_000}, []
+    for _ in range(2):
+        program_of.cache_clear()
+        begin_s = time.process_time()
+        found = search(space, model.work_of, model.bytes_of, limits)
+        took_s.append(time.process_time() - begin_s)
+    assert min(took_s) < 1
+    assert fits(model, found.plans[0].choice, limits | {"disk": 10**12})
+
+
+def test_where_nothing_fits_it_says_of_which_place_how_much_is_lacking():
+    model = Model(0, layers=4)
+    found = search(Space(layers=4), model.work_of, model.bytes_of, {"device": 10})
+    assert found.plans == []
+    assert {refusal.place for refusal in found.refused} == {"device"}
+    least = Choice(window=1)
+    assert found.refused[0].choice._replace(update="deferred") == least
+    assert (found.refused[0].needed_bytes, found.refused[0].limit_bytes) == (model.bytes_of(least)["device"], 10)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_refused_does_not_fit_and_may_be_better(seed):
+    model, space, limits = small_case(seed)
+    found = search(space, model.work_of, model.bytes_of, limits, count=2)
+    assert found.plans or found.refused
+    for refusal in found.refused:
+        work = model.work_of(refusal.choice)
+        assert refusal.needed_bytes == model.bytes_of(refusal.choice)[refusal.place] > refusal.limit_bytes
+        assert refusal.limit_bytes == limits[refusal.place]
+        bound = step_bound(work.layers, work.machine, work.settings, work.root)
+        assert not found.plans or bound.step_s < found.plans[0].step.step_s
+
+
+def test_only_what_is_allowed_is_chosen():
+    model = Model(0, layers=4)
+    space = Space(layers=4, windows=(2,), residents=(1,), kepts=(3,), updates=("deferred",), micro_batches=(2,))
+    (plan,) = search(space, model.work_of, model.bytes_of, {}).plans
+    assert plan.choice == Choice(window=2, resident=1, kept=3, micro_batch=2)
+    assert plan.bytes_by_place == model.bytes_of(plan.choice)
+
+
+def test_the_best_plans_come_in_order():
+    model = Model(3, layers=6)
+    space = Space(layers=6, residents=range(6), kepts=range(7))
+    found = search(space, model.work_of, model.bytes_of, {}, count=4)
+    seconds = [plan.step.step_s for plan in found.plans]
+    assert len(seconds) == 4
+    assert seconds == sorted(seconds)
