@@ -140,7 +140,7 @@ class Block:
         run = Run(self.layer, self.unit.generation, 0 if leader is None else leader.shape[0])
         nodes, returning = set(), False
         try:
-            by_itself = self._is_kept_by_itself
+            by_itself = self.is_kept_by_itself
             output = self._pieces(run, args, kwargs, by_itself) if training else self._bare(*args, **kwargs)
             nodes = _nodes(output) if training else set()
             if returning := bool(nodes):
@@ -177,7 +177,7 @@ class Block:
             torch.clear_autocast_cache()
 
     @property
-    def _is_kept_by_itself(self) -> bool:
+    def is_kept_by_itself(self) -> bool:
         """Whether what autograd saves of the layer stays true without our help, until its weights are updated."""
         return self.keep and self.unit.resident and not self.engine.updates_in_backward()
 

@@ -250,7 +250,8 @@ class Engine:
             self._check_root()
         if torch.is_grad_enabled():
             self._hooks.on_layer(block.unit)
-            block.unit.will_run()
+            if not block.is_kept_by_itself:  # there it may be autograd that holds weights
+                block.unit.will_run()
         return [run.layer for run in self._alive()]
 
     def ran(self, run: Run, accumulators: Accumulators[Run]) -> None:
@@ -268,8 +269,7 @@ class Engine:
             warn_of_compiling(self.kind)
 
     def return_to(self, run: Run) -> None:
-        self.check_open()
-        # Most often it is open: a layer has a dozen saved tensors.
+        self.check_open()  # most often the layer is open: it has a dozen saved tensors
         if not (self.gradients.layer == run.layer and self._opened_for() is run and self.turns.own_pass):
             self._return_to(run.layer, run)
 

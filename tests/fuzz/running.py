@@ -55,9 +55,14 @@ def run(program: Program) -> Failure | None:
         for number, (outcome, first) in enumerate(zip(outcomes, several[0], strict=False)):
             if _asks_for_deferred(outcome) != _asks_for_deferred(first):
                 break  # one of the two updates in the backward pass
-            keeps, others_keep = (one.activations == "keep" for one in (way, program.ways[0]))
-            if keeps != others_keep and _stale(outcome) != _stale(first):
-                break  # one of the two runs a layer again, whose graph needs none of its weights
+            others = program.ways[0]
+            keeps, others_keep = (one.activations == "keep" for one in (way, others))
+            if _stale(outcome) != _stale(first) and (
+                keeps != others_keep or (keeps and way.resident != others.resident)
+            ):
+                # One of the two runs a layer again, whose graph needs none of its weights; or one keeps all of a
+                # resident layer, and does what plain PyTorch does where the user holds on to its weights.
+                break
             where = f"{_named(program, number)} with {way}"
             failure = _is_raw(outcome, where) or _differ(outcome, first, EXACT, where, "another way")
             if failure is not None:
