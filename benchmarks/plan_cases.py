@@ -217,6 +217,7 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
         RootWork(
             first=unit.name.startswith("first"),
             weight_bytes=unit.layout.total_bytes,
+            gradient_bytes=itemsize * unit.elements,
             elements=unit.elements,
             ring_bytes=(states_bytes - itemsize) * unit.elements if case.on_disk else 0,
         )

@@ -158,7 +158,7 @@ class Updates:
         They are complete, for the host has seen their squares. The user may drop them before they are copied.
         """
         unit, down = update.unit, self._device.gradients
-        with self._device.noted(down, f"gradient {unit.name}"):
+        with self._device.noted(down, f"gradients {unit.name}"):
             for gradient in (change.gradient for change in update.changes):
                 source = gradient.source
                 assert source is not None

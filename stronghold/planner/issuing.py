@@ -217,8 +217,10 @@ class _Issuing:
         for unit in on_host:
             self._prepare(unit)
         for unit in on_host:
-            done = self._update(unit, [])
-            if unit >= self.layers:
+            if unit < self.layers:
+                self._update(unit, [])
+            else:
+                done = self._update(unit, [self._issue(Resource.GRADIENTS, Kind.GRADIENTS, unit)])
                 self._uploaded[unit] = self._issue(Resource.ROOT, Kind.UPLOAD, unit, blocking=[done])
         for layer in layers:  # last, so that the host is at work meanwhile
             if layer in self.shape.resident:

@@ -35,7 +35,8 @@ class UnitWork:
     ``forward_s`` and ``backward_s`` are seconds of computation over the whole batch, all micro-batches together;
     ``backward_s`` contains the second run of a layer that is recomputed, and ``first_gradient_s`` is how much of it
     goes by before the first gradient is written to a gradient slot. ``weight_bytes`` go to the device: of a layer at
-    each fetch, of a root parameter behind its update. ``elements`` are the trained ones, which the optimizer updates;
+    each fetch, of a root parameter behind its update. ``gradient_bytes`` come down once a step, of a layer with its
+    gradients' squares and of a root parameter before its update. ``elements`` are the trained ones, which it updates;
     ``ring_bytes`` is what that reads from disk and writes back, 0 where it finds everything in memory.
 
     Raises ValueError for a number that is negative or infinite.
@@ -45,6 +46,7 @@ class UnitWork:
     backward_s: float = 0.0
     first_gradient_s: float = 0.0
     weight_bytes: int = 0
+    gradient_bytes: int = 0
     elements: int = 0
     ring_bytes: int = 0
 
@@ -62,18 +64,14 @@ class UnitWork:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork(UnitWork):
-    """The same of one layer. ``gradient_bytes`` come down once a step, the gradients' squares with them.
+    """The same of one layer. ``on_disk`` tells that its weights are fetched from there."""
 
-    ``on_disk`` tells that its weights are fetched from there.
-    """
-
-    gradient_bytes: int = 0
     on_disk: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RootWork(UnitWork):
-    """The same of a root parameter, or several used together: before the layers (``first``) or behind them."""
+    """The same of a root parameter that is updated on the host: used before the layers (``first``) or behind them."""
 
     first: bool
 
