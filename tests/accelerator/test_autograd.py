@@ -14,7 +14,12 @@ from stronghold.engine import engine_of
 from tests.gpu import SOFT, needs_device
 from tests.test_ordering import Layer
 
-pytestmark = [pytest.mark.gpu, needs_device, pytest.mark.skipif(SOFT is None, reason="compares with the host's bits")]
+pytestmark = [
+    pytest.mark.gpu,
+    needs_device,
+    pytest.mark.skipif(SOFT is None, reason="compares with the host's bits"),
+    pytest.mark.usefixtures("root_on_the_host"),
+]
 
 
 class Twice(nn.Module):

@@ -15,13 +15,17 @@ import torch
 
 from stronghold import native
 from stronghold.device import Wait, Waits
-from stronghold.device.accelerator import AcceleratorDevice
 from stronghold.errors import StrongholdError
 from tests import test_ordering
 from tests.gpu import SOFT, needs_device
 from tests.test_ordering import LIKELY, SETTINGS, train, undelayed
 
-pytestmark = [pytest.mark.gpu, needs_device, pytest.mark.skipif(SOFT is None, reason="reads the accelerator's clocks")]
+pytestmark = [
+    pytest.mark.gpu,
+    needs_device,
+    pytest.mark.skipif(SOFT is None, reason="reads the accelerator's clocks"),
+    pytest.mark.usefixtures("root_on_the_host"),
+]
 
 ALONE = {name: setting for name, setting in SETTINGS.items() if "replicas" not in setting}
 """Replicas that are threads would meet in autograd's one thread for the device; others are processes."""
@@ -30,12 +34,6 @@ NO_RACE = {
     "SHARE_UPDATED": "is for replicas; tests/test_ordering.py takes it away",
     "ROOT_WRITTEN": "is for a copy into ordinary memory, which blocks on an accelerator",
 }
-
-
-@pytest.fixture(autouse=True)
-def _root_on_the_host(monkeypatch):
-    """Without a budget the device has no room for the root's states: they are on the host."""
-    monkeypatch.setattr(AcceleratorDevice, "free_bytes", lambda self: 0)
 
 
 @pytest.fixture(autouse=True)
