@@ -45,6 +45,8 @@ class Case:
     micro_batch: int | None
     dtype: torch.dtype
     on_disk: bool
+    root_on_device: bool
+    """Whether root parameters are updated on the device."""
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -81,6 +83,7 @@ def draw(seed: int, *, layers: int = 16, on_disk: bool = False) -> Case:
             "read": seconds(0.002, 0.020),
             "write": seconds(0.002, 0.020),
         },
+        root_on_device=rng.random() < 0.4,
     )
 
 
@@ -173,6 +176,7 @@ def _trained(case: Case, paced: bool) -> Iterator[tuple[Speed, Engine, list[floa
             resident=case.resident,
             micro_batch=case.micro_batch,
             activations=case.activations,
+            device_memory=2**40 if case.root_on_device else None,
         )
         engine: Engine = model.__dict__["_stronghold"]
         stack.callback(engine.release)
@@ -216,6 +220,7 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
     root = [
         RootWork(
             first=unit.name.startswith("first"),
+            resident=unit.resident,
             weight_bytes=unit.layout.total_bytes,
             gradient_bytes=itemsize * unit.elements,
             elements=unit.elements,

@@ -5,6 +5,8 @@ from stronghold.checkpoint.pretrained import load, save
 from stronghold.distributed import pipeline, replicate
 from stronghold.engine import close, offload, report, trace, verify, writing
 from stronghold.engine.adamw import AdamW
+from stronghold.engine.planning.plan import plan
+from stronghold.probing import probe
 from stronghold.version import __version__
 
 __all__ = [
@@ -15,6 +17,8 @@ __all__ = [
     "load",
     "offload",
     "pipeline",
+    "plan",
+    "probe",
     "replicate",
     "report",
     "save",

@@ -1,5 +1,6 @@
 """The exceptions that stronghold raises on its own account."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -11,8 +12,12 @@ class BudgetError(StrongholdError, ValueError):
     """A memory budget cannot hold what was asked for.
 
     Raised before training starts and before any state has changed; the message has the bytes needed, the
-    bytes given and what would fit.
+    bytes given and what would fit. ``needed`` holds, of a plan, the least bytes of each memory that would do.
     """
+
+    def __init__(self, message: str, needed: Mapping[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.needed = dict(needed or {})
 
 
 class NonFiniteGradientError(StrongholdError):

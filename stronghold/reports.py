@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from html import escape
-from typing import TYPE_CHECKING
 
+from stronghold.planned import PlannedStep
+from stronghold.tables import Shown
 from stronghold.units import format_bytes, format_count, format_seconds
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +35,45 @@ class StepTimes:
     disk_busy_s: float = 0.0
 
 
-class _Shown(ABC):
-    """Rows of (section, name, value), as text, as a table of rich's and in a notebook."""
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """What a stage was planned to take in a step, and the most that it takes on the device in it."""
 
-    @abstractmethod
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Returns the table's lines: (section, name, value)."""
-
-    def __str__(self) -> str:
-        return _in_lines(self.rows())
-
-    def __rich__(self) -> Table:
-        return table("report", self.rows())
-
-    def _repr_html_(self) -> str:
-        return _in_html(self.rows())
+    computing_s: float
+    waiting_s: float
+    peak_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(_Shown):
+class StageTimes:
+    """One stage in the last forward and backward pass of a batch.
+
+    ``computing_s`` is what its passes took, the fetches that they waited for with them. For ``waiting_s`` its process
+    computed none of its stages: it waited for others and until the ``sent_bytes`` had left, which PyTorch's schedules
+    wait for together. ``planned`` is None where nothing was measured to choose the stages.
+    """
+
+    stage: int
+    layers: int
+    computing_s: float
+    waiting_s: float
+    sent_bytes: int
+    planned: PlannedStage | None = None
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Returns the report's lines of it."""
+        computing, waiting = format_seconds(self.computing_s), format_seconds(self.waiting_s)
+        peak = []
+        if self.planned is not None:
+            computing += f", planned {format_seconds(self.planned.computing_s)}"
+            waiting += f", planned {format_seconds(self.planned.waiting_s)}"
+            peak = [("", "planned peak", format_bytes(self.planned.peak_bytes))]
+        sending = ("", "waiting, sending", f"{waiting}; {format_bytes(self.sent_bytes)} sent")
+        return [(f"stage {self.stage}", "computing", computing), sending, *peak]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Shown):
     """What a model under training takes, in bytes by place; ``str()`` of it is a table to read.
 
     ``peak_device_bytes`` is 0 where the device does not count. ``states`` is the format of the optimizer's moments,
@@ -77,7 +93,8 @@ class Report(_Shown):
     ``on_root_disk`` tells that one of ``disk_paths`` is on the system's disk, which wears with every step;
     ``weights_on_disk`` and ``states_on_disk`` are numbers of layers. ``other_optimizers`` are those of other kinds than
     ours that have stepped the model, and ``others_host_bytes`` and ``others_device_bytes`` what their states take.
-    ``step`` is None before the first step.
+    ``step`` is None before the first step; ``stages`` are this process's, of a model in stages that computed a batch.
+    ``planned`` is what was planned for, where ``offload`` was given a plan or made one.
     """
 
     parameters: int
@@ -110,6 +127,8 @@ class Report(_Shown):
     root_gradients_device_bytes: int = 0
     beside_host_bytes: int = 0
     resident_root: int = 0
+    stages: tuple[StageTimes, ...] = ()
+    planned: PlannedStep | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -168,6 +187,7 @@ class Report(_Shown):
                 *([("", "to replicas", format_bytes(step.reduced_bytes))] if step.reduced_bytes else []),
                 *([("", "to other machines", format_bytes(step.crossed_bytes))] if step.crossed_bytes else []),
             ]
+        rows += [row for one in self.stages for row in one.rows()]
         if self.step is not None and self.disk_paths:
             written = self.step.disk_written_bytes
             rows += [
@@ -177,6 +197,15 @@ class Report(_Shown):
             ]
         if self.skipped_steps:
             rows.append(("steps", "skipped", f"{self.skipped_steps}, for gradients that were not finite"))
+        return rows + self._planned_rows()
+
+    def _planned_rows(self) -> list[tuple[str, str, str]]:
+        if (planned := self.planned) is None:
+            return []
+        rows = [("plan", "settings", planned.chosen), ("", "why", planned.reason)]
+        if (step := self.step) is not None:
+            peaks = {"device": self.peak_device_bytes} if self.peak_device_bytes else {}
+            rows += planned.rows(step.total_s, vars(step), peaks)
         return rows
 
     def _resident(self) -> str:
@@ -191,7 +220,7 @@ class Report(_Shown):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured(_Shown):
+class Measured(Shown):
     """What a method that does not plan its memory is seen to take; ``str()`` of it is a table to read.
 
     ``device_bytes`` is 0 where device and host are one memory and the method cannot tell what is on which.
@@ -223,35 +252,6 @@ class Measured(_Shown):
         if self.disk_paths:
             rows += [("disk", "files", format_bytes(self.disk_bytes)), ("", "in", ", ".join(self.disk_paths))]
         return rows
-
-
-def table(title: str, rows: list[tuple[str, str, str]]) -> Table:
-    """Returns rows of (section, name, value) as a table, with a line above each section."""
-    from rich.table import Table
-
-    drawn = Table(title=title, show_header=False, title_justify="left")
-    drawn.add_column("section", style="bold", no_wrap=True)
-    drawn.add_column("name", no_wrap=True)
-    drawn.add_column("value")
-    for index, (section, name, value) in enumerate(rows):
-        drawn.add_row(section, name, value, end_section=index + 1 < len(rows) and bool(rows[index + 1][0]))
-    return drawn
-
-
-def _in_html(rows: list[tuple[str, str, str]]) -> str:
-    """Returns rows of (section, name, value) as a table for a notebook, with a line above each section."""
-    lines = []
-    for section, name, value in rows:
-        border = " style='border-top: 1px solid'" if section else ""
-        cells = "".join(f"<td style='text-align: left'>{escape(cell)}</td>" for cell in (name, value))
-        lines.append(f"<tr{border}><th style='text-align: left'>{escape(section)}</th>{cells}</tr>")
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _in_lines(rows: list[tuple[str, str, str]]) -> str:
-    section_width = max(len(section) for section, _, _ in rows)
-    name_width = max(len(name) for _, name, _ in rows)
-    return "\n".join(f"{section:<{section_width}}  {name:<{name_width}}  {value}" for section, name, value in rows)
 
 
 def _part(seconds: float, step: StepTimes) -> str:

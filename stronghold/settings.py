@@ -24,7 +24,7 @@ class OffloadSettings:
 
     window: int | str = "auto"
     store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = "ram"
-    micro_batch: int | None = None
+    micro_batch: int | str | None = None
     activations: str = "recompute"
     resident: int | str = 0
     device_memory: int | str | None = None
@@ -50,15 +50,15 @@ class OffloadSettings:
         if not all(named) or len(set(map(os.path.realpath, named))) < len(named):
             raise ValueError(f"store must name each directory once (got {self.store!r})")
         object.__setattr__(self, "store", os.pathsep.join(named))
-        if self.micro_batch is not None and (
+        if self.micro_batch not in (None, "auto") and (
             not isinstance(self.micro_batch, int) or isinstance(self.micro_batch, bool) or self.micro_batch < 1
         ):
             raise ValueError(
                 f"micro_batch must be a number of samples, 1 or more (got {self.micro_batch!r}); pass None to run each "
-                "layer over the whole batch"
+                "layer over the whole batch, or 'auto'"
             )
-        if self.activations not in ("recompute", "keep", "host"):
-            raise ValueError(f"activations must be 'recompute', 'keep' or 'host' (got {self.activations!r})")
+        if self.activations not in ("recompute", "keep", "host", "auto"):
+            raise ValueError(f"activations must be 'recompute', 'keep', 'host' or 'auto' (got {self.activations!r})")
         if self.resident != "auto" and (
             not isinstance(self.resident, int) or isinstance(self.resident, bool) or self.resident < 0
         ):
@@ -67,6 +67,21 @@ class OffloadSettings:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value))
+
+    def check_known(self) -> None:
+        """Raises ValueError where the inputs of a step would have to be known."""
+        for name in ("micro_batch", "activations"):
+            if getattr(self, name) == "auto":
+                raise ValueError(
+                    f"{name}='auto' is chosen for the inputs of a step (got none); pass a batch such as the model will "
+                    "be trained with as inputs=, or a value"
+                )
+
+    @property
+    def micro_batch_samples(self) -> int | None:
+        """``micro_batch`` once it is no ``"auto"`` any more."""
+        assert not isinstance(self.micro_batch, str)
+        return self.micro_batch
 
     @property
     def directories(self) -> list[str]:

@@ -17,7 +17,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_PART = 1 << 18
+SPLIT = 1 << 18
+"""Elements that are split or joined at a time, which bounds the temporary memory."""
 _SIGN, _INFINITY, _QUIET = -(2**31), 0x7F800000, 0x40
 
 
@@ -52,4 +53,4 @@ def _parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Cuts tensors of one shape where that is a matter of views, so that the work on a part takes little memory."""
     if not all(tensor.is_contiguous() for tensor in tensors):
         return [tensors]
-    return zip(*(tensor.view(-1).split(_PART) for tensor in tensors), strict=True)
+    return zip(*(tensor.view(-1).split(SPLIT) for tensor in tensors), strict=True)

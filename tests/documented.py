@@ -23,6 +23,7 @@ import transformers
 from torch import nn
 
 import stronghold
+from tests.planner.machines import laptop
 
 CONFIG = transformers.Qwen3Config(
     vocab_size=64,
@@ -50,6 +51,7 @@ def samples(count: int) -> list[dict[str, Any]]:
 def namespace(folder: Path) -> dict[str, Any]:
     """Returns the names that every page has; what it reads lies in ``folder``."""
     build().save_pretrained(folder / "Qwen3-8B")
+    laptop().write(folder / "workstation.json")
     return {
         "F": F,
         "accelerate": accelerate,

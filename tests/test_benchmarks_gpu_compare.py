@@ -393,6 +393,13 @@ def test_without_a_resident_run_nothing_is_compared(played, capsys):
     assert "open: correct losses: 2 settings, 0 wrong, 2 not compared" in printed
 
 
+def test_where_every_run_fails_nothing_is_known_of_losses(played, capsys):
+    """As on a device that the methods do not take: the losses were told to be correct."""
+    failed = "device must be cpu, cuda or cuda:N (got 'soft')"
+    played(*ONE, "--only", "stronghold", megatron_lm=failed, stronghold=failed)
+    assert "open: correct losses: 0 settings, 0 wrong, 0 not compared" in capsys.readouterr().out
+
+
 # ---- the largest ----
 
 

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from stronghold.reports import Measured, Report, StepTimes, table
+from stronghold.reports import Measured, Report, StepTimes
+from stronghold.tables import table
 
 STEP = StepTimes(
     total_s=2.0,

@@ -102,8 +102,10 @@ def goals(found: Sequence[Row]) -> list[Goal]:
     places = dict.fromkeys((row.call["batch"], row.call["cap"]) for row in under_caps)
     wrong = [row for row in found if row.wrong]
     unseen = sum(row.unseen for row in found if row.rates)
-    compared_all = f"{sum(bool(row.rates) for row in found)} settings, {len(wrong)} wrong, {unseen} not compared"
-    correct = Goal(text="correct losses", met=None if unseen and not wrong else not wrong, numbers=compared_all)
+    ran = sum(bool(row.rates) for row in found)
+    compared_all = f"{ran} settings, {len(wrong)} wrong, {unseen} not compared"
+    told = wrong or (ran and not unseen)  # where none ran nothing is known of losses
+    correct = Goal(text="correct losses", met=not wrong if told else None, numbers=compared_all)
     here = [row for row in under_caps if (row.call["batch"], row.call["cap"]) == (RESIDENT_BATCH, RESIDENT_CAP)]
     resident = [_of_resident(here)] if under_caps else []
     return [*resident, *(_of_deepspeed(under_caps, *place) for place in places), correct]

@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import math
 import mmap
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,10 +87,10 @@ class HostBuffer(MappedBuffer):
             self.owned_bytes = -(-length_bytes // memory.users)
             return
         try:
-            if private:
-                mapped = mmap.mmap(-1, length_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            else:
-                mapped = mmap.mmap(-1, max(length_bytes, 1))
+            # What has no whole huge page needs no room to begin at one.
+            room = _HUGE_PAGE_BYTES if private and length_bytes >= _HUGE_PAGE_BYTES else 0
+            kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+            mapped = mmap.mmap(-1, max(length_bytes, 1) + room, flags=kind | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, MemoryError) as error:
             raise MemoryError(
                 f"the system refused {format_bytes(length_bytes)} of host memory ({error}); raise the process's limit "
@@ -104,15 +106,33 @@ def _prepare(memory: mmap.mmap, length_bytes: int) -> int:
 
     What is left of the buffer behind its last whole huge page gets ordinary ones, so that it takes no more than asked.
     """
-    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE_BYTES
     if hasattr(mmap, "MADV_DONTFORK"):
-        # Else a page in transfer while the process forks could become the child's, and what arrives be lost.
+        # Else a page in transfer while the process forks could become the child's, and what arrives be lost; and what
+        # the parent updates while the child lives would be there twice.
         memory.madvise(mmap.MADV_DONTFORK)
+        _private.add(memory)
     whole = length_bytes - length_bytes % _HUGE_PAGE_BYTES
-    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+    if not whole:
+        return 0
+    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE_BYTES
+    if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE, begin, whole)
     return begin
+
+
+_private: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+"""Memory that children of fork do not have."""
+
+
+def _leave_to_parent() -> None:
+    """Keeps a child of fork from giving back memory that it does not have: at its address is what it mapped itself."""
+    for memory in list(_private):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # for good: the interpreter's end would give it back, too
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def over(tensor: Tensor) -> Tensor:

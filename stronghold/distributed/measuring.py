@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import chain
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from stronghold.distributed.layered_model import LayeredModel
 from stronghold.errors import ParallelError
-from stronghold.planner.stage_costs import LayerCost
+from stronghold.planner.machine_file import Spread
+from stronghold.planner.stage_costs import LayerCost, spread_of
 
-REPETITIONS = 5
-"""Passes of which the median counts, after one that does not."""
+ROUNDS, MOST_ROUNDS = 7, 21
+"""Each layer is measured so often, in rounds over all layers, behind a pass that does not count."""
+QUIET = 0.1
+"""More than ``ROUNDS`` are taken while measurements of the whole row differ by more than this part of it."""
 
 T = TypeVar("T")
 
@@ -30,17 +33,20 @@ def measure(
     *,
     device: torch.device,
     dtype: torch.dtype | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[LayerCost]:
     """Computes each layer of ``layered`` by itself, forward and backward, and returns what it takes.
 
     ``inputs`` is one micro-batch of any shape and dtype, and each layer gets what the one before it returns. What comes
     before the first layer counts as a part of it, and what follows the last one likewise; the loss with it, where there
     are ``targets``. ``dtype`` is the type that the parameters compute in, by default their own. ``progress`` is called
-    with the number of layers that are done.
+    with how much is measured, and of how much. ``clock`` gives seconds, for a device that computes on the host.
 
     - ``forward_s`` and ``backward_s`` are medians over passes of a layer that is on the device, with nothing to wait
-      for; no layer is recomputed.
+      for, and ``forward_measured_s`` and ``backward_measured_s`` have their quartiles; no layer is recomputed. The
+      passes are in rounds over all layers, so that what else the machine does meanwhile is shared by all of them; where
+      they differ much there are more rounds.
     - ``weight_bytes`` are the parameters in the type that they compute in, and the buffers; no gradients, masters or
       moments. A parameter that several layers share counts in each of them, since each of their stages has a copy.
     - ``activation_bytes`` is all memory that autograd keeps from the forward to the backward pass, whole allocations,
@@ -51,31 +57,76 @@ def measure(
     the meta device, in which case its values are drawn. Nothing of the model changes, and neither do random states.
     Layers of the same structure are computed once. Raises ParallelError for a layer that cannot compute what it gets.
     """
-    known: dict[Hashable, tuple[LayerCost, Tensor]] = {}
-    costs: list[LayerCost] = []
+    kinds: dict[Hashable, _Kind] = {}
+    row: list[_Kind] = []
     x = inputs.detach().to(device)
     targets = None if targets is None else targets.to(device)
+    count = ROUNDS * len(layered.layers)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         for number in range(len(layered.layers)):
             stage = layered.stage(number, number + 1)
             scored = targets is not None and number + 1 == len(layered.layers)
-            kind = (_structure(stage), x.shape, x.stride(), x.dtype, x.requires_grad, scored)
-            if kind not in known:
+            key = (_structure(stage), x.shape, x.stride(), x.dtype, x.requires_grad, scored)
+            if key not in kinds:
                 try:
-                    known[kind] = _Layer(layered, stage, x, targets if scored else None, device, dtype).measured()
+                    build = partial(_Layer, layered, stage, x, targets if scored else None, device, dtype, clock)
+                    kinds[key] = _Kind(build)
                 except Exception as error:
                     raise ParallelError(
                         f"each layer must compute what the one before it returns (layer {number} got "
                         f"{tuple(x.shape)} of {x.dtype}, and: {error}); pass inputs, and a dtype, like those that will "
                         "come, or a smaller micro-batch where memory is short"
                     ) from error
-            cost, x = known[kind]
-            costs.append(cost)
+            row.append(kinds[key])
+            x = kinds[key].output
             if progress is not None:
-                progress(number + 1)
+                progress(number + 1, count)
+        for done in range(1, MOST_ROUNDS):
+            if done >= ROUNDS:
+                if spread_of(_costs_of(row)) <= QUIET:
+                    break
+                count += len(row)
+            for number, kind in enumerate(kinds.values(), 1):
+                kind.measure_again()
+                if progress is not None:
+                    progress((done * len(kinds) + number) * len(row) // len(kinds), count)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what copies took is free when the device is asked
-    return costs
+    return _costs_of(row)
+
+
+class _Kind:
+    """Layers that compute alike: what one of them takes, measured round by round on a copy that ``build`` makes."""
+
+    def __init__(self, build: Callable[[], _Layer]) -> None:
+        self._build = build
+        layer = build()
+        self._activation_bytes, output = layer.kept()
+        self.output = output.detach().requires_grad_(output.requires_grad)
+        self._weight_bytes, self._input_bytes = layer.weight_bytes(), layer.input_bytes()
+        self._passes = [layer.passes()]
+
+    def measure_again(self) -> None:
+        layer = self._build()
+        layer.passes()  # the first one of a copy allocates, and finds nothing of it in a cache
+        self._passes.append(layer.passes())
+
+    def cost(self) -> LayerCost:
+        forward_s, backward_s = (Spread.of(seconds) for seconds in zip(*self._passes, strict=True))
+        return LayerCost(
+            forward_s=forward_s.likely,
+            backward_s=backward_s.likely,
+            weight_bytes=self._weight_bytes,
+            activation_bytes=self._activation_bytes,
+            input_bytes=self._input_bytes,
+            forward_measured_s=forward_s,
+            backward_measured_s=backward_s,
+        )
+
+
+def _costs_of(row: Sequence[_Kind]) -> list[LayerCost]:
+    costs = {id(kind): kind.cost() for kind in row}
+    return [costs[id(kind)] for kind in row]
 
 
 class _Layer:
@@ -89,24 +140,18 @@ class _Layer:
         targets: Tensor | None,
         device: torch.device,
         dtype: torch.dtype | None,
+        clock: Callable[[], float],
     ) -> None:
-        self._layered, self._x, self._targets, self._device = layered, x, targets, device
+        self._layered, self._x, self._targets, self._device, self._clock = layered, x, targets, device, clock
         self._stage = _copied(stage, device, dtype)
 
-    def measured(self) -> tuple[LayerCost, Tensor]:
-        """Returns the layer's cost and its output."""
-        activation_bytes, output = self._kept()
-        forwards, backwards = zip(*(self._passes() for _ in range(REPETITIONS)), strict=True)
-        cost = LayerCost(
-            forward_s=median(forwards),
-            backward_s=median(backwards),
-            weight_bytes=sum(t.nbytes for t in self._weights()),
-            activation_bytes=activation_bytes,
-            input_bytes=self._x.nbytes,
-        )
-        return cost, output.detach().requires_grad_(output.requires_grad)
+    def weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._weights())
 
-    def _kept(self) -> tuple[int, Tensor]:
+    def input_bytes(self) -> int:
+        return self._x.nbytes
+
+    def kept(self) -> tuple[int, Tensor]:
         """Returns the bytes that autograd keeps between the passes, and the output. It warms up, too."""
         storages: dict[int, torch.UntypedStorage] = {}  # held, so that no other one comes to lie at its address
 
@@ -125,14 +170,14 @@ class _Layer:
             torch.autograd.backward(output, torch.ones_like(output))
         return kept_bytes, output
 
-    def _passes(self) -> tuple[float, float]:
+    def passes(self) -> tuple[float, float]:
         """Returns the seconds of one pass forward and one backward."""
         given = self._given()
-        output, forward_s = _timed(self._device, lambda: self._forward(given))
+        output, forward_s = self._timed(lambda: self._forward(given))
         if not output.requires_grad:  # of first layers that are frozen
             return forward_s, 0.0
         gradient = torch.ones_like(output)
-        _, backward_s = _timed(self._device, lambda: torch.autograd.backward(output, gradient))
+        _, backward_s = self._timed(lambda: torch.autograd.backward(output, gradient))
         return forward_s, backward_s
 
     def _given(self) -> Tensor:
@@ -147,22 +192,21 @@ class _Layer:
             raise TypeError(f"it returned {type(output).__name__}, not one tensor")
         return output if self._targets is None else self._layered.loss(self._stage, output, self._targets)
 
+    def _timed(self, action: Callable[[], T]) -> tuple[T, float]:
+        """Returns what ``action`` returns, and the seconds until the device is done with it."""
+        if self._device.type != "cuda":
+            begin_s = self._clock()
+            return action(), self._clock() - begin_s
+        with torch.cuda.device(self._device):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            result = action()
+            end.record()
+            end.synchronize()
+            return result, begin.elapsed_time(end) / 1000
+
     def _weights(self) -> list[Tensor]:
         return [*self._stage.parameters(), *self._stage.buffers()]
-
-
-def _timed(device: torch.device, action: Callable[[], T]) -> tuple[T, float]:
-    """Returns what ``action`` returns, and the seconds until the device is done with it."""
-    if device.type != "cuda":
-        begin_s = time.perf_counter()
-        return action(), time.perf_counter() - begin_s
-    with torch.cuda.device(device):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        result = action()
-        end.record()
-        end.synchronize()
-        return result, begin.elapsed_time(end) / 1000
 
 
 def _copied(stage: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

@@ -5,21 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stronghold.distributed.layered_model import LayeredModel
 from stronghold.distributed.measuring import measure
+from stronghold.distributed.offloaded_layers import machine_known, offloaded_stages
+from stronghold.distributed.stage_clock import planned_stages
 from stronghold.errors import ParallelError
-from stronghold.planner.partition import partition
+from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.partition import equal_sizes, partition
 from stronghold.planner.partition_file import read_partition
 from stronghold.planner.pipeline_order import Pipeline
+from stronghold.reports import PlannedStage
 
 BALANCES = ("time", "memory", "layers")
 """What stages can have in equal parts, as nearly as layers allow."""
 
 Balance = str | os.PathLike[str] | Sequence[int]
+
+
+class Chosen(NamedTuple):
+    """The layers of each stage, how many at its end are recomputed, where a file says that, and what was planned."""
+
+    sizes: list[int]
+    recomputed: list[int] | None = None
+    planned: Sequence[PlannedStage] = ()
 
 
 def choose_stages(
@@ -32,14 +45,20 @@ def choose_stages(
     device: torch.device,
     dtype: torch.dtype | None = None,
     activations: str | None = None,
-) -> tuple[list[int], list[int] | None]:
-    """Returns the number of layers of each stage, and how many at its end are recomputed, where a file says that.
+    window: int | str | None = None,
+    machine: MachineFile | str | os.PathLike[str] | None = None,
+    here: int = 1,
+) -> Chosen:
+    """Returns where the row is cut.
 
     ``"time"`` and ``"memory"`` measure every layer with the first micro-batch of ``inputs`` and ``targets``, and are
     the least of the slowest stage and of the fullest (stronghold.planner.partition), with all layers recomputed unless
-    ``activations`` are kept. ``"layers"`` gives each stage as many, the first ones one more where they do not divide.
-    Where there is but one partition nothing is measured. Raises ParallelError where the numbers do not make up the row,
-    or there is nothing to measure with, and what read_stages raises.
+    ``activations`` are kept. With a ``window`` of so many layers, what a stage has on the device is that window rather
+    than all its weights; and its fetches and updates count beside computing where ``machine``, what was measured of the
+    machine that ``here`` processes are on, or what is kept of this one, has their rates. ``"layers"`` gives each stage
+    as many, the first ones one more where they do not divide. Where there is but one partition nothing is measured.
+    Raises ParallelError where the numbers do not make up the row, or there is nothing to measure with, and what
+    read_stages and machine_known raise.
     """
     recomputed: list[int] | None = None
     if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance not in BALANCES):
@@ -50,9 +69,9 @@ def choose_stages(
             f"each stage needs at least one layer (got stages={stages}, layers={layers}); pass at most {layers} stages"
         )
     if not isinstance(balance, str):
-        return _checked(list(balance), stages, layers), recomputed
+        return Chosen(_checked(list(balance), stages, layers), recomputed)
     if balance == "layers" or stages in (1, layers):
-        return [layers // stages + (stage < layers % stages) for stage in range(stages)], None
+        return Chosen(equal_sizes(layers, stages))
     if inputs is None:
         raise ParallelError(
             f"balance={balance!r} measures each layer with a batch like those that will come (got none); pass it as "
@@ -65,9 +84,13 @@ def choose_stages(
         device=device,
         dtype=dtype,
     )
+    offloaded = None
+    if isinstance(window, int):
+        known = machine_known(machine, device)
+        offloaded = offloaded_stages(layered, window, device=device, dtype=dtype, machine=known, processes=here)
     ratio = 0 if activations == "keep" else 1
-    found = partition(costs, order, balance=balance, recompute_ratio=ratio, receive_buffers=True)
-    return [stage.layers for stage in found.stages], None
+    found = partition(costs, order, balance=balance, recompute_ratio=ratio, receive_buffers=True, offloaded=offloaded)
+    return Chosen([stage.layers for stage in found.stages], planned=planned_stages(found, order))
 
 
 def first_micro_batch(batch: Tensor, micro_batches: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from stronghold.distributed.layered_model import LayeredModel, LayeredSequential
 from stronghold.distributed.partitioning import Balance, choose_stages
 from stronghold.distributed.processes import Processes
 from stronghold.distributed.staged import StagedModule
+from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.unit import from_rank0
 from stronghold.weights import Weights
@@ -27,6 +29,7 @@ def pipeline(
     schedule: str | None = None,
     inputs: Tensor | None = None,
     targets: Tensor | None = None,
+    machine: MachineFile | str | os.PathLike[str] | None = None,
     device: str | torch.device = "cuda",
     dtype: torch.dtype | None = None,
     weights: Weights | None = None,
@@ -58,6 +61,8 @@ def pipeline(
             its share. Every machine that has some must have as many of them.
         balance: Where the row is cut. ``"time"`` takes the least time of the slowest stage, and ``"memory"`` the least
             bytes (weights and activations) of the fullest: the first process measures each layer with ``inputs``.
+            With ``window=`` a number of layers, that window is what a stage has of its weights on the device, and its
+            fetches and updates count beside computing where ``machine`` has their rates.
             ``"layers"`` takes as many layers in each stage, measuring nothing; ``[26, 23]`` are the layers of each. The
             path of a file of vPipe's, ``{"partition": [26, 23], "recompute_ratio": [1, 1]}``, is read by the first
             process. A ratio is the part of a stage's layers that is recomputed in the backward pass, from the stage's
@@ -67,6 +72,8 @@ def pipeline(
             interleaved.
         inputs: A batch like those that will come, to measure with.
         targets: With them the loss counts in what is measured.
+        machine: What ``stronghold.probe`` measured of the first process's machine, or its file; by default what is kept
+            of it, if anything is. The processes there share its threads.
         device: As for :func:`stronghold.offload`, for each process's part; so are ``dtype`` and ``weights``.
         dtype: The compute type.
         weights: What gives the model its values.
@@ -89,6 +96,7 @@ def pipeline(
         schedule=schedule,
         inputs=inputs,
         targets=targets,
+        machine=machine,
         dtype=dtype,
         weights=weights,
         **settings,
@@ -105,6 +113,7 @@ def in_stages(
     schedule: str | None = None,
     inputs: Tensor | None = None,
     targets: Tensor | None = None,
+    machine: MachineFile | str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> StagedModule:
@@ -126,7 +135,7 @@ def in_stages(
         )
     )
     processes.agree({"balance": str(balance)})
-    sizes, recomputed = from_rank0(
+    chosen = from_rank0(
         processes,
         lambda: choose_stages(
             layered,
@@ -137,6 +146,18 @@ def in_stages(
             device=processes.device,
             dtype=dtype,
             activations=settings.get("activations"),
+            window=settings.get("window"),
+            machine=machine,
+            here=processes.local_world_size,
         ),
     )
-    return StagedModule(layered, sizes, order, processes, recomputed=recomputed, dtype=dtype, **settings)
+    return StagedModule(
+        layered,
+        chosen.sizes,
+        order,
+        processes,
+        recomputed=chosen.recomputed,
+        planned=chosen.planned,
+        dtype=dtype,
+        **settings,
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
+from stronghold.distributed.stage_clock import StageClock
 from stronghold.distributed.watch import Watch
 
 
@@ -22,6 +23,7 @@ class Stage(PipelineStage):
     def __init__(
         self,
         watch: Watch,
+        clock: StageClock,
         sent: Counter[int],
         begin_pass: Callable[[int, int], None],
         micro_batches: int,
@@ -29,7 +31,7 @@ class Stage(PipelineStage):
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self._watch = watch
+        self._watch, self._clock = watch, clock
         self._sent = sent
         self._begin_pass = begin_pass
         self._micro_batches = micro_batches
@@ -52,7 +54,7 @@ class Stage(PipelineStage):
     @contextmanager
     def _working(self) -> Iterator[None]:
         try:
-            with self._watch.working():
+            with self._watch.working(), self._clock.computing(self.stage_index):
                 yield
         except RuntimeError as error:
             # The library's own error describes the stage's tensors at length; what happened is its cause.

@@ -17,10 +17,12 @@ from stronghold.distributed.facts import facts_of
 from stronghold.distributed.layered_model import LayeredModel
 from stronghold.distributed.processes import Processes
 from stronghold.distributed.shapes import Shapes
+from stronghold.distributed.stage_clock import StageClock
 from stronghold.distributed.tied import Tied
 from stronghold.engine import engine_of, follow, keep_activations, offload_shared
 from stronghold.errors import ParallelError
 from stronghold.planner.pipeline_order import Pipeline
+from stronghold.reports import PlannedStage, StageTimes
 from stronghold.settings import OffloadSettings
 from stronghold.unit import unit_of
 from stronghold.weights import Weights
@@ -44,6 +46,7 @@ class StagedModule(nn.Module):
         processes: Processes,
         *,
         recomputed: Sequence[int] | None = None,
+        planned: Sequence[PlannedStage] = (),
         dtype: torch.dtype | None = None,
         weights: Weights | None = None,
         **settings: Any,
@@ -63,6 +66,7 @@ class StagedModule(nn.Module):
         self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
         """The library's schedule for training and for evaluation, with the shapes that it was made for."""
         self._sent: Counter[int] = Counter()
+        self._sizes, self._planned, self._sent_bytes = list(sizes), planned, 0
         self.chunks = nn.ModuleList(stages[number] for number in self._numbers)
         # By this name transformers' models say what of a checkpoint is not theirs; here it is what others have.
         others = layered.model.state_dict().keys() - set(self._renamed().values())
@@ -89,6 +93,7 @@ class StagedModule(nn.Module):
         self._check_tied()
         engine = engine_of(self)
         assert engine is not None
+        self._clock = StageClock(engine.device)
         engine.join(
             processes,
             shared=self._tied.shared,
@@ -126,8 +131,18 @@ class StagedModule(nn.Module):
         before anything is computed, where processes pass batches of different shapes.
         """
         self._check(inputs, targets, training=True)
-        with self._tied.summed():
-            return self._run(self._own(inputs), self._own(targets), self._order.micro_batches, training=True)
+        before = self._sent.total()
+        with self._tied.summed(), self._clock.step():
+            loss = self._run(self._own(inputs), self._own(targets), self._order.micro_batches, training=True)
+        self._sent_bytes = self._sent.total() - before
+        return loss
+
+    def stage_times(self) -> tuple[StageTimes, ...]:
+        """Returns how long each stage of this process computed and waited in the last batch, planned beside measured.
+
+        ``stronghold.report`` has them, too. Blocks until the batch is computed.
+        """
+        return self._clock.last(self._sizes, self._numbers, self._planned, self._sent_bytes)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -236,6 +251,7 @@ class StagedModule(nn.Module):
         stages = [
             Stage(
                 watch,
+                self._clock,
                 self._sent,
                 engine.begin_pass,
                 micro_batches,
@@ -251,7 +267,7 @@ class StagedModule(nn.Module):
         ]
 
         def loss(output: Tensor, targets: Tensor) -> Tensor:
-            with watch.working():
+            with watch.working(), self._clock.computing(self._order.stages - 1):
                 return self._loss(self.chunks[-1], output, targets) / micro_batches
 
         single = issubclass(cls := get_schedule_class(self._order.schedule), PipelineScheduleSingle)

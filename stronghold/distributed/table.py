@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
+from stronghold.planner.offloaded_stages import RESOURCES
 from stronghold.planner.partition import Partition
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.simulate import simulate
@@ -16,11 +17,14 @@ from stronghold.units import format_bytes, format_seconds
 def partition_table(found: Partition, pipeline: Pipeline) -> Table:
     """Returns a line for each stage: layers, milliseconds of a micro-batch, peak bytes, and how far it is idle.
 
-    ``idle`` is the share of its time for which it waits for the slowest while the pipeline is full. ``process`` is
-    there where one has several stages.
+    ``spread`` is the part of a stage's computing by which measurements differ, from quartile to quartile, and there
+    where layers were measured. ``longest`` is there where something holds a stage up beside its computing. ``idle`` is
+    the share of its time for which it waits for the slowest while the pipeline is full. ``process`` is there where one
+    has several stages.
     """
     table = Table(title="stages, and a micro-batch in each", box=box.SQUARE)
     several = pipeline.stages > pipeline.devices
+    held_up = any(stage.longest != RESOURCES[0] for stage in found.stages)
     for name in (
         "stage",
         *(["process"] if several else []),
@@ -28,6 +32,8 @@ def partition_table(found: Partition, pipeline: Pipeline) -> Table:
         "range",
         "recomputed",
         "ms",
+        *(["spread"] if found.spread else []),
+        *(["longest"] if held_up else []),
         "bytes",
         "idle",
     ):
@@ -40,6 +46,8 @@ def partition_table(found: Partition, pipeline: Pipeline) -> Table:
             f"{stage.first} - {stage.first + stage.layers - 1}",
             str(stage.recomputed),
             f"{ms:,.1f}" if (ms := stage.time_s * 1000) >= 9.995 else f"{ms:.2f}",
+            *([_percent(stage.spread_s / stage.computing_s if stage.computing_s else 0.0)] if found.spread else []),
+            *([stage.longest] if held_up else []),
             format_bytes(stage.memory_bytes),
             _percent(idle),
         )
@@ -54,6 +62,11 @@ def partition_lines(found: Partition, pipeline: Pipeline) -> Iterator[str]:
         f"ideal      {format_seconds(found.ideal_s)}, all layers' time divided evenly; the slowest stage takes "
         f"{_percent(found.over_ideal)} longer"
     )
+    if found.spread:
+        yield (
+            f"spread     {_percent(found.spread)} of the layers' time, from quartile to quartile of what was measured; "
+            "no cut is moved for less"
+        )
     step = simulate(pipeline, [stage.forward_s for stage in found.stages], [stage.backward_s for stage in found.stages])
     yield (
         f"step       {format_seconds(step.step_s)} for {pipeline.micro_batches} micro-batches under "

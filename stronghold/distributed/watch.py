@@ -18,6 +18,7 @@ import psutil
 import torch.distributed as dist
 
 from stronghold.device import finish_streams
+from stronghold.distributed.gloo_threads import wait_for_gloo
 from stronghold.distributed.lost import identity, in_one_line, kill_stopped
 from stronghold.distributed.machine import this_machine
 from stronghold.errors import LostProcessError
@@ -207,6 +208,7 @@ class Watch:
         self._beat(time.monotonic())
         self._over.set()  # a thread in the store while the interpreter ends would end it badly
         self._thread.join()
+        wait_for_gloo()
 
     def _look(self, now: float) -> None:
         """Takes in the others' signs of life, and one's own activity."""

@@ -4,7 +4,8 @@ from stronghold.engine import other_optimizers as other_optimizers  # whose hook
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.engine import Engine
 from stronghold.engine.model_parts import follow, keep_activations
-from stronghold.engine.offload import close, engine_of, offload, offload_shared, report, trace, verify
+from stronghold.engine.offload import close, engine_of, offload, offload_shared, trace, verify
+from stronghold.engine.reporting import report
 from stronghold.engine.writing import writing
 
 __all__ = [

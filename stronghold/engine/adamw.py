@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stronghold.engine.updates import take_step
-from stronghold.optim import HostAdamW
+from stronghold.optim import HostAdamW, Threads
 from stronghold.optim.groups import check_torch_arguments
 from stronghold.unit import ConsumedGradient, gradient_of, opaque, set_gradient
 
@@ -43,12 +43,16 @@ class AdamW(HostAdamW):
             ``"in_backward"`` updates each layer as soon as its gradient has reached the host and keeps no gradient: it
             takes no clipping over the whole model and no second ``backward()`` before ``step()``, which are refused.
             The norm of its gradients may be asked for (``clip_grad_norm_`` with a bound that it does not reach).
+            ``"auto"`` is what makes the shorter step by the plan that ``offload`` made or was given: ``"deferred"``
+            where there is none, where the two are alike, and with ``max_grad_norm``.
         nonfinite: What becomes of a step whose gradients hold NaN or infinity: ``"raise"`` (NonFiniteGradientError,
             before any state has changed) or ``"skip"`` (nothing changes and ``skipped_steps`` counts it). Under
             ``in_backward`` the layers updated before the first such gradient stay updated and all others are left
             alone.
-        threads: The cores an update may use; by default all that the process may use (affinity, cgroup quota), less
-            one on a GPU for the thread that launches its kernels. It changes no bit of the result.
+        threads: The cores an update may use; by default all that the process may use (affinity, cgroup quota). On a GPU
+            one of them is left to the thread that launches its kernels, and of the others an update takes as few as
+            keep the host's memory busy: the first updates from the second step on are timed with several numbers.
+            It changes no bit of the result.
 
     Raises:
         ValueError: Settings out of range.
@@ -88,13 +92,20 @@ class AdamW(HostAdamW):
             weight_decay=weight_decay,
             states=states,
             max_grad_norm=max_grad_norm,
-            update=update,
+            update="deferred" if update == "auto" else update,
             nonfinite=nonfinite,
         )
         engine = self._engine
-        self.threads = engine.update_threads() if threads is None else threads
+        if update == "auto" and max_grad_norm is None:
+            self.in_backward = engine.planned.gain_in_backward()
+        self.kernel_threads = engine.update_threads() if threads is None else Threads(threads)
         self.reserve(engine.units, engine.device, sums_gradients=engine.sums_gradients)
         engine.adopt(self)
+
+    @property
+    def threads(self) -> int:
+        """The cores that an update on the host takes, as far as that is measured."""
+        return self.kernel_threads.count
 
     @property
     def _engine(self) -> Engine:

@@ -25,7 +25,7 @@ from stronghold.engine.saved import Saved, unwritten
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit, as_written, check_mixed, opaque
-from stronghold.window import Accumulators, HostActivations, Window
+from stronghold.window import Accumulators, HostActivations, Window, accumulators_of
 
 
 class Run:
@@ -115,6 +115,8 @@ class Block:
         self._parameters = [*module.parameters()]  # those that lie elsewhere as well
         self.members = Members(module.named_modules(prefix=unit.name))
 
+        self._own_accumulators: tuple[list[bool], list[Node | None]] = [], []
+        """Of a resident layer, with which of its parameters were trained then: its weights do not move."""
         module.forward = _Forward(self)  # type: ignore[method-assign]
 
     @property
@@ -144,7 +146,7 @@ class Block:
             output = self._pieces(run, args, kwargs, by_itself) if training else self._bare(*args, **kwargs)
             nodes = _nodes(output) if training else set()
             if returning := bool(nodes):
-                accumulators = Accumulators(self.unit, run, hold=by_itself)
+                accumulators = Accumulators(self.unit, run, nodes=self._accumulators(), hold=by_itself)
         except RuntimeError as error:
             inputs: list[Tensor] = []
             _flatten((args, kwargs), inputs)
@@ -160,10 +162,21 @@ class Block:
 
     def check(self) -> None:
         """Raises OffloadedModelError where modules or parameters were added or replaced since ``offload``."""
+        if self.members.same():
+            return
         there = ((module(), name, parameter) for module, name, parameter in self._owners)
         self.unit.check_unchanged((module, name, p) for module, name, p in there if module is not None)
-        if not self.members.same():
-            self.engine.refuse_changes()
+        self.engine.refuse_changes()
+
+    def _accumulators(self) -> list[Node | None]:
+        """Returns what autograd adds the gradients of the run under way up with."""
+        if not self.unit.resident:
+            return accumulators_of(self.unit)
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [parameter.requires_grad for parameter in self.unit.parameters]
+        if self._own_accumulators[0] != trained:
+            self._own_accumulators = trained, accumulators_of(self.unit)
+        return self._own_accumulators[1]
 
     def _bare(self, *args: Any, **kwargs: Any) -> Any:
         # Autocast caches the casts of weights by their identity for as long as it is active: cleared at both ends, it
@@ -196,8 +209,12 @@ class Block:
         return self._bare(*args, **kwargs)
 
     def _kept(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        this, name = weakref.ref(self), self.unit.name
-        pack, unpack = functools.partial(_pack, this, name, run), functools.partial(_unpack, this, name)
+        # The layer is in its slot while it computes.
+        begin, length = self.engine.window.place_of(self.layer), self.unit.layout.total_bytes
+        pack, unpack = (
+            functools.partial(_pack, run, begin, length),
+            functools.partial(_unpack, weakref.ref(self), self.unit.name),
+        )
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return self._bare(*args, **kwargs)
 
@@ -246,9 +263,9 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
 
 
 @opaque
-def _pack(block: weakref.ref[Block], layer: str, run: Run, tensor: Tensor) -> _SlotTensor | Saved:
-    window = _there(block, layer).engine.window
-    if (offset := window.offset_in_slot(tensor.data_ptr())) is None:
+def _pack(run: Run, begin: int, length: int, tensor: Tensor) -> _SlotTensor | Saved:
+    offset = tensor.data_ptr() - begin
+    if not 0 <= offset < length:
         return Saved.of(tensor)
     return _SlotTensor(run, tensor.dtype, offset // tensor.element_size(), tensor.shape, tensor.stride())
 

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold import native
-from stronghold.device import (
-    Device,
-    Wait,
-    Waits,
-    check_process,
-    forks,
-    keep_freed_memory,
-)
+from stronghold.device import Device, Wait, Waits, check_process, forks, keep_freed_memory
 from stronghold.engine.block import Block, Run
 from stronghold.engine.closing import end_with
 from stronghold.engine.compiled import warn_of_compiling
@@ -32,7 +25,8 @@ from stronghold.engine.timing import Stopwatch
 from stronghold.engine.turns import Turns
 from stronghold.engine.updates import Updates, update_now
 from stronghold.errors import OffloadedModelError
-from stronghold.optim import HostAdamW
+from stronghold.optim import HostAdamW, Threads
+from stronghold.planned import PlannedSteps
 from stronghold.settings import OffloadSettings
 from stronghold.store import Budget, DiskStore, RamStore, Store
 from stronghold.unit import (
@@ -67,15 +61,17 @@ class Engine:
         weights: Source | Reopened,
         replicas: Replicas = ONE_REPLICA,
         *,
+        planned: PlannedSteps | None = None,
         own_device: bool = True,
     ) -> None:
         self.closed = False
+        self.planned = planned or PlannedSteps()
         self.model = weakref.ref(model)
         self.device = device
         self.replicas = replicas
         self.units: Sequence[Unit] = placement.units
         self.layers = placement.layers
-        self.micro_batch = settings.micro_batch
+        self.micro_batch = settings.micro_batch_samples
         self.waits = Waits(device)
         self.optimizer: weakref.ref[HostAdamW] | None = None
         self.processes: ProcessGroup = ONE_PROCESS
@@ -405,6 +401,7 @@ class Engine:
         """Brings the host's memory of ``unit`` up to what the user wrote into its parameters, if anything."""
         if not unit.was_written():
             return False
+        check_process(self._born)  # a child has not got the masters' remainders
         unit.wait_updated()
         if not unit.has_device_copy:
             self._fetch_again([unit])
@@ -428,12 +425,11 @@ class Engine:
         self.take_writes(unit)
         return unit.master(index) if exact else unit.weight[index]
 
-    def update_threads(self) -> int:
-        """Returns how many cores an update may use: all that the process may, but one for the thread that computes."""
-        # A GPU idles where the thread that launches its kernels does not get a core; where the CPU computes, both share
-        # all cores and the longer work gets what the other leaves.
-        cores = max(1, native.usable_cores() // self._processes_here)
-        return cores if self.device.torch_device.type == "cpu" else max(1, cores - 1)
+    def update_threads(self) -> Threads:
+        """Returns how many cores an update takes: what keeps memory busy, but one for the thread that computes."""
+        # A GPU idles where the thread that launches its kernels gets no core; on the CPU both share all cores.
+        beside = self.device.torch_device.type != "cpu"
+        return Threads(max(1, native.usable_cores() // self._processes_here - beside), measured=beside)
 
     def changed(self, units: Sequence[Unit]) -> None:
         """Called when updates of ``units`` have been submitted; their copies on the device are stale from then on."""

@@ -33,12 +33,17 @@ class Hooks:
     ) -> None:
         self._parts = gradients.parts
         self._handles: dict[int, RemovableHandle] = {}
+        self._hooks: dict[Unit, tuple[list[bool], list[tuple[dict[int, Any], dict[int, Any]]]]] = {}
+        """Which parameters of a layer were trained, and PyTorch's own dictionaries of the hooks before and behind."""
         self._expect, self._expect_root = _parts(expect), _parts(device_gradients.expect)
         self._take, self._take_root = _weakly(gradients.take), _weakly(device_gradients.take)
 
     def on_layer(self, unit: Unit) -> None:
         """Has the gradients of a layer that is about to compute taken, after all hooks of the user."""
         with torch._C.DisableTorchFunctionSubclass():
+            trained = [parameter.requires_grad for parameter in unit.parameters]
+            if self._has_own_alone(unit, trained):
+                return
             for index, parameter in enumerate(unit.parameters):
                 if not parameter.requires_grad:
                     continue
@@ -52,6 +57,18 @@ class Hooks:
                 if handle is None:
                     self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take)
                 self._of_sums(unit, index, parameter)
+            hooks = [
+                (parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
+                for parameter in unit.parameters
+                if parameter.requires_grad
+            ]
+            self._hooks[unit] = trained, hooks
+
+    def _has_own_alone(self, unit: Unit, trained: list[bool]) -> bool:
+        """Whether nothing has changed since the hooks were set: then there is nothing to put in order."""
+        if unit not in self._hooks or self._hooks[unit][0] != trained:
+            return False
+        return all(len(before) == 1 == len(behind) for before, behind in self._hooks[unit][1])
 
     def _of_sums(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         """Keeps parts of gradients from the user's hooks: all but the first that go before and the last behind."""

@@ -33,10 +33,12 @@ class Members:
 
     def same(self) -> bool:
         """Whether each module still holds the same modules and parameters; one that is gone was in another."""
-        return all(
-            (m := reference()) is None or (_ids(m._modules) == inner and _ids(m._parameters) == own)
-            for reference, inner, own in self._ids
-        )
+        for reference, inner, own in self._ids:  # a loop: it runs for every module in every forward pass
+            if (module := reference()) is None:
+                continue
+            if [*map(id, module._modules.values())] != inner or [*map(id, module._parameters.values())] != own:
+                return False
+        return True
 
     def put_back(self) -> None:
         """Makes each module hold the parameters again that it held, in the place of others."""

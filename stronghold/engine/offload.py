@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,10 @@ from stronghold.device import Device, Timeline, open_device, return_free_memory
 from stronghold.engine.closing import close_engine
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.engine import Engine
-from stronghold.engine.placement import plan
+from stronghold.engine.placement import plan as place
 from stronghold.engine.reopening import Reopened, kept_on_disk
 from stronghold.errors import OffloadedModelError
-from stronghold.optim.held import name_of
-from stronghold.reports import Report
+from stronghold.planner.training_plan import TrainingPlan
 from stronghold.settings import OffloadSettings
 from stronghold.unit import ONE_REPLICA, Replicas, unit_of
 from stronghold.weights import Weights, open_weights
@@ -33,12 +32,14 @@ def offload(
     device: str | torch.device | Device = "cuda",
     dtype: torch.dtype | None = None,
     layers: str | Sequence[str] | None = None,
-    micro_batch: int | None = None,
-    activations: str = "recompute",
-    resident: int | str = 0,
+    micro_batch: int | str | None = None,
+    activations: str | None = None,
+    resident: int | str | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     weights: Weights | None = None,
+    inputs: Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
+    plan: TrainingPlan | str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Moves the layers of ``model`` into the store and computes them through a window; returns the same module.
 
@@ -55,8 +56,9 @@ def offload(
 
     Args:
         model: Any module with a repeated block, on the CPU or the meta device.
-        window: Layers on the device at a time, or ``"auto"`` for as many as ``device_memory`` (by default the free
-            memory) allows with half of it left to activations. On the CPU, where a slot would be a second copy in the
+        window: Layers on the device at a time, or ``"auto"``: with ``inputs`` the planner's answer, as for all that is
+            ``"auto"``; without, where nobody knows what activations take, as many as ``device_memory`` (by default the
+            free memory) allows with half of it left to them. On the CPU, where a slot would be a second copy in the
             same memory, ``"auto"`` has all layers in RAM computed with where they are, unless there is a budget.
         store: Where layers and states live: ``"ram"``, a directory, or a list of directories on drives of their own.
         device: Where layers compute.
@@ -64,16 +66,18 @@ def offload(
             master is kept exactly, as the weight and a 16-bit remainder.
         layers: The containers of the layers, by name, where they are not found by themselves.
         micro_batch: Samples over which a layer runs at a time, so that weights cross the bus once however large the
-            batch; None for the whole batch.
+            batch; None for the whole batch, or with ``inputs`` the same as ``"auto"``.
         activations: What the backward pass finds: ``"recompute"`` (each layer runs again from its input), ``"host"``
-            (the same, with the inputs in host memory) or ``"keep"`` (everything autograd saves stays on the device).
+            (the same, with the inputs in host memory) or ``"keep"`` (everything autograd saves stays on the device). By
+            default ``"recompute"``, with ``inputs`` ``"auto"``.
         resident: Layers that stay wholly on the device, weights, gradients and states, and are updated there;
             ``"auto"`` for as many as ``device_memory`` holds, or without one half of the free memory, with moments in
             fp32 (it is the optimizer that says later which they are). What is left beside the window goes to root
-            parameters, and with ``"auto"`` they come first: one whose states do not fit is updated on the host.
+            parameters, and with ``"auto"`` they come first: one whose states do not fit is updated on the host. By
+            default 0, with ``inputs`` ``"auto"``.
         device_memory: A budget in bytes, or like ``"24GiB"``: what cannot fit is refused before anything has changed,
             here or when the optimizer is made. It counts slots, gradient slots, the root and resident layers;
-            activations depend on the batch and come on top.
+            activations depend on the batch and come on top, but with ``inputs`` are known and count.
         host_memory: The same of weights, gradients and AdamW's states in host memory. With a store on disk it is what
             may be kept in RAM.
         weights: What gives a model its values: the folder of a checkpoint (safetensors, sharded or not, as transformers
@@ -83,28 +87,38 @@ def offload(
             model outside the layers, are in memory (of the modules that hold layers: their own parameters); what it
             leaves without numbers is an error. A shared parameter is initialised with the first part that has it;
             parameters that have values keep them.
+        inputs: A batch such as the model will be trained with, its arguments by name or in order; sizes alone count,
+            so that tensors may be on the meta device. What is ``"auto"`` is then planned, as by ``stronghold.plan``,
+            for the machine that ``stronghold.probe`` has kept, or that is glanced at for some seconds, and for
+            ``stronghold.AdamW`` as it is by default. What was chosen, and why, is in the report, and logged by the
+            logger ``stronghold``.
+        plan: What ``stronghold.plan`` has found, or its file: it has all the settings then, and the report shows it
+            beside what is measured.
 
     Returns:
         The same module, changed in place.
 
     Raises:
-        ValueError: Settings out of range, a model without a repeated block, or ``weights`` that do not give each
-            parameter a value of its shape, or hold more.
+        ValueError: Settings out of range, a model without a repeated block, ``weights`` that do not give each
+            parameter a value of its shape, or hold more; inputs that the model does not run on, a plan of another
+            model or machine, or settings beside one that say otherwise.
         BudgetError: Budgets that cannot hold it.
+        OSError: A plan's file that cannot be read.
         OffloadedModelError: A model that is offloaded already.
         StoreError: A directory that is in use, another model's, or a run's that would be overwritten.
         CheckpointError: A directory to be reopened that is not whole; CorruptionError where its bytes are not.
     """
+    is_open = inputs is not None or plan is not None
     settings = OffloadSettings(
         window=window,
         store=store,
-        micro_batch=micro_batch,
-        activations=activations,
-        resident=resident,
+        micro_batch="auto" if micro_batch is None and is_open else micro_batch,
+        activations=activations or ("auto" if is_open else "recompute"),
+        resident=resident if resident is not None else "auto" if is_open else 0,
         device_memory=device_memory,
         host_memory=host_memory,
     )
-    return _offload(model, settings, device, dtype, layers, weights, ONE_REPLICA)
+    return _offload(model, settings, device, dtype, layers, weights, ONE_REPLICA, inputs=inputs, plan=plan)
 
 
 def offload_shared(
@@ -134,6 +148,9 @@ def _offload(
     weights: Weights | None,
     replicas: Replicas,
     shared: Sequence[nn.Parameter] = (),
+    *,
+    inputs: Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
+    plan: TrainingPlan | str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     given, model = model, uncompiled(model)
     if engine_of(model) is not None:
@@ -146,12 +163,19 @@ def _offload(
             f"a part of {type(model).__name__}, or a model that it is a part of, is offloaded already, and a parameter "
             "can be offloaded once; offload the whole model"
         )
-    opened = open_device(device)
+    opened, planned = open_device(device), None
+    if inputs is not None or plan is not None:
+        # Here, since what it imports takes a second that training does without.
+        from stronghold.engine.planning.auto import settled
+
+        settings, planned = settled(model, settings, opened, inputs=inputs, plan=plan, layers=layers, dtype=dtype)
+    settings.check_known()
     reopen = _same_directory(weights, settings)
     on_host = [*shared, *(kept_on_disk(model, settings.directories[0]) if reopen else ())]
-    placement = plan(model, layers, dtype, settings, opened, replicas, on_host)
+    placement = place(model, layers, dtype, settings, opened, replicas, on_host)
     values = Reopened(model) if reopen else open_weights(model, weights)
-    engine = Engine(model, placement, opened, settings, values, replicas, own_device=opened is not device)
+    own = opened is not device
+    engine = Engine(model, placement, opened, settings, values, replicas, planned=planned, own_device=own)
     model.__dict__["_stronghold"] = engine
     for module in model.modules():
         module._apply = _Apply(module, engine)  # type: ignore[method-assign]
@@ -211,7 +235,7 @@ def close(model: nn.Module) -> None:
 
     Raises what made an update fail, when all is given back, and OffloadedModelError for a model that is not offloaded.
     """
-    close_engine(_known_engine(model, closed=True))
+    close_engine(known_engine(model, closed=True))
 
 
 def verify(model: nn.Module) -> None:
@@ -220,10 +244,10 @@ def verify(model: nn.Module) -> None:
     Waits for the updates under way. A model in memory has nothing to compare. Raises CorruptionError or DiskError,
     which name the file and the layer, and OffloadedModelError for a model that is not offloaded.
     """
-    _known_engine(model).store.verify()
+    known_engine(model).store.verify()
 
 
-def _known_engine(model: nn.Module, *, closed: bool = False) -> Engine:
+def known_engine(model: nn.Module, *, closed: bool = False) -> Engine:
     engine = engine_of(model)
     if engine is None:
         raise OffloadedModelError(f"{type(model).__name__} is not offloaded; call stronghold.offload(model) first")
@@ -242,55 +266,9 @@ def trace(model: nn.Module) -> Iterator[Timeline]:
 
     Raises OffloadedModelError for a model that is not offloaded.
     """
-    device = _known_engine(model).device
+    device = known_engine(model).device
     timeline = device.timeline = Timeline(device)
     try:
         yield timeline
     finally:
         device.timeline = None
-
-
-def report(model: nn.Module) -> Report:
-    """Tells what an offloaded model takes of each memory, and where its last step's time went.
-
-    Raises OffloadedModelError for a model that is not offloaded.
-    """
-    engine = _known_engine(model)
-    optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
-    unit, device = engine.layers[0], engine.device
-    parameters = [p for h in engine.units for p in h.parameters]
-    others_host_bytes, others_device_bytes = engine.held.other_optimizers_bytes()
-    return Report(
-        parameters=sum(p.numel() for p in parameters),
-        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        layers=len(engine.layers),
-        window=engine.window.size,
-        resident=sum(h.resident for h in engine.layers),
-        resident_root=sum(h.resident for h in engine.units if h.is_root),
-        device=device.name,
-        dtype=" and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys([unit.dtype, *unit.dtypes])),
-        states=optimizer.states if optimizer is not None else None,
-        other_optimizers=tuple(sorted(map(name_of, engine.held.other_optimizers))),
-        others_host_bytes=others_host_bytes,
-        others_device_bytes=others_device_bytes,
-        slots_device_bytes=engine.held.slots_bytes(),
-        gradients_device_bytes=engine.held.gradient_slots_bytes(),
-        root_device_bytes=engine.held.root_bytes,
-        resident_device_bytes=engine.held.resident_bytes(),
-        root_gradients_device_bytes=engine.held.root_gradient_bytes(),
-        peak_device_bytes=device.peak_bytes(),
-        pinned_host_bytes=device.pinned_bytes,
-        pageable_host_bytes=device.pageable_bytes,
-        process_host_bytes=engine.held.process_bytes,
-        beside_host_bytes=engine.held.beside_bytes(),
-        disk_bytes=engine.store.disk_bytes,
-        disk_paths=tuple(map(str, engine.store.paths)),
-        on_root_disk=any(path.stat().st_dev == os.stat("/").st_dev for path in engine.store.paths),
-        accumulation_bytes=sum(
-            h.gradients.sum_bytes() // (1 if h.is_root else h.replicas.local_world_size) for h in engine.units
-        ),
-        skipped_steps=optimizer.skipped_steps if optimizer is not None else 0,
-        step=engine.stopwatch.last(),
-        weights_on_disk=sum(unit.lives("weights") == "disk" for unit in engine.layers),
-        states_on_disk=sum(unit.trainable and unit.lives("moments") == "disk" for unit in engine.layers),
-    )

@@ -4,40 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import nn
 
 from stronghold.device import Device
-from stronghold.engine.budget import check_host, choose_disk, choose_window, keep_resident, root_bytes
-from stronghold.engine.find_layers import Layer, find_layers
-from stronghold.engine.parameters import check_parameters
+from stronghold.engine.budget import BUFFERS, check_host, choose_disk, choose_window, keep_resident, model_bytes
+from stronghold.engine.model_units import ModelUnits, units_of
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
+from stronghold.planner.step_bytes import device_bytes
 from stronghold.settings import OffloadSettings
-from stronghold.unit import ONE_REPLICA, Replicas, Unit
-
-_BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
-Owner = tuple[nn.Module, str]
+from stronghold.unit import ONE_REPLICA, Replicas
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where the parameters of a model go.
+class Placement(ModelUnits):
+    """Where the parameters of a model go: units that are marked with what stays on the device and what is on disk.
 
-    ``units`` are all units in the order of the model's parameters, which is about the order of their first use and
-    the order of their updates; ``layers`` those of the layers, and ``modules`` the layers themselves, in the order of
-    the rows; ``root`` the root parameters with the modules that own them. ``root_bytes`` is what buffers take on the
-    device, and those root parameters that are not resident.
+    ``root_bytes`` is what buffers take on the device, and those root parameters that are not resident.
     """
 
-    units: list[Unit]
-    layers: list[Unit]
-    modules: list[nn.Module]
-    root: list[tuple[Unit, list[Owner]]]
-    buffers: list[Owner]
     root_bytes: int
     window: int
 
@@ -70,165 +56,22 @@ def plan(
 ) -> Placement:
     """Places the parameters of ``model`` and chooses the window; changes nothing.
 
-    A parameter that one layer alone uses goes with that layer; what layers share, with one another or with the rest of
-    the model, is a root parameter, as is everything outside the layers. ``replicas`` are the processes that have all of
-    it in common, and root parameters ``root_on_host`` have their states there. Raises ValueError and BudgetError.
+    ``replicas`` are the processes that have all of it in common, and root parameters ``root_on_host`` have their states
+    there. Raises ValueError and BudgetError.
     """
-    check_parameters(model)
-    found = find_layers(model, layers)
     alignment = ALIGNMENT_BYTES if not settings.directories else PAGE_BYTES
-    _check_memory_is_their_own(model)
-    if dtype is not None and dtype not in COMPUTE_DTYPES:
-        raise ValueError(
-            f"dtype must be torch.float32 or torch.bfloat16 (got {dtype}); for float16 use torch.bfloat16, which needs "
-            "no loss scaling"
-        )
-    if settings.micro_batch is not None:
-        _check_micro_batch(found)
-    owned, root = _share_out(model, found)
-    units_by_parameter: dict[int, Unit] = {}
-    modules: list[nn.Module] = []
-    layer_units: list[Unit] = []
-    for layer, parameters in zip(found, owned, strict=True):
-        if parameters:
-            dtypes = _dtypes_of(layer.name, parameters, dtype)
-            unit = Unit(len(modules), layer.name, parameters, dtypes, alignment=alignment)
-            modules.append(layer.module)
-            layer_units.append(unit)
-            units_by_parameter.update((id(p), unit) for p in parameters)
-    if not modules:
-        raise ValueError(
-            f"every parameter of the {len(found)} layers of {type(model).__name__} is shared with other layers or the "
-            "rest of the model, so that nothing can be moved by itself: there is nothing to offload"
-        )
-    root_units = []
-    for name, parameter, owners in root:
-        dtypes = _dtypes_of(name, [parameter], dtype)
-        unit = Unit(None, name, [parameter], dtypes, has_device_copy=not device.is_host, alignment=alignment)
-        units_by_parameter[id(parameter)] = unit
-        root_units.append((unit, owners))
-    units = list({id(h): h for p in model.parameters() if (h := units_by_parameter[id(p)])}.values())
-    buffers = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    buffer_bytes = sum(b.numel() * b.element_size() for m, name in buffers if (b := m._buffers[name]) is not None)
-    for unit in units:
+    of = units_of(model, layers, dtype, alignment, apart=not device.is_host, in_pieces=settings.micro_batch is not None)
+    for unit in of.units:
         unit.replicas = replicas
-    on_host = {units_by_parameter[id(parameter)] for parameter in root_on_host}
-    keep_resident(layer_units, [unit for unit, _ in root_units], on_host, buffer_bytes, settings, device)
-    outside_bytes = buffer_bytes + root_bytes([unit for unit, _ in root_units])
-    window = choose_window(layer_units, outside_bytes, settings, device)
+    ids = {id(parameter) for parameter in root_on_host}
+    root = [unit for unit, _ in of.root]
+    on_host = {unit for unit in root if id(unit.parameters[0]) in ids}
+    sizes = model_bytes(of.layers, root, of.buffer_bytes, is_host=device.is_host)
+    resident = keep_resident(of.layers, root, on_host, sizes, settings, device)
+    window = choose_window(of.layers, sizes, resident, settings, device)
     if settings.directories:
-        choose_disk(units, settings, device)
-    check_host(units, settings, device)
-    return Placement(
-        units=units,
-        layers=layer_units,
-        modules=modules,
-        root=root_units,
-        buffers=buffers,
-        root_bytes=buffer_bytes + root_bytes([unit for unit, _ in root_units if not unit.resident]),
-        window=window,
-    )
-
-
-def _check_memory_is_their_own(model: nn.Module) -> None:
-    """Refuses parameters and buffers that share memory without being one: each would go its own way from here on."""
-    spans: list[tuple[int, int, str, torch.Tensor]] = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
-            continue
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        if isinstance(tensor, nn.Parameter) and reach < tensor.numel():
-            raise ValueError(
-                f"every element of a parameter must have memory of its own (got {name} of shape {tuple(tensor.shape)} "
-                f"with strides {tensor.stride()}); make it a parameter of its own values (.clone())"
-            )
-        begin = tensor.data_ptr()
-        spans.append((begin, begin + reach * tensor.element_size(), name, tensor))
-    spans.sort(key=lambda span: span[:3])
-    for (_, end, one, first), (begin, _, other, second) in pairwise(spans):
-        if begin < end and any(isinstance(t, nn.Parameter) for t in (first, second)) and _share_memory(first, second):
-            raise ValueError(
-                f"parameters must not share memory unless they are one parameter (got {one} and {other}); assign the "
-                "same nn.Parameter to both, or clone one"
-            )
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose memory overlaps from first to last element have an element in common."""
-    if (one.is_contiguous() and other.is_contiguous()) or not one.is_cpu:
-        return True
-    first, second = (t.detach().view(torch.int16) if t.dtype == torch.bfloat16 else t.detach() for t in (one, other))
-    return np.shares_memory(first.numpy(), second.numpy())
-
-
-def _check_micro_batch(layers: Sequence[Layer]) -> None:
-    """Refuses layers whose samples cannot be told apart, or depend on one another."""
-    for layer in layers:
-        inner = layer.module.self_attn if isinstance(layer.module, _BATCH_SECOND) else layer.module
-        if getattr(inner, "batch_first", True) is False:
-            raise ValueError(
-                f"micro_batch cuts the first dimension of a layer's input, which must be the batch (got "
-                f"batch_first=False in {layer.name}); build the layer with batch_first=True, or offload without "
-                "micro_batch"
-            )
-        for name, module in layer.module.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                raise ValueError(
-                    f"micro_batch must not change what a layer computes (got {type(module).__name__} in {layer.name}"
-                    f"{name and '.'}{name}, which depends on all samples at once); use a LayerNorm or GroupNorm, or "
-                    "offload without micro_batch"
-                )
-
-
-def _share_out(
-    model: nn.Module, layers: Sequence[Layer]
-) -> tuple[list[list[nn.Parameter]], list[tuple[str, nn.Parameter, list[Owner]]]]:
-    """Returns each layer's own parameters, and the root parameters with their names and owners."""
-    users_of = _users(model, layers)
-    owned: list[list[nn.Parameter]] = [[] for _ in layers]
-    owners: dict[int, list[Owner]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, name))
-    root = []
-    for name, parameter in model.named_parameters():
-        users = set().union(*(users_of[id(module)] for module, _ in owners[id(parameter)]))
-        layer = users.pop()
-        if layer is None or users:
-            root.append((name, parameter, owners[id(parameter)]))
-        else:
-            owned[layer].append(parameter)
-    return owned, root
-
-
-def _users(model: nn.Module, layers: Sequence[Layer]) -> dict[int, set[int | None]]:
-    """Returns, by the id of every module, the layers that it is a part of, and None where it is used outside them."""
-    users: dict[int, set[int | None]] = {}
-    for i, layer in enumerate(layers):
-        for module in layer.module.modules():
-            users.setdefault(id(module), set()).add(i)
-    within = {id(layer.module) for layer in layers}
-    outside = [model]
-    while outside:
-        module = outside.pop()
-        known = users.setdefault(id(module), set())
-        if None not in known:
-            known.add(None)
-            outside += [child for child in module.children() if id(child) not in within]
-    return users
-
-
-def _dtypes_of(
-    name: str, parameters: Sequence[nn.Parameter], wanted: torch.dtype | None
-) -> torch.dtype | list[torch.dtype]:
-    """Returns what the parameters of one unit compute in: what is ``wanted``, or each in its own."""
-    if wanted is not None:
-        return wanted
-    present = {parameter.dtype for parameter in parameters}
-    if not present <= set(COMPUTE_DTYPES):
-        raise ValueError(
-            f"parameters must be float32 or bfloat16 (got {', '.join(sorted(map(str, present)))} in {name}); pass "
-            "dtype=torch.bfloat16 or torch.float32 to offload()"
+        choose_disk(
+            of.units, {unit: number for number, unit in enumerate([*of.layers, *root])}, sizes, resident, settings
         )
-    return [parameter.dtype for parameter in parameters]
+    check_host(of.units, settings, device)
+    return Placement(**vars(of), root_bytes=device_bytes(sizes, window, resident, BUFFERS)[2], window=window)

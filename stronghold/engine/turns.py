@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -56,15 +56,14 @@ class Turns:
                 raise _refusal()
             time.sleep(0.001)
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self) -> AbstractContextManager[None]:
         """Runs the block while no other thread computes. Raises OffloadedModelError as :meth:`check` does."""
         while True:
             self.check()
-            with self._lock:
-                if not self.elsewhere:
-                    yield
-                    return
+            self._lock.acquire()
+            if not self.elsewhere:
+                return self._until_released
+            self._lock.release()
 
     def taken_in_backward(self) -> AbstractContextManager[None]:
         """The same for what autograd calls, where the thread that called backward() may be waiting."""

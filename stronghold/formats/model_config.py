@@ -30,11 +30,17 @@ def build(file: Path, *, dtype: torch.dtype | None = None, model_class: Any = No
         kind = settings["model_type"]
     except KeyError as error:
         raise ValueError(f"no {error}") from error
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"transformers has no model_type {kind!r}, and no model_class with from_config_dict was given")
-    config = AutoConfig.from_pretrained(str(file))
+    return build_from_config(AutoConfig.from_pretrained(str(file)), dtype=dtype, model_class=model_class)
+
+
+def build_from_config(config: Any, *, dtype: torch.dtype | None = None, model_class: Any = None) -> nn.Module:
+    """Builds the model of a configuration of transformers, as :func:`build` does."""
+    from transformers import AutoModelForCausalLM
+
     if getattr(config, "quantization_config", None):
         raise ValueError("quantised weights cannot be trained here; pass the model in float32 or bfloat16")
     build_from = getattr(model_class or AutoModelForCausalLM, "from_config", None) or model_class._from_config

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from stronghold.checkpoint.pretrained import check_save_folder, save_with_others
 from stronghold.device import Timeline, limit_memory
+from stronghold.engine.planning.given import check_plan
 from stronghold.errors import ParallelError, StrongholdError
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.text import read_documents, standard_library
@@ -36,6 +37,7 @@ from stronghold.lab.methods import Prepared, find_method
 from stronghold.lab.methods.parallel import join, records_of
 from stronghold.lab.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.receipt import receipt_rows
 from stronghold.lab.records.json_lines import Record, append_record, describe_machine
 from stronghold.lab.records.progress import StepDisplay
 from stronghold.lab.records.runlog import RunLog, check_run_folder
@@ -44,7 +46,9 @@ from stronghold.lab.records.timeline import TIMELINE_NAME, write_spans
 from stronghold.lab.run_checkpoints import RunCheckpoints
 from stronghold.lab.settings import OptimizerSettings, TrainSettings
 from stronghold.lab.stops import Output, Stop, taking_signals
-from stronghold.reports import Report, table
+from stronghold.planner.training_plan import TrainingPlan
+from stronghold.reports import Report
+from stronghold.tables import table
 from stronghold.units import format_bytes, format_count
 from stronghold.weights import Weights
 
@@ -68,8 +72,10 @@ class Outcome:
     exit_code: int
 
 
-def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome:
+def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console: Console | None = None) -> Outcome:
     """Trains as ``settings`` say, and shows it on ``console``.
+
+    Where the settings come from a ``plan``, what it expects is shown beside what was measured.
 
     SIGINT, SIGTERM and SIGHUP end it after the step under way, with the model saved, and a checkpoint where such are
     kept, and so it ends when nobody reads the standard output any more; a second SIGINT or SIGTERM ends the process at
@@ -95,6 +101,8 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
     settings = checkpoints.settings
     torch.manual_seed(settings.seed)
     model, weights = _build_model(settings, console)
+    if plan is not None:
+        check_plan(plan, model, torch.device(settings.device))
     tokenizer = _load_tokenizer(settings, model)
     batches = _load_batches(settings, tokenizer, console)
     prepared = method.prepare(model, settings, checkpoints.open(weights, batches, tokenizer))
@@ -169,6 +177,8 @@ def train(settings: TrainSettings, *, console: Console | None = None) -> Outcome
         append_record(run.record, {**start, **found})
     console.print(prepared.report())
     console.print(table("summary", summary.rows()))
+    if plan is not None:
+        console.print(table("plan", receipt_rows(plan, summary, steps)))
     exit_code = stop.exit_code if interrupted else 0
     return Outcome(summary=summary, interrupted=interrupted, saved=saved, exit_code=exit_code)
 

@@ -11,11 +11,22 @@ from torch.optim.adamw import adamw
 
 from stronghold.native import BLOCK, Blocks, Segment
 from stronghold.optim.blocks import LARGEST, decode, encode
-from stronghold.split import join, split
+from stronghold.split import SPLIT, join, split
 
 PART = 4 * 2**20
 """Elements that torch's operations work on at a time: what bounds the temporary memory. A multiple of a block."""
 assert PART % BLOCK == 0
+
+_SCRATCH_BYTES = {
+    ("float32", "fp32"): (4, 0),
+    ("bfloat16", "fp32"): (8, 13),
+    ("float32", "8bit"): (64, 0),
+    ("bfloat16", "8bit"): (68, 0),
+}
+"""What they take beside their arguments, by weights and moments: for each of these elements, and for each of those that
+are split at a time, at most, measured and rounded up."""
+_SCRATCH_BESIDE_BYTES = 8192
+"""For numbers of one element."""
 
 DEVICES = ("cuda", "xpu")
 """The types of device that Triton compiles for; "cuda" is AMD's too."""
@@ -36,6 +47,17 @@ def adamw_on_device(segment: Segment, *, squares: Tensor | None = None, part: in
         triton_adamw.launch(segment, squares=squares)
     else:
         _by_torch(segment, squares, part)
+
+
+def scratch_bytes(elements: int, device_type: str, *, dtype: torch.dtype, states: str) -> int:
+    """Returns what an update of ``elements`` weights takes on the device at most, beside its arguments.
+
+    On a device that Triton compiles for that is nothing.
+    """
+    if device_type in DEVICES:
+        return 0
+    of_each, of_split = _SCRATCH_BYTES[str(dtype).removeprefix("torch."), states]
+    return min(elements, PART) * of_each + min(elements, SPLIT) * of_split + _SCRATCH_BESIDE_BYTES
 
 
 def _triton_compiles(device: torch.device) -> bool:

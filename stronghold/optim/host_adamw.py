@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.device import Device
+from stronghold.device import Device, check_process, forks
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
 from stronghold.optim.exchange import as_saved, checked_states, take_saved
 from stronghold.optim.groups import TORCH_DEFAULTS, check_group, check_groups
 from stronghold.optim.states import Moments
+from stronghold.optim.threads import Threads
 from stronghold.optim.update import Update
 from stronghold.settings import check_optimizer
 from stronghold.unit import Unit, closed_error, unit_of
@@ -45,8 +46,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.in_backward = update == "in_backward"
         self.nonfinite = nonfinite
         self.skipped_steps = 0
-        self.threads = 1
-        """The cores that work on the host's memory may use."""
+        self.kernel_threads = Threads(1)
         self.in_order: list[Update] = []
         """Updates of the backward pass that were issued to the device before the host saw their gradients."""
         self._owner: Any = None
@@ -54,6 +54,7 @@ class HostAdamW(torch.optim.Optimizer):
         self._units: dict[Unit, None] = {}
         """Those of the parameters, each once."""
         self._closed = False
+        self._born = forks()
         self._groups: dict[int, int] = {}
         self._moments = Moments(states)
         self._checked = False
@@ -64,7 +65,8 @@ class HostAdamW(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """The moments and step counts, keyed by parameter; waits for the updates that write them."""
+        """The moments and steps, by parameter; waits for their updates. OffloadedModelError in a child of fork."""
+        check_process(self._born)
         self.wait()
         return self._state
 
@@ -80,7 +82,8 @@ class HostAdamW(torch.optim.Optimizer):
 
     def wait(self) -> None:
         """Blocks until every update under way is complete. Raises OffloadedModelError where the model was closed."""
-        self._check_open()
+        if self._closed:
+            raise closed_error()
         for unit in self._units:
             unit.wait_on_host()
 
@@ -167,8 +170,6 @@ class HostAdamW(torch.optim.Optimizer):
         self._moments = Moments(self.states)
         self.in_order.clear()
         self._units.clear()
-
-    # What memory it needs.
 
     def reserve(self, units: Sequence[Unit], device: Device, *, sums_gradients: bool) -> None:
         """Allocates states, and gradients where an update or ``sums_gradients`` needs them kept, of all ``units``.
@@ -291,6 +292,7 @@ class HostAdamW(torch.optim.Optimizer):
         return [index for index, p in parameters if self.updates(unit, index) and p.requires_grad]
 
     def _check_open(self) -> None:
+        check_process(self._born)
         if self._closed:
             raise closed_error()
 

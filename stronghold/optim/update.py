@@ -19,6 +19,7 @@ from stronghold.unit import ConsumedGradient, HostGrad, Unit, grad_meta_of, grad
 
 if TYPE_CHECKING:
     from stronghold.optim.host_adamw import HostAdamW
+    from stronghold.optim.threads import Threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Update:
     OffloadedModelError for what it does not take; nothing is written.
     """
 
-    def __init__(self, unit: Unit, changes: list[Change], *, threads: int, checked: bool = False) -> None:
+    def __init__(self, unit: Unit, changes: list[Change], *, threads: Threads, checked: bool = False) -> None:
         self.unit = unit
         self.changes = changes
         self.threads = threads
@@ -115,7 +116,7 @@ class Update:
     def kernel(self, segments: list[native.Segment]) -> None:
         """Updates the segments, where they are."""
         if self.unit.weight[0].is_cpu:
-            native.adamw(segments, threads=self.threads)
+            self.threads.run(lambda threads: native.adamw(segments, threads=threads), segments)
             return
         for segment, change in zip(segments, self.changes, strict=True):
             adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
@@ -169,7 +170,7 @@ def updates_of(
     # What the computation itself updates comes last, so that the host is at work meanwhile.
     for unit, gradients in sorted(found.items(), key=lambda item: item[0].resident):
         changes = [_change(optimizer, unit, index, gradient) for index, gradient in gradients.items()]
-        yield Update(unit, changes, threads=optimizer.threads, checked=checked)
+        yield Update(unit, changes, threads=optimizer.kernel_threads, checked=checked)
 
 
 def _change(optimizer: HostAdamW, unit: Unit, index: int, gradient: HostGrad) -> Change:

@@ -213,7 +213,8 @@ class _Issuing:
         awaited = list(self._updated.values()) if self.shape.in_backward else [self._down]
         self._issue(self._issuer, Kind.WAIT, after=[*awaited, self._last[Resource.COMPUTE]])
         layers = [] if self.shape.in_backward else [n for n in range(self.layers) if self.shape.trained[n]]
-        on_host = [*first, *(layer for layer in layers if layer not in self.shape.resident), *last]
+        updated = [*first, *layers, *last]
+        on_host = [unit for unit in updated if self._updates(unit) is Kind.UPDATE]
         for unit in on_host:
             self._prepare(unit)
         for unit in on_host:
@@ -222,10 +223,16 @@ class _Issuing:
             else:
                 done = self._update(unit, [self._issue(Resource.GRADIENTS, Kind.GRADIENTS, unit)])
                 self._uploaded[unit] = self._issue(Resource.ROOT, Kind.UPLOAD, unit, blocking=[done])
-        for layer in layers:  # last, so that the host is at work meanwhile
-            if layer in self.shape.resident:
-                self._compute(Kind.UPDATE_ON_DEVICE, layer, [])
+        for unit in updated:  # last, so that the host is at work meanwhile
+            if self._updates(unit) is Kind.UPDATE_ON_DEVICE:
+                self._compute(Kind.UPDATE_ON_DEVICE, unit, [])
         self._changed(layers)
+
+    def _updates(self, unit: int) -> Kind | None:
+        """Returns how a unit is updated in the optimizer's step."""
+        if unit >= self.layers:
+            return self.shape.root_updates[unit - self.layers]
+        return Kind.UPDATE_ON_DEVICE if unit in self.shape.resident else Kind.UPDATE
 
     def _prepare(self, unit: int) -> None:
         if self.shape.chunks[unit]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from stronghold.errors import BudgetError
+from stronghold.planner.cuts import cut, least_bytes, missing_bytes, nearest, time_s
+from stronghold.planner.offloaded_stages import RESOURCES, OffloadedStages
 from stronghold.planner.pipeline_order import Pipeline
-from stronghold.planner.stage_costs import LayerCost, StageCosts, StageEnding, ratio_of
+from stronghold.planner.stage_costs import LayerCost, StageCosts, ratio_of, spread_of
 from stronghold.units import format_bytes
 
 
@@ -17,7 +19,9 @@ from stronghold.units import format_bytes
 class StagePlan:
     """One stage of a partition: ``layers`` layers from ``first`` on, the last ``recomputed`` of them recomputed.
 
-    Seconds are of one micro-batch, ``backward_s`` with the recomputation; ``memory_bytes`` is the stage's peak.
+    Seconds are of one micro-batch, ``backward_s`` with the recomputation, and both with what the stage waits for where
+    it is offloaded; ``computing_s`` are those of computing alone. ``longest`` says what holds the stage up most:
+    "computing", or "fetches", "gradients" or "updates" beside it. ``memory_bytes`` is the stage's peak.
     """
 
     first: int
@@ -26,6 +30,10 @@ class StagePlan:
     forward_s: float
     backward_s: float
     memory_bytes: int
+    computing_s: float = 0.0
+    spread_s: float = 0.0
+    """Seconds between the quartiles of what its layers were measured to compute."""
+    longest: str = RESOURCES[0]
 
     @property
     def time_s(self) -> float:
@@ -42,11 +50,13 @@ class StagePlan:
 class Partition:
     """A row of layers cut into stages.
 
-    ``ideal_s`` is what each stage took if the time of all layers, without recomputation, divided evenly.
+    ``ideal_s`` is what each stage took if the time of all layers, without recomputation, divided evenly. ``spread`` is
+    the part of the layers' time by which measurements of it differ, from quartile to quartile.
     """
 
     stages: tuple[StagePlan, ...]
     ideal_s: float
+    spread: float = 0.0
 
     @property
     def slowest_s(self) -> float:
@@ -72,6 +82,8 @@ def partition(
     memory_bytes: int | Sequence[int] | None = None,
     recompute_ratio: float | Sequence[float] | None = None,
     receive_buffers: bool = False,
+    offloaded: OffloadedStages | None = None,
+    near: Sequence[int] | None = None,
 ) -> Partition:
     """Cuts a row of layers into the pipeline's stages, none of them empty.
 
@@ -87,12 +99,19 @@ def partition(
         weights + H · (activations of layers that are kept + inputs of those recomputed)
         + the largest activations of a layer that is recomputed
 
-    since layers are recomputed one at a time. With ``receive_buffers`` what the stage receives from either neighbour
+    since layers are recomputed one at a time; where stages are ``offloaded``, a window's slots and what else is on the
+    device take the weights' place. With ``receive_buffers`` what the stage receives from either neighbour
     is added for every micro-batch of a step, as torch.distributed.pipelining allocates it when it begins.
 
-    The time of a stage is that of its layers; a minimum takes O(stages · layers²) steps. Raises ValueError for more
-    stages than layers, and for a list that does not fit stages or layers; BudgetError where nothing fits the memory,
-    with the least that would do.
+    Where layers were measured with a spread, a partition whose slowest stage is faster by no more than the spread of
+    all layers' time is no better. Of all that are as good in this sense the one is taken that moves the fewest layers
+    across the cuts of the partition ``near``, the layers of each stage, by default as many in each; so what noise
+    there is in the measurements moves no cut that real differences between layers do not.
+
+    The time of a stage is that of its layers' computation; where stages are ``offloaded``, with what they wait for
+    their fetches, gradients and updates (:class:`OffloadedStages`). Raises ValueError for more stages than layers, and
+    for a list that does not fit stages or layers; BudgetError where nothing fits the memory, with the least that would
+    do.
     """
     stages = pipeline.stages
     if len(layers) < stages:
@@ -102,87 +121,67 @@ def partition(
         )
     limits = [math.inf] * stages if memory_bytes is None else _for_each(memory_bytes, stages, "memory_bytes", math.inf)
     ratios = None if recompute_ratio is None else _for_each(recompute_ratio, stages, "recompute_ratio", 1)
-    costs = StageCosts(layers, pipeline.held(), ratios, pipeline.micro_batches if receive_buffers else 0)
+    if offloaded is not None and len(offloaded.layers) != len(layers):
+        raise ValueError(
+            f"what is offloaded must have an entry for each layer (got {len(offloaded.layers)} for {len(layers)} "
+            "layers); pass as many"
+        )
+    costs = StageCosts(
+        layers,
+        pipeline.held(),
+        ratios,
+        micro_batches=pipeline.micro_batches,
+        buffered=pipeline.micro_batches if receive_buffers else 0,
+        offloaded=offloaded,
+    )
     if not isinstance(balance, str):
         cuts = [0, *accumulate(_checked_sizes(balance, stages, len(layers)))]
         _check_memory(costs, limits, cuts)
     elif balance in ("time", "memory"):
         if balance == "memory":
-            fullest_bytes, _ = _cut(costs, limits, _bytes)
+            fullest_bytes, _ = cut(costs, limits, least_bytes)
             limits = [min(limit, fullest_bytes) for limit in limits]
-        _, cuts = _cut(costs, limits, _time_s)
+        slowest_s, cuts = cut(costs, limits, time_s)
         if not cuts:
             raise _nothing_fits(costs, pipeline, limits)
+        if spread := spread_of(layers):
+            sizes = equal_sizes(len(layers), stages) if near is None else _checked_sizes(near, stages, len(layers))
+            cuts = nearest(costs, limits, (1 + spread) * slowest_s, [*accumulate(sizes)])
     else:
         raise ValueError(f"balance must be 'time', 'memory' or a list of numbers of layers (got {balance!r})")
     return Partition(
         stages=tuple(_stage(costs, stage, *ends, limits[stage]) for stage, ends in enumerate(pairwise(cuts))),
-        ideal_s=(costs.forward_s[-1] + costs.backward_s[-1]) / stages,
+        ideal_s=float(costs.forward_s[-1] + costs.backward_s[-1]) / stages,
+        spread=spread_of(layers),
     )
 
 
-def _time_s(ending: StageEnding, limit_bytes: float, first: int) -> float:
-    recomputed = ending.recomputed(first, limit_bytes)
-    return math.inf if recomputed is None else ending.forward_s(first) + ending.backward_s(first, recomputed)
-
-
-def _bytes(ending: StageEnding, limit_bytes: float, first: int) -> float:
-    least = ending.least_bytes(first)
-    return least if least <= limit_bytes else math.inf
-
-
-def _missing_bytes(ending: StageEnding, limit_bytes: float, first: int) -> float:
-    return ending.least_bytes(first) - limit_bytes
-
-
-def _cut(
-    costs: StageCosts, limits: Sequence[float], cost: Callable[[StageEnding, float, int], float]
-) -> tuple[float, list[int]]:
-    """Returns the least maximum of ``cost`` over all stages, and where the row is cut for it, both ends included.
-
-    The least maximum of the first s stages over the first n layers follows from that of s - 1 stages over fewer. Where
-    all is infinite there are no cuts.
-    """
-    stages, layers = len(limits), len(costs.layers)
-    least = [-math.inf] + [math.inf] * layers  # of the stages so far, over so many of the layers
-    begins: list[dict[int, int]] = []
-    for stage, limit in enumerate(limits):
-        extended = [math.inf] * (layers + 1)
-        begin: dict[int, int] = {}
-        behind = stages - 1 - stage
-        for end in range(stage + 1, layers - behind + 1) if behind else [layers]:
-            ending = costs.ending(stage, end)
-            for first in range(stage, end):
-                if least[first] < extended[end]:
-                    worst = max(least[first], cost(ending, limit, first))
-                    if worst < extended[end]:
-                        extended[end], begin[end] = worst, first
-        least = extended
-        begins.append(begin)
-    if least[layers] == math.inf:
-        return math.inf, []
-    cuts = [layers]
-    for begin in reversed(begins):
-        cuts.append(begin[cuts[-1]])
-    return least[layers], cuts[::-1]
+def equal_sizes(layers: int, stages: int) -> list[int]:
+    """Returns as many layers for each stage, one more for the first ones where they do not divide."""
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def _stage(costs: StageCosts, stage: int, first: int, end: int, limit_bytes: float) -> StagePlan:
-    ending = costs.ending(stage, end)
-    recomputed = ending.recomputed(first, limit_bytes)
-    assert recomputed is not None, "a stage that does not fit"
+    ending = costs.ending(stage, end, first)
+    recomputed = ending.recomputed(limit_bytes)[:1]
+    assert recomputed[0] <= end - first, "a stage that does not fit"
+    times = ending.times(recomputed)
     return StagePlan(
         first=first,
         layers=end - first,
-        recomputed=recomputed,
-        forward_s=ending.forward_s(first),
-        backward_s=ending.backward_s(first, recomputed),
-        memory_bytes=ending.memory_bytes(first, recomputed),
+        recomputed=int(recomputed[0]),
+        forward_s=float(times.forward_s[0]),
+        backward_s=float(times.backward_s[0]),
+        memory_bytes=int(ending.memory_bytes(recomputed)[0]),
+        computing_s=float(times.computing_s[0]),
+        spread_s=sum(sum(layer.spread_s) for layer in costs.layers[first:end])
+        + sum(layer.spread_s[0] for layer in costs.layers[end - recomputed[0] : end]),
+        longest=RESOURCES[times.longest[0]],
     )
 
 
 def _nothing_fits(costs: StageCosts, pipeline: Pipeline, limits: Sequence[float]) -> BudgetError:
-    missing = int(_cut(costs, limits, _missing_bytes)[0])
+    missing = int(cut(costs, limits, missing_bytes)[0])
     given = " to ".join(format_bytes(int(limit)) for limit in sorted({min(limits), max(limits)}))
     return BudgetError(
         f"no partition of {len(costs.layers)} layers into {len(limits)} stages fits the memory (got "
@@ -194,7 +193,7 @@ def _nothing_fits(costs: StageCosts, pipeline: Pipeline, limits: Sequence[float]
 
 def _check_memory(costs: StageCosts, limits: Sequence[float], cuts: Sequence[int]) -> None:
     for stage, (first, end) in enumerate(pairwise(cuts)):
-        least = costs.ending(stage, end).least_bytes(first)
+        least = int(costs.ending(stage, end, first).least_bytes()[0])
         if least > limits[stage]:
             raise BudgetError(
                 f"each stage must fit its memory (stage {stage}, layers {first} to {end - 1} with {costs.held[stage]} "

@@ -47,7 +47,8 @@ class Operation(NamedTuple):
 class Shape:
     """What a program depends on.
 
-    ``trained`` and ``on_disk`` have one entry for each layer, ``root_first`` one for each ``RootWork``. ``chunks`` has
+    ``trained`` and ``on_disk`` have one entry for each layer, ``root_first`` and ``root_updates`` one for each
+    ``RootWork``, which says where it is updated: ``UPDATE``, ``UPDATE_ON_DEVICE``, or None if it is not. ``chunks`` has
     one for each of both, in how many parts an update passes through the ring: 0 where it finds everything in memory.
     """
 
@@ -57,6 +58,7 @@ class Shape:
     on_disk: tuple[bool, ...]
     chunks: tuple[int, ...]
     root_first: tuple[bool, ...]
+    root_updates: tuple[Kind | None, ...]
     in_backward: bool
     staged: bool
     runs_behind: bool

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stronghold.planner.machine_file import Spread
+from stronghold.planner.offloaded_stages import Counts, OffloadedStages, Seconds, Times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +23,9 @@ class LayerCost:
     ``weight_bytes`` is everything that does not depend on the micro-batches: what of weights, gradients and states is
     in the memory that is to be planned. ``activation_bytes`` is what is kept of a micro-batch between its forward and
     its backward pass, ``input_bytes`` what enters the layer: it comes over the link where the layer is a stage's first,
-    and is all that is kept of a layer that is recomputed. Raises ValueError for a number that is negative or infinite.
+    and is all that is kept of a layer that is recomputed. Where the seconds are medians of several measurements,
+    ``forward_measured_s`` and ``backward_measured_s`` have them with their quartiles. Raises ValueError for a number
+    that is negative or infinite.
     """
 
     forward_s: float
@@ -24,11 +33,28 @@ class LayerCost:
     weight_bytes: int
     activation_bytes: int
     input_bytes: int
+    forward_measured_s: Spread | None = None
+    backward_measured_s: Spread | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 <= value < math.inf:
+            if not name.endswith("_measured_s") and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); measure the layer again")
+
+    @property
+    def spread_s(self) -> tuple[float, float]:
+        """Seconds between the quartiles of the forward and of the backward pass, 0 where they were not measured."""
+        forward_s, backward_s = (
+            0.0 if measured_s is None else measured_s.high - measured_s.low
+            for measured_s in (self.forward_measured_s, self.backward_measured_s)
+        )
+        return forward_s, backward_s
+
+
+def spread_of(layers: Sequence[LayerCost]) -> float:
+    """Returns the part of all layers' time that lies between the quartiles of what was measured, 0 of none."""
+    total_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+    return sum(sum(layer.spread_s) for layer in layers) / total_s if total_s else 0.0
 
 
 def recomputed_layers(ratio: float, layers: int) -> int:
@@ -47,82 +73,117 @@ class StageCosts:
 
     ``held`` is, for each stage, how many micro-batches' activations it holds at the most. ``ratios`` are the stages'
     recompute ratios, None to have each recompute as few layers as its memory asks for. ``buffered`` is the number of
-    micro-batches whose inputs and output gradients have a receive buffer throughout.
+    micro-batches whose inputs and output gradients have a receive buffer throughout. ``offloaded`` says what passes
+    through a window instead of being on the device throughout, beside ``micro_batches`` in a step.
     """
 
     def __init__(
-        self, layers: Sequence[LayerCost], held: Sequence[int], ratios: Sequence[float] | None, buffered: int
+        self,
+        layers: Sequence[LayerCost],
+        held: Sequence[int],
+        ratios: Sequence[float] | None,
+        *,
+        micro_batches: int,
+        buffered: int = 0,
+        offloaded: OffloadedStages | None = None,
     ) -> None:
         self.layers = layers
         self.held = held
         self.ratios = ratios
+        self.micro_batches = micro_batches
+        self.offloaded = offloaded
         # Sums over the first n layers: a run's own is the difference of two.
-        self.forward_s = [0.0, *accumulate(layer.forward_s for layer in layers)]
-        self.backward_s = [0.0, *accumulate(layer.backward_s for layer in layers)]
-        self.weight_bytes = [0, *accumulate(layer.weight_bytes for layer in layers)]
-        self.activation_bytes = [0, *accumulate(layer.activation_bytes for layer in layers)]
+        self.forward_s = _sums([layer.forward_s for layer in layers], np.float64)
+        self.backward_s = _sums([layer.backward_s for layer in layers], np.float64)
+        self.weight_bytes = _sums([layer.weight_bytes for layer in layers], np.int64)
+        self.kept_bytes = _sums([layer.activation_bytes for layer in layers], np.int64)
+        self.input_bytes = _sums([layer.input_bytes for layer in layers], np.int64)
+        self.activation_bytes = np.array([layer.activation_bytes for layer in layers], np.int64)
         # What is received behind the first n layers; nothing before the first layer and behind the last.
-        self.received_bytes = [0, *(buffered * layer.input_bytes for layer in layers[1:]), 0]
+        received = [0, *(buffered * layer.input_bytes for layer in layers[1:]), 0]
+        self.received_bytes = np.array(received, np.int64)
 
-    def ending(self, stage: int, end: int) -> StageEnding:
-        """Returns what ``stage`` could be if its last layer were ``end`` - 1."""
-        return StageEnding(self, stage, end)
+    def ending(self, stage: int, end: int, begin: int = 0) -> StageEnding:
+        """Returns what ``stage`` could be if its last layer were ``end`` - 1, its first being ``begin`` or later."""
+        return StageEnding(self, stage, end, begin)
 
 
 class StageEnding:
-    """One stage that ends before layer ``end``, wherever it begins.
+    """One stage that ends before layer ``end``, for each layer from ``begin`` on as its first: arrays [end - begin].
 
     To recompute its last k layers saves it, against keeping everything, held · Σ (activations - input) of those layers
     less the largest activations among them, for one at a time has them while it is recomputed. That depends on ``end``
     and k alone, so it is summed once for all beginnings, and the fewest layers are found by bisection.
     """
 
-    def __init__(self, costs: StageCosts, stage: int, end: int) -> None:
+    def __init__(self, costs: StageCosts, stage: int, end: int, begin: int) -> None:
         self._costs = costs
         self._held = costs.held[stage]
         self._ratio = None if costs.ratios is None else costs.ratios[stage]
-        self._end = end
-        self._saved_bytes = [0]
-        saved, largest = 0, 0
-        for layer in reversed(costs.layers[:end]):
-            saved += self._held * (layer.activation_bytes - layer.input_bytes)
-            largest = max(largest, layer.activation_bytes)
-            self._saved_bytes.append(saved - largest)
-        self._most_saved_bytes = list(accumulate(self._saved_bytes, max))
+        self.stage, self.end = stage, end
+        self._firsts = slice(begin, end)
+        self._lengths = np.arange(end - begin, 0, -1)
 
-    def recomputed(self, first: int, limit_bytes: float) -> int | None:
-        """Returns the fewest layers to recompute that fit the memory, None where no number does."""
-        layers = self._end - first
+    def recomputed(self, limit_bytes: float) -> Counts:
+        """Returns the fewest layers to recompute that fit the memory, more than there are where no number does."""
+        if self._ratio is None and limit_bytes == math.inf:
+            return np.zeros_like(self._lengths)
         if self._ratio is not None:
-            count = recomputed_layers(self._ratio, layers)
-            return count if self.memory_bytes(first, count) <= limit_bytes else None
-        count = bisect_left(self._most_saved_bytes, self.memory_bytes(first, 0) - limit_bytes, hi=layers + 1)
-        return count if count <= layers else None
+            counts = (self._ratio * self._lengths).astype(np.int64)  # as recomputed_layers has it
+            return np.where(self.memory_bytes(counts) <= limit_bytes, counts, self._lengths + 1)
+        missing = self.memory_bytes(np.zeros_like(self._lengths)) - limit_bytes
+        return np.minimum(np.searchsorted(self._most_saved_bytes, missing), self._lengths + 1)
 
-    def forward_s(self, first: int) -> float:
-        """Returns the seconds of the forward pass of one micro-batch."""
-        return self._costs.forward_s[self._end] - self._costs.forward_s[first]
+    def times(self, recomputed: Counts) -> Times:
+        """Returns the seconds of one micro-batch if the last layers run forward again in the backward pass."""
+        costs = self._costs
+        again_s = costs.forward_s[self.end] - costs.forward_s[self.end - recomputed]
+        forward_s, backward_s = self._sum(costs.forward_s), self._sum(costs.backward_s) + again_s
+        if costs.offloaded is None:
+            return Times(forward_s, backward_s, forward_s + backward_s, np.zeros_like(self._lengths))
+        return costs.offloaded.times(forward_s, backward_s, self._firsts.start, self.end, costs.micro_batches)
 
-    def backward_s(self, first: int, recomputed: int) -> float:
-        """Returns the seconds of the backward pass of one micro-batch, in which the last layers run forward again."""
-        again_s = self.forward_s(self._end - recomputed)
-        return self._costs.backward_s[self._end] - self._costs.backward_s[first] + again_s
+    def time_s(self, limit_bytes: float) -> Seconds:
+        """Returns the seconds of one micro-batch, infinite where the stage does not fit the memory."""
+        recomputed = self.recomputed(limit_bytes)
+        fits = recomputed <= self._lengths
+        times = self.times(np.where(fits, recomputed, 0))
+        return np.where(fits, times.forward_s + times.backward_s, math.inf)
 
-    def memory_bytes(self, first: int, recomputed: int) -> int:
+    def memory_bytes(self, recomputed: Counts) -> Counts:
         """Returns the stage's peak if its last ``recomputed`` layers are recomputed."""
-        costs, end = self._costs, self._end
-        return (
-            costs.weight_bytes[end]
-            - costs.weight_bytes[first]
-            + self._held * (costs.activation_bytes[end] - costs.activation_bytes[first])
-            + costs.received_bytes[first]
-            + costs.received_bytes[end]
-            - self._saved_bytes[recomputed]
-        )
+        costs = self._costs
+        if costs.offloaded is None:
+            weights = self._sum(costs.weight_bytes)
+        else:
+            weights = costs.offloaded.held_bytes(self._firsts.start, self.end)
+        kept = self._held * self._sum(costs.kept_bytes)
+        received = costs.received_bytes[self._firsts] + costs.received_bytes[self.end]
+        return weights + kept + received - self._saved_bytes[recomputed]
 
-    def least_bytes(self, first: int) -> int:
+    def least_bytes(self) -> Counts:
         """Returns the stage's peak with whatever recomputation has the least."""
-        layers = self._end - first
         if self._ratio is not None:
-            return self.memory_bytes(first, recomputed_layers(self._ratio, layers))
-        return self.memory_bytes(first, 0) - self._most_saved_bytes[layers]
+            return self.memory_bytes((self._ratio * self._lengths).astype(np.int64))
+        return self.memory_bytes(np.zeros_like(self._lengths)) - self._most_saved_bytes[self._lengths]
+
+    @cached_property
+    def _saved_bytes(self) -> Counts:
+        """What it saves to recompute the last k layers."""
+        costs, run, back = self._costs, slice(self._firsts.start, self.end), slice(None, None, -1)
+        kept, inputs = costs.kept_bytes, costs.input_bytes
+        saved = self._held * (kept[self.end] - kept[run] - (inputs[self.end] - inputs[run]))[back]
+        largest = np.maximum.accumulate(costs.activation_bytes[run][back])
+        return np.concatenate(([0], saved - largest))
+
+    @cached_property
+    def _most_saved_bytes(self) -> Counts:
+        """What it saves at the most to recompute k layers or fewer."""
+        return np.maximum.accumulate(self._saved_bytes)
+
+    def _sum(self, sums: NDArray[Any]) -> NDArray[Any]:
+        return sums[self.end] - sums[self._firsts]
+
+
+def _sums(values: Sequence[float], dtype: type) -> NDArray[Any]:
+    return np.array([0, *accumulate(values)], dtype)

@@ -98,8 +98,11 @@ class StepTime:
         then what that one had begun behind, as far back as the computation stands still.
         """
         operations, begins_s, ends_s = self._program.operations, self._played.begins_s, self._played.ends_s
-        waited, computed_s = list[Span](), self._begin_s
-        for here in range(self._program.ends[-2] + 1, self._program.ends[-1] + 1):
+        before, last = self._program.ends[-2:]
+        # A device that is behind the host may still be at the step before.
+        done = max((here for here in range(before) if operations[here].resource is Resource.COMPUTE), default=before)
+        waited, computed_s = list[Span](), max(self._begin_s, ends_s[done])
+        for here in range(before + 1, last + 1):
             if operations[here].resource is not Resource.COMPUTE and operations[here].kind is not Kind.END:
                 continue
             until_s, held_up = begins_s[here], here
@@ -136,7 +139,6 @@ def step_time(
 
 def _shape(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings, root: Sequence[RootWork]) -> Shape:
     resident = frozenset(settings.resident)
-    units: list[UnitWork] = [*layers, *root]
     if not layers or not resident <= frozenset(range(len(layers))):
         raise ValueError(
             f"resident must hold numbers of layers (got {sorted(resident)} of {len(layers)} layers); pass fewer"
@@ -152,12 +154,20 @@ def _shape(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings
         resident=resident,
         trained=tuple(layer.elements > 0 for layer in layers),
         on_disk=tuple(layer.on_disk for layer in layers),
-        chunks=tuple(0 if n in resident else _chunks(unit) for n, unit in enumerate(units)),
+        chunks=(
+            *(0 if number in resident else _chunks(layer) for number, layer in enumerate(layers)),
+            *(_chunks(one) if _root_update(one) is Kind.UPDATE else 0 for one in root),
+        ),
         root_first=tuple(one.first for one in root),
+        root_updates=tuple(map(_root_update, root)),
         in_backward=settings.in_backward,
         staged=settings.staged,
         runs_behind=machine.runs_behind,
     )
+
+
+def _root_update(one: RootWork) -> Kind | None:
+    return None if not one.elements else Kind.UPDATE_ON_DEVICE if one.resident else Kind.UPDATE
 
 
 def _work_s(

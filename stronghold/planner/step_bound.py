@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings
+from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings, UnitWork
 
 
 class StepBound(NamedTuple):
@@ -30,14 +30,16 @@ def step_bound(
     resident, window = frozenset(settings.resident), settings.window
     streamed = [layer for number, layer in enumerate(layers) if number not in resident]
     trained = [layer for layer in streamed if layer.elements]
-    units: list[LayerWork | RootWork] = [*layers, *root]
+    units: list[UnitWork] = [*layers, *root]
     h2d, d2h, host_ns = machine.h2d_bytes_per_s, machine.d2h_bytes_per_s, machine.host_update_ns * 1e-9
     fetches_s = sorted(machine.copy_s + layer.weight_bytes / h2d for layer in streamed)
     first_s = sorted(machine.copy_s + layer.weight_bytes / h2d for layer in trained)
     again_s = sum(fetches_s[: len(streamed) - window]) if window < len(streamed) else 0.0
     gradients_s = [machine.copy_s + layer.gradient_bytes / d2h for layer in trained]
     updates_s = host_ns * sum(layer.elements for layer in trained)
-    on_device_s = machine.device_update_ns * 1e-9 * sum(layers[number].elements for number in resident)
+    on_host = [one for one in root if not one.resident]
+    on_device: list[UnitWork] = [*(layers[number] for number in resident), *(one for one in root if one.resident)]
+    on_device_s = machine.device_update_ns * 1e-9 * sum(unit.elements for unit in on_device)
     forward = {Resource.COMPUTE: sum(unit.forward_s for unit in units)}
     backward = {
         Resource.COMPUTE: sum(unit.backward_s for unit in units) + on_device_s,
@@ -58,12 +60,12 @@ def step_bound(
         forward[Resource.FETCHES] += sum(layer.forward_s for layer in streamed)
         backward[Resource.FETCHES] += sum(layer.backward_s for layer in streamed)
     read, write = machine.disk_read_bytes_per_s, machine.disk_write_bytes_per_s
-    ring_bytes = sum(layer.ring_bytes for layer in trained) + sum(one.ring_bytes for one in root)
+    ring_bytes = sum(layer.ring_bytes for layer in trained) + sum(one.ring_bytes for one in on_host)
     reads_s = sorted(layer.weight_bytes / read for layer in trained if layer.on_disk)
     whole = {
         Resource.HOST: 2 * len(layers) * settings.pieces * machine.launch_s if machine.runs_behind else 0.0,
         Resource.FETCHES: sum(first_s) + again_s,
-        Resource.UPDATES: updates_s + host_ns * sum(one.elements for one in root),
+        Resource.UPDATES: updates_s + host_ns * sum(one.elements for one in on_host),
         Resource.DISK: ring_bytes / read + ring_bytes / write + sum(reads_s),
     }
     longest_s, resource = max((seconds, one) for one, seconds in whole.items())

@@ -71,9 +71,13 @@ class LayerWork(UnitWork):
 
 @dataclass(frozen=True, kw_only=True)
 class RootWork(UnitWork):
-    """The same of a root parameter that is updated on the host: used before the layers (``first``) or behind them."""
+    """The same of a root parameter: used before the layers (``first``) or behind them, and updated on the host.
+
+    A ``resident`` one is updated on the device. One without ``elements`` is what is computed outside the layers.
+    """
 
     first: bool
+    resident: bool = False
 
 
 LINK_UP_IS_ONE = {(Resource.FETCHES, Resource.ROOT): 2.0, (Resource.ROOT, Resource.FETCHES): 2.0}

@@ -117,7 +117,7 @@ class DiskStore(Store):
         if (file := self._file_of(unit)) is not None:
             if self._replicas.local_rank == 0:
                 file.sum_up()
-            file.drop()
+            file.unmap()
 
     def place_kept(self, unit: Unit) -> None:
         """Gives a unit the memory that it had when it was kept: what is on disk is there, what is not is to be read."""
@@ -182,7 +182,8 @@ class DiskStore(Store):
                 self._directory.unseal()  # it may be a part that was given back, which is what was saved
             return self._file(unit).take(length_bytes, as_kept=self.reopened is not None)
         memory = unit.replicas.memory(length_bytes)
-        return self.device.host_buffer(length_bytes, pinned=kind == "weights", memory=memory)
+        looked_at = kind == "weights"  # as in the RAM store
+        return self.device.host_buffer(length_bytes, pinned=looked_at, private=not looked_at, memory=memory)
 
     def fetch(self, unit: Unit, target: Tensor) -> None:
         assert unit.buffer is not None
@@ -313,7 +314,6 @@ class DiskStore(Store):
         begin = file.find(unit.buffer.flat)
         assert begin is not None
         file.wait(file.read(target[:length], begin, priority))
-        file.drop()  # what the user may have looked at since it was last here
 
     def _file(self, unit: Unit) -> UnitFile:
         number = self._numbers[unit]

@@ -20,7 +20,9 @@ class RamStore(Store):
         if unit.resident:
             return self.device.device_buffer(length_bytes)
         memory = unit.replicas.memory(length_bytes)
-        return self.device.host_buffer(length_bytes, pinned=kind == "weights", memory=memory)
+        # Of weights copies are taken, and a child of fork may look at them; the rest the host's kernels alone work on.
+        looked_at = kind == "weights"
+        return self.device.host_buffer(length_bytes, pinned=looked_at, private=not looked_at, memory=memory)
 
     def fetch(self, unit: Unit, target: Tensor) -> None:
         assert unit.buffer is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -92,6 +93,7 @@ class UnitFile:
         """The pages that were written through the mapping since :meth:`changed` was last called."""
         self._looked_at = False
         """Whether pages without a checksum were looked at since, and may have been written."""
+        self._looking = threading.Lock()  # a write is to be found once: by the caller, or by a thread that reads
 
     def take(self, length_bytes: int, *, as_kept: bool = False) -> MappedBuffer:
         """Reserves the next part of the file and returns it as memory: all zero, or with ``as_kept`` as it was kept.
@@ -169,9 +171,21 @@ class UnitFile:
                 self.forget_sums()
                 self._versions[place] = version
 
-    def drop(self) -> None:
-        """Takes the pages that were looked at out of the process's resident set; their contents stay."""
+    def unmap(self) -> None:
+        """Takes the pages that were looked at out of the process's resident set; their contents stay.
+
+        Only where the user is not writing them, so in no thread of ours: what is written between a comparison and this
+        would be taken for corruption later.
+        """
         self._memory.madvise(mmap.MADV_DONTNEED)
+
+    def drop(self) -> None:
+        """Takes the pages that were looked at out of the resident set. Not while an update is on its way."""
+        with self._looking:
+            looked_at = self._looked_at
+            if self._compare_looks(0, self.taken_bytes):
+                self.unmap()
+            self._looked_at = looked_at
 
     def changed(self) -> tuple[list[int], bool]:
         """Returns which pages were written through the mapping since this was last called, though nothing told of it.
@@ -179,15 +193,17 @@ class UnitFile:
         And whether others may have been, for they were looked at and have no checksum to compare with. Not while an
         update is on its way.
         """
-        self._compare_looks(0, self.taken_bytes)
-        changed, looked_at = self._changed, self._looked_at
-        self._changed, self._looked_at = [], False
+        with self._looking:
+            if self._compare_looks(0, self.taken_bytes):
+                self.unmap()
+            changed, looked_at = self._changed, self._looked_at
+            self._changed, self._looked_at = [], False
         return changed, looked_at
 
-    def _compare_looks(self, begin: int, end: int) -> None:
-        """Forgets the checksums of pages that were written through the mapping."""
+    def _compare_looks(self, begin: int, end: int) -> bool:
+        """Forgets the checksums of pages that were written through the mapping; returns whether any were looked at."""
         if not len(seen := looked_at(self._base + begin, end - begin, PAGE_BYTES)):
-            return
+            return False
         memory = torch.frombuffer(self._memory, dtype=torch.uint8, count=self.capacity_bytes).view(-1, PAGE_BYTES)
         for pages in (torch.from_numpy(seen) + begin // PAGE_BYTES).split(_COMPARED_AT_ONCE):
             known, sums = self.sums[pages], torch.empty(len(pages), dtype=torch.int32)
@@ -196,7 +212,7 @@ class UnitFile:
             self.sums[written] = 0
             self._changed += written.tolist()
             self._looked_at |= bool((known == 0).any())
-        self.drop()
+        return True
 
     def read(self, target: Tensor, begin: int, priority: Priority, *, verify: bool = True) -> list[Transfer]:
         """Begins to fill ``target`` from byte ``begin`` on.
@@ -205,7 +221,8 @@ class UnitFile:
         ``verify`` these are set to what arrives.
         """
         if verify:
-            self._compare_looks(begin, begin + target.numel())
+            with self._looking:
+                self._compare_looks(begin, begin + target.numel())
         begun = [
             self._disk.read(
                 self._files[span.file],

@@ -129,7 +129,7 @@ class GradientMemory:
             return unit.memory.device.device_buffer(size)
         # Of a root parameter each replica has its own gradient, as it has of everything that is on its device.
         memory = None if unit.is_root else unit.replicas.memory(size)
-        return unit.memory.device.host_buffer(size, pinned=False, memory=memory)
+        return unit.memory.device.host_buffer(size, pinned=False, private=True, memory=memory)
 
     def _sum_in(self, buffer: Buffer, index: int) -> Tensor:
         return buffer.view(self._low.offsets[self.indices.index(index)], self._unit.shapes[index], torch.int16)

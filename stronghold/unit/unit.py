@@ -197,11 +197,15 @@ class Unit:
         return [p for p in indices if _requires_grad(self.parameters[p]) or self.parameters[p].dtype != self.dtypes[p]]
 
     def master(self, index: int) -> Tensor:
-        """Returns the fp32 master of a parameter: a copy, or with fp32 compute the weight itself."""
+        """Returns the fp32 master of a parameter: a copy, or with fp32 compute the weight itself.
+
+        Raises OffloadedModelError in a child of fork, which the remainders are not for.
+        """
         if self.dtypes[index] == torch.float32:
             return self.weight[index]
         if index not in self.masters.remainders:
             return self.weight[index].float()
+        check_process(self._born)  # a child has not got the remainders
         return self.masters.value(index, self.weight[index])
 
     def remainder(self, index: int) -> Tensor | None:
@@ -216,6 +220,7 @@ class Unit:
         """Whether a parameter that is trained has a master of more bits than its weight, or may get one."""
         if self.dtypes[index] == torch.float32 or not _requires_grad(self.parameters[index]):
             return False
+        check_process(self._born)
         remainder = self.masters.remainders.get(index)
         return self._rounded[index] or (remainder is not None and bool(remainder.any()))
 
@@ -283,8 +288,11 @@ class Unit:
         self.gradients.close()
 
     def drop(self) -> None:
-        """Takes what was looked at of the unit out of the resident set, if it is on disk."""
-        if (memory := self._memory) is not None:
+        """Takes what was looked at of the unit out of the resident set, if it is on disk.
+
+        Not while an update writes there: what it writes would be taken for the user's.
+        """
+        if (memory := self._memory) is not None and (self.updated is None or self.updated.done):
             memory.drop(self)
 
     def wait_updated(self) -> None:

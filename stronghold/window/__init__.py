@@ -4,7 +4,7 @@ from stronghold.window.activations import HostActivations
 from stronghold.window.device_gradients import DeviceGradients
 from stronghold.window.grad_offload import RING
 from stronghold.window.gradients import Gradients, gradient_slot_bytes
-from stronghold.window.parts import Accumulators, OfSums, Parts
+from stronghold.window.parts import Accumulators, OfSums, Parts, accumulators_of
 from stronghold.window.traffic import Traffic
 from stronghold.window.window import Window
 
@@ -18,5 +18,6 @@ __all__ = [
     "Parts",
     "Traffic",
     "Window",
+    "accumulators_of",
     "gradient_slot_bytes",
 ]

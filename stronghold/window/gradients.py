@@ -202,7 +202,7 @@ class Gradients:
     @property
     def _host_threads(self) -> int:
         """The cores for what is done beside the computation: those that an update may use."""
-        return self._threads if (optimizer := self._optimizer) is None else optimizer.threads
+        return self._threads if (optimizer := self._optimizer) is None else optimizer.kernel_threads.count
 
     def _close_resident(self, layer: int) -> Ready | None:
         """Keeps the gradients of a resident layer on the device; returns those to update it with at once."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,12 +30,8 @@ class Accumulators(Generic[R]):
     this does, with ``hold``, until the backward pass has come to it.
     """
 
-    def __init__(self, unit: Unit, run: R, *, hold: bool = False) -> None:
-        # Held, for before torch 2.13 its node knows its inputs only while it lives.
-        output = _Together.apply(*unit.parameters)
-        together: Node | None = output.grad_fn
-        # None where no parameter is trained now: one that is trained later has no part of this run.
-        self._nodes = [node for node, _ in together.next_functions] if together else [None] * len(unit.parameters)
+    def __init__(self, unit: Unit, run: R, *, nodes: Sequence[Node | None], hold: bool = False) -> None:
+        self._nodes = nodes
         self._saved = weakref.ref(run)
         self.run = run if hold else None
         self.counted = False
@@ -150,6 +146,15 @@ class OfSums:
     @opaque
     def __call__(self, value: Tensor | nn.Parameter) -> Any:
         return None if self._parts.is_part(self._key) else self._hook(value)
+
+
+def accumulators_of(unit: Unit) -> list[Node | None]:
+    """Returns what adds up the gradient of each parameter of a layer where it is now; None for one without."""
+    # Held, for before torch 2.13 its node knows its inputs only while it lives.
+    output = _Together.apply(*unit.parameters)
+    together: Node | None = output.grad_fn
+    # None where no parameter is trained now: one that is trained later has no part of this run.
+    return [node for node, _ in together.next_functions] if together else [None] * len(unit.parameters)
 
 
 class _Together(torch.autograd.Function):

@@ -133,13 +133,9 @@ class Window:
                 ]
         return slot.views[layer]
 
-    def offset_in_slot(self, address: int) -> int | None:
-        """Returns the offset in bytes of ``address`` in the slot of a layer that is computing, or None."""
-        for layer in self._bound:
-            offset = address - self._where[layer].begin
-            if 0 <= offset < self.units[layer].layout.total_bytes:
-                return offset
-        return None
+    def place_of(self, layer: int) -> int:
+        """Returns the address of the first byte of the slot that holds ``layer``."""
+        return self._where[layer].begin
 
     def is_bound(self, layer: int) -> bool:
         return layer in self._bound
@@ -194,8 +190,9 @@ class Window:
             self._wait_for(unit, slot)
         self._bound[layer] = unit.versions_now()
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, view in zip(unit.parameters, self.views(layer), strict=True):
+            for parameter in unit.parameters:
                 parameter.__class__ = BoundParameter
+            for parameter, view in () if unit.resident else zip(unit.parameters, self.views(layer), strict=True):
                 parameter.data = view
 
     def _wait_for(self, unit: Unit, slot: Slot) -> None:
@@ -217,8 +214,9 @@ class Window:
         unit = self.units[layer]
         before, versions = self._bound.pop(layer, unit.versions), unit.versions_now()
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, weight in zip(unit.parameters, unit.weight, strict=True):
+            for parameter, weight in () if unit.resident else zip(unit.parameters, unit.weight, strict=True):
                 parameter.data = weight
+            for parameter in unit.parameters:
                 parameter.__class__ = OffloadedParameter
         if versions != before:
             if unit.versions == before:  # else the user has written them outside as well

@@ -131,7 +131,8 @@ class Told:
         _soft.soft_hear(self._told)
 
     def __del__(self) -> None:
-        _soft.soft_forget(self._told)
+        if _soft is not None:  # else the interpreter is at its end
+            _soft.soft_forget(self._told)
 
 
 _FILES = 1 << 60

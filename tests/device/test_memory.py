@@ -1,9 +1,13 @@
 """Host memory: how long, where, and who else has it."""
 
+import errno
+import gc
+import mmap
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from stronghold.device.memory import HostBuffer
 
@@ -56,6 +60,12 @@ def test_a_private_one_has_huge_pages_where_the_system_grants_them_and_takes_no_
     assert resident(last) - neighbours[1] == 3 * 4096
 
 
+def test_a_small_private_one_takes_no_addresses_for_a_huge_page():
+    buffer = HostBuffer(HUGE - 1, private=True)
+    assert len(buffer.mapped) == HUGE - 1
+    assert "dc" in mapping(buffer.flat.data_ptr())["VmFlags"].split()
+
+
 @pytest.mark.parametrize("private", [False, True])
 def test_a_child_shares_what_users_look_at_and_has_nothing_of_the_rest(private):
     buffer = HostBuffer(2 * HUGE, private=private)
@@ -73,3 +83,32 @@ def test_a_child_shares_what_users_look_at_and_has_nothing_of_the_rest(private):
     assert buffer.flat[5] == (1 if private else 7)
     os.close(read)
     os.close(write)
+
+
+def test_a_system_without_huge_pages_is_no_error(monkeypatch):
+    class Without(mmap.mmap):
+        def madvise(self, option, *rest):
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            super().madvise(option, *rest)
+
+    monkeypatch.setattr(mmap, "mmap", Without)
+    buffer = HostBuffer(2 * HUGE, private=True)
+    buffer.flat.fill_(1)
+    assert "hg" not in mapping(buffer.flat.data_ptr())["VmFlags"].split()
+
+
+def test_a_child_does_not_give_back_what_it_mapped_itself_where_its_parent_has_private_memory():
+    """The addresses are free in the child, so that the system gives them out again."""
+    buffer = HostBuffer(64 * HUGE, private=True)
+    begin = buffer.flat.data_ptr()
+    child = os.fork()
+    if child == 0:
+        own = [mmap.mmap(-1, 64 * HUGE) for _ in range(64)]
+        its = {torch.frombuffer(one, dtype=torch.uint8).data_ptr(): one for one in own}
+        there = [address for address in its if address < begin + 64 * HUGE and begin < address + 64 * HUGE]
+        del buffer
+        gc.collect()
+        still = all(torch.frombuffer(its[address], dtype=torch.uint8)[:: 2**12].sum() == 0 for address in there)
+        os._exit((0 if still else 2) if there else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "1: it had no memory there; -11: it is gone"

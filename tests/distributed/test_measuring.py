@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
 from stronghold.distributed.layered_model import LayeredSequential
-from stronghold.distributed.measuring import REPETITIONS, measure
+from stronghold.distributed.measuring import MOST_ROUNDS, ROUNDS, measure
 from stronghold.errors import ParallelError
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.models.layered_gpt import LayeredGPT
+from stronghold.planner.machine_file import Spread
 from tests.distributed.waiting import Waiting
 
 CPU = torch.device("cpu")
@@ -34,10 +36,27 @@ def test_seconds_are_those_that_each_layer_takes():
 
 def test_layers_of_the_same_structure_are_computed_once():
     before = Waiting.computed
-    costs = costs_of(*(Waiting(0, wait) for wait in (1, 1, 1, 2, 1)), inputs=torch.randn(2, 4, requires_grad=True))
+    layers = [Waiting(0, wait) for wait in (1, 1, 1, 2, 1)]
+    costs = costs_of(*layers, inputs=torch.randn(2, 4, requires_grad=True), clock=lambda: 0.0)
     # The first is apart, since nothing before it needs a gradient.
-    assert Waiting.computed - before == 3 * (1 + REPETITIONS)
+    assert Waiting.computed - before == 3 * 2 * ROUNDS
     assert costs[1] is costs[2] is costs[4]
+
+
+def test_rounds_go_over_all_layers_and_quartiles_are_kept():
+    """Each pass takes longer than the one before it, whichever layer's: the rounds can be read off the times."""
+    ticks = itertools.count()
+    costs = costs_of(
+        nn.Linear(4, 5), nn.Linear(5, 3), inputs=torch.randn(2, 4), clock=lambda: (n := next(ticks)) * (n - 1) / 4
+    )
+    # Of each round the first layer's first pass that counts, forward, then backward: read at ticks 0 and 1, 2 and 3.
+    # Later rounds warm up with four ticks before.
+    begins = [[0, 4]] + [[8 + 16 * n + 4, 8 + 16 * n + 12] for n in range(MOST_ROUNDS - 1)]
+    for layer, cost in enumerate(costs):
+        forward = [((n + 1) * n - n * (n - 1)) / 4 for n in (begin[layer] for begin in begins)]
+        backward = [((n + 3) * (n + 2) - (n + 2) * (n + 1)) / 4 for n in (begin[layer] for begin in begins)]
+        assert cost.forward_measured_s == Spread.of(forward) and cost.forward_s == Spread.of(forward).likely
+        assert cost.backward_measured_s == Spread.of(backward) and cost.backward_s == Spread.of(backward).likely
 
 
 class Times(nn.Module):
@@ -141,8 +160,9 @@ def test_nothing_of_the_model_changes_and_neither_do_random_states():
     inputs = torch.randn(4, 8)
     kept, given, state = copy.deepcopy(model.state_dict()), inputs.clone(), torch.get_rng_state()
     done = []
-    measure(LayeredSequential(model, nn.functional.mse_loss), inputs, device=CPU, progress=done.append)
-    assert done == [1, 2, 3]
+    row = LayeredSequential(model, nn.functional.mse_loss)
+    measure(row, inputs, device=CPU, progress=lambda now, count: done.append((now, count)), clock=lambda: 0.0)
+    assert done == [(now, 3 * ROUNDS) for now in range(1, 3 * ROUNDS + 1)]
     assert torch.equal(torch.get_rng_state(), state) and torch.equal(inputs, given)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -156,7 +176,7 @@ class Pair(nn.Linear):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ((nn.Linear(8, 8), nn.Linear(7, 8)), r"layer 1 got \(4, 8\) of torch.float32, and: mat1 and mat2"),
+        ((nn.Linear(8, 8), nn.Linear(7, 8)), r"layer 1 got \(4, 8\) of torch.float32, and: (addmm: )?mat1 and mat2"),
         ((Pair(8, 8),), r"layer 0 got \(4, 8\) of torch.float32, and: it returned tuple, not one tensor"),
     ],
 )

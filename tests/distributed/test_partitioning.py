@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,15 @@ from torch import nn
 import stronghold
 from stronghold.distributed import partitioning
 from stronghold.distributed.layered_model import LayeredSequential
+from stronghold.distributed.offloaded_layers import offloaded_stages
 from stronghold.distributed.partitioning import choose_stages
 from stronghold.errors import ParallelError
+from stronghold.planner.partition import partition
 from stronghold.planner.pipeline_order import Pipeline
 from tests.distributed.cases import residual
 from tests.distributed.launched import launch
 from tests.distributed.waiting import Waiting
+from tests.planner import machines
 
 CPU = torch.device("cpu")
 
@@ -38,11 +43,12 @@ def pipeline_of(stages, micro_batches=4):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Returns the list that the costs of the next measurement will be in."""
+    """Returns the list that the costs of the next measurement will be in, without their spread: the minimum counts."""
     costs = []
 
     def measure(*arguments, **settings):
-        costs.extend(original(*arguments, **settings))
+        found = original(*arguments, **settings)
+        costs.extend(replace(cost, forward_measured_s=None, backward_measured_s=None) for cost in found)
         return list(costs)
 
     original = partitioning.measure
@@ -62,7 +68,7 @@ def sizes_of(cut):
 @pytest.mark.parametrize(("activations", "again"), [(None, 1), ("recompute", 1), ("host", 1), ("keep", 0)])
 def test_by_time_the_slowest_stage_is_the_fastest_of_all_partitions(measured, activations, again):
     row = row_of(*(Waiting(2 * wait, wait) for wait in (3, 1, 1, 2, 6, 2, 1)))
-    sizes, recomputed = choose_stages(
+    sizes, recomputed, planned = choose_stages(
         row, pipeline_of(3), "time", inputs=torch.randn(8, 4), device=CPU, activations=activations
     )
 
@@ -75,6 +81,94 @@ def test_by_time_the_slowest_stage_is_the_fastest_of_all_partitions(measured, ac
         min(map(slowest_s, every_cut(7, 3))), rel=1e-9
     )
     assert recomputed is None
+    # A stage computes for its micro-batches, and the last one's process waits for two forward passes at least.
+    ends = itertools.pairwise([0, *itertools.accumulate(sizes)])
+    for one, (first, end) in zip(planned, ends, strict=True):
+        each_s = sum((1 + again) * cost.forward_s + cost.backward_s for cost in measured[first:end])
+        assert one.computing_s == pytest.approx(4 * each_s)
+    step_s = {one.computing_s + one.waiting_s for one in planned}
+    assert max(step_s) == pytest.approx(min(step_s))
+    assert planned[-1].waiting_s >= sum(cost.forward_s for cost in measured[: sizes[0] + sizes[1]])
+
+
+class Clock:
+    """A clock of a machine under load: for a while each second of work takes one of ``slowness``, and a tenth more."""
+
+    def __init__(self, seed, slowness):
+        self._draw, self._slownesses = random.Random(seed), slowness
+        self.now_s = self._until_s = 0.0
+        self._slowness = 1.0
+
+    def __call__(self):
+        return self.now_s
+
+    def work(self, seconds):
+        if self.now_s >= self._until_s:  # bursts of other work, as long as a few layers
+            self._until_s = self.now_s + self._draw.expovariate(1 / 20)
+            self._slowness = self._draw.choice(self._slownesses)
+        self.now_s += seconds * self._slowness * self._draw.uniform(1, 1.1)
+
+
+class Working(nn.Linear):
+    """Takes so many seconds of a clock in each pass; ``name`` makes it a kind of its own, measured by itself."""
+
+    def __init__(self, clock, seconds, name):
+        super().__init__(4, 4)
+        self.clock, self.seconds, self.name = clock, seconds, name
+
+    def __deepcopy__(self, memo):
+        copied = Working(self.clock, self.seconds, self.name)
+        copied._parameters = {key: memo[id(value)] for key, value in self._parameters.items()}
+        return copied
+
+    def forward(self, x):
+        return Working.Pass.apply(super().forward(x), self)
+
+    class Pass(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, layer):
+            ctx.layer = layer
+            layer.clock.work(layer.seconds)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ctx.layer.clock.work(ctx.layer.seconds)
+            return gradient, None
+
+
+LIGHT, HEAVY = (1, 1, 1.1), (1, 1, 1.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slowness", "sizes"),
+    [
+        ([1, 1, 1, 1, 1, 1], HEAVY, [2, 2, 2]),
+        ([1, 1, 1, 1, 1, 1.1], HEAVY, [2, 2, 2]),
+        ([1, 1, 1, 1, 1, 1, 1], HEAVY, [3, 2, 2]),
+        ([1, 1, 1, 1, 1, 2], HEAVY, [2, 2, 2]),  # three seconds, as with [3, 2, 1]
+        ([1, 1, 1, 1, 1, 2], LIGHT, [2, 2, 2]),
+        ([6, 1, 1, 1, 1, 1, 1, 1], LIGHT, [1, 5, 2]),  # seven seconds with [3, 3, 2]
+    ],
+)
+def test_a_loaded_machine_cuts_as_one_that_is_not(monkeypatch, seconds, slowness, sizes):
+    """Each layer is measured by itself, with noise of its own; eight times the same cuts come of it."""
+    original, cuts, without = partitioning.measure, [], set()
+    for seed in range(8):
+        clock, found = Clock(seed, slowness), []
+
+        def measure(*arguments, clock=clock, found=found, **settings):
+            found.extend(original(*arguments, **settings, clock=clock))
+            return found
+
+        monkeypatch.setattr(partitioning, "measure", measure)
+        row = row_of(*(Working(clock, one, name) for name, one in enumerate(seconds)))
+        cuts.append(choose_stages(row, pipeline_of(3), "time", inputs=torch.randn(8, 4), device=CPU)[0])
+        bare = [replace(cost, forward_measured_s=None, backward_measured_s=None) for cost in found]
+        without.add(tuple(stage.layers for stage in partition(bare, pipeline_of(3), recompute_ratio=1).stages))
+    assert cuts == [sizes] * 8
+    if seconds[-1] == 2:
+        assert len(without) > 1  # noise alone decides
 
 
 class Heavy(nn.Linear):
@@ -90,7 +184,7 @@ def test_by_memory_the_fullest_stage_has_the_least_bytes_of_all_partitions(measu
     wide = [nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 4)) for _ in range(4)]
     row = row_of(*wide, *(Heavy() for _ in range(3)))
     order = pipeline_of(3)
-    sizes, _ = choose_stages(row, order, "memory", inputs=torch.randn(4 * 32, 4), device=CPU, activations=activations)
+    sizes, *_ = choose_stages(row, order, "memory", inputs=torch.randn(4 * 32, 4), device=CPU, activations=activations)
 
     def fullest_bytes(cut):
         peaks = []
@@ -109,6 +203,34 @@ def test_by_memory_the_fullest_stage_has_the_least_bytes_of_all_partitions(measu
 
     assert fullest_bytes([*itertools.pairwise([0, *itertools.accumulate(sizes)])]) == min(
         map(fullest_bytes, every_cut(7, 3))
+    )
+
+
+def test_with_a_window_stages_have_windows_and_wait_for_what_the_link_carries(measured):
+    row = row_of(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 5000), nn.Linear(5000, 4), nn.Linear(4, 4))
+    slow = machines.laptop(link={**machines.laptop().link, "h2d": machines.about(1e5)})
+    named = {"inputs": torch.randn(8, 4), "device": CPU, "window": 2}
+    by_time, *_ = choose_stages(row, pipeline_of(2), "time", machine=slow, **named)
+    # The wide layers' 100 and 80 kB take 1 and 0.8 s, more than all else does. A stage of two layers keeps one of them
+    # in its window; the other passes through the other stage's in forward passes alone, being the last one there.
+    assert by_time == [10, 2]
+    measured.clear()
+    by_memory, *_ = choose_stages(row, pipeline_of(3), "memory", **named)
+    offloaded = offloaded_stages(row, 2, device=CPU)
+    received = [4 * cost.input_bytes for cost in measured] + [0]
+
+    def fullest_bytes(cut):
+        return max(
+            offloaded.held_bytes(first, end)[0]
+            + held * sum(cost.input_bytes for cost in measured[first:end])
+            + max(cost.activation_bytes for cost in measured[first:end])
+            + (first and received[first])
+            + (received[end] if end < 12 else 0)
+            for held, (first, end) in zip(pipeline_of(3).held(), cut, strict=True)
+        )
+
+    assert fullest_bytes([*itertools.pairwise([0, *itertools.accumulate(by_memory)])]) == min(
+        map(fullest_bytes, every_cut(12, 3))
     )
 
 
@@ -136,7 +258,7 @@ def test_one_micro_batch_is_measured_and_its_targets(measured):
     ],
 )
 def test_what_leaves_nothing_to_choose_measures_nothing(measured, layers, stages, balance, sizes):
-    assert choose_stages(linear(layers), pipeline_of(stages), balance, device=CPU) == (sizes, None)
+    assert choose_stages(linear(layers), pipeline_of(stages), balance, device=CPU) == (sizes, None, ())
     assert measured == []
 
 
@@ -158,7 +280,7 @@ def test_a_file_says_the_layers_and_how_many_are_recomputed(tmp_path, kind, rati
     path = tmp_path / "partition.json"
     path.write_text(json.dumps({"partition": [4, 1], "recompute_ratio": ratios}))
     chosen = choose_stages(linear(5), pipeline_of(2), kind(path), device=CPU, activations=given)
-    assert chosen == ([4, 1], recomputed)
+    assert chosen == ([4, 1], recomputed, ())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A child of fork may look at an offloaded model; what it cannot do is refused: no hang, no shared write."""
 
+import copy
 import os
 import signal
 import traceback
@@ -19,7 +20,7 @@ ONE = numbers(1)[0]
 def trained(placed, update="deferred"):
     _, model = pair(Residual, **placed)
     optimizer = stronghold.AdamW(model.parameters(), **ADAMW, update=update)
-    ordinary_loop(model, optimizer, numbers(2))
+    ordinary_loop(model, optimizer, [batch.to(placed.get("dtype")) for batch in numbers(2)])
     return model, optimizer
 
 
@@ -83,6 +84,29 @@ def test_a_child_does_not_write_gradients_that_its_parent_has():
     said = forked(lambda: optimizer.zero_grad(set_to_none=False))
     assert said.startswith("OffloadedModelError: an offloaded model computes")
     assert torch.equal(model.layers[1].up.weight.grad, gradient)
+
+
+STATES = {
+    "state": lambda model, optimizer, kept, directory: optimizer.state,
+    "state_dict": lambda model, optimizer, kept, directory: optimizer.state_dict(),
+    "load_state_dict": lambda model, optimizer, kept, directory: optimizer.load_state_dict(kept),
+    "checkpoint": lambda model, optimizer, kept, directory: stronghold.checkpoint.save(directory, model, optimizer),
+    "save": lambda model, optimizer, kept, directory: stronghold.save(model, directory, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("use", STATES)
+@pytest.mark.parametrize("written", [False, True], ids=["", "written"])
+def test_a_child_that_asks_for_moments_or_masters_is_told_that_they_are_its_parents(use, written, tmp_path):
+    """The host's kernels alone work on them, in memory that a child does not have: to read it would end the child."""
+    model, optimizer = trained({"window": 2, "dtype": torch.bfloat16})
+    kept = copy.deepcopy(optimizer.state_dict())
+    if written:  # what was written is the masters', too, and was not taken over yet
+        write(model)
+    optimizer.wait()
+    said = forked(lambda: STATES[use](model, optimizer, kept, tmp_path / "saved"))
+    assert said.startswith("OffloadedModelError: an offloaded model computes and is trained in the process"), said
+    ordinary_loop(model, optimizer, [ONE.bfloat16()])
 
 
 @PLACED

@@ -201,7 +201,9 @@ def test_a_process_that_ends_searches_for_no_garbage(module, arguments):
     assert (done.stdout, done.returncode) == ("True\n", 2), done.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["plot"], ["report"], ["trace"], ["partition"]])
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["plan"], ["probe"], ["plot"], ["report"], ["trace"], ["partition"]]
+)
 def test_help_fits_and_has_no_gaps(capsys, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stop:

@@ -505,6 +505,31 @@ def on(device: str, s: Segment) -> Segment:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("elements", [4096, 300_000])
+@pytest.mark.parametrize("grad_scale", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("weight", "grad"),
+    [("fp32", "fp32"), *(("bf16 and remainder", grad) for grad in ("fp32", "bf16", "bf16 and remainder"))],
+)
+@MOMENTS
+def test_the_temporary_memory_is_what_a_plan_counts(states, grad, weight, grad_scale, elements, monkeypatch):
+    """Bf16 weights with fp32 moments took 21 bytes for each element where 13 were counted, in small parameters."""
+    device = torch.accelerator.current_accelerator()
+    monkeypatch.setattr(on_device, "DEVICES", ())
+    one = on(device, segment((elements,), weight, grad, states, grad_scale=grad_scale))
+    squares = torch.ones((), device=device)
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    adamw_on_device(one, squares=squares)
+    torch.accelerator.synchronize()
+    taken = torch.accelerator.max_memory_allocated() - before
+    counted = on_device.scratch_bytes(elements, str(device), dtype=one.weight.dtype, states=states)
+    assert taken <= counted
+    if grad_scale != 1 and grad != "fp32":
+        assert taken > 0.9 * (counted - 8192)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @WEIGHTS
 @GRADIENTS

@@ -1,13 +1,18 @@
 """Partitions against brute force over every cut and every recomputation, against literals, and what is refused."""
 
+import functools
 import itertools
 import math
+import random
+import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stronghold.errors import BudgetError
+from stronghold.planner.machine_file import Spread
 from stronghold.planner.partition import partition
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.stage_costs import LayerCost, ratio_of, recomputed_layers
@@ -81,10 +86,10 @@ layer_costs = st.builds(
 
 
 @st.composite
-def cases(draw):
-    layers = draw(st.lists(layer_costs, min_size=1, max_size=7))
+def cases(draw, most_layers=7):
+    layers = draw(st.lists(layer_costs, min_size=1, max_size=most_layers))
     schedule = draw(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]))
-    stages = draw(st.integers(1, min(4, len(layers))))
+    stages = draw(st.integers(1, min(4 if most_layers < 8 else 6, len(layers))))
     per_device = draw(st.sampled_from([1, stages])) if schedule == "Interleaved1F1B" else 1
     devices = stages // per_device
     micro_batches = devices * draw(st.integers(1, 3))
@@ -108,6 +113,23 @@ def fitting(case):
         if over[-1] <= 0:
             found.append((times, peaks))
     return found, over
+
+
+def best_of_each_cut(case):
+    """Returns the least slowest stage of each cut that fits the memory, recomputing as little as does."""
+    layers, pipeline, limits, ratios, receive_buffers = case
+    limits = limits if isinstance(limits, list) else [math.inf if limits is None else limits] * pipeline.stages
+    held, buffered = pipeline.held(), pipeline.micro_batches if receive_buffers else 0
+    found = {}
+    for inner in itertools.combinations(range(1, len(layers)), pipeline.stages - 1):
+        times = []
+        for stage, (first, end) in enumerate(itertools.pairwise([0, *inner, len(layers)])):
+            counts = range(end - first + 1) if ratios is None else [math.floor(ratios[stage] * (end - first))]
+            fits = [k for k in counts if peak_bytes(layers, first, end, k, held[stage], buffered) <= limits[stage]]
+            times += [time_s(layers, first, end, min(fits))] if fits else [math.inf]
+        if max(times) < math.inf:
+            found[tuple(b - a for a, b in itertools.pairwise([0, *inner, len(layers)]))] = max(times)
+    return found
 
 
 def arguments(case):
@@ -186,6 +208,124 @@ def test_a_given_partition_recomputes_as_little_as_fits(case, data):
             assert found.stages[number].recomputed == min(fits)
         elif number <= stage:
             assert bool(fits) == (number < stage)
+
+
+def textbook(case, balance):
+    """Returns (layers, recomputed) of each stage by dynamic programming, a stage and a beginning at a time.
+
+    Of beginnings that are as good the first is taken. None where nothing fits.
+    """
+    layers, pipeline, limits, ratios, receive_buffers = case
+    stages, held, buffered = pipeline.stages, pipeline.held(), pipeline.micro_batches if receive_buffers else 0
+    limits = limits if isinstance(limits, list) else [math.inf if limits is None else limits] * stages
+
+    def peaks(stage, first, end):
+        counts = range(end - first + 1) if ratios is None else [math.floor(ratios[stage] * (end - first))]
+        return {k: peak_bytes(layers, first, end, k, held[stage], buffered) for k in counts}
+
+    def fewest(stage, first, end):
+        return min((k for k, peak in peaks(stage, first, end).items() if peak <= limits[stage]), default=None)
+
+    def least_bytes(stage, first, end):
+        least = min(peaks(stage, first, end).values())
+        return least if least <= limits[stage] else math.inf
+
+    def seconds(stage, first, end):
+        recomputed = fewest(stage, first, end)
+        return math.inf if recomputed is None else time_s(layers, first, end, recomputed)
+
+    def best(cost):
+        @functools.cache
+        def found(stage, end):
+            if stage < 0:
+                return (-math.inf if end == 0 else math.inf), None
+            firsts = range(stage, end)
+            worst = [max(found(stage - 1, first)[0], cost(stage, first, end)) for first in firsts]
+            return min(zip(worst, firsts, strict=True), default=(math.inf, None))
+
+        cuts = [len(layers)]
+        for stage in reversed(range(stages)):
+            cuts.append(found(stage, cuts[-1])[1])
+        return found(stages - 1, len(layers))[0], cuts[::-1]
+
+    if balance == "memory":
+        fullest = best(least_bytes)[0]
+        limits = [min(limit, fullest) for limit in limits]
+    slowest_s, cuts = best(seconds)
+    if slowest_s == math.inf:
+        return None
+    return [(b - a, fewest(stage, a, b)) for stage, (a, b) in enumerate(itertools.pairwise(cuts))]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(cases(most_layers=16), st.sampled_from(["time", "memory"]))
+def test_stages_are_those_of_the_textbook_and_of_several_as_good_the_first(case, balance):
+    expected = textbook(case, balance)
+    positional, named = arguments(case)
+    if expected is None:
+        with pytest.raises(BudgetError):
+            partition(*positional, balance=balance, **named)
+        return
+    found = partition(*positional, balance=balance, **named)
+    assert [(stage.layers, stage.recomputed) for stage in found.stages] == expected
+
+
+@settings(max_examples=500, deadline=None)
+@given(cases(), st.data())
+def test_no_cut_is_moved_for_less_than_the_spread(case, data):
+    layers, pipeline, limits, ratios, receive_buffers = case
+    spreads = data.draw(st.lists(st.integers(0, 2), min_size=len(layers), max_size=len(layers)))
+    layers = [
+        replace(layer, forward_measured_s=Spread(layer.forward_s - 0.25, layer.forward_s, layer.forward_s + n))
+        for layer, n in zip(layers, spreads, strict=True)
+    ]
+    near = data.draw(st.none() | st.permutations(range(1, len(layers))))
+    inner = None if near is None else sorted(near[: pipeline.stages - 1])
+    near = None if inner is None else [b - a for a, b in itertools.pairwise([0, *inner, len(layers)])]
+    case = layers, pipeline, limits, ratios, receive_buffers
+    positional, named = arguments(case)
+    possible = best_of_each_cut(case)
+    if not possible:
+        return
+    found = partition(*positional, near=near, **named)
+    total_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+    spread = sum(n + 0.25 for n in spreads) / total_s if total_s else 0
+    assert found.spread == pytest.approx(spread)
+    check(case, found)
+    if not total_s:
+        return
+    equal = [len(layers) // pipeline.stages + (n < len(layers) % pipeline.stages) for n in range(pipeline.stages)]
+    wanted = [*itertools.accumulate(near or equal)]
+
+    def moved(cut_sizes):
+        return sum(abs(a - b) for a, b in zip(itertools.accumulate(cut_sizes), wanted, strict=True))
+
+    most_s = (1 + spread) * min(possible.values()) * (1 + 1e-12)
+    assert found.slowest_s <= most_s
+    assert moved(sizes(found)) == min(moved(cut) for cut, slowest_s in possible.items() if slowest_s <= most_s)
+    # each stage's own is that of the layers it computes, and once more of those it computes again
+    for stage in found.stages:
+        again = range(stage.first + stage.layers - stage.recomputed, stage.first + stage.layers)
+        own = [*range(stage.first, stage.first + stage.layers), *again]
+        assert stage.spread_s == pytest.approx(sum(spreads[n] + 0.25 for n in own))
+
+
+def test_a_thousand_layers_over_32_devices_are_cut_in_less_than_ten_seconds():
+    draw = random.Random(0).randrange
+    layers = [
+        LayerCost(
+            forward_s=draw(90, 110),
+            backward_s=draw(180, 220),
+            weight_bytes=draw(900, 1100),
+            activation_bytes=draw(90, 110),
+            input_bytes=10,
+        )
+        for _ in range(1000)
+    ]
+    began_s = time.process_time()
+    found = partition(layers, pipeline_of(32, 64), memory_bytes=70_000, receive_buffers=True)
+    assert time.process_time() - began_s < 10
+    assert max(stage.recomputed for stage in found.stages) > 0 and found.over_ideal < 0.2
 
 
 def test_what_a_partition_tells():

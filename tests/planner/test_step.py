@@ -214,6 +214,7 @@ def test_what_is_issued_in_a_step_over_a_disk():
         on_disk=(True,) * 4,
         chunks=(1,) * 4,
         root_first=(),
+        root_updates=(),
         in_backward=False,
         staged=True,
         runs_behind=False,

@@ -27,6 +27,9 @@ class IdleStage:
     def _no_ops(self, micro_batch):
         return []
 
+    def release_fwd_send_outputs(self, micro_batch):
+        """What torch 2.15 calls once a micro-batch has been sent."""
+
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_ops
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ import stronghold
 from stronghold.engine import engine_of
 from stronghold.errors import CorruptionError
 from stronghold.layout import PAGE_BYTES
+from stronghold.native import Priority, checksums
 from stronghold.store.looked_at import looked_at
+from stronghold.store.unit_file import UnitFile
 from tests.small import Residual, numbers
 
 PAGES = 200
@@ -131,3 +134,61 @@ def test_a_disk_that_alters_what_was_written_is_still_found(trained):
         file.write(b"\xff")
     with pytest.raises(CorruptionError, match=r"layers\.3"):
         stronghold.verify(model)
+
+
+def test_a_write_into_a_moment_while_a_layer_is_read_is_no_corruption(trained, monkeypatch):
+    """The window reads layers in a thread of its own, which must not take the pages away that the user writes."""
+    model, optimizer = trained
+    moments = [optimizer.state[layer.up.weight]["exp_avg"].numpy() for layer in model.layers]
+    wait, read = UnitFile.wait, threading.Event()
+
+    def wait_slowly(file, transfers):
+        if threading.current_thread() is not threading.main_thread():
+            for moment in moments:
+                moment[:] = 0.5
+            read.set()
+        wait(file, transfers)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(UnitFile, "wait", wait_slowly)
+        model(numbers(1)[0].to(next(model.parameters()).dtype))
+        assert read.wait(60)
+    stronghold.verify(model)
+    assert all((moment == 0.5).all() for moment in moments)
+
+
+def test_a_write_into_a_moment_before_its_weight_is_looked_at_is_no_corruption(trained):
+    model, optimizer = trained
+    for parameter in (model.layers[0].up.weight, model.out.weight):
+        optimizer.state[parameter]["exp_avg"].numpy()[:] = 0.5
+        assert parameter.data.any()
+    stronghold.verify(model)
+
+
+def test_a_write_is_found_once_though_a_thread_reads_meanwhile(trained, monkeypatch):
+    """Found twice, the second time by the backward pass, it would seem a write between the passes."""
+    model, optimizer = trained
+    unit = engine_of(model).layers[1]
+    optimizer.wait()
+    file = engine_of(model).store._file_of(unit)
+    file.changed()
+    unit.weight[0].view(torch.uint8).numpy()[:] = 1
+    compared, told = threading.Event(), threading.Event()
+
+    def checksums_slowly(memory, sums):
+        checksums(memory, sums)
+        if threading.current_thread() is not threading.main_thread():
+            compared.set()
+            told.wait(0.5)
+
+    monkeypatch.setattr("stronghold.store.unit_file.checksums", checksums_slowly)
+    target = torch.empty(unit.slot_bytes, dtype=torch.uint8)
+    begin = file.find(unit.buffer.flat)
+    thread = threading.Thread(target=lambda: file.wait(file.read(target, begin, Priority.FETCH)))
+    thread.start()
+    assert compared.wait(60)
+    (pages, _) = file.changed()
+    told.set()
+    thread.join()
+    assert pages
+    assert file.changed()[0] == []

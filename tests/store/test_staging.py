@@ -15,6 +15,7 @@ from stronghold.device import CpuDevice, Event
 from stronghold.engine import engine_of
 from stronghold.engine.placement import plan
 from stronghold.errors import BudgetError
+from stronghold.layout import ALIGNMENT_BYTES
 from stronghold.native import Disk
 from stronghold.settings import OffloadSettings
 from stronghold.store import disk as disk_module
@@ -185,7 +186,7 @@ def smallest_budget(tmp_path, device):
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 1.2, 3.0])
 def test_a_host_budget_is_kept_with_staging_in_it(tmp_path, share):
     """With all gradients there, what is left goes to weights and states, and not what staging takes."""
-    gradients = LAYERS * (SIZE * (SIZE + 1) * 4 + 4 * 64)
+    gradients = LAYERS * (SIZE * (SIZE + 1) * 4 + 4 * ALIGNMENT_BYTES)
     budget = smallest_budget(tmp_path, Apart) + gradients + int(share * LAYERS * SIZE * (SIZE + 1) * 16)
     found = []
     for store, device, given in (("ram", "cpu", None), (tmp_path / "store", Apart(), budget)):

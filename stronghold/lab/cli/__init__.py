@@ -8,7 +8,9 @@ from stronghold.errors import ParallelError, StrongholdError
 from stronghold.lab.cli.console import print_error
 from stronghold.lab.cli.parser import Help, Parser, left_to_the_first
 from stronghold.lab.cli.partition import add_partition
+from stronghold.lab.cli.plan import add_plan
 from stronghold.lab.cli.plot import add_plot
+from stronghold.lab.cli.probe import add_probe
 from stronghold.lab.cli.report import add_report
 from stronghold.lab.cli.trace import add_trace
 from stronghold.lab.cli.train import _train_settings as _train_settings  # what arguments mean, without running it
@@ -49,6 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_train, add_plot, add_report, add_trace, add_partition):
+    for add in (add_train, add_plan, add_probe, add_plot, add_report, add_trace, add_partition):
         add(commands)
     return parser

@@ -25,6 +25,8 @@ examples:
       the reference GPT over four processes, each stage as fast as can be
   stronghold partition -l 24 --hidden 1024 --stages 4 --memory 8GiB --device cuda
       the same, each stage recomputing as few layers as fit 8 GiB
+  stronghold partition -l 96 --hidden 4096 --stages 4 --window 4 --memory 24GiB --device cuda
+      stages that are larger than the device, whose layers pass through a window
   stronghold partition shop.vision:resnet --input 3,224,224 --file partition.json --micro-batches 16
       how good a partition of one's own model is
 """
@@ -82,12 +84,27 @@ def _add_stages(stages: Group) -> None:
         "--file", type=source, metavar="FILE", help="judge the partition in this file, in place of --balance"
     )
     stages.add_argument(
-        "--memory", metavar="SIZE", help="what a stage's weights and activations may take (default: any)"
+        "--memory",
+        metavar="SIZE",
+        help="what a stage may take on the device: weights, or its window, and activations (default: any)",
     )
     stages.add_argument(
         "--activations",
         choices=("recompute", "keep"),
         help="of all layers (default: each stage recomputes as few as fit --memory)",
+    )
+    stages.add_argument(
+        "--window",
+        type=whole,
+        metavar="N",
+        help="each stage's layers pass through a window of so many (default: all are on the device)",
+    )
+    stages.add_argument(
+        "--machine",
+        type=source,
+        metavar="FILE",
+        help="what stronghold probe wrote of the machine that all processes are on, for fetches and updates to count "
+        "(default: what is kept of this one)",
     )
 
 
@@ -137,6 +154,8 @@ def _run(options: argparse.Namespace) -> int:
         file=options.file,
         activations=options.activations,
         memory=options.memory,
+        window=options.window,
+        machine=options.machine,
         batch=options.batch,
         sequence=options.seq,
         dtype=options.dtype,

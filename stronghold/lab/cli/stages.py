@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from stronghold.distributed.layered_model import LayeredModel, LayeredSequential
 from stronghold.distributed.measuring import measure
+from stronghold.distributed.offloaded_layers import machine_known, offloaded_stages
 from stronghold.distributed.table import partition_lines, partition_table, sizes_of
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.models.layered_gpt import LayeredGPT
@@ -41,7 +42,9 @@ class PartitionSettings:
     the shape of one of its samples; without it the reference GPT of ``shape``, with ``sequence`` tokens in a sample.
     ``balance`` is "time", "memory" or the layers of each stage, and ``file`` a partition to be judged in its place.
     ``activations`` is "recompute" or "keep" for all layers; without it as few are recomputed as fit ``memory``, which
-    is what weights and activations of a stage may take, in bytes or like "8GiB". ``batch`` is the samples of a step, by
+    is what weights and activations of a stage may take, in bytes or like "8GiB". With a ``window`` that is the device's
+    part of them, and fetches and updates count where ``machine``, a file of stronghold probe's, or what is kept of this
+    machine, has their rates, which all processes have in common. ``batch`` is the samples of a step, by
     default one for each micro-batch. ``output`` is the file to write. Raises ValueError for values that contradict one
     another, and for files that cannot be.
     """
@@ -57,6 +60,8 @@ class PartitionSettings:
     file: str | None = None
     activations: str | None = None
     memory: int | str | None = None
+    window: int | None = None
+    machine: str | None = None
     batch: int | None = None
     sequence: int = 1024
     dtype: str = "fp32"
@@ -64,7 +69,15 @@ class PartitionSettings:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stages", "processes", "micro_batches", "batch", "sequence", *(["sample"] if self.sample else [])):
+        for name in (
+            "stages",
+            "processes",
+            "micro_batches",
+            "window",
+            "batch",
+            "sequence",
+            *(["sample"] if self.sample else []),
+        ):
             value = getattr(self, name)
             if value is not None and min([value] if isinstance(value, int) else value) < 1:
                 raise ValueError(f"{name} must be 1 or more (got {value}); pass whole numbers")
@@ -77,6 +90,11 @@ class PartitionSettings:
             raise ValueError(
                 f"a partition's file says where the row is cut and what is recomputed (got file={self.file!r} with "
                 f"balance={self.balance!r}, activations={self.activations!r}); leave out one or the other"
+            )
+        if self.machine is not None and self.window is None:
+            raise ValueError(
+                f"a machine's rates are those of fetches and updates beside a window (got machine={self.machine!r} and "
+                "no window); pass a window, such as 2, or no machine"
             )
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device must be cpu, cuda or cuda:N (got {self.device!r}); pass one of them")
@@ -99,22 +117,33 @@ def partition_model(settings: PartitionSettings, console: Console) -> Partition:
     """
     file = None if settings.file is None else read_partition(settings.file)
     balance = settings.balance or "time" if file is None else file.partition
+    device, dtype = torch.device(settings.device), _DTYPES[settings.dtype]
+    machine = None if settings.window is None else machine_known(settings.machine, device)
     pipeline, batch = _pipeline(settings, balance)
     samples = batch // pipeline.micro_batches
     layered, inputs, targets = _layered(settings, samples, console)
     partition([_NOTHING] * len(layered.layers), pipeline, balance=balance)
+    offloaded = None
+    if settings.window is not None:
+        offloaded = offloaded_stages(
+            layered, settings.window, device=device, dtype=dtype, machine=machine, processes=pipeline.devices
+        )
+        rates = "no rates of its machine known" if machine is None else f"rates of {machine.device_name}"
+        console.print(f"window     of {settings.window}, {rates}", soft_wrap=True, highlight=False, markup=False)
     costs = _measured(layered, inputs, targets, settings, console)
     wanted: dict[str, Any] = {
         "memory_bytes": settings.memory,
         "recompute_ratio": _ratio(settings, file),
         "receive_buffers": True,  # torch.distributed.pipelining allocates them
+        "offloaded": offloaded,
     }
     found = partition(costs, pipeline, balance=balance, **wanted)
     console.print(partition_table(found, pipeline))
     for line in partition_lines(found, pipeline):
         console.print(line, soft_wrap=True, highlight=False)
     if balance != "time":
-        best = partition(costs, pipeline, balance="time", **wanted)
+        near = None if isinstance(balance, str) else balance
+        best = partition(costs, pipeline, balance="time", near=near, **wanted)
         console.print(
             f"fastest    {sizes_of(best)}: {format_seconds(best.slowest_s)} for a micro-batch",
             soft_wrap=True,
@@ -241,7 +270,7 @@ def _measured(
             targets,
             device=torch.device(settings.device),
             dtype=_DTYPES[settings.dtype],
-            progress=lambda done: shown.update(task, completed=done),
+            progress=lambda done, count: shown.update(task, completed=done, total=count),
         )
 
 

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from stronghold.lab.cli.parser import Commands, Help
+from stronghold.lab.cli.planned import settle
 from stronghold.lab.cli.shared_arguments import SHAPE, given_shape
 from stronghold.lab.cli.train_arguments import ALL, add_train_arguments
 from stronghold.lab.settings import DataSettings, ModelSettings, OptimizerSettings, ParallelSettings, TrainSettings
@@ -17,6 +18,8 @@ examples:
       a small reference GPT on the source of the Python standard library
   stronghold train --data 'books/**/*.txt' --device cuda --dtype bf16 -l 100 --window 8 --out runs/books
       a 5 billion parameter GPT on text files, on a GPU
+  stronghold train --plan plan.json -l 32 --hidden 4096 --heads 32
+      by what stronghold plan -o plan.json has found for that model
   stronghold train --model Qwen3-8B/ --data texts.jsonl --save Qwen3-8B-tuned/
       fine-tunes a transformers model from a local folder, with its tokenizer
 """
@@ -38,6 +41,7 @@ def add_train(commands: Commands) -> None:
 
 def _train_settings(options: argparse.Namespace) -> TrainSettings:
     """Returns the settings that the parsed arguments mean. Raises ValueError where they contradict one another."""
+    settle(options)
     shape = _shape(options)
     if options.resume and options.out is None:
         raise ValueError("--resume goes on with the run in a folder (got none); pass --out with that folder")
@@ -90,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     from stronghold.lab.training import train
 
-    return train(settings).exit_code
+    return train(settings, plan=options.plan).exit_code
 
 
 def _shape(options: argparse.Namespace) -> dict[str, Any]:

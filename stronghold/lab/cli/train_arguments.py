@@ -16,6 +16,12 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     _add_model(train.add_argument_group("model"))
     _add_course(train.add_argument_group("training"))
     place = train.add_argument_group("placement")
+    place.add_argument(
+        "--plan",
+        type=source,
+        metavar="FILE",
+        help="what stronghold plan -o wrote: placement, batch, tokens and types are those of the plan",
+    )
     _add_device(place)
     _add_window(place)
     _add_step(place)
@@ -56,8 +62,8 @@ def _add_model(model: Group) -> None:
 
 
 def _add_course(course: Group) -> None:
-    course.add_argument("--batch", type=whole, default=4, metavar="N", help="samples in a step (default: 4)")
-    course.add_argument("--seq", type=whole, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
+    course.add_argument("--batch", type=whole, metavar="N", help="samples in a step (default: 4)")
+    course.add_argument("--seq", type=whole, metavar="N", help="tokens in a sample (default: 1024)")
     course.add_argument("--steps", type=whole, default=100, metavar="N", help="steps (default: 100); see --resume")
     course.add_argument("--lr", type=float, default=3e-4, metavar="X", help="highest learning rate (default: 3e-4)")
     course.add_argument(
@@ -96,30 +102,25 @@ def _add_device(place: Group) -> None:
         metavar="SIZE",
         help="what the process may take of a GPU, whatever trains: more is out of memory (default: all of it)",
     )
-    place.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="compute type; masters are fp32 (default: fp32)"
-    )
+    place.add_argument("--dtype", choices=("fp32", "bf16"), help="compute type; masters are fp32 (default: fp32)")
 
 
 def _add_window(place: Group) -> None:
     place.add_argument(
         "--window",
         type=_layers,
-        default="auto",
         metavar="N|auto",
         help="layers on the device at a time (default: auto)",
     )
     place.add_argument(
         "--resident",
         type=_layers,
-        default=0,
         metavar="N|auto",
         help="layers that stay on the device and are updated there; auto fills --device-memory (default: 0)",
     )
     place.add_argument(
         "--store",
         type=path,
-        default="ram",
         metavar="ram|disk|DIR",
         help="where the other layers, and all states, are: in memory, in OUT/store, or in that folder, which "
         "keeps the run of one process when it ends, for --resume (default: ram)",
@@ -133,7 +134,6 @@ def _add_step(place: Group) -> None:
     place.add_argument(
         "--activations",
         choices=("recompute", "keep", "host"),
-        default="recompute",
         help="what the backward pass needs: computed again, kept, or computed again from inputs kept in host "
         "memory (default: recompute)",
     )
@@ -146,7 +146,6 @@ def _add_step(place: Group) -> None:
     place.add_argument(
         "--states",
         choices=("fp32", "8bit"),
-        default="fp32",
         help="AdamW's moments: 8 bytes per parameter, or 2 (default: fp32)",
     )
 

@@ -48,7 +48,7 @@ class L2L:
             device=server.device,
             max_grad_norm=settings.optimizer.max_grad_norm,
             server=server,
-            micro_batch=settings.offload.micro_batch or settings.batch,
+            micro_batch=settings.offload.micro_batch_samples or settings.batch,
             stash=torch.device("cpu") if settings.offload.activations == "host" else server.device,
         )
 

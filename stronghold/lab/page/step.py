@@ -23,6 +23,15 @@ def timeline_section(run: RecordedRun | None, spans: Sequence[Span]) -> tuple[Se
     if run is None or not spans:
         of = f" of {escape(run.name)}" if run else ""
         return Section(title="One step", body=f"<p>No timeline{of} was recorded.</p>"), []
+    settings = run.settings
+    what = ", ".join(
+        f"{name} {settings[name]}" for name in ("method", "window", "store", "device", "dtype") if name in settings
+    )
+    return drawn_section("One step", f"One step of <b>{escape(run.name)}</b> ({escape(what)})", spans)
+
+
+def drawn_section(title: str, of: str, spans: Sequence[Span]) -> tuple[Section, list[str]]:
+    """Returns the section with a timeline of ``spans``, one or more, and notes; ``of`` says in HTML what they are."""
     shown = sorted(spans, key=lambda span: span.begin_s - span.end_s)[:_MOST_SPANS]
     notes = []
     if len(shown) < len(spans):
@@ -31,24 +40,19 @@ def timeline_section(run: RecordedRun | None, spans: Sequence[Span]) -> tuple[Se
             f"{len(spans) - len(shown)} of {len(spans)} parts of the timeline, of {longest_ms:.3g} ms or less, are not "
             "in the page; `stronghold trace` writes them all"
         )
-    settings = run.settings
-    what = ", ".join(
-        f"{name} {settings[name]}" for name in ("method", "window", "store", "device", "dtype") if name in settings
-    )
     whole_s = max(span.end_s for span in spans)
     body = _BODY.format(
-        name=escape(run.name),
-        what=escape(what),
+        of=of,
         whole=f"{whole_s * 1e3:,.3f} ms",
         lanes=_lanes(spans, whole_s),
         spans=_to_script(_drawn(shown)),
     )
-    return Section(title="One step", body=body), notes
+    return Section(title=title, body=body), notes
 
 
 _BODY = """\
-<p>One step of <b>{name}</b> ({what}) in {whole}: what each part of the machine was at. What one of them did at the same
-time is in rows of its own.</p>
+<p>{of} in {whole}: what each part of the machine is at. What one of them does at the same time is in rows of its
+own.</p>
 <div class="timeline" id="timeline">
 <div class="controls">
 <button type="button" data-do="in" aria-label="zoom in">+</button>

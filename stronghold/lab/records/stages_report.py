@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
+from rich.console import Group
 from rich.table import Table
 
 from stronghold.reports import Report, StepTimes
-from stronghold.units import format_bytes, format_count
+from stronghold.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,32 @@ class StagesReport:
             disk_written_bytes=sum(step.disk_written_bytes for step in steps),
         )
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Table | Group:
+        processes = self._processes()
+        return Group(processes, self._stages()) if any(one.stages for one in self.reports) else processes
+
+    def _stages(self) -> Table:
+        """Returns a line for each stage of each replica, its last batch and peak bytes, and below what was planned."""
+        result = Table(title="stages in the last batch; waiting is with sending", title_justify="left")
+        for name in ("stage", "layers", "", "computing", "waiting", "sent", "peak"):
+            result.add_column(name, justify="right", no_wrap=True)
+        found = [(times, one) for one in self.reports for times in one.stages]
+        for times, one in sorted(found, key=lambda each: each[0].stage):
+            result.add_row(
+                str(times.stage),
+                str(times.layers),
+                "measured",
+                format_seconds(times.computing_s),
+                format_seconds(times.waiting_s),
+                format_bytes(times.sent_bytes),
+                format_bytes(one.peak_device_bytes) if one.peak_device_bytes else "not counted",
+            )
+            if (planned := times.planned) is not None:
+                seconds = map(format_seconds, (planned.computing_s, planned.waiting_s))
+                result.add_row("", "", "planned", *seconds, "", format_bytes(planned.peak_bytes))
+        return result
+
+    def _processes(self) -> Table:
         result = Table(title="processes", title_justify="left")
         for name in ("process", "layers", "parameters", "window", "device", "host", "disk"):
             result.add_column(name, justify="right", no_wrap=True)

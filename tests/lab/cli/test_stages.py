@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from stronghold.distributed.offloaded_layers import offloaded_stages
 from stronghold.lab import cli
 from stronghold.lab.cli import stages
+from stronghold.planner.machine_file import Spread
 from stronghold.planner.partition_file import read_partition
 from stronghold.planner.stage_costs import LayerCost
+from stronghold.units import format_bytes
+from tests.planner import machines
 
 TINY = ["-l", "4", "--hidden", "32", "--heads", "2", "--vocabulary", "256", "--seq", "16"]
 
@@ -99,6 +104,25 @@ def test_a_partition_of_ones_own_is_set_beside_the_fastest(capsys, measured):
     assert "fastest    3,1: 6.00 ms for a micro-batch" in shown
 
 
+def test_the_table_says_how_far_measurements_differ_and_no_cut_is_moved_for_less(capsys, measured, monkeypatch):
+    exact = stages.measure
+    for part, row, shown_spread in ((0.1, ["3", "1"], "10.0 %"), (1.0, ["2", "2"], "100.0 %")):
+
+        def measure(*arguments, part=part, **settings):
+            return [
+                replace(
+                    cost, forward_measured_s=Spread(cost.forward_s, cost.forward_s, (1 + 3 * part) * cost.forward_s)
+                )
+                for cost in exact(*arguments, **settings)
+            ]
+
+        monkeypatch.setattr(stages, "measure", measure)
+        shown = run(capsys, *TINY, "--stages", "2", "--micro-batches", "2")
+        assert [cells[1] for cells in rows(shown)] == row
+        assert [cells[5] for cells in rows(shown)] == [shown_spread] * 2
+        assert f"spread     {shown_spread} of the layers' time, from quartile to quartile of what was measured" in shown
+
+
 def test_a_stage_recomputes_as_few_layers_as_fit_the_memory_or_as_told(capsys, measured):
     arguments = [*TINY, "--stages", "2", "--balance", "3,1", "--micro-batches", "2"]
     shown = run(capsys, *arguments, "--activations", "recompute")
@@ -109,6 +133,29 @@ def test_a_stage_recomputes_as_few_layers_as_fit_the_memory_or_as_told(capsys, m
     assert read_partition("partition.json").recomputed == (1, 0)
     refused = refuse(capsys, *arguments, "--memory", "1MiB")
     assert "each stage must fit its memory (stage 0, layers 0 to 2 with 2 micro-batches held, needs" in refused
+
+
+def test_with_a_window_a_stage_s_bytes_are_its_windows_and_it_waits_for_its_fetches(capsys, measured):
+    arguments = [*TINY, "--stages", "2", "--balance", "3,1", "--micro-batches", "2", "--window", "2"]
+    shown = run(capsys, *arguments)
+    assert "window     of 2, no rates of its machine known" in shown
+    offloaded = offloaded_stages(measured[0][0], 2, device=torch.device("cpu"))
+    held = [int(offloaded.held_bytes(*ends)[0]) for ends in ((0, 3), (3, 4))]
+    # Of activations stage 0 holds two micro-batches, stage 1 one; each has buffers for two inputs.
+    assert [row[5] for row in rows(shown)] == [
+        format_bytes(held[0] + 2 * 3 * 1024 + 2 * 256),
+        format_bytes(held[1] + 1024 + 2 * 256),
+    ]
+    slot = offloaded.layers[1].slot_bytes
+    slow = {**machines.laptop().link, "h2d": machines.about(2 * 4 * slot)}
+    machines.laptop(link=slow).write("machine.json")
+    shown = run(capsys, *arguments, "--machine", "machine.json")
+    assert "window     of 2, rates of a processor" in shown
+    # A layer takes a quarter of a second of a link that two processes have in common: stage 0 fetches one each way and
+    # three at a step's beginning, stage 1 its only one then, 248 ms more than it computes, in two micro-batches.
+    assert [(row[4], row[5]) for row in rows(shown)] == [("750.0", "fetches"), ("130.0", "updates")]
+    refused = refuse(capsys, *TINY, "--stages", "2", "--machine", "machine.json")
+    assert "pass a window, such as 2, or no machine" in refused
 
 
 def test_several_stages_of_a_process_are_told_apart(capsys, measured):

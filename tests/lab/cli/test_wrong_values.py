@@ -6,6 +6,7 @@ import time
 import pytest
 
 from stronghold.lab import cli
+from tests.planner.machines import laptop
 
 SHAPE = ["-l", "2", "--hidden", "32", "--heads", "2", "--vocabulary", "256", "--seq", "32"]
 TRAIN = ["train", *SHAPE, "--data", "text.txt", "--device", "cpu", "--batch", "2", "--steps", "2", "--out", "out"]
@@ -13,6 +14,8 @@ PARTITION = ["partition", *SHAPE, "--stages", "2", "--device", "cpu"]
 COMMANDS = {
     "train": TRAIN,
     "partition": PARTITION,
+    "probe": ["probe", "--device", "cpu", "--no-keep", "--seconds", "1"],
+    "plan": ["plan", *SHAPE, "--batch", "2", "--machine", "machine.json"],
     "plot": ["plot", "text.txt"],
     "report": ["report", "folder"],
     "trace": ["trace", "folder"],
@@ -25,10 +28,13 @@ WHOLE = {
         *["--steps", "--micro-batch", "--replicas", "--checkpoint-every", "--keep-checkpoints", "--window"],
     ],
     "partition": [*COUNTS, "--processes", "--input"],
+    "plan": [*COUNTS[:6], "--micro-batch", "--window", "--nodes", "--devices-per-node"],
 }
 ZERO_TOO = {"train": ["--held-out", "--warmup", "--seed", "--resident"]}
-REAL = {"train": ["--dropout", "--lr", "--weight-decay", "--clip"], "partition": ["--dropout"]}
+REAL = {"train": ["--dropout", "--lr", "--weight-decay", "--clip"], "partition": ["--dropout"], "probe": ["--seconds"]}
+REAL["plan"] = ["--dropout", "--tokens"]
 SIZES = {"train": ["--device-limit", "--device-memory", "--host-memory"], "partition": ["--memory"]}
+SIZES["plan"] = ["--device-memory", "--host-memory"]
 NAMED = {
     "train": [
         "--device",
@@ -42,10 +48,20 @@ NAMED = {
         "--balance",
     ],
     "partition": ["--device", "--dtype", "--activations", "--schedule", "--balance"],
+    "probe": ["--device"],
+    "plan": ["--device", "--dtype", "--activations", "--update", "--states"],
 }
-READ = {"train": ["--data", "--tokenizer", "--model"], "partition": ["--file"]}
-FILES = {"train": ["--log", "--record"], **{one: ["--output"] for one in ("partition", "plot", "report", "trace")}}
-FOLDERS = {"train": ["--out", "--save", "--store"]}
+READ = {
+    "train": ["--data", "--tokenizer", "--model", "--plan"],
+    "partition": ["--file", "--machine"],
+    "plan": ["--machine", "--profile"],
+}
+FILES = {
+    "train": ["--log", "--record"],
+    "plan": ["--output", "--picture"],
+    **{one: ["--output"] for one in ("partition", "probe", "plot", "report", "trace")},
+}
+FOLDERS = {"train": ["--out", "--save", "--store"], "probe": ["--disk"], "plan": ["--disk"]}
 TOO_LONG = "a" * 300
 VALUES = [
     (WHOLE, ("", "0", "-1", "nan", "2.5", "x", HUGE, "9" * 5000)),
@@ -75,6 +91,7 @@ WRONG += [
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    laptop().write(tmp_path / "machine.json")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "kept").touch()
     return tmp_path

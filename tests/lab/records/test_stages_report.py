@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from stronghold.lab.records.stages_report import StagesReport
+from stronghold.reports import PlannedStage, StageTimes
 from tests.test_reports import STEP, report
 
 
@@ -48,3 +49,23 @@ def test_it_reads_as_a_table_with_a_sum_that_counts_shared_parameters_once():
         ["1", "2", "1.5 k", "4", "8.00 MiB", "1.50 GiB", "2.00 KiB"],
         ["all", "5", "3 k", "", "16.0 MiB", "3.00 GiB", "2.00 KiB"],
     ]
+
+
+def test_stages_have_a_line_each_with_what_was_planned_beside():
+    planned = PlannedStage(computing_s=2.0, waiting_s=0.25, peak_bytes=3 * 2**20)
+    first = StageTimes(stage=0, layers=3, computing_s=1.5, waiting_s=0.5, sent_bytes=2048, planned=planned)
+    last = StageTimes(stage=1, layers=2, computing_s=1.75, waiting_s=0.125, sent_bytes=1024)
+    both = StagesReport(
+        parameters=1,
+        reports=(report(stages=(last,), peak_device_bytes=2**20), report(stages=(first,), peak_device_bytes=0)),
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(both)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.export_text().splitlines()]
+    assert [row for row in rows if row][-3:] == [
+        ["0", "3", "measured", "1.50 s", "500 ms", "2.00 KiB", "not counted"],
+        ["", "", "planned", "2.00 s", "250 ms", "", "3.00 MiB"],
+        ["1", "2", "measured", "1.75 s", "125 ms", "1.00 KiB", "1.00 MiB"],
+    ]
+    text = str(both.reports[1])
+    assert "1.50 s, planned 2.00 s" in text and "500 ms, planned 250 ms; 2.00 KiB sent" in text

@@ -38,7 +38,7 @@ def micro_batch_of(settings: TrainSettings) -> int:
 
     Raises ValueError if they do not make up the batch: DeepSpeed's have one size.
     """
-    micro_batch = min(settings.offload.micro_batch or settings.batch, settings.batch)
+    micro_batch = min(settings.offload.micro_batch_samples or settings.batch, settings.batch)
     if settings.batch % micro_batch:
         raise ValueError(
             f"DeepSpeed's micro-batches must make up the batch (got batch={settings.batch} and "

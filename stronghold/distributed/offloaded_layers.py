@@ -1,0 +1,76 @@
+"""What each layer of a row takes and moves in a stage that is offloaded, found without placing anything."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from stronghold.distributed.layered_model import LayeredModel
+from stronghold.engine.budget import BUFFERS
+from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.machine_rates import machine_of
+from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
+from stronghold.planner.search import Choice
+from stronghold.planner.step_costs import Machine
+from stronghold.probing import kept_machine
+
+
+def offloaded_stages(
+    layered: LayeredModel,
+    window: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    machine: MachineFile | None = None,
+    processes: int = 1,
+) -> OffloadedStages:
+    """Returns what the stages of ``layered`` take with a window of so many layers on ``device``.
+
+    Bytes are those that ``stronghold.offload`` places, by its own arithmetic. Root parameters count as updated on the
+    host, which is the least that they take on the device. ``machine`` was measured, and is that of all ``processes``,
+    each with its share of the updates' threads. The model may be on the meta device; nothing of it changes. Raises
+    ValueError for layers that cannot be offloaded, and for a machine on which their updates were not measured.
+    """
+    is_host = device.type == "cpu"
+    layers = [_layer(layered, number, dtype, is_host) for number in range(len(layered.layers))]
+    rates = None if machine is None else _rates(machine, layered.model, dtype, processes)
+    return OffloadedStages(window=window, layers=layers, gradient_slots=BUFFERS.gradient_slots, machine=rates)
+
+
+def machine_known(machine: MachineFile | str | os.PathLike[str] | None, device: torch.device) -> MachineFile | None:
+    """Returns what was measured of a machine: what is given, or its file's, or what is kept of this one, if anything.
+
+    Raises ValueError for a file that is no machine's, and OSError for none.
+    """
+    if machine is None or isinstance(machine, MachineFile):
+        return machine or kept_machine(device)
+    return MachineFile.read(machine)
+
+
+def _layer(layered: LayeredModel, number: int, dtype: torch.dtype | None, is_host: bool) -> OffloadedLayer:
+    alone = nn.Sequential(layered.stage(number, number + 1))
+    container = f"0{layered.container and '.'}{layered.container}"
+    found = ModelMemory(alone, layers=[container], dtype=dtype, is_host=is_host).of(Choice(window=1))
+    (own,) = found.layers
+    on_host = is_host * sum(unit.trained_elements for unit in found.root)  # elsewhere the device updates the root's
+    return OffloadedLayer(
+        slot_bytes=own.slot,
+        gradient_bytes=own.gradient_slot,
+        root_bytes=found.buffers + sum(unit.on_device for unit in found.root),
+        elements=own.trained_elements + on_host,
+    )
+
+
+def _rates(machine: MachineFile, model: nn.Module, dtype: torch.dtype | None, processes: int) -> Machine:
+    dtypes = {p.dtype for p in model.parameters()} if dtype is None else {dtype}
+    rates = machine_of(machine, dtype="bfloat16" if dtypes == {torch.bfloat16} else "float32", states="fp32")
+    return replace(
+        rates,
+        host_update_ns=rates.host_update_ns * processes,
+        # Each accelerator has a link of its own; copies within the host's memory have it in common.
+        h2d_bytes_per_s=rates.h2d_bytes_per_s / (processes if machine.is_host else 1),
+    )

@@ -1,0 +1,83 @@
+"""What a plan is asked for, as limits and as what may be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+from torch import nn
+
+from stronghold.device import return_free_memory
+from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.engine.planning.model_planner import Limits
+from stronghold.planner.machine_file import MachineFile
+from stronghold.settings import check_one_of
+from stronghold.units import parse_bytes
+
+UPDATES = ("deferred", "in_backward")
+MOST_PIECES = 64
+"""Micro-batches of a layer that are looked at, at most."""
+RESERVED = 0.03
+"""Of a device's memory, what is left to its driver and to holes between allocations."""
+
+
+def limits(
+    machine: MachineFile, model: nn.Module, device_memory: int | str | None, host_memory: int | str | None
+) -> Limits:
+    device = machine.device_memory_bytes
+    if device_memory is not None:
+        device = parse_bytes(device_memory)
+    elif device is not None:
+        device = int((1 - RESERVED) * device)
+    host = int(0.9 * machine.host_memory_bytes) if host_memory is None else parse_bytes(host_memory)
+    return Limits(device=None if machine.is_host else device, host=host, process=process_bytes(model))
+
+
+def process_bytes(model: nn.Module) -> int:
+    """Returns what the process has in memory but for the model's parameters, which the store takes over."""
+    return_free_memory()  # the process is to count as what it holds
+    own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if p.is_cpu}
+    return max(0, psutil.Process().memory_info().rss - sum(own.values()))
+
+
+def sizes(memory: ModelMemory, on_disk: bool, window: int | None, resident: int | None) -> dict[str, Any]:
+    """Returns which windows and numbers of resident layers may be chosen.
+
+    Where device and host are one memory, a layer in RAM is computed with where it is: all are resident.
+    """
+    layers = len(memory.units.layers)
+    for name, value, least, most in (("window", window, 1, layers), ("resident", resident, 0, layers)):
+        if value is not None and not (isinstance(value, int) and least <= value <= most):
+            raise ValueError(
+                f"{name} must be a number of layers from {least} to {most} (got {value!r}); pass one, or None"
+            )
+    residents: Sequence[int] = range(layers + 1)
+    if resident is not None:
+        residents = (resident,)
+    elif memory.is_host and not on_disk and window is None:
+        residents = (layers,)
+    return {"residents": residents, "windows": None if window is None else (window,)}
+
+
+def kepts(activations: str | None, layers: int) -> tuple[int, ...]:
+    if activations is None:
+        return 0, layers
+    return (0,) if one_of("activations", activations, ("recompute", "keep")) == "recompute" else (layers,)
+
+
+def micro_batches(asked: int | str | None, batch: int, memory: ModelMemory) -> tuple[int | None, ...]:
+    if isinstance(asked, int) and asked < 1:
+        raise ValueError(f"micro_batch must be samples, 1 or more (got {asked}); pass a number, None, or 'auto'")
+    if asked is None or isinstance(asked, int):
+        return (asked,)
+    one_of("micro_batch", asked, ("auto",))
+    if not memory.can_be_cut:
+        return (None,)
+    pieces = [2**n for n in range(1, MOST_PIECES.bit_length()) if 2**n <= batch]
+    return None, *dict.fromkeys(-(-batch // count) for count in pieces)
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+    check_one_of(name, value, choices)
+    return value

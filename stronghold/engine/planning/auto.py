@@ -1,0 +1,138 @@
+"""What ``"auto"`` comes to where the inputs of a step are known: the planner's answer for the machine at hand."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.device import Device
+from stronghold.engine.planning.asked import RESERVED, kepts, limits, micro_batches, sizes
+from stronghold.engine.planning.given import check_plan
+from stronghold.engine.planning.searched import PlannedModel
+from stronghold.errors import BudgetError
+from stronghold.planned import PlannedSteps
+from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.search import ENOUGH, Space
+from stronghold.planner.training_plan import TrainingPlan
+from stronghold.probing import glance, kept_machine
+from stronghold.settings import OffloadSettings
+
+_LOG = logging.getLogger("stronghold")
+_LEFT_OPEN = {**vars(OffloadSettings()), **dict.fromkeys(("resident", "micro_batch", "activations"), "auto")}
+"""What settings are where the user has not set them beside a plan."""
+_glances: dict[tuple[str, bool, tuple[str, ...]], MachineFile] = {}
+"""What was seen of a machine that was never probed, in this process."""
+
+
+def settled(
+    model: nn.Module,
+    settings: OffloadSettings,
+    device: Device,
+    *,
+    inputs: Tensor | Mapping[str, Any] | Sequence[Any] | None,
+    plan: TrainingPlan | str | os.PathLike[str] | None,
+    layers: str | Sequence[str] | None,
+    dtype: torch.dtype | None,
+) -> tuple[OffloadSettings, PlannedSteps]:
+    """Returns the settings with what was ``"auto"`` by the ``plan``, or by one for ``inputs``, and what it says.
+
+    That is by the ``update`` of AdamW, of which ``inputs`` leave both open.
+    """
+    if plan is None:
+        assert inputs is not None
+        found, steps = _planned(model, settings, device, inputs, layers=layers, dtype=dtype)
+        said = {"micro_batch": None, **found.settings, "store": settings.store, "host_memory": settings.host_memory}
+        if settings.activations == "host":
+            said["activations"] = "host"
+        return replace(settings, **said), steps
+    if inputs is not None:
+        raise ValueError("a plan is for inputs of its own (got plan= and inputs=); leave out one of them")
+    found = plan if isinstance(plan, TrainingPlan) else TrainingPlan.read(plan)
+    check_plan(found, model, device.torch_device)
+    said = vars(OffloadSettings(**found.settings))
+    for name, value in vars(settings).items():
+        if value not in (_LEFT_OPEN[name], said[name]):
+            raise ValueError(
+                f"a plan holds for its own settings (got {name}={value!r} beside one with {said[name]!r}); leave out "
+                f"{name}, or plan with it"
+            )
+    return replace(settings, **said), PlannedSteps({found.optimizer["update"]: found.planned()})
+
+
+def _planned(
+    model: nn.Module,
+    settings: OffloadSettings,
+    device: Device,
+    inputs: Tensor | Mapping[str, Any] | Sequence[Any],
+    *,
+    layers: str | Sequence[str] | None,
+    dtype: torch.dtype | None,
+) -> tuple[TrainingPlan, PlannedSteps]:
+    """Plans what ``settings`` leave to ``"auto"``, for AdamW with moments in fp32 and updates behind the backward pass.
+
+    Nothing is changed. A model that fits is left resident where nothing else is faster by more than a little. The
+    machine is the one that ``stronghold.probe`` has kept, or else is glanced at, once in a process. Raises ValueError
+    for a model that cannot be planned for, BudgetError where nothing fits.
+    """
+    if device.is_host and settings.device_memory is not None:
+        raise ValueError(
+            f"device_memory is planned with where a device has memory of its own (got {settings.device_memory} with "
+            f"inputs= on {device.name}); pass host_memory= there, or leave out inputs="
+        )
+    directories = [os.path.realpath(path) for path in settings.directories]
+    machine = _machine(device, directories)
+    # With their inputs in host memory layers are recomputed as well.
+    activations = {"auto": None, "host": "recompute"}.get(settings.activations, settings.activations)
+    window, resident = (None if one == "auto" else one for one in (settings.window, settings.resident))
+    assert not isinstance(window, str) and not isinstance(resident, str)
+    found = PlannedModel(model, machine, inputs, layers=layers, dtype=dtype, directories=directories)
+    count = len(found.memory.units.layers)
+    space = Space(
+        layers=count,
+        **sizes(found.memory, bool(directories), window, resident),
+        kepts=kepts(activations, count),
+        micro_batches=micro_batches(settings.micro_batch, found.computation.batch, found.memory),
+        updates=("deferred",),
+        stores=("disk",) if directories else ("ram",),
+    )
+    most = limits(machine, model, settings.device_memory, None)
+    if most.device is not None and settings.device_memory is None and (free := device.free_bytes()) is not None:
+        most = replace(most, device=min(most.device, int((1 - RESERVED) * free)))
+    if (host := settings.host_memory) is not None:
+        assert isinstance(host, int)
+        most = replace(most, host=min(most.host, most.process + host))
+    most = replace(most, fills_ram=False, in_ram=host)
+    plan = found.best(space, most)
+    if plan.settings["resident"] < count in space.residents:
+        with contextlib.suppress(BudgetError):  # then it does not fit
+            all_resident = found.best(replace(space, residents=(count,)), most)
+            if all_resident.step_s.likely <= (1 + ENOUGH) * plan.step_s.likely:
+                plan = all_resident
+    step = plan.planned()
+    _LOG.info("%s on %s: %s; %s", plan.model, plan.machine, step.chosen, step.reason)
+    chosen = replace(
+        space,
+        windows=(plan.settings["window"],),
+        residents=(plan.settings["resident"],),
+        kepts=kepts(plan.settings["activations"], count),
+        micro_batches=(plan.settings.get("micro_batch"),),
+    )
+    in_backward = found.best(replace(chosen, updates=("in_backward",)), most)
+    return plan, PlannedSteps(deferred=step, in_backward=in_backward.planned())
+
+
+def _machine(device: Device, directories: Sequence[str]) -> MachineFile:
+    kept = kept_machine(device.torch_device)
+    if kept is not None and kept.is_host == device.is_host and all(path in kept.disks for path in directories):
+        return kept
+    key = device.name, device.is_host, tuple(directories)
+    if key not in _glances:
+        _glances[key] = glance(device, directories)
+    return _glances[key]

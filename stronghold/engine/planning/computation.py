@@ -1,0 +1,262 @@
+"""What a model computes and keeps, layer by layer and outside the layers: run once on tensors without memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from stronghold.engine.microbatch import batch_of, split
+from stronghold.engine.planning.recording import Recording
+from stronghold.engine.planning.root_run import RootRun, Stubs, dropped
+from stronghold.engine.replay import structural_copy
+from stronghold.planner.op_costs import Op
+
+Inputs = Mapping[str, Any] | Sequence[Any]
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """What a layer computes over a micro-batch of ``samples``, and the bytes that it takes.
+
+    ``before_gradients`` is what of ``backward`` comes before the first gradient of a parameter. ``output_bytes`` is
+    what a run leaves behind, ``kept_bytes`` the same with all that its backward pass needs, of which ``saved_bytes``
+    stay if nobody has the output.
+    """
+
+    samples: int
+    forward: Counter[Op]
+    before_gradients: Counter[Op]
+    backward: Counter[Op]
+    output_bytes: int
+    kept_bytes: int
+    saved_bytes: int
+
+
+class ModelComputation:
+    """What ``model`` computes in a step: ``inputs`` are its arguments, tensors on any device, of which sizes count.
+
+    ``modules`` are its layers in order; those of one class and shape are run once. ``dtype`` is the compute type, None
+    for each parameter's own. The model's output must be a loss, have one (``loss``), or be made one by ``loss``.
+    ``block_bytes`` is what the device's allocator rounds each tensor's memory up to.
+
+    Raises ValueError where the model cannot be run without values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        inputs: Inputs,
+        *,
+        dtype: torch.dtype | None = None,
+        loss: Callable[[Any], Tensor] | None = None,
+        block_bytes: int = 1,
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._model, self._dtype = model, dtype
+        self._tensors = {id(t): self._fake(t) for t in [*model.parameters(), *model.buffers()]}
+        self._modules = list(modules)
+        self._kinds: dict[Any, int] = {}
+        self.group_of = [-1] * len(self._modules)
+        """For each layer, the number of the first one like it."""
+        self._calls: dict[int, tuple[tuple, dict[str, Any]]] = {}
+        self._outputs: dict[int, Any] = {}
+        self._runs: dict[tuple[int, int], LayerRun] = {}
+        self._backward_bytes: dict[tuple[int, int, bool], int] = {}
+        self.batch = 0
+        """Samples that the layers get."""
+        with _told(model):
+            self.root = self._run_root(inputs, loss)
+        if -1 in self.group_of:
+            raise ValueError(
+                f"every layer of {type(model).__name__} must run in its forward pass (got none of layer "
+                f"{self.group_of.index(-1)}); pass inputs with which all do, or the layers that do as layers="
+            )
+
+    def layer(self, number: int, samples: int | None = None) -> LayerRun:
+        """Returns what the layer of this number does over a micro-batch, by default the whole batch."""
+        group = self.group_of[number]
+        samples = min(samples or self.batch, self.batch)
+        if (group, samples) not in self._runs:
+            with _told(self._model):
+                self._runs[group, samples] = self._run_layer(group, samples)
+        return self._runs[group, samples]
+
+    def backward_bytes(self, number: int, samples: int | None, *, kept: bool) -> int:
+        """Returns the most that the layer's backward pass takes beside what its forward pass has left.
+
+        That has left its output and, where activations are ``kept``, all that the backward pass needs. Over several
+        micro-batches, which differ from two in nothing that counts, autograd has the sums of all gradients until the
+        last one is over, and adds to them out of place.
+        """
+        key = self.group_of[number], min(samples or self.batch, self.batch), kept
+        if key not in self._backward_bytes:
+            with _told(self._model):
+                self._backward_bytes[key] = self._run_backward(*key)
+        return self._backward_bytes[key]
+
+    def kind_of(self, number: int, differentiable: tuple[bool, ...]) -> int:
+        """Returns the first layer that computes the same, of whose inputs the same ones get gradients."""
+        return self._kinds.setdefault((_likeness(self._modules[number]), differentiable), number)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        cast = self._dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        dtype = self._dtype if cast else tensor.dtype
+        with self._mode:
+            fake = torch.empty(tensor.shape, dtype=dtype)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    @contextmanager
+    def _without_values(self, module: nn.Module) -> Iterator[None]:
+        """Has a module compute with tensors without memory; the backward pass too, which may run parts of it again."""
+        named: list[dict[str, Any]] = [names for m in module.modules() for names in (m._parameters, m._buffers)]
+        held = [(names, names.copy()) for names in named]
+        try:
+            for names, before in held:
+                names.update((name, self._tensors[id(t)]) for name, t in before.items() if t is not None)
+            yield
+        finally:
+            for names, before in held:
+                names.update(before)
+
+    def _run_layer(self, number: int, samples: int) -> LayerRun:
+        args, kwargs = self._calls[number]
+        if samples < self.batch:
+            args, kwargs = split(args, kwargs, samples)[0]
+        forward, before, backward = Counter[Op](), Counter[Op](), Counter[Op]()
+        module = self._modules[number]
+        parameters = [self._tensors[id(p)] for p in module.parameters() if p.requires_grad]
+        with self._without_values(module), self._mode, Recording(self._block_bytes) as recording:
+            begin = recording.live_bytes
+            with torch.no_grad():
+                recording.begin(forward)
+                given = structural_copy((args, kwargs), _leaf)  # a cache among them keeps what the layer puts there
+                out = module(*given[0], **given[1])
+            output_bytes = recording.live_bytes - begin
+            del out, given
+            recording.begin(Counter())
+            begin = recording.live_bytes
+            given = structural_copy((args, kwargs), _leaf)
+            out = module(*given[0], **given[1])
+            kept_bytes = recording.live_bytes - begin
+            outputs = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.requires_grad]
+            entries = [torch.autograd.graph.get_gradient_edge(t) for t in outputs]
+            with recording.paused():
+                gradients = [torch.empty_like(t) for t in outputs]
+            del out, outputs
+            saved_bytes = recording.live_bytes - begin
+            recording.go_on(before)
+            if entries:
+                with dropped(parameters, lambda: recording.go_on(backward)):
+                    torch.autograd.backward(entries, gradients)
+            del entries, given, gradients
+        return LayerRun(
+            samples=samples,
+            forward=forward,
+            before_gradients=before,
+            backward=before + backward,
+            output_bytes=output_bytes,
+            kept_bytes=kept_bytes,
+            saved_bytes=saved_bytes,
+        )
+
+    def _run_backward(self, number: int, samples: int, kept: bool) -> int:
+        all_args, all_kwargs = structural_copy(self._calls[number], _leaf)
+        module = self._modules[number]
+        parameters = [self._tensors[id(p)] for p in module.parameters() if p.requires_grad]
+        compute = module if kept else partial(checkpoint, module, use_reentrant=False, preserve_rng_state=False)
+        with self._without_values(module), self._mode, Recording(self._block_bytes) as recording:
+            outputs = []
+            for args, kwargs in split(all_args, all_kwargs, samples)[:2]:
+                leaves = tree_flatten(compute(*args, **kwargs))[0]
+                outputs += [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+            del leaves, args, kwargs
+            left_bytes = recording.live_bytes
+            recording.begin(Counter())
+            with recording.paused():
+                gradients = [torch.empty_like(t) for t in outputs]
+            if outputs:
+                with dropped(parameters):
+                    torch.autograd.backward(outputs, gradients)
+            return recording.peak_bytes - left_bytes
+
+    def _run_root(self, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> RootRun:
+        recording = Recording(self._block_bytes)
+        root = RootRun()
+        stubs = Stubs(self, recording, root)
+        positional, named = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+        stubbed = stubs.in_place_of(self._model, self._modules)
+        with stubbed, self._without_values(self._model), self._mode, recording:
+            with recording.uncounted():
+                args, kwargs = tree_map(self._mode_tensor, (tuple(positional), dict(named)))
+            recording.begin(root.before)
+            with torch.enable_grad():
+                value = (loss or _loss_of)(self._model(*args, **kwargs))
+            recording.go_on(root.behind_backward)
+            value.backward()
+            stubs.end()
+        for fake in self._tensors.values():
+            fake.grad = None
+        return root
+
+    def output_of(self, number: int, inputs: Sequence[Tensor], args: tuple, kwargs: dict, forward: Any) -> Any:
+        """Returns what the layer returns, of whose kind the first one is run: called in its stead."""
+        if self.group_of[number] < 0:
+            self.group_of[number] = self.kind_of(number, tuple(t.requires_grad for t in inputs))
+        group = self.group_of[number]
+        if group not in self._outputs:
+            self._calls[group] = structural_copy(args), structural_copy(kwargs)
+            self.batch = self.batch or _batch(args, kwargs)
+            with torch.no_grad():
+                self._outputs[group] = forward(*structural_copy(args), **structural_copy(kwargs))
+        return self._outputs[group]
+
+    def _mode_tensor(self, value: Any) -> Any:
+        return torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _told(model: nn.Module) -> Iterator[None]:
+    """Says of an error of the model's own what was tried."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} must run on tensors that have shapes and no values (got {type(error).__name__}: "
+            f"{error}); pass the inputs= and the loss= that it needs, or the dtype= that its operators ask for"
+        ) from error
+
+
+def _likeness(module: nn.Module) -> Any:
+    """Returns what layers have in common that compute the same."""
+    parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
+    return type(module), repr(module), tuple(parameters)
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _batch(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    leader = batch_of(args, kwargs)
+    return 1 if leader is None else leader.shape[0]
+
+
+def _loss_of(output: Any) -> Tensor:
+    """Returns the loss of a model's output: its own, or the mean square of its first numbers."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    numbers = next(t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.is_floating_point())
+    return numbers if numbers.ndim == 0 else numbers.float().pow(2).mean()

@@ -1,0 +1,120 @@
+"""What a model takes of each memory under each choice of settings, before anything is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from stronghold.engine.budget import BUFFERS, model_bytes
+from stronghold.engine.model_units import ModelUnits, units_of
+from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
+from stronghold.optim.adamw_on_device import scratch_bytes
+from stronghold.planner.search import Choice
+from stronghold.planner.step_bytes import (
+    ModelBytes,
+    Placed,
+    StepBytes,
+    held_on_device,
+    parts_on_disk,
+    resident_root,
+    spread,
+    step_bytes,
+)
+
+
+class ModelMemory:
+    """The bytes of ``model``, in memory or on the meta device, which is not changed.
+
+    ``layers`` and ``dtype`` are as for ``offload``; ``is_host`` tells that the device's memory is the host's. Raises
+    ValueError for a model that cannot be offloaded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layers: str | Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
+        is_host: bool,
+    ) -> None:
+        self._given = model, layers, dtype
+        self.is_host = is_host
+        self.units = self._units(ALIGNMENT_BYTES)
+        self._in_memory = self._bytes(self.units)
+        self._scratch: dict[tuple[str, str], list[int]] = {}
+
+    def _units(self, alignment: int, *, in_pieces: bool = False) -> ModelUnits:
+        return units_of(*self._given, alignment, apart=not self.is_host, in_pieces=in_pieces)
+
+    @cached_property
+    def can_be_cut(self) -> bool:
+        """Whether the layers can run over micro-batches."""
+        try:
+            self._units(ALIGNMENT_BYTES, in_pieces=True)
+        except ValueError:  # it was laid out before: this is why it cannot
+            return False
+        return True
+
+    def _bytes(self, units: ModelUnits) -> ModelBytes:
+        return model_bytes(units.layers, [u for u, _ in units.root], units.buffer_bytes, is_host=self.is_host)
+
+    @cached_property
+    def _on_disk(self) -> ModelBytes:
+        """Tensors on disk begin at pages."""
+        return self._bytes(self._units(PAGE_BYTES))
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """The units' numbers, layers first, in the order of the model's parameters."""
+        numbers = {unit: n for n, unit in enumerate([*self.units.layers, *(unit for unit, _ in self.units.root)])}
+        return [numbers[unit] for unit in self.units.units]
+
+    def of(self, choice: Choice) -> ModelBytes:
+        """Returns the bytes of units in the store that was chosen."""
+        return self._in_memory if choice.store == "ram" else self._on_disk
+
+    def placed(self, choice: Choice, *, device_memory: int | None, host_memory: int | None) -> Placed:
+        """Returns where units are under the settings of ``choice`` and these budgets, as ``offload`` places them."""
+        model = self.of(choice)
+        layers = frozenset(spread(len(model.layers), choice.resident))
+        root = resident_root(model, choice.window, layers, BUFFERS, device_memory or 0)
+        resident = layers.union(root)
+        on_disk = {}
+        if choice.store != "ram":
+            on_disk = parts_on_disk(model, self._order, resident, BUFFERS, host_memory)
+        return Placed(window=choice.window, resident=resident, on_disk=on_disk)
+
+    def device_memory(self, choice: Choice, placed: Placed) -> int:
+        """Returns the budget with which ``offload`` places units so: there, resident moments count in fp32."""
+        return held_on_device(self.of(choice), choice.window, placed.resident, BUFFERS)
+
+    def scratch(self, choice: Choice, numbers: Iterable[int], device_type: str) -> int:
+        """Returns what updates of the units of these numbers take on the device while they run."""
+        if self.is_host:
+            return 0
+        key = choice.states, device_type
+        if key not in self._scratch:
+            self._scratch[key] = self._scratch_by_unit(*key)
+        of_unit = self._scratch[key]
+        return max((of_unit[number] for number in numbers), default=0)
+
+    def _scratch_by_unit(self, states: str, device_type: str) -> list[int]:
+        return [
+            max(
+                (
+                    scratch_bytes(parameter.numel(), device_type, dtype=dtype, states=states)
+                    for parameter, dtype in zip(unit.parameters, unit.dtypes, strict=True)
+                    if parameter.requires_grad
+                ),
+                default=0,
+            )
+            for unit in [*self.units.layers, *(unit for unit, _ in self.units.root)]
+        ]
+
+    def taken(self, choice: Choice, placed: Placed) -> StepBytes:
+        """Returns what that takes."""
+        in_backward = choice.update == "in_backward"
+        return step_bytes(self.of(choice), placed, BUFFERS, states=choice.states, in_backward=in_backward)

@@ -1,0 +1,234 @@
+"""Plans the training of a model: which settings fit a machine and make the shortest step, before anything is placed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.machine_rates import Pace, machine_of, op_rates
+from stronghold.planner.op_costs import Op, OpRates
+from stronghold.planner.search import Choice, Work
+from stronghold.planner.step_bytes import ModelBytes, Placed, StepBytes
+from stronghold.planner.step_costs import LayerWork, RootWork, StepSettings
+
+if TYPE_CHECKING:
+    from stronghold.engine.planning.computation import ModelComputation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What may be taken, in bytes; ``process`` of the host's memory is taken already.
+
+    Beside a store on disk all that is left stays in RAM, unless ``fills_ram`` is false: then it is ``in_ram``, or
+    nothing.
+    """
+
+    device: int | None
+    host: int
+    process: int
+    fills_ram: bool = True
+    in_ram: int | None = None
+
+
+class ModelPlanner:
+    """Answers for one model on one machine, choice by choice, what a step takes: the work, and the bytes."""
+
+    def __init__(
+        self,
+        memory: ModelMemory,
+        computation: ModelComputation,
+        machine: MachineFile,
+        limits: Limits,
+        directories: Sequence[str] = (),
+    ) -> None:
+        self._memory, self._computation, self._machine, self._limits = memory, computation, machine, limits
+        self._directories = directories
+        self._rates: dict[Pace, OpRates] = {}
+        self._seconds: dict[tuple[Pace, int], float] = {}
+        self._activations: dict[tuple[int | None, int], int] = {}
+        self._placed: dict[Choice, tuple[Placed, StepBytes, int]] = {}
+
+    # Bytes.
+
+    def activation_bytes(self, choice: Choice) -> int:
+        """Returns the most that activations, and gradients of them, take on the device in a step.
+
+        That is where they and the gradients of root parameters, which are counted apart, take the most together.
+        """
+        key = choice.micro_batch, choice.kept
+        if key not in self._activations:
+            root_gradients = sum(unit.root_gradient for unit in self._memory.of(choice).root)
+            self._activations[key] = max(0, self._most_alive(choice) - root_gradients)
+        return self._activations[key]
+
+    def _most_alive(self, choice: Choice) -> int:
+        of, root, count = self._computation, self._computation.root, len(self._computation.group_of)
+        saved = [0] * (count - choice.kept) + [
+            run.saved_bytes * -(-of.batch // run.samples)
+            for run in (of.layer(number, choice.micro_batch) for number in range(count - choice.kept, count))
+        ]
+        most, behind = root.forward_peak_bytes + sum(saved), sum(saved)
+        for number in reversed(range(count)):
+            own = of.backward_bytes(number, choice.micro_batch, kept=number >= count - choice.kept)
+            most = max(most, root.live_bytes.get(number, 0) + behind + own)
+            behind -= saved[number]
+        return max(most, root.end_peak_bytes)
+
+    def placed(self, choice: Choice) -> tuple[Placed, StepBytes, int]:
+        """Returns where units are, what they take, and what activations and updates take on top in a step."""
+        if choice not in self._placed:
+            activations = self.activation_bytes(choice)
+            device, host = self.budgets(choice, activations)
+            placed = self._memory.placed(choice, device_memory=device, host_memory=host)
+            self._placed[choice] = placed, self._memory.taken(choice, placed), self._with_updates(choice, placed)
+        return self._placed[choice]
+
+    def _with_updates(self, choice: Choice, placed: Placed) -> int:
+        """Returns the most that activations and updates of resident units take together.
+
+        Updates in the backward pass run beside activations, but for those of root parameters that are used before the
+        layers: their gradients come last.
+        """
+        first, used_first = len(self._memory.units.layers), self._computation.root.used_first
+        last = {
+            number
+            for number, (unit, _) in enumerate(self._memory.units.root, first)
+            if any(id(parameter) in used_first for parameter in unit.parameters)
+        }
+        beside = placed.resident - last if choice.update == "in_backward" else frozenset[int]()
+        device = self._machine.device
+        activations = self.activation_bytes(choice) + self._memory.scratch(choice, beside, device)
+        return max(activations, self._memory.scratch(choice, placed.resident - beside, device))
+
+    def budgets(self, choice: Choice, activations: int) -> tuple[int | None, int | None]:
+        """Returns what ``device_memory`` and ``host_memory`` are for ``offload``: what is left beside activations."""
+        root_gradients = sum(unit.root_gradient for unit in self._memory.of(choice).root)
+        device = None if self._limits.device is None else max(0, self._limits.device - activations - root_gradients)
+        if choice.store == "ram":
+            return device, None
+        if not self._limits.fills_ram:
+            return device, self._limits.in_ram
+        return device, self._limits.host - self._limits.process - (activations if self._memory.is_host else 0)
+
+    def bytes_of(self, choice: Choice) -> Mapping[str, int]:
+        """Returns what a choice takes of each place in a step."""
+        _, taken, on_top = self.placed(choice)
+        device = taken.device + taken.root_gradients + on_top
+        host = taken.host + self._limits.process
+        if self._memory.is_host:
+            return {"memory": device + host}
+        return {"device": device, "host": host}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        if self._memory.is_host:
+            return {"memory": self._limits.host}
+        return {"host": self._limits.host} | (
+            {"device": self._limits.device} if self._limits.device is not None else {}
+        )
+
+    def written_bytes(self, choice: Choice) -> int:
+        """Returns what a step writes to disk."""
+        placed, _, _ = self.placed(choice)
+        sizes = self._memory.of(choice)
+        return sum(self._moved(sizes, placed, choice, number)["ring_bytes"] for number in placed.on_disk)
+
+    # Time.
+
+    def work_of(self, choice: Choice, pace: Pace = "likely") -> Work:
+        """Returns what a step of a choice consists of."""
+        of, (placed, _, _) = self._computation, self.placed(choice)
+        sizes, count = self._memory.of(choice), len(self._computation.group_of)
+        layers = []
+        for number in range(count):
+            run = of.layer(number, choice.micro_batch)
+            scale, again = of.batch / run.samples, number < count - choice.kept
+            forward_s, backward_s, before_s = (
+                scale * self._op_s(ops, pace) for ops in (run.forward, run.backward, run.before_gradients)
+            )
+            again_s = forward_s if again else 0.0
+            # Each micro-batch but the first adds its gradients to those before.
+            backward_s += (scale - 1) * self._sum_s(sizes.units[number].gradients, pace)
+            layers.append(
+                LayerWork(
+                    forward_s=forward_s,
+                    backward_s=again_s + backward_s,
+                    first_gradient_s=again_s + before_s,
+                    on_disk="weights" in placed.on_disk.get(number, ()),
+                    **self._moved(sizes, placed, choice, number),
+                )
+            )
+        operators = [sum(of.layer(n, choice.micro_batch).forward.values()) for n in range(count)]
+        return Work(
+            layers=layers,
+            machine=machine_of(
+                self._machine,
+                dtype=self.dtype,
+                states=choice.states,
+                directories=self._directories if choice.store != "ram" else (),
+                layer_ops=sum(operators) / count,
+                pace=pace,
+            ),
+            settings=StepSettings(
+                window=choice.window,
+                resident=sorted(number for number in placed.resident if number < count),
+                in_backward=choice.update == "in_backward",
+                pieces=round(max(of.batch / run.samples for run in [of.layer(0, choice.micro_batch)])),
+                staged=not self._memory.is_host,
+            ),
+            root=self._root(sizes, placed, choice, pace),
+        )
+
+    def _root(self, sizes: ModelBytes, placed: Placed, choice: Choice, pace: Pace) -> list[RootWork]:
+        root, first = self._computation.root, len(sizes.layers)
+        works = [
+            RootWork(
+                first=id(unit.parameters[0]) in root.used_first,
+                resident=number in placed.resident,
+                **self._moved(sizes, placed, choice, number),
+            )
+            for number, (unit, _) in enumerate(self._memory.units.root, first)
+        ]
+        before = RootWork(
+            first=True, forward_s=self._op_s(root.before, pace), backward_s=self._op_s(root.before_backward, pace)
+        )
+        behind = RootWork(
+            first=False, forward_s=self._op_s(root.behind, pace), backward_s=self._op_s(root.behind_backward, pace)
+        )
+        return [*(work for work in works if work.first), before, behind, *(work for work in works if not work.first)]
+
+    def _moved(self, sizes: ModelBytes, placed: Placed, choice: Choice, number: int) -> dict[str, Any]:
+        """Returns the bytes that a unit moves and the elements that it updates."""
+        unit, there = sizes.units[number], placed.on_disk.get(number, frozenset())
+        copied = unit.is_copied or not unit.is_root
+        ring_bytes = sum(unit.part(part, choice.states) for part in there) if "moments" in there else 0
+        return {
+            "weight_bytes": unit.weights if copied else 0,
+            "gradient_bytes": unit.gradients if copied else 0,
+            "elements": unit.trained_elements,
+            "ring_bytes": ring_bytes if unit.trained else 0,
+        }
+
+    def _sum_s(self, length_bytes: int, pace: Pace) -> float:
+        """Returns what adding so many bytes to as many takes."""
+        return self._rates_at(pace).seconds({Op("other", self.dtype, (), 0, 3 * length_bytes): 1})
+
+    def _op_s(self, ops: Counter[Op], pace: Pace) -> float:
+        if (pace, id(ops)) not in self._seconds:
+            self._seconds[pace, id(ops)] = self._rates_at(pace).seconds(ops)
+        return self._seconds[pace, id(ops)]
+
+    def _rates_at(self, pace: Pace) -> OpRates:
+        if pace not in self._rates:
+            self._rates[pace] = op_rates(self._machine, pace)
+        return self._rates[pace]
+
+    @cached_property
+    def dtype(self) -> str:
+        """What most layers compute in, by its name."""
+        return str(self._memory.units.layers[0].dtype).removeprefix("torch.")

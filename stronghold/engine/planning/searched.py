@@ -1,0 +1,172 @@
+"""Searches for the best plan of a model, and says it in the words of ``offload`` and ``AdamW``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.engine.planning.model_planner import Limits, ModelPlanner
+from stronghold.errors import BudgetError
+from stronghold.planner.machine_file import MachineFile, Spread
+from stronghold.planner.machine_rates import Pace
+from stronghold.planner.search import Choice, Found, Plan, Refusal, Space, search
+from stronghold.planner.step import step_time
+from stronghold.planner.training_plan import Alternative, Refused, TrainingPlan
+from stronghold.units import format_bytes
+
+BLOCK_BYTES = 512
+"""What PyTorch's allocators for accelerators round a tensor's memory up to."""
+
+
+class PlannedModel:
+    """A model, on the meta device or not, with the inputs of a step and the machine that it is planned for.
+
+    ``directories`` are real paths that the machine was probed with, ``sequence`` the tokens of a sample. Raises
+    ValueError for a model that cannot be planned for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        machine: MachineFile,
+        inputs: Tensor | Mapping[str, Any] | Sequence[Any],
+        *,
+        layers: str | Sequence[str] | None,
+        dtype: torch.dtype | None,
+        directories: Sequence[str],
+        loss: Callable[[Any], Tensor] | None = None,
+        sequence: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        # Here, since what it imports takes seconds that training does without.
+        from stronghold.engine.planning.computation import ModelComputation
+
+        inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+        self._model, self._machine, self._directories = model, machine, directories
+        self._sequence, self._name = sequence, name or type(model).__name__
+        self.memory = ModelMemory(model, layers=layers, dtype=dtype, is_host=machine.is_host)
+        modules, block_bytes = self.memory.units.modules, 1 if machine.is_host else BLOCK_BYTES
+        self.computation = ModelComputation(model, modules, inputs, dtype=dtype, loss=loss, block_bytes=block_bytes)
+
+    def best(self, space: Space, limits: Limits, *, tokens: int = 10**9) -> TrainingPlan:
+        """Returns the plan of the shortest step. Raises BudgetError where nothing fits."""
+        planner = ModelPlanner(self.memory, self.computation, self._machine, limits, self._directories)
+        found = search(space, planner.work_of, planner.bytes_of, planner.limits)
+        if not found.plans:
+            raise _nothing_fits(found.refused)
+        return self._told(planner, found, limits, tokens)
+
+    def _told(self, planner: ModelPlanner, found: Found, limits: Limits, tokens: int) -> TrainingPlan:
+        told = _Told(planner, self._directories, self.memory)
+        best = found.plans[0]
+        _, taken, activation_bytes = planner.placed(best.choice)
+        slow_s, fast_s = (told.step_s(best.choice, pace) for pace in ("slow", "fast"))
+        parameters = list(self._model.parameters())
+        return TrainingPlan(
+            model=self._name,
+            parameters=sum(p.numel() for p in parameters),
+            trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+            layers=len(self.memory.units.layers),
+            samples=self.computation.batch,
+            tokens=self.computation.batch * (self._sequence or 1),
+            dtype=planner.dtype,
+            machine=self._machine.device_name,
+            device=self._machine.device,
+            is_host=self._machine.is_host,
+            settings=told.settings(best.choice),
+            optimizer=told.optimizer(best.choice),
+            step_s=Spread(
+                low=min(fast_s, best.step.step_s), likely=best.step.step_s, high=max(slow_s, best.step.step_s)
+            ),
+            longest=best.step.longest,
+            busy_s=best.step.busy_s,
+            waits_s=best.step.waits_s,
+            slots_bytes=taken.slots,
+            gradient_bytes=taken.gradients,
+            root_bytes=taken.root,
+            resident_bytes=taken.resident,
+            root_gradient_bytes=taken.root_gradients,
+            activation_bytes=activation_bytes,
+            pinned_bytes=taken.pinned,
+            pageable_bytes=taken.pageable,
+            process_bytes=limits.process,
+            disk_bytes=taken.disk,
+            written_bytes=planner.written_bytes(best.choice),
+            asked_tokens=tokens,
+            others=[told.alternative(other) for other in found.plans[1:]],
+            refused=[told.refused(one) for one in found.refused],
+            spans=best.step.spans,
+        )
+
+
+class _Told:
+    """Says choices in the words of ``offload`` and ``AdamW``."""
+
+    def __init__(self, planner: ModelPlanner, directories: Sequence[str], memory: ModelMemory) -> None:
+        self._planner, self._directories, self._memory = planner, list(directories), memory
+
+    def settings(self, choice: Choice) -> dict[str, Any]:
+        layers = len(self._memory.units.layers)
+        placed, _, activations = self._planner.placed(choice)
+        device, host = self._planner.budgets(choice, activations)
+        found: dict[str, Any] = {"window": choice.window, "resident": choice.resident}
+        found["activations"] = "keep" if choice.kept == layers else "recompute"
+        if choice.micro_batch is not None:
+            found["micro_batch"] = choice.micro_batch
+        if choice.store != "ram":
+            found["store"] = self._directories
+            if host is not None:
+                found["host_memory"] = host
+        if device is not None:
+            found["device_memory"] = self._memory.device_memory(choice, placed)
+        return found
+
+    def optimizer(self, choice: Choice) -> dict[str, Any]:
+        return {"states": choice.states, "update": choice.update}
+
+    def step_s(self, choice: Choice, pace: Pace) -> float:
+        work = self._planner.work_of(choice, pace)
+        return step_time(work.layers, work.machine, work.settings, work.root).step_s
+
+    def alternative(self, plan: Plan) -> Alternative:
+        taken = self._planner.bytes_of(plan.choice)
+        return Alternative(
+            settings=self.settings(plan.choice),
+            optimizer=self.optimizer(plan.choice),
+            step_s=plan.step.step_s,
+            device_bytes=taken.get("device", 0),
+            host_bytes=taken.get("host", taken.get("memory", 0)),
+        )
+
+    def refused(self, one: Refusal) -> Refused:
+        return Refused(
+            settings=self.settings(one.choice),
+            optimizer=self.optimizer(one.choice),
+            place=one.place,
+            needed_bytes=one.needed_bytes,
+            limit_bytes=one.limit_bytes,
+        )
+
+
+def _nothing_fits(refused: Sequence[Refusal]) -> BudgetError:
+    least: dict[str, Refusal] = {}
+    for one in refused:
+        if one.place not in least or one.needed_bytes < least[one.place].needed_bytes:
+            least[one.place] = one
+    found = []
+    for place, one in least.items():
+        memory = place if place == "memory" else f"{place} memory"
+        needed, limit = format_bytes(one.needed_bytes), format_bytes(one.limit_bytes)
+        if needed == limit:
+            needed, limit = f"{one.needed_bytes:,} bytes", f"{one.limit_bytes:,}"
+        settings = ", ".join(f"{name}={value!r}" for name, value in one.choice._asdict().items() if name != "kept")
+        found.append(f"{memory} must hold at least {needed} (got {limit}), with {settings}")
+    return BudgetError(
+        f"nothing fits: {'; '.join(found)}; raise the budget, allow states='8bit', give a directory on a disk "
+        "(store=), or make the batch smaller",
+        {place: one.needed_bytes for place, one in least.items()},
+    )

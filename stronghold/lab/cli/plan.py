@@ -1,0 +1,131 @@
+"""`stronghold plan`: what fits a machine, how fast, and with which settings."""
+
+import argparse
+
+from stronghold.lab.cli.parser import Commands, Help
+from stronghold.lab.cli.profiled import add_profile, check_no_profile, run_profiled
+from stronghold.lab.cli.shared_arguments import SHAPE, Group, add_shape, given_shape, path, source, whole
+from stronghold.lab.settings import ModelSettings
+
+_EXAMPLES = """\
+examples:
+  stronghold plan -l 32 --hidden 4096 --heads 32 --batch 8 --dtype bf16 -o plan.json
+      a 6.7 billion parameter GPT on this machine
+  stronghold plan Qwen3-8B/ --batch 16 --seq 2048 --dtype bf16 --disk /mnt/nvme --host-memory 48GiB
+      a transformers model by its config.json, with layers on disk if need be
+  stronghold plan Qwen3-8B/ --machine workstation.json --device-memory 24GiB --picture plan.html
+      the same for another machine, on which stronghold probe has run, with the timeline of a step
+  stronghold plan gpt_1_3B -l 24 --profile profiled/ --devices-per-node 4 --device-memory 28GiB
+      stages, tensor-parallel degrees and recomputed operators from a profile in Aceso's format
+"""
+
+
+def add_plan(commands: Commands) -> None:
+    """Adds the command."""
+    command = commands.add_parser(
+        "plan",
+        help="say what fits, how fast, with which settings",
+        usage="stronghold plan [MODEL] [options]",
+        description="Searches the settings under which a step is the shortest, and says what it takes, before "
+        "anything is\nloaded. Without --machine it is for this one, which is measured first if it has not been.",
+        epilog=_EXAMPLES,
+        formatter_class=Help,
+    )
+    command.set_defaults(run=_run)
+    model = command.add_argument_group("model")
+    model.add_argument(
+        "model",
+        nargs="?",
+        type=source,
+        metavar="MODEL",
+        help="a model's folder, or its config.json (default: the reference GPT, of this shape:)",
+    )
+    add_shape(model)
+    step = command.add_argument_group("step")
+    step.add_argument("--batch", type=whole, default=4, metavar="N", help="samples (default: 4)")
+    step.add_argument("--seq", type=whole, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
+    step.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute type (default: fp32)")
+    step.add_argument(
+        "--tokens", type=_tokens, default=10**9, metavar="N", help="say how long so many take (default: 1e9)"
+    )
+    _add_machine(command.add_argument_group("machine"))
+    _add_settings(command.add_argument_group("settings that are set, and not searched"))
+    add_profile(command.add_argument_group("somebody else's profile"))
+    output = command.add_argument_group("output")
+    output.add_argument("-o", "--output", type=path, metavar="FILE", help="write the plan as JSON, for train --plan")
+    output.add_argument("--picture", type=path, metavar="FILE", help="write a page with the timeline of a step")
+
+
+def _add_machine(machine: Group) -> None:
+    machine.add_argument("--machine", type=source, metavar="FILE", help="what stronghold probe -o wrote")
+    machine.add_argument(
+        "--device", metavar="NAME", help="of this machine: cpu, cuda … (default: a GPU if there is one)"
+    )
+    machine.add_argument(
+        "--device-memory", metavar="SIZE", help="what may be taken, activations too (default: nearly all)"
+    )
+    machine.add_argument("--host-memory", metavar="SIZE", help="the same of the process (default: nine tenths)")
+    machine.add_argument(
+        "--disk", type=path, action="append", metavar="DIR", help="where layers may be as well; several add up"
+    )
+
+
+def _add_settings(settings: Group) -> None:
+    settings.add_argument("--window", type=whole, metavar="N", help="layers on the device at a time")
+    settings.add_argument("--resident", type=whole, metavar="N", help="layers that stay there")
+    settings.add_argument("--micro-batch", type=whole, metavar="N", help="samples a layer computes at a time")
+    settings.add_argument("--activations", choices=("recompute", "keep"), help="of all layers")
+    settings.add_argument("--update", choices=("deferred", "in_backward"), help="when layers are updated")
+    settings.add_argument(
+        "--states",
+        choices=("fp32", "8bit", "any"),
+        default="fp32",
+        help="AdamW's moments; 8bit ones change numbers (default: fp32)",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.profile is not None:
+        return run_profiled(options)
+    check_no_profile(options)
+    from rich.console import Console
+
+    from stronghold.lab.cli.probe import machine_of
+    from stronghold.lab.planning import PlanSettings, plan_run
+
+    shape = given_shape(options)
+    if options.model is not None and shape:
+        raise ValueError(
+            f"a model from files has its own shape (got {options.model} with "
+            f"{', '.join('--' + name for name in shape)}); leave out one or the other"
+        )
+    settings = PlanSettings(
+        model=ModelSettings(path=options.model, **{**SHAPE, **shape}),
+        batch=options.batch,
+        sequence=options.seq,
+        dtype=options.dtype,
+        store=options.disk or "ram",
+        states=("fp32", "8bit") if options.states == "any" else (options.states,),
+        update=options.update,
+        activations=options.activations,
+        micro_batch="auto" if options.micro_batch is None else options.micro_batch,
+        window=options.window,
+        resident=options.resident,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        tokens=options.tokens,
+        output=options.output,
+        picture=options.picture,
+    )
+    plan_run(settings, machine_of(options.machine, options.device, options.disk or ()), Console())
+    return 0
+
+
+def _tokens(text: str) -> int:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e18:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens, such as 1e9 (got {text[:30]!r})")
+    return int(number)

@@ -1,0 +1,69 @@
+"""What `stronghold train` takes from a plan, and what an argument is that neither it nor the user says."""
+
+import argparse
+import os
+from typing import Any
+
+from stronghold.planner.training_plan import TrainingPlan
+
+DEFAULTS: dict[str, Any] = {
+    "batch": 4,
+    "seq": 1024,
+    "dtype": "fp32",
+    "device": None,
+    "window": "auto",
+    "resident": 0,
+    "store": "ram",
+    "activations": "recompute",
+    "micro_batch": None,
+    "device_memory": None,
+    "host_memory": None,
+    "states": "fp32",
+    "update": None,
+}
+"""The arguments that a plan has an answer to, which the parser leaves None where they are not given."""
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Gives each of those arguments its value: the user's, the plan's, or else the default; ``plan`` becomes the plan.
+
+    Raises ValueError for a plan that cannot be read, one beside an argument that says otherwise, or one for a run that
+    it is not of.
+    """
+    said, file = dict[str, Any](), options.plan
+    if file is not None:
+        try:
+            plan = options.plan = TrainingPlan.read(file)
+        except OSError as error:
+            raise ValueError(
+                f"--plan must be a file that stronghold plan -o wrote (got {file!r}: {error.strerror}); plan first"
+            ) from error
+        if options.method != "stronghold" or options.stages * options.replicas > 1:
+            raise ValueError(
+                f"a plan is of method stronghold in one process (got --plan with --method {options.method}, --stages "
+                f"{options.stages}, --replicas {options.replicas}); leave out one or the other"
+            )
+        said = _said(plan)
+    for name, default in DEFAULTS.items():
+        given, planned = getattr(options, name), said.get(name, default)
+        if file is not None and given is not None and given != planned:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"a plan holds for its own settings (got {file} with {flag} {planned}, and {flag} {given}); leave "
+                f"out {flag}, or plan with it: stronghold plan {flag} {given} -o {file}"
+            )
+        setattr(options, name, planned if given is None else given)
+
+
+def _said(plan: TrainingPlan) -> dict[str, Any]:
+    settings = dict(plan.settings)
+    if isinstance(settings.get("store"), list):
+        settings["store"] = os.pathsep.join(settings["store"])
+    return {
+        **settings,
+        **plan.optimizer,
+        "batch": plan.samples,
+        "seq": plan.tokens // plan.samples,
+        "dtype": {"float32": "fp32", "bfloat16": "bf16"}[plan.dtype],
+        "device": plan.device,
+    }

@@ -1,0 +1,54 @@
+"""A plan as one page: its table, and the timeline of the step that it expects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from stronghold.lab.page.page import to_html
+from stronghold.lab.page.section import Section, table
+from stronghold.lab.page.step import drawn_section
+from stronghold.spans import Span
+
+_LANES = {"host": "launches", "reads": "disk reads"}
+"""What recorded timelines call the planner's resources, where that is another name."""
+
+
+def write_plan_page(
+    path: str | Path,
+    *,
+    model: str,
+    machine: str,
+    rows: Iterable[Sequence[str]],
+    spans: Iterable[Span],
+    step_s: float,
+) -> tuple[str, ...]:
+    """Writes the page of a plan to ``path``; returns notes on what it leaves out. Raises OSError.
+
+    ``rows`` are the lines of its table and ``spans`` what is under way in its step, of ``step_s`` seconds; what the
+    step before has left to do, or the next one does, is cut off.
+    """
+    cells = ([escape(cell) for cell in row] for row in rows)
+    step, notes = drawn_section(
+        "One planned step", f"One step of <b>{escape(model)}</b> as it is planned", list(_within(spans, step_s))
+    )
+    sections = [Section(title="Plan", body=table(["", "", ""], cells)), step]
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(to_html("stronghold: a plan", f"for {machine}", sections).encode("utf-8", "replace"))
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write the page ({error.strerror})", str(path)) from error
+    return tuple(notes)
+
+
+def _within(spans: Iterable[Span], step_s: float) -> Iterable[Span]:
+    """Yields the parts of ``spans`` that are in the step, in the lanes of recorded timelines."""
+    for span in spans:
+        begin_s, end_s = max(0.0, span.begin_s), min(span.end_s, step_s)
+        if begin_s < end_s:
+            lane = _LANES.get(span.lane, span.lane)
+            if lane == "disk":
+                lane = "disk writes" if span.name.startswith("write") else "disk reads"
+            yield Span(lane, span.name, begin_s, end_s)

@@ -1,0 +1,122 @@
+"""`stronghold plan`: the settings of a run that is to be, what they take, and how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from stronghold.engine.planning.plan import plan
+from stronghold.lab.models.files import build_model, inputs_of
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.outputs import check_file
+from stronghold.lab.page.plan import write_plan_page
+from stronghold.lab.settings import ModelSettings
+from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.training_plan import TrainingPlan
+from stronghold.settings import check_one_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What to plan; what is None is searched over, and the rest is as for ``stronghold.plan``.
+
+    ``tokens`` are those of which the table says how long they take. ``output`` is the file of the plan, ``picture`` the
+    page with its timeline. Raises ValueError for values out of range and files that cannot be written.
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    batch: int = 4
+    sequence: int = 1024
+    dtype: str = "fp32"
+    store: str | Sequence[str] = "ram"
+    states: Sequence[str] = ("fp32",)
+    update: str | None = None
+    activations: str | None = None
+    micro_batch: int | str | None = "auto"
+    window: int | None = None
+    resident: int | None = None
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    tokens: int = 10**9
+    output: str | None = None
+    picture: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "sequence", "tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more (got {getattr(self, name)}); pass a whole number")
+        check_one_of("dtype", self.dtype, tuple(DTYPES))
+        for name in ("output", "picture"):
+            if (path := getattr(self, name)) is not None:
+                check_file(name, path)
+
+
+def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> TrainingPlan:
+    """Plans, prints the table, and writes what is to be written.
+
+    Raises ValueError for a model or settings that cannot be planned for, BudgetError where nothing fits, OSError for a
+    file that cannot be written.
+    """
+    model, name = _built(settings)
+    ids = torch.empty((settings.batch, settings.sequence), dtype=torch.int64, device="meta")
+    found = plan(
+        model,
+        machine=machine,
+        sequence=settings.sequence,
+        inputs=inputs_of(model, ids),
+        dtype=DTYPES[settings.dtype],
+        store=settings.store,
+        states=settings.states,
+        update=settings.update,
+        activations=settings.activations,
+        micro_batch=settings.micro_batch,
+        window=settings.window,
+        resident=settings.resident,
+        device_memory=settings.device_memory,
+        host_memory=settings.host_memory,
+        tokens=settings.tokens,
+        name=name,
+    )
+    console.print(found)
+    if settings.output is not None:
+        Path(settings.output).parent.mkdir(parents=True, exist_ok=True)
+        found.write(settings.output)
+        console.print(f"{settings.output}: the plan; to train by it: stronghold train --plan", soft_wrap=True)
+    if settings.picture is not None:
+        notes = write_plan_page(
+            settings.picture,
+            model=found.model,
+            machine=found.machine,
+            rows=found.rows(),
+            spans=found.spans,
+            step_s=found.step_s.likely,
+        )
+        for note in notes:
+            console.print(note, soft_wrap=True)
+        console.print(f"{settings.picture}: its picture", soft_wrap=True)
+    return found
+
+
+def _built(settings: PlanSettings) -> tuple[nn.Module, str]:
+    wanted = settings.model
+    if wanted.path is not None:
+        model, _, _ = build_model(wanted.path)
+        return model, f"{type(model).__name__} of {wanted.path}"
+    config = GPTConfig(
+        layers=wanted.layers,
+        hidden=wanted.hidden,
+        heads=wanted.heads,
+        sequence=settings.sequence,
+        vocabulary=wanted.vocabulary,
+        dropout=wanted.dropout,
+    )
+    with torch.device("meta"):
+        gpt = GPT(config)
+    return gpt, f"reference GPT, {wanted.layers} layers of width {wanted.hidden}"

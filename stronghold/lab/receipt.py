@@ -1,0 +1,28 @@
+"""A plan beside the run that followed it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stronghold.lab.records.runs import Summary
+from stronghold.planned import PARTS
+from stronghold.planner.training_plan import TrainingPlan
+
+
+def receipt_rows(
+    plan: TrainingPlan, summary: Summary, steps: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str, str]]:
+    """Returns the lines of a table: what was planned beside what a run has measured, by resource.
+
+    ``steps`` are the run's, of which the first is left out. Where the step was off, the last line says which numbers of
+    the machine are to be measured again.
+    """
+    peaks = {"device": summary.peak_device_bytes, "host": summary.peak_host_bytes}
+    return plan.planned().rows(
+        summary.iteration_s,
+        {part: statistics.median([step[part] or 0.0 for step in steps[1:]] or [0.0]) for part, _ in PARTS.values()},
+        {name: peak for name, peak in peaks.items() if peak},
+        spread_s=(summary.iteration_s_p10, summary.iteration_s_p90),
+    )

@@ -1,0 +1,223 @@
+"""What was measured of a machine, with its spread, and the JSON file that keeps it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stronghold.planner.machine_rows import machine_rows
+from stronghold.tables import Shown
+
+VERSION = 1
+REMEDY = "measure the machine again: stronghold probe -o machine.json"
+LINK = ("h2d", "d2h", "h2d_beside_d2h", "d2h_beside_h2d", "h2d_pageable", "copy_s")
+"""What is measured of the link: bytes per second, alone and beside the other way, and seconds of a copy of nothing."""
+UPDATE = ("alone", "beside_compute")
+DISK = ("read", "write", "read_beside_write", "write_beside_read")
+DISK_BESIDE_COMPUTE = ("slows_compute", "slowed_by_compute")
+"""How many times as long computing takes beside transfers, and transfers beside computing, where that was measured."""
+
+
+class Spread(NamedTuple):
+    """The lower quartile, the median and the upper quartile of what was measured several times."""
+
+    low: float
+    likely: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Returns those of ``values``, one or more."""
+        ordered, last = sorted(values), len(values) - 1
+
+        def at(share: float) -> float:
+            below = math.floor(share * last)
+            above = min(below + 1, last)
+            return ordered[below] + (share * last - below) * (ordered[above] - ordered[below])
+
+        return cls(at(0.25), at(0.5), at(0.75))
+
+
+class Product(NamedTuple):
+    """What products of m x k by k x n sustain, FLOP per second, ``sizes`` being (m, n, k)."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    flop_per_s: Spread
+
+
+class Attention(NamedTuple):
+    """What scaled dot-product attention sustains; ``sizes`` are (batch, heads, queries, keys, head size).
+
+    It is measured under a causal mask, and the operations are counted without one: 4 times the product of the sizes
+    forward, 10 times backward.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+    forward_flop_per_s: Spread
+    backward_flop_per_s: Spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFile(Shown):
+    """A machine as the planner sees it: what ``stronghold.probe`` measured; ``str()`` of it is a table to read.
+
+    ``device`` is the torch device on which layers compute, ``is_host`` tells that its memory is the host's, and
+    ``runs_behind`` that it computes on its own while the host issues more. Rates are per second: bytes that
+    ``elementwise`` operators read and write, ``elementwise_cached`` ones over no more than ``cache_bytes``, and
+    ``transcendental`` ones, each by dtype; some of the last are told apart ("float32 gelu backward"). ``op_s`` is the
+    least that an operator takes of the device and ``launch_s`` what issuing one takes of the host. ``host_update_ns``
+    is per element, by weights and moments ("bfloat16+8bit"), alone and beside computing, and ``compute_beside_update``
+    how many times as long computing takes beside updates. ``device_update_ns`` is the same of a resident layer.
+    ``disks`` are by directory.
+    """
+
+    title = "machine"
+
+    device: str
+    device_name: str
+    is_host: bool
+    runs_behind: bool
+    device_memory_bytes: int | None
+    host_memory_bytes: int
+    cores: int
+    processor: str
+    time: str
+    versions: Mapping[str, str]
+    link: Mapping[str, Spread]
+    matmul: Sequence[Product]
+    attention: Sequence[Attention]
+    elementwise: Mapping[str, Spread]
+    elementwise_cached: Mapping[str, Spread]
+    transcendental: Mapping[str, Spread]
+    cache_bytes: int
+    op_s: Spread
+    launch_s: Spread
+    host_update_ns: Mapping[str, Mapping[str, Spread]]
+    compute_beside_update: Spread
+    device_update_ns: Mapping[str, Spread] = field(default_factory=dict)
+    disks: Mapping[str, Mapping[str, Spread]] = field(default_factory=dict)
+    version: int = VERSION
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Returns the table's lines: (section, name, value)."""
+        return machine_rows(self)
+
+    def to_json(self) -> str:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name in ("matmul", "attention"):
+            values[name] = [one._asdict() for one in values[name]]
+        return json.dumps({"version": values.pop("version"), **values}, indent=1) + "\n"
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file, which is the old or the new one whole at any time. Raises OSError."""
+        unfinished = Path(f"{os.fspath(path)}.unfinished")
+        unfinished.write_text(self.to_json(), encoding="utf-8")
+        unfinished.replace(path)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> MachineFile:
+        """Returns what :meth:`write` wrote. Raises ValueError for a file that is no machine's, OSError for none."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"), str(path))
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "the text") -> MachineFile:
+        """Returns what :meth:`to_json` made; errors name ``where`` it was. Raises ValueError."""
+        return _Reading(where).machine(text)
+
+
+class _Reading:
+    """Checks what a file holds, value by value."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def machine(self, text: str) -> MachineFile:
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise self._wrong("file", "JSON", str(error)) from None
+        found = self._mapping("file", found)
+        if found.get("version") != VERSION:
+            raise self._wrong("version", f"{VERSION}", found.get("version"))
+        names = {one.name for one in fields(MachineFile)}
+        if names != set(found):
+            raise self._wrong("file", f"an object of {sorted(names)}", sorted(found))
+        read: dict[str, Any] = dict(found)
+        for name in ("device", "device_name", "processor", "time"):
+            read[name] = self._is(name, found[name], str, "a text")
+        for name in ("is_host", "runs_behind"):
+            read[name] = self._is(name, found[name], bool, "true or false")
+        for name in ("host_memory_bytes", "cores", "cache_bytes"):
+            read[name] = self._count(name, found[name])
+        if found["device_memory_bytes"] is not None:
+            read["device_memory_bytes"] = self._count("device_memory_bytes", found["device_memory_bytes"])
+        for name in ("op_s", "launch_s", "compute_beside_update"):
+            read[name] = self._measured(name, found[name], may_be_zero=name != "compute_beside_update")
+        for name in ("elementwise", "elementwise_cached", "transcendental", "device_update_ns"):
+            read[name] = self._several(name, found[name])
+        read["link"] = self._several("link", found["link"], LINK)
+        for name, kinds in (("host_update_ns", UPDATE), ("disks", DISK)):
+            entries = self._mapping(name, found[name])
+            read[name] = {key: self._several(f"{name}[{key!r}]", entry, kinds) for key, entry in entries.items()}
+        if not found["elementwise"] or not found["host_update_ns"]:
+            empty = next(name for name in ("elementwise", "host_update_ns") if not found[name])
+            raise self._wrong(empty, "measurements", "none")
+        read["matmul"] = [self._entry("matmul", one, Product, 3) for one in self._list("matmul", found["matmul"])]
+        attention = self._list("attention", found["attention"])
+        read["attention"] = [self._entry("attention", one, Attention, 5) for one in attention]
+        read["versions"] = {
+            key: self._is("versions", value, str, "texts")
+            for key, value in self._mapping("versions", found["versions"]).items()
+        }
+        return MachineFile(**read)
+
+    def _wrong(self, name: str, rule: str, got: Any) -> ValueError:
+        return ValueError(f"{name} of the machine file {self._where} must be {rule} (got {got!r}); {REMEDY}")
+
+    def _is(self, name: str, value: Any, kind: type, rule: str) -> Any:
+        if not isinstance(value, kind):
+            raise self._wrong(name, rule, value)
+        return value
+
+    def _mapping(self, name: str, value: Any) -> dict[str, Any]:
+        return self._is(name, value, dict, "an object")
+
+    def _list(self, name: str, value: Any) -> list[Any]:
+        return self._is(name, value, list, "a list")
+
+    def _count(self, name: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self._wrong(name, "a whole number of 0 or more", value)
+        return value
+
+    def _measured(self, name: str, value: Any, *, may_be_zero: bool = False) -> Spread:
+        numbers = isinstance(value, list) and all(type(one) in (int, float) and math.isfinite(one) for one in value)
+        least = value[0] if numbers and len(value) == 3 and value == sorted(value) else -1.0
+        if least < 0 or (least == 0 and not may_be_zero):
+            above = "of 0 or more" if may_be_zero else "above 0"
+            raise self._wrong(name, f"three numbers {above}, none below the one before", value)
+        return Spread(*value)
+
+    def _several(self, name: str, value: Any, needed: Sequence[str] = ()) -> dict[str, Spread]:
+        found = self._mapping(name, value)
+        if missing := [one for one in needed if one not in found]:
+            raise self._wrong(name, f"an object with {', '.join(needed)}", f"nothing of {', '.join(missing)}")
+        zero = ("copy_s",)
+        return {key: self._measured(f"{name}[{key!r}]", one, may_be_zero=key in zero) for key, one in found.items()}
+
+    def _entry(self, name: str, value: Any, kind: type[Any], count: int) -> Any:
+        found = self._mapping(name, value)
+        if set(found) != set(kind._fields):
+            raise self._wrong(name, f"a list of objects of {list(kind._fields)}", sorted(found))
+        sizes = [self._count(f"{name}.sizes", size) for size in self._list(f"{name}.sizes", found["sizes"])]
+        if len(sizes) != count or 0 in sizes:
+            raise self._wrong(f"{name}.sizes", f"{count} numbers above 0", found["sizes"])
+        rates = {key: self._measured(f"{name}.{key}", one) for key, one in found.items() if key.endswith("_per_s")}
+        return kind(dtype=self._is(f"{name}.dtype", found["dtype"], str, "a text"), sizes=tuple(sizes), **rates)

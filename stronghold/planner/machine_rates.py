@@ -1,0 +1,138 @@
+"""From what was measured of a machine to the rates that the step model asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from stronghold.planner.machine_file import DISK_BESIDE_COMPUTE, MachineFile, Spread
+from stronghold.planner.op_costs import OpRates, Rate
+from stronghold.planner.step_costs import LINK_UP_IS_ONE, Machine, Resource
+
+Pace = Literal["slow", "likely", "fast"]
+"""Which of what was measured: the quartile that makes a step longer, the median, or the one that makes it shorter."""
+
+
+def op_rates(machine: MachineFile, pace: Pace = "likely") -> OpRates:
+    """Returns what operators take on the machine's device."""
+    flop_per_s: dict[tuple[str, str], list[Rate]] = {}
+    for product in machine.matmul:
+        rates = flop_per_s.setdefault(("matmul", product.dtype), [])
+        rates.append(Rate(tuple(product.sizes), _rate(product.flop_per_s, pace)))
+    for one in machine.attention:
+        for kind, measured in (
+            ("attention", one.forward_flop_per_s),
+            ("attention backward", one.backward_flop_per_s),
+        ):
+            flop_per_s.setdefault((kind, one.dtype), []).append(Rate(tuple(one.sizes), _rate(measured, pace)))
+    moved = {
+        "other": machine.elementwise,
+        "cached": machine.elementwise_cached,
+        "transcendental": machine.transcendental,
+    }
+    return OpRates(
+        flop_per_s=flop_per_s,
+        bytes_per_s={
+            _kind(kind, name): _rate(one, pace) for kind, found in moved.items() for name, one in found.items()
+        },
+        cache_bytes=machine.cache_bytes,
+        op_s=_time(machine.op_s, pace),
+        is_host=machine.is_host,
+    )
+
+
+def _kind(kind: str, name: str) -> tuple[str, str]:
+    """Returns the kind and the dtype of operators that are measured under ``name``: a dtype, or with a function."""
+    dtype, _, function = name.partition(" ")
+    return f"{kind} {function}" if function else kind, dtype
+
+
+def machine_of(
+    machine: MachineFile,
+    *,
+    dtype: str,
+    states: str,
+    directories: Sequence[str] = (),
+    layer_ops: float = 0.0,
+    pace: Pace = "likely",
+) -> Machine:
+    """Returns what the step model asks for of a machine that was measured.
+
+    ``dtype`` is that in which layers compute and ``states`` the format of AdamW's moments. ``directories`` are those of
+    the store, which layers are dealt out over, and ``layer_ops`` how many operators a layer's computation issues.
+
+    Raises ValueError for what was not measured.
+    """
+    _check_disks(machine, directories)
+    link, form = machine.link, f"{dtype}+{states}"
+    alone, beside = (_time(_update(machine, form)[name], pace) for name in ("alone", "beside_compute"))
+    slowed = dict(LINK_UP_IS_ONE)
+    for (one, other), measured, under in (
+        ((Resource.FETCHES, Resource.GRADIENTS), link["h2d"], link["h2d_beside_d2h"]),
+        ((Resource.GRADIENTS, Resource.FETCHES), link["d2h"], link["d2h_beside_h2d"]),
+    ):
+        slowed[one, other] = max(1.0, measured.likely / under.likely)
+    slowed[Resource.UPDATES, Resource.COMPUTE] = max(1.0, beside / alone)
+    slowed[Resource.COMPUTE, Resource.UPDATES] = max(1.0, machine.compute_beside_update.likely)
+    disks = [machine.disks[path] for path in directories]
+    for name, one, other in zip(
+        DISK_BESIDE_COMPUTE, (Resource.COMPUTE, Resource.DISK), (Resource.DISK, Resource.COMPUTE), strict=True
+    ):
+        slowed[one, other] = max([1.0, *(disk[name].likely for disk in disks if name in disk)])
+    if machine.is_host:  # updates, too, share the cores with the disks' threads
+        slowed[Resource.UPDATES, Resource.DISK] = slowed[Resource.COMPUTE, Resource.DISK]
+    on_device = machine.device_update_ns.get(form)
+    return Machine(
+        h2d_bytes_per_s=_rate(link["h2d"], pace),
+        d2h_bytes_per_s=math.inf if machine.is_host else _rate(link["d2h"], pace),
+        copy_s=_time(link["copy_s"], pace),
+        host_update_ns=alone,
+        device_update_ns=alone if on_device is None else _time(on_device, pace),
+        launch_s=layer_ops * _time(machine.launch_s, pace),
+        runs_behind=machine.runs_behind,
+        disk_read_bytes_per_s=_disk(machine, directories, "read", pace),
+        disk_write_bytes_per_s=_disk(machine, directories, "write", pace),
+        slowed=slowed,
+    )
+
+
+def _update(machine: MachineFile, form: str) -> dict[str, Spread]:
+    if form not in machine.host_update_ns:
+        raise ValueError(
+            f"the machine must have the time of an update in {form} (got {sorted(machine.host_update_ns)}); probe it "
+            "again: stronghold probe -o machine.json"
+        )
+    return dict(machine.host_update_ns[form])
+
+
+def _disk(machine: MachineFile, directories: Sequence[str], way: str, pace: Pace) -> float:
+    """Returns what all of them together sustain, or infinity where there are none.
+
+    The step model's disk does one thing at a time, and a step's reads and writes are there together: a disk that does
+    both at once faster, or slower, than one after the other is that much faster, or slower.
+    """
+    return sum(_mixed(machine.disks[path]) * _rate(machine.disks[path][way], pace) for path in directories) or math.inf
+
+
+def _check_disks(machine: MachineFile, directories: Sequence[str]) -> None:
+    if missing := [path for path in directories if path not in machine.disks]:
+        raise ValueError(
+            f"the machine must have the speed of each directory of the store (got {missing} beside "
+            f"{sorted(machine.disks)}); probe it again: stronghold probe --disk {missing[0]} -o machine.json"
+        )
+
+
+def _mixed(disk: Mapping[str, Spread]) -> float:
+    """Returns how many times as fast reads and writes at once are as the same one after the other."""
+    return (
+        disk["read_beside_write"].likely / disk["read"].likely + disk["write_beside_read"].likely / disk["write"].likely
+    )
+
+
+def _rate(measured: Spread, pace: Pace) -> float:
+    return {"slow": measured.low, "likely": measured.likely, "fast": measured.high}[pace]
+
+
+def _time(measured: Spread, pace: Pace) -> float:
+    return {"slow": measured.high, "likely": measured.likely, "fast": measured.low}[pace]

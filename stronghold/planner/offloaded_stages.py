@@ -1,0 +1,170 @@
+"""What a stage takes when its layers pass through a window: bytes on the device, and what it does beside computing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stronghold.planner.step_costs import Machine
+
+Seconds = NDArray[np.floating[Any]]
+Counts = NDArray[np.int64]
+COMPUTING, FETCHES, GRADIENTS, UPDATES = RESOURCES = ("computing", "fetches", "gradients", "updates")
+"""What a stage does at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadedLayer:
+    """What one layer takes and moves, with the root parameters that are computed with it.
+
+    ``slot_bytes`` is what its weights take in a slot and a fetch carries, ``gradient_bytes`` what its gradients take in
+    a gradient slot and carry down behind each backward pass. ``root_bytes`` stay on the device throughout: root
+    parameters with their gradients, and buffers. ``elements`` are those that the host updates once a step. Raises
+    ValueError for a number that is negative or infinite.
+    """
+
+    slot_bytes: int
+    gradient_bytes: int = 0
+    root_bytes: int = 0
+    elements: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); ask the model again")
+
+
+class Times(NamedTuple):
+    """Seconds of one micro-batch, by the first layer of a stage: of each pass, and of its computing alone.
+
+    ``longest`` is the number in ``RESOURCES`` of what holds the stage up most.
+    """
+
+    forward_s: Seconds
+    backward_s: Seconds
+    computing_s: Seconds
+    longest: NDArray[np.intp]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadedStages:
+    """A row of layers whose stages are each offloaded with a window of ``window`` layers, or fewer where it has fewer.
+
+    On the device a stage has its window's slots, each as long as its longest layer, ``gradient_slots`` as long as its
+    longest layer's gradients, and all its root: no more weights, however many layers it has. ``machine`` is what moves
+    layers and updates them, with the share of its rates that a process has; without it they take no time. Several
+    stages on one device have the window in common, which here each counts whole. Weights and states are taken to be in
+    host memory, and no layer to be resident. Raises ValueError for a window below 1.
+
+    A pass through n layers fetches n - ``window`` of them: the schedule turns back at the stage's end, where the last
+    ones are still in the window, and finds the first ones there at its beginning (:class:`stronghold.schedule.Schedule`
+    says so of accumulation, which micro-batches are). While a pass runs, the window is full of layers that it is still
+    to compute, and so no pass can make use of the time of another one: each takes as long as what is longest in it,
+    computing or fetching, and in a backward pass bringing gradients down. That is the bound of
+    :func:`stronghold.planner.step_bound.step_bound`, pass by pass, with its rule that a window of one does not fetch
+    while it computes. The first forward pass of a step has more to do: updates run beside it, and it fetches anew every
+    layer that was updated. What that takes beyond an ordinary forward pass is the stage's once in a step, and is
+    divided among the micro-batches here. A stage further back begins that pass later and so has some time more, which
+    is not counted: what is balanced is the least that each stage takes by itself.
+    """
+
+    window: int
+    layers: Sequence[OffloadedLayer]
+    gradient_slots: int = 2
+    machine: Machine | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
+            raise ValueError(
+                f"window must be a whole number of layers, 1 or more (got {self.window!r}); pass one, such as 2"
+            )
+
+    def held_bytes(self, begin: int, end: int) -> Counts:
+        """Returns what the stages that end before layer ``end`` hold on the device, by first layer, from ``begin`` on.
+
+        Activations and what is received from neighbours are not in it.
+        """
+        lengths = np.arange(end - begin, 0, -1)
+        slots = np.minimum(self.window, lengths) * _largest(self._slot_bytes[begin:end])
+        gradients = self.gradient_slots * _largest(self._gradient_bytes[begin:end])
+        return slots + gradients + self._root_bytes[end] - self._root_bytes[begin:end]
+
+    def times(self, forward_s: Seconds, backward_s: Seconds, begin: int, end: int, micro_batches: int) -> Times:
+        """Returns what those stages take if they compute for ``forward_s`` and ``backward_s``."""
+        computing = np.zeros(end - begin, np.intp)
+        if self.machine is None:
+            return Times(forward_s, backward_s, forward_s + backward_s, computing)
+        firsts = np.arange(begin, end)
+        fetched = self._fetch_s[end] - self._fetch_s[np.minimum(firsts + self.window, end)]
+        again = self._fetch_s[np.maximum(end - self.window, firsts)] - self._fetch_s[firsts]
+        gradients = self._gradients_s[end] - self._gradients_s[firsts]
+        updates = self._updates_s[end] - self._updates_s[firsts]
+        changed = self._changed_s[end] - self._changed_s[firsts]
+        if self.window == 1:
+            fetched, again, changed = fetched + forward_s, again + backward_s, changed + forward_s
+        forward = np.maximum(forward_s, fetched)
+        backward = np.maximum(np.maximum(backward_s, again), gradients)
+        late = (np.maximum(forward, np.maximum(updates, changed)) - forward) / micro_batches
+        # What is longer than the computation beside it holds the stage up; of several, the one that does so most.
+        held_up = np.stack(
+            (
+                computing,
+                np.maximum(0.0, fetched - forward_s) + np.maximum(0.0, again - backward_s),
+                np.where(gradients > again, np.maximum(0.0, gradients - backward_s), 0.0),
+                late,
+            )
+        )
+        return Times(forward + late, backward, forward_s + backward_s, held_up.argmax(axis=0))
+
+    @cached_property
+    def _slot_bytes(self) -> Counts:
+        return np.array([layer.slot_bytes for layer in self.layers], np.int64)
+
+    @cached_property
+    def _gradient_bytes(self) -> Counts:
+        return np.array([layer.gradient_bytes for layer in self.layers], np.int64)
+
+    @cached_property
+    def _root_bytes(self) -> Counts:
+        return np.array([0, *accumulate(layer.root_bytes for layer in self.layers)], np.int64)
+
+    @cached_property
+    def _fetch_s(self) -> Seconds:
+        return _sums([self._fetch_of(layer) for layer in self.layers])
+
+    @cached_property
+    def _changed_s(self) -> Seconds:
+        return _sums([self._fetch_of(layer) if layer.elements else 0.0 for layer in self.layers])
+
+    @cached_property
+    def _gradients_s(self) -> Seconds:
+        copy_s, d2h = self._known_machine.copy_s, self._known_machine.d2h_bytes_per_s
+        return _sums([copy_s + one.gradient_bytes / d2h if one.gradient_bytes else 0.0 for one in self.layers])
+
+    @cached_property
+    def _updates_s(self) -> Seconds:
+        return _sums([layer.elements * self._known_machine.host_update_ns * 1e-9 for layer in self.layers])
+
+    def _fetch_of(self, layer: OffloadedLayer) -> float:
+        return self._known_machine.copy_s + layer.slot_bytes / self._known_machine.h2d_bytes_per_s
+
+    @property
+    def _known_machine(self) -> Machine:
+        assert self.machine is not None
+        return self.machine
+
+
+def _largest(sizes: Counts) -> Counts:
+    """Returns the largest from each place to the end."""
+    return np.maximum.accumulate(sizes[::-1])[::-1]
+
+
+def _sums(values: Sequence[float]) -> Seconds:
+    return np.array([0.0, *accumulate(values)])

@@ -1,0 +1,272 @@
+"""A plan: settings, what a step of them takes, and what else was looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stronghold.planned import PlannedStep
+from stronghold.planner.machine_file import Spread
+from stronghold.settings import OffloadSettings, check_optimizer
+from stronghold.spans import Span
+from stronghold.tables import Shown
+from stronghold.units import format_bytes, format_count, format_seconds
+
+VERSION = 1
+WAITS = {"fetch": "a fetch", "disk": "disk", "gradients": "gradient slots", "update": "an update", "launch": "a launch"}
+"""What the computation waits for, in words."""
+_WAITED = {"fetch": "fetch_wait_s", "update": "update_wait_s", "disk": "disk_wait_s"}
+"""Those that a run tells apart, by its own names."""
+BUDGETS = ("device_memory", "host_memory")
+"""Settings that follow from the others, in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Other settings that fit, with the seconds of a step and the bytes on the device and in host memory."""
+
+    settings: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    step_s: float
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Settings that may be faster and do not fit: ``place`` would have to have ``needed_bytes`` of ``limit_bytes``."""
+
+    settings: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    place: str
+    needed_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan(Shown):
+    """How to train a model on a machine; ``str()`` of it is a table to read.
+
+    ``settings`` are ``stronghold.offload``'s and ``optimizer`` what ``stronghold.AdamW`` is to get. ``step_s`` are the
+    seconds of a step over ``samples`` samples of ``tokens`` tokens together, by the quartiles and the median of what
+    the machine was measured to do. ``busy_s`` is what each resource works in a step, ``longest`` the one that works
+    most, ``waits_s`` what the computation stands still for. Bytes are those of the report; ``activation_bytes``, with
+    what updates take there, and the root's gradients come on top of them in a step. ``process_bytes`` are the
+    interpreter's and its libraries', ``written_bytes`` what a step writes to disk. ``is_host`` tells that device and
+    host are one memory.
+    """
+
+    title = "plan"
+
+    model: str
+    parameters: int
+    trained_parameters: int
+    layers: int
+    samples: int
+    tokens: int
+    dtype: str
+    machine: str
+    device: str
+    is_host: bool
+    settings: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    step_s: Spread
+    longest: str
+    busy_s: Mapping[str, float]
+    waits_s: Mapping[str, float]
+    slots_bytes: int
+    gradient_bytes: int
+    root_bytes: int
+    resident_bytes: int
+    root_gradient_bytes: int
+    activation_bytes: int
+    pinned_bytes: int
+    pageable_bytes: int
+    process_bytes: int
+    disk_bytes: int
+    written_bytes: int
+    asked_tokens: int = 10**9
+    """Of which the table says how long they take."""
+    others: Sequence[Alternative] = ()
+    refused: Sequence[Refused] = ()
+    spans: Sequence[Span] = field(default=(), repr=False)
+    version: int = VERSION
+
+    @property
+    def held_device_bytes(self) -> int:
+        """What is held on the device between steps."""
+        return self.slots_bytes + self.gradient_bytes + self.root_bytes + self.resident_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that a step takes there."""
+        return self.held_device_bytes + self.root_gradient_bytes + self.activation_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that a step takes of host memory, the process and, where it is the same, the device's with it."""
+        held = self.pinned_bytes + self.pageable_bytes + self.process_bytes
+        return held + (self.device_bytes if self.is_host else 0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s.likely
+
+    def days(self, tokens: float) -> float:
+        """Returns the days that training on so many tokens takes."""
+        return tokens / self.tokens_per_s / 86400
+
+    def planned(self) -> PlannedStep:
+        """Returns what is shown beside a step that was measured."""
+        waits_s = {part: self.waits_s.get(cause, 0.0) for cause, part in _WAITED.items()}
+        chosen = {name: value for name, value in {**self.settings, **self.optimizer}.items() if name not in BUDGETS}
+        return PlannedStep(
+            chosen=", ".join(f"{name}={value!r}" for name, value in chosen.items()),
+            reason=self._reason(),
+            low_s=self.step_s.low,
+            likely_s=self.step_s.likely,
+            high_s=self.step_s.high,
+            parts_s={"compute_s": self.step_s.likely - sum(waits_s.values()), **waits_s},
+            device_bytes=self.device_bytes,
+            host_bytes=self.host_bytes,
+        )
+
+    def _reason(self) -> str:
+        """Returns why these settings: what is longest under them, and what would be next, or what lacks for others."""
+        step_s = self.step_s.likely
+        found = [f"{self.longest} works {self.busy_s[self.longest] / step_s:.0%} of {format_seconds(step_s)} a step"]
+        if self.settings["resident"] == self.layers:
+            found = ["the model fits, and stays", *found]
+        for other in self.others[:1]:
+            found.append(f"{self._differing(other.settings, other.optimizer)} takes {format_seconds(other.step_s)}")
+        for one in self.refused[:1]:
+            lacks = f"needs {format_bytes(one.needed_bytes)} of {one.place}, where {format_bytes(one.limit_bytes)} are"
+            found.append(f"{self._differing(one.settings, one.optimizer)} {lacks}")
+        return "; ".join(found)
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Returns the table's lines: (section, name, value)."""
+        step, trained = self.step_s, format_count(self.parameters)
+        if self.trained_parameters != self.parameters:
+            trained += f", {format_count(self.trained_parameters)} of them trained"
+        between = f"{format_seconds(step.low)} to {format_seconds(step.high)}"
+        rows = [
+            ("model", "name", self.model),
+            ("", "parameters", trained),
+            ("", "layers", f"{self.layers} in {self.dtype}"),
+            ("machine", "device", self.device if self.device == self.machine else f"{self.device}, {self.machine}"),
+            *_section("offload", {name: _shown(name, value) for name, value in self.settings.items()}),
+            *_section("AdamW", {name: _shown(name, value) for name, value in self.optimizer.items()}),
+            ("step", "time", f"{format_seconds(step.likely)} ({between})"),
+            ("", "speed", f"{format_count(round(self.tokens_per_s))} tokens/s, {self.samples} samples a step"),
+            ("", f"{format_count(self.asked_tokens)} tokens", _duration(86400 * self.days(self.asked_tokens))),
+            *self._busy_rows(),
+            *self._memory_rows(),
+        ]
+        if self.disk_bytes:
+            written = f"{format_bytes(self.written_bytes)} a step, {self.written_bytes / 1e9:.3g} TB in a thousand"
+            rows += [("disk", "layers and states", format_bytes(self.disk_bytes)), ("", "written", written)]
+        return [*rows, *self._other_rows()]
+
+    def _other_rows(self) -> list[tuple[str, str, str]]:
+        """Returns the lines of other settings, of which only what differs from those of the plan is told."""
+        rows = []
+        for number, other in enumerate(self.others):
+            takes = f"host {format_bytes(other.host_bytes)}"
+            if not self.is_host:
+                takes = f"device {format_bytes(other.device_bytes)}, {takes}"
+            value = f"{self._differing(other.settings, other.optimizer)}: {takes}"
+            rows.append(("next best" if not number else "", format_seconds(other.step_s), value))
+        for number, one in enumerate(self.refused):
+            lacks = f"needs {format_bytes(one.needed_bytes)}, has {format_bytes(one.limit_bytes)}"
+            value = f"{self._differing(one.settings, one.optimizer)}: {lacks}"
+            rows.append(("does not fit" if not number else "", one.place, value))
+        return rows
+
+    def _differing(self, settings: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
+        ours, theirs = {**self.settings, **self.optimizer}, {**settings, **optimizer}
+        names = [name for name in {**ours, **theirs} if name not in BUDGETS and ours.get(name) != theirs.get(name)]
+        return ", ".join(f"{name}={theirs.get(name)!r}" for name in names) or "the same"
+
+    def _busy_rows(self) -> list[tuple[str, str, str]]:
+        total_s = self.step_s.likely
+        longest = f"{self.longest}, {self.busy_s[self.longest] / total_s:.0%} of the step"
+        waits = [
+            ("", f"waiting for {WAITS[cause]}", f"{format_seconds(seconds)} ({seconds / total_s:.0%})")
+            for cause, seconds in self.waits_s.items()
+            if seconds > 0.005 * total_s
+        ]
+        return [("", "longest resource", longest), *waits]
+
+    def _memory_rows(self) -> list[tuple[str, str, str]]:
+        device = [
+            ("slots", self.slots_bytes),
+            ("gradients", self.gradient_bytes),
+            ("root", self.root_bytes),
+            ("resident", self.resident_bytes),
+            ("root's gradients", self.root_gradient_bytes),
+            ("activations", self.activation_bytes),
+            ("in a step at most", self.device_bytes),
+        ]
+        host = [
+            ("pinned", self.pinned_bytes if not self.is_host else 0),
+            ("pageable", self.pageable_bytes + (self.pinned_bytes if self.is_host else 0)),
+            ("process", self.process_bytes),
+            ("with the device's" if self.is_host else "together", self.host_bytes),
+        ]
+        sections = (("device", device), ("host", host))
+        return [
+            row
+            for title, found in sections
+            for row in _section(title, {name: format_bytes(size) for name, size in found if size})
+        ]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON. Raises OSError."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> TrainingPlan:
+        """Returns what :meth:`write` wrote. Raises ValueError for a file that holds no plan, OSError for none."""
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        try:
+            found = json.loads(text)
+            if not isinstance(found, dict) or found.get("version") != VERSION:
+                raise ValueError(f"its version is not {VERSION}")
+            found["step_s"] = Spread(*map(float, found["step_s"]))
+            found["others"] = [Alternative(**one) for one in found["others"]]
+            found["refused"] = [Refused(**one) for one in found["refused"]]
+            found["spans"] = [Span(lane, name, float(begin), float(end)) for lane, name, begin, end in found["spans"]]
+            plan = cls(**found)
+            OffloadSettings(**plan.settings)
+            check_optimizer(plan.optimizer["states"], plan.optimizer["update"], "raise", None)
+            str(plan)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{os.fspath(path)!r} is no plan: {type(error).__name__}, {error}; make one: stronghold plan -o "
+                "plan.json"
+            ) from error
+        return plan
+
+
+def _duration(seconds: float) -> str:
+    """Returns a time that people wait for: in days, hours or minutes."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return format_seconds(seconds)
+
+
+def _section(title: str, lines: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    return [(title if not number else "", name, value) for number, (name, value) in enumerate(lines.items())]
+
+
+def _shown(name: str, value: Any) -> str:
+    return format_bytes(value) if name in BUDGETS and value is not None else repr(value)

@@ -1,0 +1,89 @@
+"""Where the probe keeps what it measured, and whose it is.
+
+The files lie in ``~/.cache/stronghold/machines``, or in the directory that the variable STRONGHOLD_MACHINES names, one
+for each device of each machine: homes may be shared. A file is used where its processor, cores, memory, device and
+PyTorch are those at hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+
+from stronghold.errors import StrongholdError
+from stronghold.planner.machine_file import MachineFile
+from stronghold.probing.this_machine import Facts, facts_of
+
+SAME_MEMORY = 0.02
+"""What a machine's memory may seem to change by, as kernels take more or less of it."""
+
+
+def folder() -> Path:
+    if told := os.environ.get("STRONGHOLD_MACHINES"):
+        return Path(told)
+    return Path(os.path.expanduser("~")) / ".cache" / "stronghold" / "machines"
+
+
+def path_of(facts: Facts) -> Path:
+    """Returns where the machine with these facts is kept."""
+    told = repr((facts.processor, facts.cores, facts.device_name, facts.versions["torch"]))
+    word = re.sub(r"[^a-z0-9]+", "-", facts.device_name.lower()).strip("-")[:40]
+    return folder() / f"{facts.device}-{word}-{hashlib.sha256(told.encode()).hexdigest()[:8]}.json"
+
+
+def kept_machine(device: str | torch.device) -> MachineFile | None:
+    """Returns what was kept of this machine with ``device``, or None: never measured, or measured before it changed.
+
+    A file that cannot be read counts as none, for the next probe writes it anew.
+    """
+    try:
+        facts = facts_of(torch.device(device))
+        found = MachineFile.read(path_of(facts))
+    except (OSError, ValueError):
+        return None
+    return found if is_same(found, facts) else None
+
+
+def is_same(machine: MachineFile, facts: Facts) -> bool:
+    """Whether a file is of the machine with these facts."""
+    memory = facts.host_memory_bytes
+    return (
+        (machine.device, machine.device_name, machine.processor, machine.cores)
+        == (facts.device, facts.device_name, facts.processor, facts.cores)
+        and machine.versions.get("torch") == facts.versions["torch"]
+        and abs(machine.host_memory_bytes - memory) <= SAME_MEMORY * memory
+    )
+
+
+def check_can_keep(facts: Facts) -> None:
+    """Raises StrongholdError where the machine with these facts could not be kept: before it is measured."""
+    path = path_of(facts)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def keep_machine(machine: MachineFile, facts: Facts) -> Path:
+    """Writes the machine's file and returns its path. Raises StrongholdError where it cannot be written."""
+    path = path_of(facts)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        machine.write(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return path
+
+
+def _unwritable(path: Path, error: OSError) -> StrongholdError:
+    return StrongholdError(
+        f"what is measured must be kept in {path.parent} (got {error.strerror or error}); make that directory "
+        "writable, name another in STRONGHOLD_MACHINES, or pass keep=False (--no-keep) and write the result to a file "
+        "of your own (-o)"
+    )

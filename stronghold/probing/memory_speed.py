@@ -1,0 +1,118 @@
+"""What operators sustain that the bytes they move bound, in a device's cache and out of it, and a call's cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stronghold.probing.operator_speed import DTYPES, dtype_name
+from stronghold.probing.rounds import Key, Measure, Sample
+from stronghold.probing.stopwatches import DeviceClock
+
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+LEAST_CACHE_BYTES = 2**20
+CALLS = 32
+"""Operators in a chain of small ones."""
+
+
+def cache_bytes(device: torch.device, caches: Path = CACHES) -> int:
+    """Returns the size of the largest cache of the device, where it can be told, at least LEAST_CACHE_BYTES."""
+    found = 0
+    if device.type == "cpu":
+        for level in caches.glob("index*/size"):
+            text = level.read_text().strip()
+            scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 1)
+            found = max(found, int(text.rstrip("KMG") or 0) * scale)
+    else:
+        properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+        found = int(getattr(properties(device), "L2_cache_size", 0)) if properties is not None else 0
+    return max(found, LEAST_CACHE_BYTES)
+
+
+def memory_measures(clock: DeviceClock, cached_bytes: int) -> list[Measure]:
+    """Returns what is to be measured, a cache of ``cached_bytes`` being known."""
+    measures = []
+    for dtype in DTYPES:
+        name = dtype_name(dtype)
+        large, small = (max(4096, size // 4096 * 4096) for size in (4 * cached_bytes, cached_bytes // 4))
+        large = min(large, 2**28)
+        measures += [
+            Measure(f"elementwise operators in {name}", _simple(clock, dtype, "elementwise", large)),
+            Measure(f"elementwise operators in {name}", _simple(clock, dtype, "cached", small)),
+            Measure(f"transcendental operators in {name}", _transcendental(clock, dtype, large)),
+        ]
+    return [*measures, Measure("calls", _calls(clock))]
+
+
+def _simple(clock: DeviceClock, dtype: torch.dtype, kind: str, moved_bytes: int) -> Sample:
+    """Sums, products and copies, the first two of which move three tensors and the last two."""
+    elements = moved_bytes // 3 // dtype.itemsize
+    one, other = torch.full((2, elements), 0.5, dtype=dtype, device=clock.device.torch_device)
+
+    def task() -> None:
+        torch.add(one, other)
+        torch.mul(one, other)
+        one.clone()
+
+    def sample() -> Mapping[Key, float]:
+        return {(kind, dtype_name(dtype)): 8 * elements * dtype.itemsize / clock.timed(task)}
+
+    return sample
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "norm": lambda given: F.layer_norm(given, given.shape[-1:], torch.ones_like(given[0])),
+    "softmax": lambda given: F.softmax(given, -1),
+}
+"""By what is in the names of their operators."""
+
+
+def _transcendental(clock: DeviceClock, dtype: torch.dtype, moved_bytes: int) -> Sample:
+    """Activations, a normalisation and a softmax, both ways: each by itself, and as a mean."""
+    width, device = 1024, clock.device.torch_device
+    rows = max(1, moved_bytes // 2 // dtype.itemsize // width)
+    x = torch.linspace(-4, 4, rows * width, device=device).to(dtype).view(rows, width).requires_grad_()
+    gradient, name = torch.ones_like(x), dtype_name(dtype)
+
+    def sample() -> Mapping[Key, float]:
+        found: dict[Key, float] = {}
+        whole_s = 0.0
+        for function, call in FUNCTIONS.items():
+            with torch.enable_grad():
+                out = call(x)
+                forward_s = clock.timed(lambda: call(x), calls=1)  # noqa: B023
+                backward_s = clock.timed(lambda: torch.autograd.grad(out, x, gradient, retain_graph=True), calls=1)  # noqa: B023
+            found["transcendental", f"{name} {function}"] = 2 * x.nbytes / forward_s
+            found["transcendental", f"{name} {function} backward"] = 3 * x.nbytes / backward_s
+            whole_s += forward_s + backward_s
+        return {**found, ("transcendental", name): 5 * len(FUNCTIONS) * x.nbytes / whole_s}
+
+    return sample
+
+
+def _calls(clock: DeviceClock) -> Sample:
+    """A chain of small products of numbers, through autograd: of each, two more in the backward pass."""
+    device = clock.device.torch_device
+    factors = [torch.ones(64, device=device, requires_grad=True) for _ in range(CALLS)]
+
+    def task() -> None:
+        x = factors[0]
+        for factor in factors[1:]:
+            x = x * factor
+        torch.autograd.grad(x, factors, torch.ones_like(x))
+
+    def sample() -> Mapping[Key, float]:
+        calls = 3 * (CALLS - 1) + 1
+        with torch.enable_grad():
+            issued_s = clock.issued(task, calls=4)
+            op_s = clock.timed(task, calls=2) / calls
+        # Both passes, of which each is a launch of the layer's forward operators in the step model.
+        return {("op_s",): op_s, ("launch_s",): issued_s / 2 / (CALLS - 1)}
+
+    return sample

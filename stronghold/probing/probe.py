@@ -1,0 +1,150 @@
+"""``stronghold.probe``: measures this machine for the planner."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import torch
+
+from stronghold.device import Device, keep_freed_memory, open_device, return_free_memory
+from stronghold.native import BufferedDiskWarning
+from stronghold.planner.machine_file import DISK, DISK_BESIDE_COMPUTE, LINK, UPDATE, MachineFile, Spread
+from stronghold.probing.disk_speed import check_directory, disk_measures
+from stronghold.probing.kept_machines import check_can_keep, keep_machine, kept_machine
+from stronghold.probing.link_speed import Link
+from stronghold.probing.memory_speed import cache_bytes, memory_measures
+from stronghold.probing.operator_speed import attention_of, operator_measures, products_of
+from stronghold.probing.rounds import LEAST_ROUNDS, Sampled, sample_all
+from stronghold.probing.stopwatches import DeviceClock
+from stronghold.probing.this_machine import Facts, device_given, facts_of
+from stronghold.probing.update_speed import DeviceUpdates, HostUpdates
+
+LEAST_SECONDS = 1.0
+
+
+def probe(
+    device: str | torch.device | None = None,
+    *,
+    directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    seconds: float = 40.0,
+    keep: bool = True,
+    progress: Callable[[str, float], None] | None = None,
+) -> MachineFile:
+    """Measures this machine for ``stronghold.plan``, each number several times, and keeps what it found.
+
+    The machine should have nothing else to do meanwhile. Of a device whose memory is the host's, the link is the copy
+    of a layer into a slot. Links between processes are not measured.
+
+    Args:
+        device: Where layers are to compute; by default the machine's accelerator, or the CPU where it has none.
+        directories: Those whose disks are measured, each with a scratch file of up to 384 MiB that has no name.
+        seconds: About how long to measure. Three rounds over everything are made in any case.
+        keep: Whether to write the result to ``~/.cache/stronghold/machines``, from where ``stronghold.plan`` takes it.
+            Directories that were probed before stay in it.
+        progress: Called with what is measured next, and the share that is done.
+
+    Returns:
+        What was measured: its ``write(path)`` makes a file for ``plan(machine=path)`` on any machine.
+
+    Raises:
+        StoreError: A directory that is not there, cannot be written, or has no room.
+        StrongholdError: A result that cannot be kept.
+        ValueError: A device that this machine does not have, or ``seconds`` out of range.
+    """
+    if not LEAST_SECONDS <= seconds < 86400:
+        raise ValueError(
+            f"seconds must be a number from {LEAST_SECONDS:g} to a day's (got {seconds!r}); leave it out for 40"
+        )
+    given = [directories] if isinstance(directories, (str, os.PathLike)) else directories
+    paths = list(dict.fromkeys(check_directory(path) for path in given))
+    opened = open_device(device_given(device))
+    facts = facts_of(opened.torch_device)
+    if keep:
+        check_can_keep(facts)
+    machine = _machine(opened, paths, seconds, LEAST_ROUNDS, progress)
+    if not keep:
+        return machine
+    before = kept_machine(opened.torch_device)
+    if before is not None:
+        machine = replace(machine, disks={**before.disks, **machine.disks})
+    keep_machine(machine, facts)
+    return machine
+
+
+def glance(device: Device, directories: Sequence[str] = ()) -> MachineFile:
+    """Returns what one round over everything finds, for a plan made on the way: it is not kept."""
+    return _machine(device, [check_directory(path) for path in directories], LEAST_SECONDS, 1, None)
+
+
+def _machine(
+    device: Device,
+    directories: Sequence[str],
+    seconds: float,
+    least: int,
+    progress: Callable[[str, float], None] | None,
+) -> MachineFile:
+    samples, cached_bytes = _measured(device, directories, seconds, least, progress)
+    gc.collect()  # autograd's graphs are in cycles with what was timed
+    return_free_memory()
+    return _filled(device, facts_of(device.torch_device), directories, samples, cached_bytes)
+
+
+def _measured(
+    device: Device,
+    directories: Sequence[str],
+    seconds: float,
+    least: int,
+    progress: Callable[[str, float], None] | None,
+) -> tuple[Sampled, int]:
+    cached_bytes = cache_bytes(device.torch_device)
+    clock = DeviceClock(device)
+    with warnings.catch_warnings(), disk_measures(clock, directories) as disks:
+        warnings.simplefilter("ignore", BufferedDiskWarning)
+        if device.is_host:
+            keep_freed_memory(clock)  # as the optimizer does
+        measures = [
+            *Link(device).measures(),
+            *operator_measures(clock),
+            *memory_measures(clock, cached_bytes),
+            *HostUpdates(clock).measures(),
+            *(() if device.is_host else DeviceUpdates(clock).measures()),
+            *disks,
+        ]
+        return sample_all(measures, seconds=seconds, least=least, progress=progress), cached_bytes
+
+
+def _filled(device: Device, facts: Facts, directories: Sequence[str], samples: Sampled, cache: int) -> MachineFile:
+    """Returns the file with what was found."""
+
+    def by(*first: str) -> dict[str, Spread]:
+        """Returns the spreads of the keys that begin with ``first`` and have one word more, by that."""
+        return {key[-1]: samples.spread(key) for key in samples if key[:-1] == first}
+
+    def kinds(what: str, names: Sequence[str], of: Sequence[str]) -> Mapping[str, Mapping[str, Spread]]:
+        return {name: {kind: samples.spread((what, name, kind)) for kind in of} for name in names}
+
+    formats = dict.fromkeys(key[1] for key in samples if key[0] == "update")
+    return MachineFile(
+        **vars(facts),
+        is_host=device.is_host,
+        runs_behind=not device.is_host,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        link={name: samples.spread(("link", name)) for name in LINK},
+        matmul=products_of(samples),
+        attention=attention_of(samples),
+        elementwise=by("elementwise"),
+        elementwise_cached=by("cached"),
+        transcendental=by("transcendental"),
+        cache_bytes=cache,
+        op_s=samples.spread(("op_s",)),
+        launch_s=samples.spread(("launch_s",)),
+        host_update_ns=kinds("update", list(formats), UPDATE),
+        compute_beside_update=samples.spread(("compute_beside_update",)),
+        device_update_ns=by("device_update"),
+        disks=kinds("disk", directories, (*DISK, *DISK_BESIDE_COMPUTE)),
+    )

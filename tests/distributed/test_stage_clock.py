@@ -1,0 +1,111 @@
+"""Where a batch's time goes, by stage: of two processes whose layers wait a known time, planned beside measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import stronghold
+from stronghold.device import Device
+from stronghold.distributed.stage_clock import StageClock, planned_stages
+from stronghold.planner.partition import Partition, StagePlan
+from stronghold.planner.pipeline_order import Pipeline
+from stronghold.reports import PlannedStage
+from tests.distributed.launched import launch
+from tests.distributed.waiting import Waiting
+
+FORWARD_MS, BACKWARD_MS, MICRO_BATCHES = 20, 40, 4
+
+
+def timed(balance: str) -> list[object]:
+    """Returns the stages' times before a batch, after it, and the report's, in a process of two."""
+    torch.manual_seed(0)
+    layers = [Waiting(FORWARD_MS, BACKWARD_MS) for _ in range(4)]
+    inputs = torch.randn(8, 4)
+    model = stronghold.pipeline(
+        nn.Sequential(*layers),
+        loss=F.mse_loss,
+        stages=2,
+        micro_batches=MICRO_BATCHES,
+        balance=[3, 1] if balance == "given" else balance,
+        inputs=inputs,
+        device="cpu",
+        activations="keep",
+        window=1,
+    )
+    before = model.stage_times()
+    model.forward_backward(inputs, inputs)
+    model.evaluate(inputs, inputs)  # which is no step
+    return [before, model.stage_times(), stronghold.report(model).stages]
+
+
+@pytest.mark.parametrize(("balance", "sizes"), [("given", [3, 1]), ("time", [2, 2])])
+def test_a_stage_computes_for_its_layers_and_waits_for_the_others(tmp_path, balance, sizes):
+    pass_s = (FORWARD_MS + BACKWARD_MS) / 1000
+    for number, (before, (one,), reported) in enumerate(
+        launch("tests.distributed.test_stage_clock", "timed", 2, tmp_path, balance)
+    ):
+        assert before == () and reported == (one,)
+        assert (one.stage, one.layers) == (number, sizes[number])
+        computing_s = MICRO_BATCHES * sizes[number] * pass_s
+        assert computing_s <= one.computing_s < 1.5 * computing_s + 0.2
+        if balance == "given" and number == 1:  # two thirds of the other's time, at the least
+            assert one.waiting_s > MICRO_BATCHES * 2 * pass_s * 0.8
+        assert one.sent_bytes == 8 * 4 * 4  # activations one way, their gradients the other
+        assert (one.planned is None) == (balance == "given")
+        if one.planned is not None:
+            assert one.planned.computing_s == pytest.approx(computing_s, rel=0.4)
+            assert one.planned.waiting_s > pass_s / 2
+            assert one.planned.peak_bytes > 0
+
+
+class Clock(Device):
+    """Stamps that a test sets."""
+
+    now_s = 0.0
+
+    def stamp(self) -> float:
+        return self.now_s
+
+    def seconds(self, begin, end) -> float:
+        return end - begin
+
+
+Clock.__abstractmethods__ = frozenset()
+
+
+def test_stages_of_one_process_share_what_it_waits_for():
+    device = Clock.__new__(Clock)
+    clock = StageClock(device)
+    assert clock.last([1, 2], [0, 1], (), 0) == ()
+    with clock.step():
+        for stage, seconds in ((0, 2.0), (1, 3.0), (0, 4.0)):
+            device.now_s += 0.5
+            with clock.computing(stage):
+                device.now_s += seconds
+        device.now_s += 0.25
+    with clock.computing(0):  # an evaluation
+        device.now_s += 100
+    planned = PlannedStage(computing_s=1, waiting_s=2, peak_bytes=3)
+    first, second = clock.last([5, 6], [0, 1], [planned, planned], 7)
+    assert (first.stage, first.layers, first.computing_s, first.waiting_s) == (0, 5, 6.0, 1.75)
+    assert (second.stage, second.layers, second.computing_s, second.waiting_s) == (1, 6, 3.0, 1.75)
+    assert (first.sent_bytes, first.planned) == (7, planned)
+
+
+def test_a_stage_is_planned_to_wait_for_the_rest_of_a_simulated_step():
+    """1F1B over two stages, of 3 and 1.5 s for each of two micro-batches."""
+    found = Partition(
+        stages=tuple(
+            StagePlan(
+                first=0, layers=1, recomputed=0, forward_s=seconds, backward_s=2 * seconds, memory_bytes=int(seconds)
+            )
+            for seconds in (1.0, 0.5)
+        ),
+        ideal_s=0,
+    )
+    planned = planned_stages(found, Pipeline(schedule="1F1B", devices=2, micro_batches=2))
+    # forward 0-1 and 1-2; stage 1 computes at 1-2.5, its gradient goes back at 2.5-4.5; 2.5-4, 4.5-6.5
+    assert [(one.computing_s, one.waiting_s, one.peak_bytes) for one in planned] == [(6, 0.5, 1), (3, 3.5, 0)]

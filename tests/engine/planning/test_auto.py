@@ -1,0 +1,223 @@
+"""Where the inputs of a step are known, "auto" is the planner's answer, and the report shows what it said."""
+
+import copy
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+import stronghold
+from stronghold.device.throttled import Speed, ThrottledDevice
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.planner.machine_file import DISK, Spread
+from tests.planner.machines import about, laptop, machine
+
+CONFIG = GPTConfig(layers=6, hidden=64, heads=4, sequence=32, vocabulary=128)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """A laptop that was probed; what is put into ``kept`` is another machine."""
+    kept = [laptop()]
+    monkeypatch.setattr("stronghold.engine.planning.auto.kept_machine", lambda device: kept[-1])
+    monkeypatch.setattr("stronghold.engine.planning.asked.process_bytes", lambda model: 300 * 2**20)
+    monkeypatch.setattr("stronghold.engine.planning.auto._glances", {})
+    return kept
+
+
+def ids(samples=4):
+    return torch.randint(0, 128, (samples, 32), generator=torch.Generator().manual_seed(1))
+
+
+def inputs(samples=4):
+    return {"input_ids": ids(samples), "labels": ids(samples)}
+
+
+def gpt():
+    torch.manual_seed(0)
+    return GPT(CONFIG)
+
+
+def trained(model, optimizer, steps=3):
+    losses = []
+    for _ in range(steps):
+        loss = model(**inputs()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def on_a_gpu(here, model, there=None, **settings):
+    """Offloads to a device with a memory of its own, that computes on the CPU."""
+    here.append(there or machine())
+    device = ThrottledDevice(Speed(flops=1e12, up=1e10, down=1e10, host=1e10), tokens=128)
+    return stronghold.offload(model, device=device, **settings)
+
+
+def test_a_model_that_fits_stays_where_it_is_and_says_so(caplog):
+    with caplog.at_level(logging.INFO, logger="stronghold"):
+        model = stronghold.offload(gpt(), device="cpu", inputs=inputs())
+    report = stronghold.report(model)
+    assert report.resident == 6
+    assert report.planned.reason.startswith("the model fits, and stays; ")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "stronghold"]
+    assert report.planned.chosen in line
+    assert report.planned.reason in line
+
+
+@pytest.mark.parametrize("budget", ["1.5MiB", "2MiB", "3MiB"])
+def test_settings_are_those_of_the_plan_and_train_as_the_plain_model(here, budget):
+    model = on_a_gpu(here, gpt(), inputs=inputs(), device_memory=budget)
+    plan = stronghold.plan(gpt(), machine=here[-1], inputs=inputs(), update="deferred", device_memory=budget)
+    report = stronghold.report(model)
+    assert report.planned == plan.planned()
+    assert report.resident == plan.settings["resident"] < 6
+    assert report.window == min(plan.settings["window"], 6 - report.resident)
+    plain = gpt()
+    expected = trained(plain, torch.optim.AdamW(plain.parameters()))
+    optimizer = stronghold.AdamW(model.parameters())
+    assert trained(model, optimizer) == pytest.approx(expected, rel=1e-6)
+    assert stronghold.report(model).device_bytes == plan.held_device_bytes
+
+
+@pytest.mark.parametrize(("host_ns", "update"), [(0.001, "deferred"), (50.0, "in_backward")])
+def test_the_optimizer_updates_where_the_plan_finds_the_shorter_step(here, host_ns, update):
+    """A slow host hides updates under the backward pass, which is longer than the next forward pass."""
+    one = {"alone": about(host_ns), "beside_compute": about(host_ns)}
+    slow = machine(host_update_ns={f"{dtype}+fp32": one for dtype in ("float32", "bfloat16")})
+    model = on_a_gpu(here, gpt(), there=slow, inputs=inputs(), window=2, resident=0, activations="recompute")
+    planned = stronghold.engine.engine_of(model).planned
+    assert set(planned) == {"deferred", "in_backward"}
+    assert planned.gain_in_backward() == (update == "in_backward")
+    assert not stronghold.AdamW(model.parameters()).in_backward
+    assert not stronghold.AdamW(model.parameters(), update="auto", max_grad_norm=1.0).in_backward
+    optimizer = stronghold.AdamW(model.parameters(), update="auto")
+    assert optimizer.in_backward == (update == "in_backward")
+    assert f"update={update!r}" in stronghold.report(model).planned.chosen
+    plain = gpt()
+    expected = trained(plain, torch.optim.AdamW(plain.parameters()))
+    assert trained(model, optimizer) == pytest.approx(expected, rel=1e-6)
+
+
+def test_without_a_plan_updates_are_deferred():
+    model = stronghold.offload(gpt(), device="cpu", window=2)
+    assert not stronghold.AdamW(model.parameters(), update="auto").in_backward
+    assert stronghold.report(model).planned is None
+
+
+def test_inputs_may_be_one_tensor_or_several_in_order(here):
+    for given in (ids(), [ids()], torch.empty((4, 32), dtype=torch.int64, device="meta")):
+        assert stronghold.report(stronghold.offload(gpt(), device="cpu", inputs=given)).resident == 6
+
+
+def test_what_the_user_sets_is_kept(here):
+    wanted = {"window": 2, "resident": 1, "micro_batch": 2, "activations": "keep"}
+    model = on_a_gpu(here, gpt(), inputs=inputs(), **wanted)
+    chosen = stronghold.report(model).planned.chosen
+    assert all(f"{name}={value!r}" in chosen for name, value in wanted.items())
+    assert (stronghold.report(model).window, stronghold.report(model).resident) == (2, 1)
+
+
+def test_one_thing_alone_can_be_left_to_the_planner(here):
+    model = on_a_gpu(here, gpt(), inputs=inputs(), window=2, activations="recompute", resident=0)
+    assert (stronghold.report(model).window, stronghold.report(model).resident) == (2, 0)
+
+
+def test_activations_in_host_memory_stay_there(here):
+    model = on_a_gpu(here, gpt(), inputs=inputs(), activations="host", device_memory="2MiB")
+    plain = gpt()
+    losses = trained(model, stronghold.AdamW(model.parameters()))
+    assert losses == pytest.approx(trained(plain, torch.optim.AdamW(plain.parameters())), rel=1e-6)
+    assert stronghold.engine.engine_of(model).activations is not None
+
+
+def test_a_store_on_disk_stays_there(here, tmp_path):
+    here.append(laptop(disks={str(tmp_path): dict.fromkeys(DISK, about(1e9))}))
+    model = stronghold.offload(gpt(), device="cpu", store=tmp_path, inputs=inputs())
+    report = stronghold.report(model)
+    assert report.weights_on_disk == 6 - report.resident
+    assert stronghold.report(stronghold.offload(gpt(), device="cpu", inputs=inputs())).planned is not None
+    stronghold.close(model)
+
+
+def test_a_machine_that_was_never_probed_is_glanced_at_once(here, monkeypatch):
+    seen = []
+    monkeypatch.setattr("stronghold.engine.planning.auto.glance", lambda *of: seen.append(of) or laptop())
+    here.append(None)
+    for _ in range(2):
+        assert stronghold.report(stronghold.offload(gpt(), device="cpu", inputs=inputs())).resident == 6
+    assert len(seen) == 1
+
+
+def test_a_device_of_another_kind_than_the_kept_one_is_glanced_at(here, monkeypatch):
+    monkeypatch.setattr("stronghold.engine.planning.auto.glance", lambda *of: machine())
+    device = ThrottledDevice(Speed(flops=1e12, up=1e10, down=1e10, host=1e10), tokens=128)
+    model = stronghold.offload(gpt(), device=device, inputs=inputs())
+    assert stronghold.report(model).resident == 6
+
+
+def test_a_plan_gives_the_settings_and_is_shown_beside_what_was_measured(here, tmp_path):
+    plan = stronghold.plan(gpt(), machine=this_machine(here), batch=4, sequence=32)
+    plan.write(tmp_path / "plan.json")
+    for given in (plan, tmp_path / "plan.json"):
+        model = stronghold.offload(gpt(), device="cpu", plan=given)
+        assert stronghold.report(model).planned == plan.planned()
+        trained(model, stronghold.AdamW(model.parameters()), steps=2)
+        rows = stronghold.report(model).rows()
+        begin = next(number for number, row in enumerate(rows) if row[0] == "plan")
+        assert rows[begin] == ("plan", "settings", plan.planned().chosen)
+        names = [name for _, name, _ in rows[begin:]]
+        assert names[:5] == ["settings", "why", "planned", "measured", "computing"]
+        assert rows[-1][0] == "off by"  # a machine that nobody has measured
+        stronghold.close(model)
+
+
+def this_machine(here):
+    from stronghold.probing import facts_of
+
+    return replace(here[-1], device_name=facts_of(torch.device("cpu")).device_name)
+
+
+def test_what_cannot_be_is_refused_before_anything_is_changed(here):
+    plan = stronghold.plan(gpt(), machine=this_machine(here), batch=4, sequence=32)
+    elsewhere = stronghold.plan(gpt(), machine=here[-1], batch=4, sequence=32)
+    other = stronghold.plan(GPT(replace(CONFIG, layers=5)), machine=this_machine(here), batch=4, sequence=32)
+    model = gpt()
+    before = copy.deepcopy(model.state_dict())
+    for settings, match in (
+        ({"micro_batch": "auto"}, "micro_batch='auto' is chosen for the inputs of a step"),
+        ({"activations": "auto"}, "activations='auto' is chosen for the inputs of a step"),
+        ({"plan": plan, "inputs": inputs()}, "a plan is for inputs of its own"),
+        ({"plan": plan, "window": 3}, "got window=3 beside one with 1"),
+        ({"plan": plan, "resident": 0}, "got resident=0 beside one with 6"),
+        ({"plan": plan, "activations": "recompute"}, "got activations='recompute' beside one with 'keep'"),
+        ({"plan": plan, "store": "elsewhere"}, "got store='elsewhere' beside one with 'ram'"),
+        ({"plan": other}, "a plan is of one model"),
+        ({"plan": elsewhere}, "a plan is of one machine"),
+        ({"inputs": {"labels": ids()}}, "must run on tensors that have shapes"),
+        ({"inputs": inputs(), "device_memory": "1GiB"}, "device_memory is planned with where a device has memory"),
+        ({"inputs": inputs(), "host_memory": "1KiB"}, "nothing fits"),
+        ({"inputs": inputs(), "micro_batch": 0}, "micro_batch must be a number of samples"),
+        ({"inputs": inputs(), "activations": "nowhere"}, "activations must be"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            stronghold.offload(model, device="cpu", **settings)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert stronghold.engine.engine_of(model) is None
+
+
+def test_a_step_as_planned_names_no_number_to_measure_again():
+    planned = stronghold.plan(gpt(), machine=laptop(), batch=4, sequence=32).planned()
+    as_planned = planned.rows(1.1 * planned.likely_s, planned.parts_s, {})
+    assert [row[0] for row in as_planned if row[0]] == ["step"]
+    slow = {**planned.parts_s, "disk_wait_s": planned.likely_s}
+    assert planned.rows(2 * planned.likely_s, slow, {})[-1] == (
+        "off by",
+        "waiting for disk",
+        "measure again the disk's: read, write: stronghold probe",
+    )
+    low_s, likely_s, high_s = Spread(planned.low_s, planned.likely_s, planned.high_s)
+    assert low_s <= likely_s <= high_s

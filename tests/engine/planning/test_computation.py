@@ -1,0 +1,183 @@
+"""What a model computes and keeps on paper, beside the same model run for real."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from stronghold.engine.planning.computation import ModelComputation
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.planner.op_costs import Op
+
+
+class Mlp(nn.Module):
+    """Layers of products and functions alone, behind and before a linear layer."""
+
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.up = nn.Linear(width, 4 * width)
+            self.down = nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    def __init__(self, width: int = 24, layers: int = 3, frozen: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.layers = nn.ModuleList(self.Layer(width) for _ in range(layers))
+        self.last = nn.Linear(width, 5)
+        if frozen:
+            self.first.requires_grad_(False)
+            for layer in self.layers:
+                layer.up.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+def flops(ops: Counter[Op]) -> int:
+    return sum(op.flops * count for op, count in ops.items())
+
+
+def counted(run) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_operations_are_those_of_the_model(frozen):
+    """As torch's own counter counts them in a model with values, forward and backward apart."""
+    torch.manual_seed(0)
+    model, x = Mlp(frozen=frozen), torch.randn(6, 7, 8)
+    losses = []
+    forward = counted(lambda: losses.append(model(x)))
+    backward = counted(losses[0].backward)
+    found = ModelComputation(model, list(model.layers), (x,))
+    layer, root = found.layer(1), found.root
+    assert found.batch == 6
+    assert 3 * flops(layer.forward) + flops(root.before) + flops(root.behind) == forward
+    of_layers = sum(flops(found.layer(number).backward) for number in range(3))
+    assert of_layers + flops(root.before_backward) + flops(root.behind_backward) == backward
+    assert found.group_of == ([0, 1, 1] if frozen else [0, 0, 0])  # behind a frozen beginning none asks for a gradient
+    assert flops(root.before) == counted(lambda: model.first(x))
+
+
+def test_frozen_layers_that_no_gradient_reaches_have_no_backward_pass():
+    model, x = Mlp(), torch.randn(6, 7, 8)
+    model.first.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    backward = counted(model(x).backward)
+    found = ModelComputation(model, list(model.layers), (x,))
+    assert flops(found.layer(0).backward) == 0
+    assert found.layer(0).kept_bytes == found.layer(0).output_bytes
+    of_layers = sum(flops(found.layer(number).backward) for number in range(3))
+    assert of_layers + flops(found.root.behind_backward) == backward
+    assert not found.root.before_backward
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "message"),
+    [
+        (Mlp(), lambda m: [*m.layers, nn.Linear(2, 2)], "every layer of Mlp must run in its forward pass .got none of"),
+        (Mlp(width=6), lambda m: m.layers, "Mlp must run on tensors that have shapes and no values .got RuntimeError"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(model, layers, message):
+    model.layers[1].down = model.layers[1].down if model.first.out_features > 6 else nn.Linear(24, 7)
+    with pytest.raises(ValueError, match=message):
+        ModelComputation(model, list(layers(model)), (torch.randn(2, 8),))
+
+
+def saved_bytes(layer: nn.Module, *args: torch.Tensor) -> tuple[int, int]:
+    """Returns what autograd has of a layer's run beside its input and parameters, and what its output takes."""
+    storages = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = layer(*args)
+    for tensor in (*args, *layer.parameters()):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    storages[out.untyped_storage().data_ptr()] = out.untyped_storage().nbytes()
+    return sum(storages.values()), out.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("samples", [1, 2, 6])
+def test_bytes_that_are_kept_are_those_that_autograd_keeps(samples, dtype):
+    torch.manual_seed(0)
+    model, x = Mlp().to(dtype), torch.randn(6, 7, 8, dtype=dtype)
+    run = ModelComputation(model, list(model.layers), (x,)).layer(1, samples)
+    given = torch.randn(samples, 7, 24, dtype=dtype).requires_grad_()
+    kept, output = saved_bytes(model.layers[1], given)
+    assert run.samples == samples
+    assert run.output_bytes == output
+    assert run.kept_bytes == kept
+    assert run.kept_bytes - run.output_bytes <= run.saved_bytes <= run.kept_bytes
+
+
+def test_a_transformer_keeps_what_autograd_keeps():
+    torch.manual_seed(0)
+    config = GPTConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=50)
+    model, ids = GPT(config), torch.randint(0, 50, (3, 16))
+    seen = []
+    hook = model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args))
+    model(ids, labels=ids)
+    hook.remove()
+    x, cos, sin = seen[0]
+    kept, _ = saved_bytes(model.layers[0], x.detach().requires_grad_(), cos, sin)
+    found = ModelComputation(model, list(model.layers), {"input_ids": ids, "labels": ids})
+    assert found.layer(0).kept_bytes == kept
+    assert [p for p in model.parameters() if id(p) in found.root.used_first] == [model.embedding.weight]
+
+
+def test_nothing_of_the_model_changes():
+    model = Mlp()
+    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
+    ModelComputation(model, list(model.layers), (torch.randn(2, 8),))
+    after = dict(model.named_parameters())
+    assert {name: id(p) for name, p in after.items()} == {name: one for name, (one, _) in before.items()}
+    assert all(torch.equal(after[name], value) for name, (_, value) in before.items())
+    assert all("forward" not in vars(module) and not module._forward_pre_hooks for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_layers_alike_are_run_once_and_others_for_themselves():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 16), nn.Linear(16, 16))
+    found = ModelComputation(model, list(model), (torch.randn(4, 8),))
+    assert found.group_of == [0, 1, 1, 3, 4]  # the first one's input needs no gradient
+    assert [flops(found.layer(number).forward) for number in range(5)] == [
+        2 * 4 * 64,
+        2 * 4 * 64,
+        2 * 4 * 64,
+        2 * 4 * 128,
+        2 * 4 * 256,
+    ]
+
+
+def test_a_loss_that_is_recomputed_counts_twice():
+    class Recomputed(Mlp):
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return torch.utils.checkpoint.checkpoint(lambda x: self.last(x).square().mean(), x, use_reentrant=False)
+
+    runs = []
+    for kind in (Mlp, Recomputed):
+        with torch.device("meta"):
+            model = kind()
+        runs.append(ModelComputation(model, [*model.layers], (torch.empty(6, 7, 8, device="meta"),)).root)
+    plain, again = runs
+    assert flops(again.behind) == flops(plain.behind) > 0
+    assert flops(again.behind_backward) == flops(plain.behind_backward) + flops(plain.behind)

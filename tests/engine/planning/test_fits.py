@@ -1,0 +1,17 @@
+"""What is said to fit does: random models under random caps of a device's memory, each run for real."""
+
+import pytest
+
+from tests.gpu import needs_device
+
+
+@pytest.mark.gpu
+@needs_device
+@pytest.mark.parametrize("seed", range(16))
+def test_what_is_said_to_fit_does(seed):
+    from tests.fits import judged
+
+    found = judged(seed)
+    if found["said"] == "fits":
+        assert found["peak"] <= found["cap"], found
+    assert found["peak"] <= found["planned"], found

@@ -1,0 +1,182 @@
+"""A plan's settings train, with the bytes that it says; what cannot be planned is refused before anything is loaded."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.errors import BudgetError
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.planner.machine_file import DISK
+from tests.planner.machines import about, laptop, machine
+
+CONFIG = GPTConfig(layers=5, hidden=64, heads=4, sequence=32, vocabulary=128)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch):
+    monkeypatch.setattr("stronghold.engine.planning.given.kept_machine", lambda device: None)
+
+
+@pytest.fixture(autouse=True)
+def _process_of_known_size(monkeypatch):
+    """Other tests leave hundreds of megabytes in this process, and what it has already counts against host_memory."""
+    monkeypatch.setattr("stronghold.engine.planning.asked.process_bytes", lambda model: 300 * 2**20)
+
+
+def on_meta(config=CONFIG):
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def planned(model=None, given=None, **settings):
+    return stronghold.plan(
+        on_meta() if model is None else model, machine=given or laptop(), **{"batch": 4, "sequence": 32, **settings}
+    )
+
+
+def told(plan):
+    """Returns what a plan says beside what this process has in memory."""
+    return {**asdict(plan), "process_bytes": 0, "others": [], "refused": []}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"window": 2, "resident": 1},
+        {"window": 3, "resident": 0, "states": "8bit", "update": "in_backward"},
+        {"window": 1, "store": "disk"},
+        {"store": "disk", "states": "8bit", "host_memory": "1GiB"},
+        {"window": 2, "store": "disk", "update": "in_backward"},
+    ],
+    ids=str,
+)
+def test_bytes_are_the_reports_to_the_byte(settings, dtype, tmp_path):
+    here = laptop(disks={str(tmp_path): dict.fromkeys(DISK, about(1e9))})
+    if settings.get("store") == "disk":
+        settings = {**settings, "store": str(tmp_path)}
+    plan = planned(given=here, dtype=dtype, **settings)
+    model = stronghold.offload(GPT(CONFIG), device="cpu", dtype=dtype, **plan.settings)
+    optimizer = stronghold.AdamW(model.parameters(), **plan.optimizer)
+    ids = torch.randint(0, 128, (4, 32))
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = stronghold.report(model)
+    streamed = plan.layers - plan.settings["resident"]
+    assert (report.window, report.resident) == (min(plan.settings["window"], streamed), plan.settings["resident"])
+    assert report.states == plan.optimizer["states"]
+    assert plan.slots_bytes == report.slots_device_bytes
+    assert plan.gradient_bytes == report.gradients_device_bytes
+    assert plan.root_bytes == report.root_device_bytes
+    assert plan.resident_bytes == report.resident_device_bytes
+    assert plan.root_gradient_bytes == report.root_gradients_device_bytes
+    assert plan.pinned_bytes + plan.pageable_bytes == report.host_bytes
+    assert plan.disk_bytes == report.disk_bytes
+    stronghold.close(model)
+
+
+def test_what_the_user_sets_is_kept_and_the_rest_is_chosen():
+    plan = planned(given=machine(), window=2, resident=1, activations="keep", micro_batch=2, update="deferred")
+    wanted = {"window": 2, "resident": 1, "activations": "keep", "micro_batch": 2}
+    assert {name: plan.settings[name] for name in wanted} == wanted
+    assert plan.optimizer == {"states": "fp32", "update": "deferred"}
+    assert planned(given=machine()).step_s.likely <= plan.step_s.likely
+
+
+def test_a_model_that_fits_a_machine_of_one_memory_stays_where_it_is():
+    assert planned().settings["resident"] == 5
+
+
+def test_the_others_are_no_faster_and_the_low_and_high_step_enclose_the_likely_one():
+    plan = planned(given=machine(device_memory_bytes=2 * 2**20))
+    assert plan.step_s.low <= plan.step_s.likely <= plan.step_s.high
+    assert all(plan.step_s.likely <= other.step_s for other in plan.others)
+    assert plan.device_bytes <= 2 * 2**20
+    assert all(one.needed_bytes > one.limit_bytes for one in plan.refused)
+
+
+def test_nothing_is_changed_and_a_real_model_is_planned_for_like_one_on_meta():
+    model = GPT(CONFIG)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    assert told(planned(model)) == told(planned())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
+
+
+def test_transformers_models_are_planned_for_by_module_configuration_and_folder(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=64
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    plans = [planned(given) for given in (module, config, tmp_path, tmp_path / "config.json")]
+    assert all(told(plan) == told(plans[0]) for plan in plans)
+    assert plans[0].layers == 3
+
+
+def test_any_module_is_planned_for_by_its_inputs():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    plan = stronghold.plan(model, machine=laptop(), inputs=(torch.empty(8, 64, device="meta"),), name="a tower")
+    assert (plan.model, plan.samples, plan.tokens, plan.layers) == ("a tower", 8, 8, 4)
+
+
+def test_a_budget_of_one_memory_is_told_to_the_byte_where_it_lacks_little():
+    with pytest.raises(BudgetError) as raised:
+        planned(host_memory=1000)
+    needed = raised.value.needed["memory"]
+    with pytest.raises(
+        BudgetError, match=rf"nothing fits: memory must hold at least {needed:,} bytes \(got {needed - 1:,}\)"
+    ):
+        planned(host_memory=needed - 1)
+
+
+def test_budgets_that_nothing_fits_are_told_with_the_least_that_would_do():
+    with pytest.raises(
+        BudgetError, match=r"nothing fits: device memory must hold at least .* \(got 1000 B\)"
+    ) as raised:
+        planned(given=machine(), device_memory=1000)
+    needed = raised.value.needed["device"]
+    assert planned(given=machine(), device_memory=needed).device_bytes <= needed
+    with pytest.raises(BudgetError):
+        planned(given=machine(), device_memory=needed - 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": 3}, "model must be a module, a configuration of transformers, or its config.json"),
+        ({"model": "/nowhere"}, "model must be a module"),
+        ({"sequence": None}, r"GPT must be given inputs to be planned for \(got sequence=None"),
+        ({"window": 6}, r"window must be a number of layers from 1 to 5 \(got 6\)"),
+        ({"resident": -1}, r"resident must be a number of layers from 0 to 5 \(got -1\)"),
+        ({"states": "fp64"}, "states must be"),
+        ({"update": "never"}, "update must be"),
+        ({"activations": "host"}, "activations must be"),
+        ({"micro_batch": "some"}, "micro_batch must be"),
+        ({"store": "/mnt/nowhere"}, "the machine must have the speed of each directory of the store"),
+        ({"device_memory": "lots"}, "lots"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        planned(**{"model": None, **change})
+
+
+def test_a_machine_that_was_not_measured_is_asked_for(tmp_path):
+    with pytest.raises(ValueError, match=r"a plan needs a machine that was measured .* call stronghold.probe\(\) once"):
+        stronghold.plan(on_meta(), batch=1, sequence=8)
+    path = tmp_path / "machine.json"
+    laptop().write(path)
+    assert stronghold.plan(on_meta(), machine=path, batch=1, sequence=8).machine == "a processor"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 0}))
+    with pytest.raises(ValueError, match="version of the machine file"):
+        stronghold.plan(on_meta(), machine=path, batch=1, sequence=8)

@@ -1,0 +1,91 @@
+"""`stronghold plan`, and a run by what it wrote."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stronghold.lab import cli
+from stronghold.planner.training_plan import TrainingPlan
+from stronghold.probing.this_machine import processor_name
+from tests.planner.machines import laptop, machine
+
+SHAPE = ["-l", "3", "--hidden", "32", "--heads", "2", "--vocabulary", "256"]
+STEP = ["--seq", "32", "--batch", "2"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder with the files of two machines and a text."""
+    monkeypatch.chdir(tmp_path)
+    laptop(device_name=processor_name()).write("laptop.json")
+    machine().write("gpu.json")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return tmp_path
+
+
+def refused(capsys, *arguments):
+    """Returns the one line with which ``arguments`` are refused."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    error = capsys.readouterr().err
+    assert (code, error.count("\n")) == (2, 1)
+    return error
+
+
+def test_it_prints_the_table_and_writes_the_plan_and_its_picture(capsys):
+    arguments = ["plan", *SHAPE, *STEP, "--machine", "gpu.json", "--tokens", "1e6", "-o", "plan.json"]
+    assert cli.main([*arguments, "--picture", "plan.html", "--window", "2"]) == 0
+    printed = capsys.readouterr().out
+    plan = TrainingPlan.read("plan.json")
+    assert (plan.settings["window"], plan.layers, plan.samples, plan.tokens) == (2, 3, 2, 64)
+    for words in ("reference GPT, 3 layers of width 32", "│ window", "1 M tokens", "longest resource"):
+        assert words in printed
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    assert "One planned step" in Path("plan.html").read_text()
+
+
+def test_a_run_follows_its_plan_and_says_how_far_that_was_off(capsys):
+    assert cli.main(["plan", *SHAPE, *STEP, "--machine", "laptop.json", "-o", "plan.json", "--states", "8bit"]) == 0
+    plan = TrainingPlan.read("plan.json")
+    capsys.readouterr()
+    run = ["train", "--plan", "plan.json", *SHAPE, "--data", "text.txt", "--steps", "4", "--out", "out"]
+    assert cli.main(run) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"step +│ planned +│ ", printed)
+    assert re.search(r"measured +│ .*[+-]\d+%", printed)
+    assert re.search(r"computing +│ .* planned, .* measured", printed)
+    assert "off by" in printed  # no step takes as little as a made-up machine says
+    logged = json.loads(Path("out/log.jsonl").read_text().splitlines()[0])
+    settings = logged.get("settings", logged)
+    assert (settings["states"], settings["batch"], settings["sequence"]) == ("8bit", 2, 32)
+    assert settings["resident"] == plan.settings["resident"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", *SHAPE, "--machine", "nowhere.json"], "nowhere.json"),
+        (["plan", *SHAPE, "--machine", "text.txt"], "file of the machine file text.txt must be JSON"),
+        (["plan", "nowhere/", "--machine", "gpu.json"], "nowhere"),
+        (["plan", "text.txt", "-l", "3", "--machine", "gpu.json"], "a model from files has its own shape"),
+        (["plan", *SHAPE, "--machine", "gpu.json", "--device-memory", "1KiB"], "nothing fits: device memory must hold"),
+        (["plan", *SHAPE, "--machine", "gpu.json", "--disk", "elsewhere"], "speed of each directory"),
+        (["plan", *SHAPE, "--machine", "gpu.json", "-o", "text.txt/plan.json"], "output must be a file that can be"),
+        (["train", *SHAPE, "--plan", "text.txt"], "'text.txt' is no plan"),
+        (["train", *SHAPE, "--plan", "plan.json", "--batch", "3"], "with --batch 2, and --batch 3"),
+        (["train", *SHAPE, "--plan", "plan.json", "--method", "l2l"], "a plan is of method stronghold"),
+        (["train", "-l", "4", *SHAPE[2:], "--plan", "plan.json", "--data", "text.txt"], "a plan is of one model"),
+        (["train", *SHAPE, "--plan", "elsewhere.json", "--data", "text.txt"], "a plan is of one machine"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_told_in_one_line(arguments, message, capsys):
+    assert cli.main(["plan", *SHAPE, *STEP, "--machine", "laptop.json", "-o", "plan.json"]) == 0
+    replace(TrainingPlan.read("plan.json"), machine="a processor that nobody has").write("elsewhere.json")
+    capsys.readouterr()
+    assert message in refused(capsys, *arguments)

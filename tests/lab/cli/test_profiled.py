@@ -1,0 +1,63 @@
+"""`stronghold plan --profile`: a plan from files, its table and its file, and what is refused."""
+
+import json
+
+import pytest
+
+from stronghold.lab.cli import main
+from tests.planner.profiled.small_profiles import write_profile
+
+ARGUMENTS = ["--devices-per-node", "2", "--device-memory", "1GiB", "--batch", "8"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_profile(tmp_path, "toy_a", ["one", "two", "three", "four"])
+
+
+def test_a_plan_is_shown_written_and_replayed(folder, tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    assert main(["plan", "toy_a", "--profile", str(folder), *ARGUMENTS, "-o", str(plan)]) == 0
+    shown = capsys.readouterr().out
+    assert "4 operators, as profiled" in shown
+    assert "stage 0" in shown
+    found = json.loads(plan.read_text())
+    assert sum(found["num_gpus"]) == 2
+    assert f"{found['predicted_step_s']:.4g} s, by the profile" in shown
+    assert main(["plan", "toy_a", "--profile", str(folder), *ARGUMENTS, "--replay", str(plan)]) == 0
+    assert capsys.readouterr().out.splitlines() == [line for line in shown.splitlines() if "plan.json" not in line]
+
+
+def test_a_plan_with_degrees_says_that_they_are_not_executed(folder, tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    main(["plan", "toy_a", "--profile", str(folder), *ARGUMENTS, "-o", str(plan)])
+    found = json.loads(plan.read_text())
+    found |= {"num_gpus": [2], "num_ops_in_each_stage": [4], "recompute_ops": [[0] * 4], "algo_of_each_op": [[0] * 4]}
+    found |= {"model_parallel_size_of_each_op": [[2] * 4], "data_parallel_size_of_each_op": [[1] * 4]}
+    plan.write_text(json.dumps({**found, "micro_batch_size": 1}))
+    capsys.readouterr()
+    assert main(["plan", "toy_a", "--profile", str(folder), *ARGUMENTS, "--replay", str(plan)]) == 0
+    assert "not executed by stronghold" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--window", "2"], "over operators alone (got --window)"),
+        (["--hidden", "64"], "over operators alone (got --hidden)"),
+        (["-l", "4"], "must not be given"),
+        (["--device-memory", "1MiB"], "would do"),
+    ],
+)
+def test_what_says_nothing_here_is_refused(folder, capsys, more, told):
+    assert main(["plan", "toy_a", "--profile", str(folder), *ARGUMENTS, *more]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_model_and_the_memory_are_asked_for(folder, capsys):
+    assert main(["plan", "--profile", str(folder), "--device-memory", "1GiB"]) == 2
+    assert "got no MODEL); " in capsys.readouterr().err
+    assert main(["plan", "toy_a", "--profile", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "got no --device-memory" in error
+    assert "toy_a" in error

@@ -1,0 +1,55 @@
+"""From what a machine was measured to do to rates: functions, masks, and disks beside computing, by hand."""
+
+from math import isclose
+
+import pytest
+
+from stronghold.planner.machine_file import Spread
+from stronghold.planner.machine_rates import machine_of, op_rates
+from stronghold.planner.op_costs import Op
+from stronghold.planner.step_costs import Resource
+from tests.planner.machines import about, laptop
+
+DISK = {"read": about(2e9), "write": about(4e9), "read_beside_write": about(1e9), "write_beside_read": about(1e9)}
+
+
+def test_a_function_has_the_rate_of_its_own_or_that_of_all():
+    machine = laptop(
+        transcendental={"float32": about(5e9), "float32 gelu": about(1e9), "float32 gelu backward": about(2e9)},
+        op_s=Spread(0.0, 0.0, 0.0),
+    )
+    rates = op_rates(machine)
+    for kind, taken_s in (
+        ("transcendental gelu", 10.0),
+        ("transcendental gelu backward", 5.0),
+        ("transcendental softmax", 2.0),
+    ):
+        assert isclose(rates.seconds({Op(kind, "float32", (), 0, 10**10): 1}), taken_s)
+
+
+def test_attention_without_a_mask_takes_twice_as_long():
+    rates = op_rates(laptop(op_s=Spread(0.0, 0.0, 0.0)))
+    sizes = (4, 8, 512, 512, 64)
+    for kind, taken_s in (("attention", 1.0), ("attention without a mask", 2.0)):
+        assert isclose(rates.seconds({Op(kind, "float32", sizes, int(8e10), 1): 1}), taken_s)
+    assert isclose(rates.seconds({Op("attention backward without a mask", "float32", sizes, int(6e10), 1): 1}), 2.0)
+
+
+def test_a_disk_that_does_both_at_once_slower_is_that_much_slower():
+    found = machine_of(laptop(disks={"/d": DISK}), dtype="float32", states="fp32", directories=["/d"])
+    assert isclose(found.disk_read_bytes_per_s, 1.5e9)  # 1 / 2 + 1 / 4 of what it does alone
+    assert isclose(found.disk_write_bytes_per_s, 3e9)
+    assert found.slowed[Resource.COMPUTE, Resource.DISK] == found.slowed[Resource.UPDATES, Resource.DISK] == 1
+
+
+def test_disks_and_computing_slow_one_another_as_was_measured():
+    disks = {"/d": {**DISK, "slows_compute": about(1.5), "slowed_by_compute": about(1.2)}, "/e": DISK}
+    found = machine_of(laptop(disks=disks), dtype="float32", states="fp32", directories=["/d", "/e"])
+    assert found.slowed[Resource.COMPUTE, Resource.DISK] == found.slowed[Resource.UPDATES, Resource.DISK] == 1.5
+    assert found.slowed[Resource.DISK, Resource.COMPUTE] == 1.2
+    assert isclose(found.disk_read_bytes_per_s, 3e9)
+
+
+def test_a_directory_that_was_not_measured_is_refused():
+    with pytest.raises(ValueError, match=r"speed of each directory .*'/d'.*stronghold probe --disk /d -o machine.json"):
+        machine_of(laptop(), dtype="float32", states="fp32", directories=["/d"])

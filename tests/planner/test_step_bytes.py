@@ -1,0 +1,91 @@
+"""Bytes on paper beside what the engine's report counts, to the byte."""
+
+import random
+
+import pytest
+import torch
+
+import stronghold
+from stronghold.engine import engine_of
+from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.planner.search import Choice
+from stronghold.planner.step_bytes import spread
+from tests.delayed import Apart
+from tests.small import Decoder, Frozen
+
+
+def built(rng: random.Random) -> torch.nn.Module:
+    kind = rng.choice(("gpt", "gpt", "gpt", "frozen", "decoder"))
+    if kind != "gpt":
+        return {"frozen": Frozen, "decoder": Decoder}[kind]()
+    heads = rng.choice((1, 4))
+    config = GPTConfig(
+        layers=rng.randint(2, 6),
+        hidden=heads * rng.choice((8, 24, 36)),
+        heads=heads,
+        sequence=rng.choice((8, 24)),
+        vocabulary=rng.randint(40, 300),
+    )
+    return GPT(config)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_bytes_are_those_of_the_report(seed, tmp_path):
+    """Of random models, settings, budgets and devices; that of the model on the meta device, too."""
+    rng = random.Random(seed)
+    model, apart = built(rng), rng.random() < 0.6
+    memory = ModelMemory(model, dtype=(dtype := rng.choice((torch.float32, torch.bfloat16))), is_host=not apart)
+    count = len(memory.units.layers)
+    resident = rng.randint(0, count)
+    choice = Choice(
+        window=rng.randint(1, max(1, count - resident)),
+        resident=resident,
+        update=rng.choice(("deferred", "in_backward")),
+        states=rng.choice(("fp32", "8bit")),
+        store=rng.choice(("ram", "disk")),
+    )
+    room = sum(unit.resident() for unit in memory.of(choice).units)
+    device_memory = room * 3 + rng.randint(0, room) if rng.random() < 0.5 else None
+    if resident == 0 and choice.store == "ram" and device_memory is None:
+        device_memory = 100 * room  # without a budget, offload has all layers in place on the CPU
+    budget = memory.placed(choice, device_memory=device_memory, host_memory=None)
+    full = memory.taken(choice, budget)
+    host_memory = None
+    if choice.store == "disk" and rng.random() < 0.5:
+        host_memory = full.pinned + full.pageable + rng.randint(0, full.disk)
+    placed = memory.placed(choice, device_memory=device_memory, host_memory=host_memory)
+    said = memory.taken(choice, placed)
+
+    stronghold.offload(
+        model,
+        device=Apart() if apart else "cpu",
+        dtype=dtype,
+        window=choice.window,
+        resident=choice.resident,
+        store="ram" if choice.store == "ram" else tmp_path / "store",
+        device_memory=device_memory,
+        host_memory=host_memory,
+    )
+    optimizer = stronghold.AdamW(model.parameters(), states=choice.states, update=choice.update)
+    report, engine = stronghold.report(model), engine_of(model)
+    units = [*engine.layers, *(unit for unit in engine.units if unit.is_root)]
+    assert {n for n, unit in enumerate(units) if unit.resident} == placed.resident
+    assert {n: unit.on_disk for n, unit in enumerate(units) if unit.on_disk} == {
+        n: p for n, p in placed.on_disk.items() if p
+    }
+    assert said.slots == report.slots_device_bytes
+    assert said.gradients == report.gradients_device_bytes
+    assert said.root == report.root_device_bytes
+    assert said.resident == report.resident_device_bytes
+    assert said.root_gradients == report.root_gradients_device_bytes
+    assert said.host == report.host_bytes
+    assert said.disk == report.disk_bytes
+    del optimizer
+    stronghold.close(model)
+
+
+def test_layers_stay_evenly_spread():
+    assert spread(8, 3) == [0, 2, 5]
+    assert spread(5, 5) == [0, 1, 2, 3, 4]
+    assert spread(5, 0) == []

@@ -1,0 +1,132 @@
+"""What a plan says, and what its file may hold."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from stronghold.planner.machine_file import Spread
+from stronghold.planner.training_plan import Alternative, Refused, TrainingPlan
+from stronghold.spans import Span
+
+GIB = 2**30
+
+
+def plan(**changes):
+    values = {
+        "model": "a model",
+        "parameters": 6_600_000_000,
+        "trained_parameters": 6_600_000_000,
+        "layers": 32,
+        "samples": 8,
+        "tokens": 8192,
+        "dtype": "bfloat16",
+        "machine": "a GPU",
+        "device": "cuda",
+        "is_host": False,
+        "settings": {"window": 4, "resident": 1, "activations": "recompute", "device_memory": 17 * GIB},
+        "optimizer": {"states": "fp32", "update": "deferred"},
+        "step_s": Spread(3.0, 4.0, 5.0),
+        "longest": "updates",
+        "busy_s": {"updates": 3.0, "compute": 2.0},
+        "waits_s": {"update": 1.0, "fetch": 0.01},
+        "slots_bytes": 2 * GIB,
+        "gradient_bytes": GIB,
+        "root_bytes": 0,
+        "resident_bytes": 3 * GIB,
+        "root_gradient_bytes": GIB // 2,
+        "activation_bytes": 4 * GIB,
+        "pinned_bytes": 12 * GIB,
+        "pageable_bytes": 60 * GIB,
+        "process_bytes": GIB,
+        "disk_bytes": 0,
+        "written_bytes": 0,
+        "others": [
+            Alternative(
+                settings={"window": 3, "resident": 1, "activations": "recompute", "device_memory": 16 * GIB},
+                optimizer={"states": "fp32", "update": "in_backward"},
+                step_s=4.5,
+                device_bytes=9 * GIB,
+                host_bytes=70 * GIB,
+            )
+        ],
+        "refused": [
+            Refused(
+                settings={"window": 4, "resident": 1, "activations": "keep", "device_memory": 12 * GIB},
+                optimizer={"states": "fp32", "update": "deferred"},
+                place="device",
+                needed_bytes=25 * GIB,
+                limit_bytes=23 * GIB,
+            )
+        ],
+        "spans": [Span("compute", "0", 0.0, 0.5)],
+    }
+    return TrainingPlan(**(values | changes))
+
+
+def test_sums_and_rates():
+    assert plan().device_bytes == int(10.5 * GIB)
+    assert plan().host_bytes == 73 * GIB
+    assert plan(is_host=True).host_bytes == int(83.5 * GIB)
+    assert plan().tokens_per_s == 2048
+    assert plan().days(2048 * 86400 * 3) == pytest.approx(3)
+
+
+def test_it_reads_as_a_table():
+    lines = {(section, name): value for section, name, value in plan().rows()}
+    assert lines["offload", "window"] == "4"
+    assert lines["", "device_memory"] == "17.0 GiB"
+    assert lines["AdamW", "states"] == "'fp32'"
+    assert lines["step", "time"] == "4.00 s (3.00 s to 5.00 s)"
+    assert lines["", "longest resource"] == "updates, 75% of the step"
+    assert lines["", "waiting for an update"] == "1.00 s (25%)"
+    assert ("", "waiting for a fetch") not in lines  # a four hundredth of the step
+    assert lines["", "1 B tokens"] == "5.65 days"
+    assert ("", "root") not in lines  # nothing
+    assert lines["next best", "4.50 s"] == "window=3, update='in_backward': device 9.00 GiB, host 70.0 GiB"
+    assert lines["does not fit", "device"] == "activations='keep': needs 25.0 GiB, has 23.0 GiB"
+
+
+def test_what_is_frozen_and_the_wear_of_the_disk_are_told():
+    lines = {name: value for _, name, value in plan(trained_parameters=4_000_000, written_bytes=2 * 10**9).rows()}
+    assert lines["parameters"] == "6.6 B, 4 M of them trained"
+    lines = {name: value for _, name, value in plan(disk_bytes=80 * GIB, written_bytes=2 * 10**9).rows()}
+    assert lines["written"].endswith("a step, 2 TB in a thousand")
+
+
+def test_one_memory_is_told_once():
+    rows = plan(is_host=True).rows()
+    lines = {name: value for _, name, value in rows}
+    assert lines["pageable"] == "72.0 GiB"
+    assert "pinned" not in lines
+    assert lines["with the device's"] == "83.5 GiB"
+    assert ("next best", "4.50 s", "window=3, update='in_backward': host 70.0 GiB") in rows
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    found = plan()
+    found.write(tmp_path / "plan.json")
+    read = TrainingPlan.read(tmp_path / "plan.json")
+    assert read == replace(found, others=list(found.others), refused=list(found.refused), spans=list(found.spans))
+    assert str(read) == str(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda _: "no JSON", "JSONDecodeError"),
+        (lambda _: "[]", "its version is not 1"),
+        (lambda found: json.dumps({**found, "version": 2}), "its version is not 1"),
+        (lambda found: json.dumps({**found, "step_s": [1, 2]}), "TypeError"),
+        (lambda found: json.dumps({**found, "settings": {"window": "wide"}}), "window must be"),
+        (lambda found: json.dumps({**found, "settings": {"colour": 1}}), "colour"),
+        (lambda found: json.dumps({**found, "optimizer": {"states": "fp64", "update": "deferred"}}), "fp64"),
+        (lambda found: json.dumps({**found, "slots_bytes": "many"}), "TypeError"),
+        (lambda found: json.dumps({name: found[name] for name in found if name != "longest"}), "longest"),
+        (lambda found: json.dumps({**found, "others": [{"settings": {}}]}), "TypeError"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(tmp_path, change, reason):
+    (tmp_path / "plan.json").write_text(change(json.loads(plan().to_json())))
+    with pytest.raises(ValueError, match=rf"plan.json' is no plan: .*{reason}.*; make one: stronghold plan -o"):
+        TrainingPlan.read(tmp_path / "plan.json")

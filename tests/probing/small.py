@@ -1,0 +1,28 @@
+"""Makes a probe short: each measurement over little, so that a test sees that it is made, and not how large it is."""
+
+import pytest
+
+from stronghold.probing import disk_speed, link_speed, memory_speed, operator_speed, stopwatches, update_speed
+
+SIZES = ((16, 48), ((32, 32), (32, 64)), 5e9)
+ATTENTION = ((2, 2, 16, 16),)
+
+
+def make_short(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(operator_speed, "_HOST", SIZES)
+    patch.setattr(operator_speed, "_ACCELERATOR", SIZES)
+    patch.setattr(operator_speed, "_HOST_ATTENTION", ATTENTION)
+    patch.setattr(operator_speed, "_ACCELERATOR_ATTENTION", ATTENTION)
+    patch.setattr(operator_speed, "POOL_BYTES", 2**20)
+    patch.setattr(memory_speed, "CACHES", memory_speed.CACHES / "none")
+    patch.setattr(memory_speed, "CALLS", 4)
+    patch.setattr(update_speed, "ELEMENTS", 2**16)
+    patch.setattr(update_speed, "BESIDE_S", 0.01)
+    patch.setattr(link_speed, "BUFFER_BYTES", 2**20)
+    patch.setattr(link_speed, "LEAST_S", 0.001)
+    patch.setattr(disk_speed, "CHUNK_BYTES", 2**20)
+    patch.setattr(disk_speed, "SAMPLE_S", 0.01)
+    patch.setattr(update_speed, "HOST_LAYER", (16, 32))
+    patch.setattr(update_speed, "DEVICE_LAYER", (16, 32))
+    patch.setattr(stopwatches, "BUSY_SIZE", 64)
+    patch.setattr(stopwatches, "LEAST_S", 0.001)

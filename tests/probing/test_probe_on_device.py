@@ -1,0 +1,28 @@
+"""The probe of a device with memory of its own: a GPU where there is one, or the accelerator in software."""
+
+import pytest
+
+import stronghold
+from stronghold.planner.machine_rates import machine_of
+from tests.gpu import DEVICE, needs_device
+from tests.probing.small import make_short
+
+pytestmark = [pytest.mark.gpu, needs_device]
+
+
+def test_a_device_is_measured_by_its_own_clock(monkeypatch, tmp_path):
+    make_short(monkeypatch)
+    monkeypatch.setenv("STRONGHOLD_MACHINES", str(tmp_path))
+    machine = stronghold.probe(seconds=1)
+    assert (machine.device, machine.is_host, machine.runs_behind) == (DEVICE, False, True)
+    assert 2**30 <= machine.device_memory_bytes < 2**45
+    assert machine.device_name
+    assert machine.cores >= 1
+    formats = {"float32+fp32", "float32+8bit", "bfloat16+fp32", "bfloat16+8bit"}
+    assert set(machine.device_update_ns) == set(machine.host_update_ns) == formats
+    assert all(spread.low > 0 for spread in machine.device_update_ns.values())
+    assert 0 < machine.op_s.likely < machine.launch_s.likely * 100
+    rates = machine_of(machine, dtype="bfloat16", states="fp32", layer_ops=10)
+    assert rates.launch_s == 10 * machine.launch_s.likely
+    assert rates.d2h_bytes_per_s == machine.link["d2h"].likely
+    assert stronghold.probing.kept_machine(DEVICE) == machine
