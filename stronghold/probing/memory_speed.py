@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stronghold.probing.operator_speed import DTYPES, dtype_name
+from stronghold.probing.operator_speed import dtype_name
 from stronghold.probing.rounds import Key, Measure, Sample
 from stronghold.probing.stopwatches import DeviceClock
 
@@ -33,10 +33,10 @@ def cache_bytes(device: torch.device, caches: Path = CACHES) -> int:
     return max(found, LEAST_CACHE_BYTES)
 
 
-def memory_measures(clock: DeviceClock, cached_bytes: int) -> list[Measure]:
-    """Returns what is to be measured, a cache of ``cached_bytes`` being known."""
+def memory_measures(clock: DeviceClock, cached_bytes: int, dtypes: Sequence[torch.dtype]) -> list[Measure]:
+    """Returns what is to be measured in ``dtypes``, a cache of ``cached_bytes`` being known."""
     measures = []
-    for dtype in DTYPES:
+    for dtype in dtypes:
         name = dtype_name(dtype)
         large, small = (max(4096, size // 4096 * 4096) for size in (4 * cached_bytes, cached_bytes // 4))
         large = min(large, 2**28)

@@ -140,10 +140,10 @@ class Attentions:
         return sample
 
 
-def operator_measures(clock: DeviceClock) -> list[Measure]:
-    """Returns what is to be measured of products and attention."""
+def operator_measures(clock: DeviceClock, dtypes: Sequence[torch.dtype]) -> list[Measure]:
+    """Returns what is to be measured of products and attention in ``dtypes``."""
     is_host, measures = clock.device.is_host, list[Measure]()
-    for dtype in DTYPES:
+    for dtype in dtypes:
         sizes = _within_reach(clock, dtype, product_sizes(is_host=is_host))
         measures += Products(clock, dtype, sizes).measures()
         measures += Attentions(clock, dtype, is_host=is_host).measures()

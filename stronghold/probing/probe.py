@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,12 @@ from stronghold.probing.disk_speed import check_directory, disk_measures
 from stronghold.probing.kept_machines import check_can_keep, keep_machine, kept_machine
 from stronghold.probing.link_speed import Link
 from stronghold.probing.memory_speed import cache_bytes, memory_measures
-from stronghold.probing.operator_speed import attention_of, operator_measures, products_of
+from stronghold.probing.operator_speed import DTYPES, attention_of, operator_measures, products_of
 from stronghold.probing.rounds import LEAST_ROUNDS, Sampled, sample_all
 from stronghold.probing.stopwatches import DeviceClock
 from stronghold.probing.this_machine import Facts, device_given, facts_of
 from stronghold.probing.update_speed import DeviceUpdates, HostUpdates
+from stronghold.settings import STATES
 
 LEAST_SECONDS = 1.0
 
@@ -66,7 +68,7 @@ def probe(
     facts = facts_of(opened.torch_device)
     if keep:
         check_can_keep(facts)
-    machine = _machine(opened, paths, seconds, LEAST_ROUNDS, progress)
+    machine = _machine(opened, paths, DTYPES, STATES, seconds=seconds, progress=progress)
     if not keep:
         return machine
     before = kept_machine(opened.torch_device)
@@ -76,46 +78,46 @@ def probe(
     return machine
 
 
-def glance(device: Device, directories: Sequence[str] = ()) -> MachineFile:
-    """Returns what one round over everything finds, for a plan made on the way: it is not kept."""
-    return _machine(device, [check_directory(path) for path in directories], LEAST_SECONDS, 1, None)
+def glance(device: Device, directories: Sequence[str] = (), dtypes: Sequence[torch.dtype] = DTYPES) -> MachineFile:
+    """Returns what one round finds, for a plan made on the way, of a model in ``dtypes`` and moments in fp32.
+
+    It is not kept.
+    """
+    paths = [check_directory(path) for path in directories]
+    return _machine(device, paths, dtypes, ("fp32",), seconds=LEAST_SECONDS, least=1)
 
 
 def _machine(
     device: Device,
     directories: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    states: Sequence[str],
+    *,
     seconds: float,
-    least: int,
-    progress: Callable[[str, float], None] | None,
+    least: int = LEAST_ROUNDS,
+    progress: Callable[[str, float], None] | None = None,
 ) -> MachineFile:
-    samples, cached_bytes = _measured(device, directories, seconds, least, progress)
-    gc.collect()  # autograd's graphs are in cycles with what was timed
-    return_free_memory()
-    return _filled(device, facts_of(device.torch_device), directories, samples, cached_bytes)
-
-
-def _measured(
-    device: Device,
-    directories: Sequence[str],
-    seconds: float,
-    least: int,
-    progress: Callable[[str, float], None] | None,
-) -> tuple[Sampled, int]:
     cached_bytes = cache_bytes(device.torch_device)
     clock = DeviceClock(device)
+    formats = list(itertools.product(dtypes, states))
     with warnings.catch_warnings(), disk_measures(clock, directories) as disks:
         warnings.simplefilter("ignore", BufferedDiskWarning)
         if device.is_host:
             keep_freed_memory(clock)  # as the optimizer does
         measures = [
             *Link(device).measures(),
-            *operator_measures(clock),
-            *memory_measures(clock, cached_bytes),
-            *HostUpdates(clock).measures(),
-            *(() if device.is_host else DeviceUpdates(clock).measures()),
+            *operator_measures(clock, dtypes),
+            # Models in bf16, too, have norms and losses in fp32.
+            *memory_measures(clock, cached_bytes, list(dict.fromkeys((*dtypes, torch.float32)))),
+            *HostUpdates(clock, formats).measures(),
+            *(() if device.is_host else DeviceUpdates(clock, formats).measures()),
             *disks,
         ]
-        return sample_all(measures, seconds=seconds, least=least, progress=progress), cached_bytes
+        samples = sample_all(measures, seconds=seconds, least=least, progress=progress)
+    del measures
+    gc.collect()  # autograd's graphs are in cycles with what was timed
+    return_free_memory()
+    return _filled(device, facts_of(device.torch_device), directories, samples, cached_bytes)
 
 
 def _filled(device: Device, facts: Facts, directories: Sequence[str], samples: Sampled, cache: int) -> MachineFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -13,11 +12,12 @@ from torch import Tensor
 from stronghold import native
 from stronghold.native import BLOCK, Blocks, Segment
 from stronghold.optim.adamw_on_device import adamw_on_device
-from stronghold.probing.operator_speed import DTYPES, dtype_name
+from stronghold.probing.operator_speed import dtype_name
 from stronghold.probing.rounds import Key, Measure, Sample
 from stronghold.probing.stopwatches import DeviceClock
-from stronghold.settings import STATES
 
+Format = tuple[torch.dtype, str]
+"""The dtype of weights and the states' name."""
 ELEMENTS = 8 * 2**20
 SEGMENTS = 2
 """Tensors over which the elements are dealt out."""
@@ -59,17 +59,20 @@ def segments(dtype: torch.dtype, states: str, elements: int, device: torch.devic
 
 
 class HostUpdates:
-    """Updates on the host with as many threads as the optimizer uses, alone and beside a layer's computation."""
+    """Updates on the host with as many threads as the optimizer uses, alone and beside a layer's computation.
 
-    def __init__(self, clock: DeviceClock) -> None:
-        self._clock = clock
+    ``formats`` are those of weights and moments.
+    """
+
+    def __init__(self, clock: DeviceClock, formats: Sequence[Format]) -> None:
+        self._clock, self._formats = clock, formats
         cores = native.usable_cores()
         self._threads = cores if clock.device.torch_device.type == "cpu" else max(1, cores - 1)
 
     def measures(self) -> list[Measure]:
         return [
             Measure(f"updates in {dtype_name(dtype)} with {states} moments", self._one(dtype, states))
-            for dtype, states in itertools.product(DTYPES, STATES)
+            for dtype, states in self._formats
         ]
 
     def _one(self, dtype: torch.dtype, states: str) -> Sample:
@@ -147,13 +150,13 @@ class SmallLayer:
 class DeviceUpdates:
     """Updates of resident layers, by the device."""
 
-    def __init__(self, clock: DeviceClock) -> None:
-        self._clock = clock
+    def __init__(self, clock: DeviceClock, formats: Sequence[Format]) -> None:
+        self._clock, self._formats = clock, formats
 
     def measures(self) -> list[Measure]:
         return [
             Measure(f"updates on the device in {dtype_name(dtype)}", self._one(dtype, states))
-            for dtype, states in itertools.product(DTYPES, STATES)
+            for dtype, states in self._formats
         ]
 
     def _one(self, dtype: torch.dtype, states: str) -> Sample:

@@ -21,13 +21,13 @@ from stronghold.planned import PlannedSteps
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.search import ENOUGH, Space
 from stronghold.planner.training_plan import TrainingPlan
-from stronghold.probing import glance, kept_machine
+from stronghold.probing import DTYPES, glance, kept_machine
 from stronghold.settings import OffloadSettings
 
 _LOG = logging.getLogger("stronghold")
 _LEFT_OPEN = {**vars(OffloadSettings()), **dict.fromkeys(("resident", "micro_batch", "activations"), "auto")}
 """What settings are where the user has not set them beside a plan."""
-_glances: dict[tuple[str, bool, tuple[str, ...]], MachineFile] = {}
+_glances: dict[tuple[str, bool, tuple[str, ...], tuple[torch.dtype, ...]], MachineFile] = {}
 """What was seen of a machine that was never probed, in this process."""
 
 
@@ -87,7 +87,7 @@ def _planned(
             f"inputs= on {device.name}); pass host_memory= there, or leave out inputs="
         )
     directories = [os.path.realpath(path) for path in settings.directories]
-    machine = _machine(device, directories)
+    machine = _machine(device, directories, _dtypes(model, dtype))
     # With their inputs in host memory layers are recomputed as well.
     activations = {"auto": None, "host": "recompute"}.get(settings.activations, settings.activations)
     window, resident = (None if one == "auto" else one for one in (settings.window, settings.resident))
@@ -128,11 +128,17 @@ def _planned(
     return plan, PlannedSteps(deferred=step, in_backward=in_backward.planned())
 
 
-def _machine(device: Device, directories: Sequence[str]) -> MachineFile:
+def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
+    """Returns those of DTYPES in which the model computes."""
+    used = {parameter.dtype for parameter in model.parameters()} if dtype is None else {dtype}
+    return tuple(one for one in DTYPES if one in used) or DTYPES
+
+
+def _machine(device: Device, directories: Sequence[str], dtypes: tuple[torch.dtype, ...]) -> MachineFile:
     kept = kept_machine(device.torch_device)
     if kept is not None and kept.is_host == device.is_host and all(path in kept.disks for path in directories):
         return kept
-    key = device.name, device.is_host, tuple(directories)
+    key = device.name, device.is_host, tuple(directories), dtypes
     if key not in _glances:
-        _glances[key] = glance(device, directories)
+        _glances[key] = glance(device, directories, dtypes)
     return _glances[key]

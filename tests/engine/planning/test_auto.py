@@ -9,9 +9,12 @@ import torch
 
 import stronghold
 from stronghold.device.throttled import Speed, ThrottledDevice
+from stronghold.engine.planning import auto
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.planner.machine_file import DISK, Spread
+from stronghold.probing.operator_speed import dtype_name
 from tests.planner.machines import about, laptop, machine
+from tests.probing.small import make_short
 
 CONFIG = GPTConfig(layers=6, hidden=64, heads=4, sequence=32, vocabulary=128)
 
@@ -149,7 +152,22 @@ def test_a_machine_that_was_never_probed_is_glanced_at_once(here, monkeypatch):
     here.append(None)
     for _ in range(2):
         assert stronghold.report(stronghold.offload(gpt(), device="cpu", inputs=inputs())).resident == 6
-    assert len(seen) == 1
+    assert [dtypes for _, _, dtypes in seen] == [(torch.float32,)]
+    stronghold.offload(gpt(), device="cpu", inputs=inputs(), dtype=torch.bfloat16)
+    assert [dtypes for _, _, dtypes in seen] == [(torch.float32,), (torch.bfloat16,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_glance_finds_what_a_plan_asks_for(here, monkeypatch, dtype):
+    make_short(monkeypatch)
+    here.append(None)
+    model = stronghold.offload(gpt(), device="cpu", inputs=inputs(), dtype=dtype)
+    (seen,) = auto._glances.values()
+    assert {one.dtype for one in seen.matmul} == {dtype_name(dtype)}
+    assert {one.dtype for one in seen.attention} == {dtype_name(dtype)}
+    assert set(seen.host_update_ns) == {f"{dtype_name(dtype)}+fp32"}
+    assert {"float32", dtype_name(dtype)} == set(seen.elementwise)
+    assert stronghold.report(model).planned is not None
 
 
 def test_a_device_of_another_kind_than_the_kept_one_is_glanced_at(here, monkeypatch):
