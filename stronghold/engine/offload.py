@@ -90,8 +90,9 @@ def offload(
         inputs: A batch such as the model will be trained with, its arguments by name or in order; sizes alone count,
             so that tensors may be on the meta device. What is ``"auto"`` is then planned, as by ``stronghold.plan``,
             for the machine that ``stronghold.probe`` has kept, or that is glanced at for some seconds, and for
-            ``stronghold.AdamW`` as it is by default. What was chosen, and why, is in the report, and logged by the
-            logger ``stronghold``.
+            ``stronghold.AdamW`` as it is by default, or, where the gradients do not all fit, with
+            ``update="in_backward"``: ``"auto"`` takes what was planned for. What was chosen, and why, is in the report,
+            and logged by the logger ``stronghold``.
         plan: What ``stronghold.plan`` has found, or its file: it has all the settings then, and the report shows it
             beside what is measured.
 

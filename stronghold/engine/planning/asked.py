@@ -41,22 +41,15 @@ def process_bytes(model: nn.Module) -> int:
     return max(0, psutil.Process().memory_info().rss - sum(own.values()))
 
 
-def sizes(memory: ModelMemory, on_disk: bool, window: int | None, resident: int | None) -> dict[str, Any]:
-    """Returns which windows and numbers of resident layers may be chosen.
-
-    Where device and host are one memory, a layer in RAM is computed with where it is: all are resident.
-    """
+def sizes(memory: ModelMemory, window: int | None, resident: int | None) -> dict[str, Any]:
+    """Returns which windows and numbers of resident layers may be chosen."""
     layers = len(memory.units.layers)
     for name, value, least, most in (("window", window, 1, layers), ("resident", resident, 0, layers)):
         if value is not None and not (isinstance(value, int) and least <= value <= most):
             raise ValueError(
                 f"{name} must be a number of layers from {least} to {most} (got {value!r}); pass one, or None"
             )
-    residents: Sequence[int] = range(layers + 1)
-    if resident is not None:
-        residents = (resident,)
-    elif memory.is_host and not on_disk and window is None:
-        residents = (layers,)
+    residents: Sequence[int] = range(layers + 1) if resident is None else (resident,)
     return {"residents": residents, "windows": None if window is None else (window,)}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stronghold.device import Device
 from stronghold.engine.planning.asked import RESERVED, kepts, limits, micro_batches, sizes
 from stronghold.engine.planning.given import check_plan
+from stronghold.engine.planning.model_planner import Limits
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.errors import BudgetError
 from stronghold.planned import PlannedSteps
@@ -77,9 +78,10 @@ def _planned(
 ) -> tuple[TrainingPlan, PlannedSteps]:
     """Plans what ``settings`` leave to ``"auto"``, for AdamW with moments in fp32 and updates behind the backward pass.
 
-    Nothing is changed. A model that fits is left resident where nothing else is faster by more than a little. The
-    machine is the one that ``stronghold.probe`` has kept, or else is glanced at, once in a process. Raises ValueError
-    for a model that cannot be planned for, BudgetError where nothing fits.
+    Where the gradients do not all fit, it is for updates in the backward pass alone. Nothing is changed. A model that
+    fits is left resident where nothing else is faster by more than a little. The machine is the one that
+    ``stronghold.probe`` has kept, or else is glanced at, once in a process. Raises ValueError for a model that cannot
+    be planned for, BudgetError where nothing fits.
     """
     if device.is_host and settings.device_memory is not None:
         raise ValueError(
@@ -96,7 +98,7 @@ def _planned(
     count = len(found.memory.units.layers)
     space = Space(
         layers=count,
-        **sizes(found.memory, bool(directories), window, resident),
+        **sizes(found.memory, window, resident),
         kepts=kepts(activations, count),
         micro_batches=micro_batches(settings.micro_batch, found.computation.batch, found.memory),
         updates=("deferred",),
@@ -109,14 +111,16 @@ def _planned(
         assert isinstance(host, int)
         most = replace(most, host=min(most.host, most.process + host))
     most = replace(most, fills_ram=False, in_ram=host)
-    plan = found.best(space, most)
+    plan, space = _least_asked(found, space, most)
     if plan.settings["resident"] < count in space.residents:
         with contextlib.suppress(BudgetError):  # then it does not fit
             all_resident = found.best(replace(space, residents=(count,)), most)
             if all_resident.step_s.likely <= (1 + ENOUGH) * plan.step_s.likely:
                 plan = all_resident
-    step = plan.planned()
+    step, update = plan.planned(), plan.optimizer["update"]
     _LOG.info("%s on %s: %s; %s", plan.model, plan.machine, step.chosen, step.reason)
+    if update == "in_backward":
+        return plan, PlannedSteps(in_backward=step)
     chosen = replace(
         space,
         windows=(plan.settings["window"],),
@@ -126,6 +130,17 @@ def _planned(
     )
     in_backward = found.best(replace(chosen, updates=("in_backward",)), most)
     return plan, PlannedSteps(deferred=step, in_backward=in_backward.planned())
+
+
+def _least_asked(found: PlannedModel, space: Space, most: Limits) -> tuple[TrainingPlan, Space]:
+    """Returns the best plan, and the space that it is of: under ``in_backward`` where all gradients do not fit."""
+    try:
+        return found.best(space, most), space
+    except BudgetError:
+        in_backward = replace(space, updates=("in_backward",))
+        with contextlib.suppress(BudgetError):  # the first one says more
+            return found.best(in_backward, most), in_backward
+        raise
 
 
 def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:

@@ -89,7 +89,7 @@ def plan(
     memory, count = planned.memory, len(planned.memory.units.layers)
     space = Space(
         layers=count,
-        **sizes(memory, bool(directories), window, resident),
+        **sizes(memory, window, resident),
         kepts=kepts(activations, count),
         micro_batches=micro_batches(micro_batch, planned.computation.batch, memory),
         updates=UPDATES if update is None else (one_of("update", update, UPDATES),),

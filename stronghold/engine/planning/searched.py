@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,12 +54,20 @@ class PlannedModel:
         self.computation = ModelComputation(model, modules, inputs, dtype=dtype, loss=loss, block_bytes=block_bytes)
 
     def best(self, space: Space, limits: Limits, *, tokens: int = 10**9) -> TrainingPlan:
-        """Returns the plan of the shortest step. Raises BudgetError where nothing fits."""
+        """Returns the plan of the shortest step. Raises BudgetError where nothing fits.
+
+        Where device and host are one memory, a layer in RAM is computed with where it is. All are resident, but where
+        that does not fit: under ``in_backward`` layers that are not keep no gradients.
+        """
         planner = ModelPlanner(self.memory, self.computation, self._machine, limits, self._directories)
-        found = search(space, planner.work_of, planner.bytes_of, planner.limits)
-        if not found.plans:
-            raise _nothing_fits(found.refused)
-        return self._told(planner, found, limits, tokens)
+        spaces = [space]
+        if self._machine.is_host and "disk" not in space.stores and space.layers in space.residents:
+            spaces.insert(0, replace(space, residents=(space.layers,)))
+        for one in spaces:
+            found = search(one, planner.work_of, planner.bytes_of, planner.limits)
+            if found.plans:
+                return self._told(planner, found, limits, tokens)
+        raise _nothing_fits(found.refused)
 
     def _told(self, planner: ModelPlanner, found: Found, limits: Limits, tokens: int) -> TrainingPlan:
         told = _Told(planner, self._directories, self.memory)

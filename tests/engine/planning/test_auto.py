@@ -10,6 +10,7 @@ import torch
 import stronghold
 from stronghold.device.throttled import Speed, ThrottledDevice
 from stronghold.engine.planning import auto
+from stronghold.errors import BudgetError
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.planner.machine_file import DISK, Spread
 from stronghold.probing.operator_speed import dtype_name
@@ -101,6 +102,27 @@ def test_the_optimizer_updates_where_the_plan_finds_the_shorter_step(here, host_
     assert optimizer.in_backward == (update == "in_backward")
     assert f"update={update!r}" in stronghold.report(model).planned.chosen
     plain = gpt()
+    expected = trained(plain, torch.optim.AdamW(plain.parameters()))
+    assert trained(model, optimizer) == pytest.approx(expected, rel=1e-6)
+
+
+def test_where_the_gradients_do_not_all_fit_layers_are_updated_in_the_backward_pass():
+    config = replace(CONFIG, layers=16)
+    torch.manual_seed(0)
+    plain = GPT(config)
+    given = copy.deepcopy(plain)
+    with pytest.raises(BudgetError) as refused:
+        stronghold.plan(given, machine=laptop(), inputs=inputs(), update="deferred", host_memory=1)
+    least = refused.value.needed["memory"] - 300 * 2**20
+    model = stronghold.offload(given, device="cpu", inputs=inputs(), host_memory=least - 1)
+    assert set(stronghold.engine.engine_of(model).planned) == {"in_backward"}
+    optimizer = stronghold.AdamW(model.parameters(), update="auto")
+    assert optimizer.in_backward
+    report = stronghold.report(model)
+    assert report.resident < 16
+    held = report.slots_device_bytes + report.gradients_device_bytes + report.root_device_bytes
+    held += report.resident_device_bytes + report.pinned_host_bytes + report.pageable_host_bytes
+    assert held < least
     expected = trained(plain, torch.optim.AdamW(plain.parameters()))
     assert trained(model, optimizer) == pytest.approx(expected, rel=1e-6)
 

@@ -1,7 +1,7 @@
 """A plan's settings train, with the bytes that it says; what cannot be planned is refused before anything is loaded."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -92,6 +92,22 @@ def test_what_the_user_sets_is_kept_and_the_rest_is_chosen():
 
 def test_a_model_that_fits_a_machine_of_one_memory_stays_where_it_is():
     assert planned().settings["resident"] == 5
+
+
+def test_where_one_memory_does_not_hold_all_gradients_layers_are_streamed_and_updated_in_the_backward_pass():
+    model = on_meta(replace(CONFIG, layers=16))
+    needed = {}
+    for update in ("deferred", "in_backward", None):
+        with pytest.raises(BudgetError) as refused:
+            planned(model, update=update, host_memory="300MiB")
+        needed[update] = refused.value.needed["memory"]
+    assert needed[None] == needed["in_backward"] < needed["deferred"]
+    plan = planned(model, host_memory=needed["deferred"])
+    assert (plan.settings["resident"], plan.optimizer["update"]) == (16, "deferred")
+    plan = planned(model, host_memory=needed["deferred"] - 1)
+    assert plan.optimizer["update"] == "in_backward"
+    assert plan.settings["resident"] < 16
+    assert plan.host_bytes < needed["deferred"]
 
 
 def test_the_others_are_no_faster_and_the_low_and_high_step_enclose_the_likely_one():
