@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import sys
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import nn
 import stronghold
 from stronghold.errors import BudgetError
 from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.records.json_lines import append_record, describe_machine
 from stronghold.planner.training_plan import TrainingPlan
 from tests.planner.machines import machine
 
@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500, help="configurations (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
     parser.add_argument("-o", "--output", type=Path, help="append a JSON line for each there")
-    options = parser.parse_args()
+    options, described = parser.parse_args(), describe_machine()
     wrong = needless = refused = 0
     for seed in range(options.seed, options.seed + options.count):
         found = judged(seed)
@@ -195,8 +195,7 @@ def main() -> int:
             flush=True,
         )
         if options.output:
-            with options.output.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+            append_record(options.output, {"benchmark": "fits", **found, **described})
     print(f"{options.count} configurations: {wrong} said to fit did not, {needless} of {refused} refused would have")
     return 1 if wrong else 0
 
