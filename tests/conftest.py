@@ -6,8 +6,6 @@ process of their own: with ``--accelerator``, or asked for by ``-m gpu``.
 The files that take minutes begin first, so that at the end no process of pytest-xdist waits for another's.
 """
 
-import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,8 +20,6 @@ with suppress(ModuleNotFoundError):  # the tests of a GPU do without
     settings.load_profile("unhurried")
 
 TESTS = Path(__file__).parent
-MACHINES = tempfile.TemporaryDirectory(prefix="stronghold-machines-")
-"""Where the probes of tests keep what they measured."""
 LONG = (
     "distributed/test_exact.py",
     "distributed/test_faults.py",
@@ -45,17 +41,7 @@ def pytest_addoption(parser):
     parser.addoption("--accelerator", action="store_true", help="run those of a GPU on one in software, and only those")
 
 
-@pytest.fixture(autouse=True)
-def no_kept_machine():
-    """Takes away what a test's probe kept: no plan of another test, and none of the user's, depends on it."""
-    yield
-    for name in os.listdir(MACHINES.name):
-        os.remove(os.path.join(MACHINES.name, name))
-
-
 def pytest_configure(config):
-    os.environ["STRONGHOLD_MACHINES"] = MACHINES.name
-    config.add_cleanup(MACHINES.cleanup)
     config.option.accelerator |= config.option.markexpr == "gpu" and not torch.cuda.is_available()
     if config.option.accelerator:
         import tests.accelerator.host  # noqa: F401  (the device is known from here on)

@@ -109,6 +109,7 @@ def here(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     for name in ("save", "load", "newest"):
         patch(stronghold.checkpoint, name, device=False)
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder / "home"))  # a probe's file there is no other test's machine
 
 
 def main(page: Path, number: int) -> None:

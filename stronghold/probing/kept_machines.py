@@ -1,8 +1,7 @@
 """Where the probe keeps what it measured, and whose it is.
 
-The files lie in ``~/.cache/stronghold/machines``, or in the directory that the variable STRONGHOLD_MACHINES names, one
-for each device of each machine: homes may be shared. A file is used where its processor, cores, memory, device and
-PyTorch are those at hand.
+The files lie in ``~/.cache/stronghold/machines``, one for each device of each machine: homes may be shared. A file is
+used where its processor, cores, memory, device and PyTorch are those at hand.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ SAME_MEMORY = 0.02
 
 
 def folder() -> Path:
-    if told := os.environ.get("STRONGHOLD_MACHINES"):
-        return Path(told)
     return Path(os.path.expanduser("~")) / ".cache" / "stronghold" / "machines"
 
 
@@ -84,6 +81,5 @@ def keep_machine(machine: MachineFile, facts: Facts) -> Path:
 def _unwritable(path: Path, error: OSError) -> StrongholdError:
     return StrongholdError(
         f"what is measured must be kept in {path.parent} (got {error.strerror or error}); make that directory "
-        "writable, name another in STRONGHOLD_MACHINES, or pass keep=False (--no-keep) and write the result to a file "
-        "of your own (-o)"
+        "writable, or pass keep=False (--no-keep) and write the result to a file of your own (-o)"
     )

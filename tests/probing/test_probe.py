@@ -23,7 +23,7 @@ FORMATS = {"float32+fp32", "float32+8bit", "bfloat16+fp32", "bfloat16+8bit"}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STRONGHOLD_MACHINES", str(tmp_path_factory.mktemp("machines")))
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         make_short(patch)
         yield patch
 
@@ -137,7 +137,7 @@ def test_no_scratch_file_stays(machine, directory):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_no_scratch_file_stays_after_an_error_and_nothing_is_kept(home, directory, monkeypatch, tmp_path, error):
-    monkeypatch.setenv("STRONGHOLD_MACHINES", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
 
     def fail(what, share):
         if what.startswith("the disk"):
@@ -161,14 +161,13 @@ def test_a_file_that_a_full_disk_refuses_is_told_of_and_gone(home, directory, mo
 
 
 def test_a_probe_without_keeping_keeps_nothing(home, monkeypatch, tmp_path):
-    monkeypatch.setenv("STRONGHOLD_MACHINES", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     found = stronghold.probe("cpu", seconds=1, keep=False)
     assert found.disks == {}
     assert os.listdir(tmp_path) == []
 
 
-def test_machines_are_kept_in_the_home_where_no_directory_is_named(machine, home, monkeypatch, tmp_path):
-    monkeypatch.delenv("STRONGHOLD_MACHINES")
+def test_a_machine_is_kept_in_the_home_at_hand(machine, home, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert kept_machine("cpu") is None
     facts = facts_of(torch.device("cpu"))
@@ -179,9 +178,8 @@ def test_machines_are_kept_in_the_home_where_no_directory_is_named(machine, home
 
 def test_what_cannot_be_kept_is_refused_before_it_is_measured(home, monkeypatch, tmp_path):
     (tmp_path / ".cache").write_text("a file")
-    monkeypatch.delenv("STRONGHOLD_MACHINES")
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(StrongholdError, match=r"must be kept in .*make that directory writable, .*or pass keep=False"):
+    with pytest.raises(StrongholdError, match=r"must be kept in .*make that directory writable, or pass keep=False"):
         stronghold.probe("cpu", seconds=1, progress=lambda *_: pytest.fail("it was measured"))
 
 

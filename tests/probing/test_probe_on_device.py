@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, needs_device]
 
 def test_a_device_is_measured_by_its_own_clock(monkeypatch, tmp_path):
     make_short(monkeypatch)
-    monkeypatch.setenv("STRONGHOLD_MACHINES", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     machine = stronghold.probe(seconds=1)
     assert (machine.device, machine.is_host, machine.runs_behind) == (DEVICE, False, True)
     assert 2**30 <= machine.device_memory_bytes < 2**45

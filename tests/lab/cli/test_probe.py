@@ -15,7 +15,7 @@ from tests.probing.small import make_short
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("STRONGHOLD_MACHINES", str(tmp_path / "machines"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("stronghold.lab.cli.probe.SECONDS", 1.0)
     make_short(monkeypatch)
@@ -31,7 +31,7 @@ def test_it_measures_prints_writes_and_keeps(tmp_path, capsys):
     assert found == kept_machine("cpu")
     assert list(found.disks) == [os.path.realpath("disk")]
     assert os.listdir("disk") == []
-    assert sorted(os.listdir()) == ["disk", "machine.json", "machines"]
+    assert sorted(os.listdir()) == ["disk", "home", "machine.json"]
 
 
 def test_it_keeps_nothing_where_it_is_not_to(capsys):
@@ -42,7 +42,7 @@ def test_it_keeps_nothing_where_it_is_not_to(capsys):
 
 
 def test_what_cannot_be_kept_is_one_line(tmp_path, capsys):
-    (tmp_path / "machines").write_text("a file")
+    (tmp_path / "home").write_text("a file")
     assert cli.main(["probe", "--device", "cpu", "--seconds", "1"]) == 2
     told = capsys.readouterr().err.strip()
     assert told.startswith("stronghold: error: what is measured must be kept in")

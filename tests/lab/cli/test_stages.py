@@ -37,9 +37,10 @@ def linear():
 
 @pytest.fixture(autouse=True)
 def shop(tmp_path, monkeypatch):
-    """A folder to be in, with a module that is imported from there."""
+    """A folder to be in, with a module that is imported from there, and a home in which no machine is kept."""
     (tmp_path / "shop.py").write_text(SHOP)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "100")
     yield tmp_path
