@@ -16,6 +16,7 @@ from stronghold.distributed.offloaded_layers import machine_known, offloaded_sta
 from stronghold.distributed.stage_clock import planned_stages
 from stronghold.errors import ParallelError
 from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.machine_rates import messages_s
 from stronghold.planner.partition import equal_sizes, partition
 from stronghold.planner.partition_file import read_partition
 from stronghold.planner.pipeline_order import Pipeline
@@ -84,13 +85,13 @@ def choose_stages(
         device=device,
         dtype=dtype,
     )
-    offloaded = None
+    offloaded, known = None, machine_known(machine, device)
     if isinstance(window, int):
-        known = machine_known(machine, device)
         offloaded = offloaded_stages(layered, window, device=device, dtype=dtype, machine=known, processes=here)
     ratio = 0 if activations == "keep" else 1
     found = partition(costs, order, balance=balance, recompute_ratio=ratio, receive_buffers=True, offloaded=offloaded)
-    return Chosen([stage.layers for stage in found.stages], planned=planned_stages(found, order))
+    link_s = messages_s(known, [costs[stage.first].input_bytes for stage in found.stages[1:]])
+    return Chosen([stage.layers for stage in found.stages], planned=planned_stages(found, order, link_s))
 
 
 def first_micro_batch(batch: Tensor, micro_batches: int) -> Tensor:

@@ -73,7 +73,7 @@ def pipeline(
         inputs: A batch like those that will come, to measure with.
         targets: With them the loss counts in what is measured.
         machine: What ``stronghold.probe`` measured of the first process's machine, or its file; by default what is kept
-            of it, if anything is. The processes there share its threads.
+            of it, if anything is. The processes there share its threads, and its messages count in what is planned.
         device: As for :func:`stronghold.offload`, for each process's part; so are ``dtype`` and ``weights``.
         dtype: The compute type.
         weights: What gives the model its values.

@@ -64,14 +64,14 @@ class StageClock:
         )
 
 
-def planned_stages(found: Partition, order: Pipeline) -> list[PlannedStage]:
-    """Returns what each stage of a partition is planned to take in a step, with links between them that take no time.
+def planned_stages(found: Partition, order: Pipeline, link_s: float | Sequence[float] = 0.0) -> list[PlannedStage]:
+    """Returns what each stage of a partition is planned to take in a step; ``link_s`` is as for ``simulate``.
 
     It computes for all its micro-batches, with what it waits for beside; its process waits for others for the rest of
     the simulated step.
     """
     forward_s, backward_s = ([getattr(one, name) for one in found.stages] for name in ("forward_s", "backward_s"))
-    played = simulate(order, forward_s, backward_s)
+    played = simulate(order, forward_s, backward_s, link_s)
     return [
         PlannedStage(
             computing_s=order.micro_batches * one.time_s,

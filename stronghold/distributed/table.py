@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.table import Table
@@ -54,8 +54,11 @@ def partition_table(found: Partition, pipeline: Pipeline) -> Table:
     return table
 
 
-def partition_lines(found: Partition, pipeline: Pipeline) -> Iterator[str]:
-    """Yields what the slowest stage and a whole step take, and how far that is from the ideal."""
+def partition_lines(found: Partition, pipeline: Pipeline, link_s: Sequence[float]) -> Iterator[str]:
+    """Yields what the slowest stage and a whole step take, and how far that is from the ideal.
+
+    ``link_s`` is what each boundary's activation takes to the next stage.
+    """
     slowest = max(range(len(found.stages)), key=lambda number: found.stages[number].time_s)
     yield f"slowest    stage {slowest}: {format_seconds(found.slowest_s)} for a micro-batch"
     yield (
@@ -67,10 +70,12 @@ def partition_lines(found: Partition, pipeline: Pipeline) -> Iterator[str]:
             f"spread     {_percent(found.spread)} of the layers' time, from quartile to quartile of what was measured; "
             "no cut is moved for less"
         )
-    step = simulate(pipeline, [stage.forward_s for stage in found.stages], [stage.backward_s for stage in found.stages])
+    forward_s, backward_s = ([getattr(stage, name) for stage in found.stages] for name in ("forward_s", "backward_s"))
+    step = simulate(pipeline, forward_s, backward_s, link_s)
+    links = f"up to {format_seconds(max(link_s))} to the next stage" if any(link_s) else "links that take no time"
     yield (
         f"step       {format_seconds(step.step_s)} for {pipeline.micro_batches} micro-batches under "
-        f"{pipeline.schedule}; bubble {_percent(step.bubble)} (simulated, with links that take no time)"
+        f"{pipeline.schedule}; bubble {_percent(step.bubble)} (simulated, with {links})"
     )
 
 

@@ -19,6 +19,8 @@ LINK = ("h2d", "d2h", "h2d_beside_d2h", "d2h_beside_h2d", "h2d_pageable", "copy_
 """What is measured of the link: bytes per second, alone and beside the other way, and seconds of a copy of nothing."""
 UPDATE = ("alone", "beside_compute")
 DISK = ("read", "write", "read_beside_write", "write_beside_read")
+PROCESSES = ("message_s", "bytes_per_s")
+"""What is measured of messages between processes: the seconds of a small one, and what large ones sustain."""
 DISK_BESIDE_COMPUTE = ("slows_compute", "slowed_by_compute")
 """How many times as long computing takes beside transfers, and transfers beside computing, where that was measured."""
 
@@ -75,7 +77,8 @@ class MachineFile(Shown):
     least that an operator takes of the device and ``launch_s`` what issuing one takes of the host. ``host_update_ns``
     is per element, by weights and moments ("bfloat16+8bit"), alone and beside computing, and ``compute_beside_update``
     how many times as long computing takes beside updates. ``device_update_ns`` is the same of a resident layer.
-    ``disks`` are by directory.
+    ``disks`` are by directory. ``processes`` are two of this machine that send to one another, empty where that was not
+    measured.
     """
 
     title = "machine"
@@ -103,6 +106,7 @@ class MachineFile(Shown):
     compute_beside_update: Spread
     device_update_ns: Mapping[str, Spread] = field(default_factory=dict)
     disks: Mapping[str, Mapping[str, Spread]] = field(default_factory=dict)
+    processes: Mapping[str, Spread] = field(default_factory=dict)
     version: int = VERSION
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -163,6 +167,7 @@ class _Reading:
         for name in ("elementwise", "elementwise_cached", "transcendental", "device_update_ns"):
             read[name] = self._several(name, found[name])
         read["link"] = self._several("link", found["link"], LINK)
+        read["processes"] = self._several("processes", found["processes"], PROCESSES if found["processes"] else ())
         for name, kinds in (("host_update_ns", UPDATE), ("disks", DISK)):
             entries = self._mapping(name, found[name])
             read[name] = {key: self._several(f"{name}[{key!r}]", entry, kinds) for key, entry in entries.items()}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from stronghold.planner.machine_file import DISK_BESIDE_COMPUTE, MachineFile, Spread
+from stronghold.planner.machine_file import DISK_BESIDE_COMPUTE, PROCESSES, MachineFile, Spread
 from stronghold.planner.op_costs import OpRates, Rate
 from stronghold.planner.step_costs import LINK_UP_IS_ONE, Machine, Resource
 
@@ -95,6 +95,14 @@ def machine_of(
         disk_write_bytes_per_s=_disk(machine, directories, "write", pace),
         slowed=slowed,
     )
+
+
+def messages_s(machine: MachineFile | None, message_bytes: Sequence[int]) -> list[float]:
+    """Returns what messages of so many bytes take from a process to another: no time where that was not measured."""
+    if machine is None or not machine.processes:
+        return [0.0] * len(message_bytes)
+    message_s, bytes_per_s = (machine.processes[name].likely for name in PROCESSES)
+    return [message_s + count / bytes_per_s for count in message_bytes]
 
 
 def _update(machine: MachineFile, form: str) -> dict[str, Spread]:

@@ -31,6 +31,8 @@ def machine_rows(machine: MachineFile) -> list[Row]:
         ("other operators", _others(machine)),
         ("update of a parameter", _updates(machine)),
     ]
+    if machine.processes:
+        sections.append(("between processes", _processes(machine.processes)))
     sections += [(f"disk {path}", _disk(measured)) for path, measured in machine.disks.items()]
     for section, found in sections:
         rows += [(section if not number else "", *line) for number, line in enumerate(found)]
@@ -92,6 +94,10 @@ def _updates(machine: MachineFile) -> list[tuple[str, str]]:
         rows.append((name.replace("+", ", ") + " moments", value))
     slowed = machine.compute_beside_update
     return [*rows, ("computing beside updates takes", f"{slowed.likely:.2f} ({slowed.low:.2f} to {slowed.high:.2f})")]
+
+
+def _processes(measured: Mapping[str, Spread]) -> list[tuple[str, str]]:
+    return [("a small message", _seconds(measured["message_s"])), ("large ones", _rate(measured["bytes_per_s"], "B/s"))]
 
 
 def _disk(measured: Mapping[str, Spread]) -> list[tuple[str, str]]:

@@ -20,7 +20,8 @@ from stronghold.probing.kept_machines import check_can_keep, keep_machine, kept_
 from stronghold.probing.link_speed import Link
 from stronghold.probing.memory_speed import cache_bytes, memory_measures
 from stronghold.probing.operator_speed import DTYPES, attention_of, operator_measures, products_of
-from stronghold.probing.rounds import LEAST_ROUNDS, Sampled, sample_all
+from stronghold.probing.process_link import process_link
+from stronghold.probing.rounds import LEAST_ROUNDS, Measure, Sampled, sample_all
 from stronghold.probing.stopwatches import DeviceClock
 from stronghold.probing.this_machine import Facts, device_given, facts_of
 from stronghold.probing.update_speed import DeviceUpdates, HostUpdates
@@ -40,7 +41,7 @@ def probe(
     """Measures this machine for ``stronghold.plan``, each number several times, and keeps what it found.
 
     The machine should have nothing else to do meanwhile. Of a device whose memory is the host's, the link is the copy
-    of a layer into a slot. Links between processes are not measured.
+    of a layer into a slot. Between processes it measures two of the CPU, or of two GPUs where there are as many.
 
     Args:
         device: Where layers are to compute; by default the machine's accelerator, or the CPU where it has none.
@@ -68,7 +69,8 @@ def probe(
     facts = facts_of(opened.torch_device)
     if keep:
         check_can_keep(facts)
-    machine = _machine(opened, paths, DTYPES, STATES, seconds=seconds, progress=progress)
+    with process_link(opened.torch_device) as messages:
+        machine = _machine(opened, paths, DTYPES, STATES, messages, seconds=seconds, progress=progress)
     if not keep:
         return machine
     before = kept_machine(opened.torch_device)
@@ -92,6 +94,7 @@ def _machine(
     directories: Sequence[str],
     dtypes: Sequence[torch.dtype],
     states: Sequence[str],
+    others: Sequence[Measure] = (),
     *,
     seconds: float,
     least: int = LEAST_ROUNDS,
@@ -112,6 +115,7 @@ def _machine(
             *HostUpdates(clock, formats).measures(),
             *(() if device.is_host else DeviceUpdates(clock, formats).measures()),
             *disks,
+            *others,
         ]
         samples = sample_all(measures, seconds=seconds, least=least, progress=progress)
     del measures
@@ -149,4 +153,5 @@ def _filled(device: Device, facts: Facts, directories: Sequence[str], samples: S
         compute_beside_update=samples.spread(("compute_beside_update",)),
         device_update_ns=by("device_update"),
         disks=kinds("disk", directories, (*DISK, *DISK_BESIDE_COMPUTE)),
+        processes=by("processes"),
     )

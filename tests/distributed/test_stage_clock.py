@@ -109,3 +109,6 @@ def test_a_stage_is_planned_to_wait_for_the_rest_of_a_simulated_step():
     planned = planned_stages(found, Pipeline(schedule="1F1B", devices=2, micro_batches=2))
     # forward 0-1 and 1-2; stage 1 computes at 1-2.5, its gradient goes back at 2.5-4.5; 2.5-4, 4.5-6.5
     assert [(one.computing_s, one.waiting_s, one.peak_bytes) for one in planned] == [(6, 0.5, 1), (3, 3.5, 0)]
+    planned = planned_stages(found, Pipeline(schedule="1F1B", devices=2, micro_batches=2), 1.0)
+    # what stage 1 is sent arrives at 2 and 3; 2-3.5, 3.5-5; its gradients arrive at 4.5 and 6; 4.5-6.5, 6.5-8.5
+    assert [(one.computing_s, one.waiting_s) for one in planned] == [(6, 2.5), (3, 5.5)]

@@ -103,8 +103,8 @@ def _add_stages(stages: Group) -> None:
         "--machine",
         type=source,
         metavar="FILE",
-        help="what stronghold probe wrote of the machine that all processes are on, for fetches and updates to count "
-        "(default: what is kept of this one)",
+        help="what stronghold probe wrote of the machine that all processes are on, for fetches, updates and "
+        "messages to count (default: what is kept of this one)",
     )
 
 

@@ -24,6 +24,7 @@ from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.outputs import check_file
 from stronghold.lab.settings import ModelSettings
+from stronghold.planner.machine_rates import messages_s
 from stronghold.planner.partition import Partition, partition
 from stronghold.planner.partition_file import PartitionFile, read_partition, write_partition
 from stronghold.planner.pipeline_order import Pipeline
@@ -118,7 +119,7 @@ def partition_model(settings: PartitionSettings, console: Console) -> Partition:
     file = None if settings.file is None else read_partition(settings.file)
     balance = settings.balance or "time" if file is None else file.partition
     device, dtype = torch.device(settings.device), _DTYPES[settings.dtype]
-    machine = None if settings.window is None else machine_known(settings.machine, device)
+    machine = machine_known(settings.machine, device)
     pipeline, batch = _pipeline(settings, balance)
     samples = batch // pipeline.micro_batches
     layered, inputs, targets = _layered(settings, samples, console)
@@ -139,7 +140,8 @@ def partition_model(settings: PartitionSettings, console: Console) -> Partition:
     }
     found = partition(costs, pipeline, balance=balance, **wanted)
     console.print(partition_table(found, pipeline))
-    for line in partition_lines(found, pipeline):
+    link_s = messages_s(machine, [costs[stage.first].input_bytes for stage in found.stages[1:]])
+    for line in partition_lines(found, pipeline, link_s):
         console.print(line, soft_wrap=True, highlight=False)
     if balance != "time":
         near = None if isinstance(balance, str) else balance

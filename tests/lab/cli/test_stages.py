@@ -159,6 +159,18 @@ def test_with_a_window_a_stage_s_bytes_are_its_windows_and_it_waits_for_its_fetc
     assert "pass a window, such as 2, or no machine" in refused
 
 
+def test_a_step_counts_what_messages_between_processes_take(capsys, measured):
+    arguments = [*TINY, "--stages", "2", "--balance", "3,1", "--micro-batches", "2", "--window", "2"]
+    quick = machines.about(1e15)
+    rates = {**machines.laptop().link, "h2d": quick}
+    # A link carries one message at a time: two there, and the last one's gradient back.
+    for processes, step in (({}, "18.0 ms"), ({"message_s": machines.about(1.0), "bytes_per_s": quick}, "3.01 s")):
+        machines.laptop(link=rates, processes=processes).write("machine.json")
+        shown = run(capsys, *arguments, "--machine", "machine.json")
+        assert f"step       {step} for 2 micro-batches under 1F1B" in shown
+        assert ("up to 1.00 s to the next stage" if processes else "with links that take no time") in shown
+
+
 def test_several_stages_of_a_process_are_told_apart(capsys, measured):
     shown = run(capsys, *TINY, "--stages", "4", "--processes", "2")
     assert [row[:2] for row in rows(shown)] == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]]

@@ -1,0 +1,145 @@
+"""What processes of this machine send to one another, by torch.distributed as stages do: two children measure it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.distributed as dist
+
+from stronghold.probing.rounds import Key, Measure
+
+BYTES = 16 * 2**20
+"""What a large message has; a small one has one number."""
+LARGE, SMALL = 8, 64
+"""So many of each in a sample."""
+TIMEOUT_S = 60
+
+
+@contextmanager
+def process_link(device: torch.device) -> Iterator[list[Measure]]:
+    """What is to be measured between two processes: of the CPU, or of two GPUs where there are as many.
+
+    Else, and where torch.distributed cannot connect two processes, that is nothing, the latter with a RuntimeWarning.
+    The processes end with the block.
+    """
+    if not dist.is_available() or (device.type != "cpu" and not _several(device)):
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix="stronghold-probe-") as folder:
+        children = [_child(folder, rank, device.type) for rank in range(2)]
+        try:
+            yield [Measure("messages between processes", _Sample(children[0], Path(folder)).take)]
+        finally:
+            for child in children:
+                assert child.stdin is not None
+                with suppress(OSError):
+                    child.stdin.close()  # which the first takes for the end, and tells the second
+            for child in children:
+                try:
+                    child.wait(timeout=5)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait()
+                assert child.stdout is not None
+                child.stdout.close()
+
+
+class _Sample:
+    """Asks the first of the processes for a sample, until one of them has failed."""
+
+    def __init__(self, child: subprocess.Popen[str], folder: Path) -> None:
+        self._child, self._folder, self._failed = child, folder, False
+
+    def take(self) -> Mapping[Key, float]:
+        if self._failed:
+            return {}
+        asked, answers = self._child.stdin, self._child.stdout
+        assert asked is not None
+        assert answers is not None
+        try:
+            asked.write("\n")
+            asked.flush()
+            message_s, bytes_per_s = map(float, answers.readline().split())
+        except (OSError, ValueError):
+            self._failed = True
+            told = [line for path in self._folder.glob("*.err") for line in path.read_text().splitlines() if line]
+            warnings.warn(
+                "messages between processes are not measured, and count as taking no time (got "
+                f"{told[-1] if told else 'no answer'!r} from torch.distributed); see to its network interface, as by "
+                "GLOO_SOCKET_IFNAME, and probe again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return {}
+        return {("processes", "message_s"): message_s, ("processes", "bytes_per_s"): bytes_per_s}
+
+
+def serve(folder: str, rank: int, device_type: str, asked: IO[str], answers: IO[str]) -> None:
+    """Is one of the two processes: the first measures for each line of ``asked`` and writes what it found."""
+    device = torch.device(device_type, rank) if device_type != "cpu" else torch.device("cpu")
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(rank)
+    dist.init_process_group(
+        "gloo" if device_type == "cpu" else None,
+        store=dist.FileStore(f"{folder}/store", 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    small, large = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (8, BYTES))
+    goes_on = torch.ones(1, device=device)
+    if rank:
+        while True:
+            dist.recv(goes_on, 0)
+            if not goes_on.item():
+                break
+            for _ in range(SMALL):
+                dist.recv(small, 0)
+                dist.send(small, 0)
+            for _ in range(LARGE):
+                dist.recv(large, 0)
+            dist.send(small, 0)
+    else:
+        for _ in asked:
+            dist.send(goes_on, 1)
+            begin_s = time.perf_counter()
+            for _ in range(SMALL):
+                dist.send(small, 1)
+                dist.recv(small, 1)
+            small.sum().item()
+            between_s = time.perf_counter()
+            message_s = (between_s - begin_s) / (2 * SMALL)
+            for _ in range(LARGE):
+                dist.send(large, 1)
+            dist.recv(small, 1)
+            small.sum().item()
+            large_s = time.perf_counter() - between_s - (LARGE + 1) * message_s
+            answers.write(f"{message_s} {LARGE * BYTES / max(large_s, 1e-9)}\n")
+            answers.flush()
+        dist.send(goes_on.zero_(), 1)
+    dist.destroy_process_group()
+
+
+def _several(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.device_count() > 1
+
+
+def _child(folder: str, rank: int, device_type: str) -> subprocess.Popen[str]:
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from stronghold.probing.process_link import serve; "
+        f"serve({folder!r}, {rank}, {device_type!r}, sys.stdin, sys.stdout)"
+    )
+    with Path(folder, f"{rank}.err").open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
