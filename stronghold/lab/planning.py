@@ -12,7 +12,7 @@ from torch import nn
 
 from stronghold.engine.planning.plan import plan
 from stronghold.lab.models.files import build_model, inputs_of
-from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT
 from stronghold.lab.outputs import check_file
 from stronghold.lab.page.plan import write_plan_page
 from stronghold.lab.settings import ModelSettings
@@ -109,14 +109,5 @@ def _built(settings: PlanSettings) -> tuple[nn.Module, str]:
     if wanted.path is not None:
         model, _, _ = build_model(wanted.path)
         return model, f"{type(model).__name__} of {wanted.path}"
-    config = GPTConfig(
-        layers=wanted.layers,
-        hidden=wanted.hidden,
-        heads=wanted.heads,
-        sequence=settings.sequence,
-        vocabulary=wanted.vocabulary,
-        dropout=wanted.dropout,
-    )
-    with torch.device("meta"):
-        gpt = GPT(config)
+    gpt = GPT.from_config_dict(wanted.config_dict(settings.sequence))
     return gpt, f"reference GPT, {wanted.layers} layers of width {wanted.hidden}"

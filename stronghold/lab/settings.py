@@ -31,6 +31,10 @@ class ModelSettings:
     vocabulary: int = 51200
     dropout: float = 0.0
 
+    def config_dict(self, sequence: int) -> dict[str, Any]:
+        """Returns the reference GPT's shape for samples of so many tokens, as ``GPT.from_config_dict`` takes it."""
+        return {name: value for name, value in vars(self).items() if name != "path"} | {"sequence": sequence}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:

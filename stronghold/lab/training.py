@@ -36,7 +36,7 @@ from stronghold.lab.data.tokens import (
 from stronghold.lab.methods import Prepared, find_method
 from stronghold.lab.methods.parallel import join, records_of
 from stronghold.lab.models.files import build_model, longest_sequence_of, vocabulary_of
-from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT
 from stronghold.lab.receipt import receipt_rows
 from stronghold.lab.records.json_lines import Record, append_record, describe_machine
 from stronghold.lab.records.progress import StepDisplay
@@ -201,21 +201,12 @@ def _build_model(settings: TrainSettings, console: Console) -> tuple[nn.Module, 
     """Returns the model on the meta device, and what gives it its values layer by layer."""
     wanted = settings.model
     if wanted.path is None:
-        config = GPTConfig(
-            layers=wanted.layers,
-            hidden=wanted.hidden,
-            heads=wanted.heads,
-            sequence=settings.sequence,
-            vocabulary=wanted.vocabulary,
-            dropout=wanted.dropout,
-        )
+        model = GPT.from_config_dict(wanted.config_dict(settings.sequence))
         console.print(
             f"model      reference GPT, {wanted.layers} layers of width {wanted.hidden}: "
-            f"{format_count(config.parameters)} parameters",
+            f"{format_count(model.config.parameters)} parameters",
             soft_wrap=True,
         )
-        with torch.device("meta"):
-            model = GPT(config)
         return model, model.initialize_module
     read, weights, with_weights = build_model(wanted.path)
     origin = "its weights" if with_weights else "no weights beside it, initialised anew"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from stronghold.probing.rounds import Key, Measure
 
 BYTES = 16 * 2**20
-"""What a large message has; a small one has one number."""
+"""What a large message has; a small one has eight bytes."""
 LARGE, SMALL = 8, 64
 """So many of each in a sample."""
 TIMEOUT_S = 60
@@ -116,13 +116,13 @@ def serve(folder: str, rank: int, device_type: str, asked: IO[str], answers: IO[
             for _ in range(SMALL):
                 dist.send(small, 1)
                 dist.recv(small, 1)
-            small.sum().item()
+            small.sum().item()  # a GPU receives behind the host
             between_s = time.perf_counter()
             message_s = (between_s - begin_s) / (2 * SMALL)
             for _ in range(LARGE):
                 dist.send(large, 1)
             dist.recv(small, 1)
-            small.sum().item()
+            small.sum().item()  # likewise
             large_s = time.perf_counter() - between_s - (LARGE + 1) * message_s
             answers.write(f"{message_s} {LARGE * BYTES / max(large_s, 1e-9)}\n")
             answers.flush()

@@ -20,7 +20,7 @@ from stronghold.distributed.layered_model import LayeredModel, LayeredSequential
 from stronghold.distributed.measuring import measure
 from stronghold.distributed.offloaded_layers import machine_known, offloaded_stages
 from stronghold.distributed.table import partition_lines, partition_table, sizes_of
-from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.gpt import GPT
 from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.outputs import check_file
 from stronghold.lab.settings import ModelSettings
@@ -190,16 +190,7 @@ def _layered(settings: PartitionSettings, samples: int, console: Console) -> tup
     generator = torch.Generator().manual_seed(0)
     if settings.model is None:
         shape = settings.shape
-        config = GPTConfig(
-            layers=shape.layers,
-            hidden=shape.hidden,
-            heads=shape.heads,
-            sequence=settings.sequence,
-            vocabulary=shape.vocabulary,
-            dropout=shape.dropout,
-        )
-        with torch.device("meta"):
-            gpt = GPT(config)
+        gpt = GPT.from_config_dict(shape.config_dict(settings.sequence))
         ids = torch.randint(shape.vocabulary, (samples, settings.sequence), generator=generator)
         named, sample, loss = f"reference GPT of width {shape.hidden}", f"{settings.sequence} tokens", "with the loss"
         layered: LayeredModel = LayeredGPT(gpt)
