@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from stronghold.device import Device
-from stronghold.planner.partition import Partition
+from stronghold.planner.partition import Partition, played
 from stronghold.planner.pipeline_order import Pipeline
-from stronghold.planner.simulate import simulate
 from stronghold.reports import PlannedStage, StageTimes
 
 
@@ -64,18 +63,17 @@ class StageClock:
         )
 
 
-def planned_stages(found: Partition, order: Pipeline, link_s: float | Sequence[float] = 0.0) -> list[PlannedStage]:
+def planned_stages(found: Partition, order: Pipeline, link_s: float | Sequence[float]) -> list[PlannedStage]:
     """Returns what each stage of a partition is planned to take in a step; ``link_s`` is as for ``simulate``.
 
     It computes for all its micro-batches, with what it waits for beside; its process waits for others for the rest of
     the simulated step.
     """
-    forward_s, backward_s = ([getattr(one, name) for one in found.stages] for name in ("forward_s", "backward_s"))
-    played = simulate(order, forward_s, backward_s, link_s)
+    step = played(found, order, link_s)
     return [
         PlannedStage(
             computing_s=order.micro_batches * one.time_s,
-            waiting_s=played.step_s - played.busy_s[order.device_of(number)],
+            waiting_s=step.step_s - step.busy_s[order.device_of(number)],
             peak_bytes=one.memory_bytes,
         )
         for number, one in enumerate(found.stages)

@@ -8,9 +8,8 @@ from rich import box
 from rich.table import Table
 
 from stronghold.planner.offloaded_stages import RESOURCES
-from stronghold.planner.partition import Partition
+from stronghold.planner.partition import Partition, played
 from stronghold.planner.pipeline_order import Pipeline
-from stronghold.planner.simulate import simulate
 from stronghold.units import format_bytes, format_seconds
 
 
@@ -70,8 +69,7 @@ def partition_lines(found: Partition, pipeline: Pipeline, link_s: Sequence[float
             f"spread     {_percent(found.spread)} of the layers' time, from quartile to quartile of what was measured; "
             "no cut is moved for less"
         )
-    forward_s, backward_s = ([getattr(stage, name) for stage in found.stages] for name in ("forward_s", "backward_s"))
-    step = simulate(pipeline, forward_s, backward_s, link_s)
+    step = played(found, pipeline, link_s)
     links = f"up to {format_seconds(max(link_s))} to the next stage" if any(link_s) else "links that take no time"
     yield (
         f"step       {format_seconds(step.step_s)} for {pipeline.micro_batches} micro-batches under "

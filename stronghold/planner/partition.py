@@ -11,6 +11,7 @@ from stronghold.errors import BudgetError
 from stronghold.planner.cuts import cut, least_bytes, missing_bytes, nearest, time_s
 from stronghold.planner.offloaded_stages import RESOURCES, OffloadedStages
 from stronghold.planner.pipeline_order import Pipeline
+from stronghold.planner.simulate import Simulation, simulate
 from stronghold.planner.stage_costs import LayerCost, StageCosts, ratio_of, spread_of
 from stronghold.units import format_bytes
 
@@ -154,6 +155,12 @@ def partition(
         ideal_s=float(costs.forward_s[-1] + costs.backward_s[-1]) / stages,
         spread=spread_of(layers),
     )
+
+
+def played(found: Partition, pipeline: Pipeline, link_s: float | Sequence[float]) -> Simulation:
+    """Plays a step of a partition; ``link_s`` is as for ``simulate``."""
+    forward_s, backward_s = ([getattr(stage, name) for stage in found.stages] for name in ("forward_s", "backward_s"))
+    return simulate(pipeline, forward_s, backward_s, link_s)
 
 
 def equal_sizes(layers: int, stages: int) -> list[int]:

@@ -106,7 +106,7 @@ def test_a_stage_is_planned_to_wait_for_the_rest_of_a_simulated_step():
         ),
         ideal_s=0,
     )
-    planned = planned_stages(found, Pipeline(schedule="1F1B", devices=2, micro_batches=2))
+    planned = planned_stages(found, Pipeline(schedule="1F1B", devices=2, micro_batches=2), 0.0)
     # forward 0-1 and 1-2; stage 1 computes at 1-2.5, its gradient goes back at 2.5-4.5; 2.5-4, 4.5-6.5
     assert [(one.computing_s, one.waiting_s, one.peak_bytes) for one in planned] == [(6, 0.5, 1), (3, 3.5, 0)]
     planned = planned_stages(found, Pipeline(schedule="1F1B", devices=2, micro_batches=2), 1.0)
