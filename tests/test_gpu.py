@@ -197,6 +197,72 @@ def test_a_checkpoint_goes_from_a_root_on_the_device_to_one_on_the_host_and_back
     assert all(map(torch.equal, everything(model, optimizer), expected))
 
 
+class Adapted(torch.nn.Module):
+    """A frozen linear layer with a trained product of rank one beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = torch.nn.Linear(base.in_features, 1, bias=False)
+        self.up = torch.nn.Linear(1, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x.to(self.down.weight.dtype))).to(x.dtype)
+
+
+def adapted(dtype):
+    """Returns a GPT in ``dtype`` that is frozen but for adapters in fp32."""
+    torch.manual_seed(0)
+    model = GPT(SMALL).to(dtype).requires_grad_(False)
+    for module in [*model.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, torch.nn.Linear) and module is not model:
+                setattr(module, name, Adapted(child))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_adapters_beside_a_streamed_base_learn_what_they_learn_on_the_device(dtype, on_host, monkeypatch):
+    """With another optimizer's, to the bit; with ours, whatever the settings, and wherever their states are."""
+    if on_host:
+        full(monkeypatch)
+
+    def losses(model, optimizer):
+        generator, found = torch.Generator().manual_seed(1), []
+        for step in range(6):
+            torch.manual_seed(step)
+            tokens = torch.randint(0, SMALL.vocabulary, (4, SEQUENCE), generator=generator).to(DEVICE)
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+            found.append(loss.item())
+            if step % 2:
+                torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    def trained(model):
+        return [p for p in model.parameters() if p.requires_grad]
+
+    ways = [{"window": 1}, {"window": 2, "activations": "keep"}, {"window": 2, "resident": 2}, {"window": 2}]
+    plain = adapted(dtype).to(DEVICE)
+    expected = losses(plain, torch.optim.AdamW(trained(plain), lr=1e-2))
+    assert len(set(expected)) == len(expected)
+    ours = []
+    for way in ways:
+        model = stronghold.offload(adapted(dtype), device=DEVICE, **way)
+        assert losses(model, torch.optim.AdamW(trained(model), lr=1e-2)) == expected
+        for update in ("deferred", "in_backward"):
+            model = stronghold.offload(adapted(dtype), device=DEVICE, **way)
+            ours.append(losses(model, stronghold.AdamW(trained(model), lr=1e-2, update=update)))
+            report = stronghold.report(model)
+            assert bool(report.resident_root) != on_host
+            assert way != {"window": 2} or report.step.fetches == 2 * 2 * 3  # in each pass, those outside the window
+    assert all(one == ours[0] for one in ours)
+    assert ours[0] == pytest.approx(expected, rel=1e-4 if dtype == torch.float32 else 1e-2)
+
+
 def test_other_optimizers_step_a_root_on_the_device():
     def trained(offload):
         torch.manual_seed(0)

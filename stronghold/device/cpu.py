@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stronghold.device.device import Device
 from stronghold.device.events import Event
-from stronghold.device.memory import Common, DeviceBuffer, HostBuffer
+from stronghold.device.memory import Common, HostBuffer
 from stronghold.device.streams import Stream
 
 
@@ -43,9 +43,8 @@ class CpuDevice(Device):
     def copied(self, tensor: Tensor) -> None:
         pass
 
-    def device_buffer(self, length_bytes: int) -> DeviceBuffer:
-        # Parameters live in it, which a child of fork may look at.
-        return self._counted(DeviceBuffer(torch.from_dlpack(HostBuffer(length_bytes).flat)))
+    def buffer_to_look_at(self, length_bytes: int) -> Tensor:
+        return torch.from_dlpack(HostBuffer(length_bytes).flat)  # a child of fork may look at it
 
     def host_buffer(
         self, length_bytes: int, *, pinned: bool = True, private: bool = False, memory: Common | None = None

@@ -63,9 +63,13 @@ class Device(ABC):
     def copied(self, tensor: Tensor) -> None:
         """Called before the copy streams work on device memory that :meth:`buffer` has not allocated."""
 
+    def buffer_to_look_at(self, length_bytes: int) -> Tensor:
+        """Allocates one in which parameters are to live."""
+        return self.buffer(length_bytes)
+
     def device_buffer(self, length_bytes: int) -> DeviceBuffer:
         """Allocates device memory for what lives there, all zero, and counts it."""
-        return self._counted(DeviceBuffer(self.buffer(length_bytes)))
+        return self._counted(DeviceBuffer(self.buffer_to_look_at(length_bytes)))
 
     @abstractmethod
     def host_buffer(

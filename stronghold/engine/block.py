@@ -21,10 +21,10 @@ from stronghold.engine.forward_hooks import ForwardHooks
 from stronghold.engine.members import Members
 from stronghold.engine.microbatch import batch_of, join, split
 from stronghold.engine.replay import State, requiring_grad, structural_copy
-from stronghold.engine.saved import Saved, unwritten
+from stronghold.engine.saved import Saved, stale_error, unwritten
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
-from stronghold.unit import Unit, as_written, check_mixed, opaque
+from stronghold.unit import Unit, as_written, bound, check_mixed, opaque
 from stronghold.window import Accumulators, HostActivations, Window, accumulators_of
 
 
@@ -91,16 +91,20 @@ class Block:
 
     In training the layer runs again in the backward pass by non-reentrant ``torch.utils.checkpoint``, which restores
     random states and autocast; with ``keep`` autograd keeps what it saves, except what lies in a slot, which is fetched
-    again when it is asked for. Of a resident layer nothing is, and autograd keeps all by itself.
+    again when it is asked for. Of a resident layer nothing is, and autograd keeps all by itself. What is trained of
+    a layer may lie ``beside`` it, in a unit of the root.
 
     The layer holds its block. Neither the block nor autograd's graph holds the layer: a module may keep a graph in an
     attribute, and the garbage collector does not see the way through one.
     """
 
-    def __init__(self, module: nn.Module, unit: Unit, engine: Runner, *, keep: bool) -> None:
+    def __init__(
+        self, module: nn.Module, unit: Unit, engine: Runner, *, keep: bool, beside: Unit | None = None
+    ) -> None:
         assert unit.layer is not None
         self._module = weakref.ref(module)
         self.unit = unit
+        self._beside = beside
         self.layer = unit.layer
         self.engine = engine
         self.keep = keep
@@ -113,6 +117,7 @@ class Block:
         owners = ((m, name, p) for m in module.modules() for name, p in m._parameters.items())
         self._owners = [(weakref.ref(m), name, p) for m, name, p in owners if p is not None and id(p) in placed]
         self._parameters = [*module.parameters()]  # those that lie elsewhere as well
+        self._elsewhere = [parameter for parameter in self._parameters if id(parameter) not in placed]
         self.members = Members(module.named_modules(prefix=unit.name))
 
         self._own_accumulators: tuple[list[bool], list[Node | None]] = [], []
@@ -179,6 +184,10 @@ class Block:
         return self._own_accumulators[1]
 
     def _bare(self, *args: Any, **kwargs: Any) -> Any:
+        with bound(self._beside):
+            return self._uncached(*args, **kwargs)
+
+    def _uncached(self, *args: Any, **kwargs: Any) -> Any:
         # Autocast caches the casts of weights by their identity for as long as it is active: cleared at both ends, it
         # neither keeps every layer's cast weights on the device nor makes the second run differ from the first.
         if not torch.is_autocast_enabled(self._device_type):
@@ -218,12 +227,18 @@ class Block:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return self._bare(*args, **kwargs)
 
+    def _versions_elsewhere(self) -> list[int]:
+        """Returns the versions of the parameters that the layer uses and that are not in its unit."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter._version for parameter in self._elsewhere]
+
     def _recomputed(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
         arguments = _flatten((args, kwargs), tensors)
         # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
         state, hooks = State(self.module), ForwardHooks(self.module)
-        again = _Again(run, [(args, kwargs)], arguments, [p.requires_grad for p in self._parameters], state, hooks)
+        trained, versions = [p.requires_grad for p in self._parameters], self._versions_elsewhere()
+        again = _Again(run, [(args, kwargs)], arguments, trained, versions, state, hooks)
         del args, kwargs
         compute = functools.partial(_compute, weakref.ref(self), self.unit.name, again)
         with ExitStack() as stack:
@@ -239,6 +254,7 @@ class _Again(NamedTuple):
     first: list[Any]
     arguments: Any
     trained: list[bool]
+    versions: list[int]
     state: State
     hooks: ForwardHooks
 
@@ -256,6 +272,8 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
         again.state.ran()
         return output
     this.engine.return_to(again.run)
+    if this._versions_elsewhere() != again.versions:
+        raise stale_error(layer)
     args, kwargs = _fill(again.arguments, tensors)
     trained = requiring_grad(zip(this._parameters, again.trained, strict=True))
     with trained, again.state.again(), again.hooks.again(), unwritten(layer):

@@ -27,16 +27,15 @@ BUFFERS = Buffers(gradient_slots=RING, disk_buffers=DISK_BUFFERS, ring_bytes=RIN
 
 def model_bytes(layers: Sequence[Unit], root: Sequence[Unit], buffer_bytes: int, *, is_host: bool) -> ModelBytes:
     """Returns what units take that are not placed yet."""
-    dtype_bytes = layers[0].dtype.itemsize
     return ModelBytes(
-        layers=[_unit_bytes(unit, dtype_bytes) for unit in layers],
-        root=[_unit_bytes(unit, dtype_bytes) for unit in root],
+        layers=[_unit_bytes(unit) for unit in layers],
+        root=[_unit_bytes(unit) for unit in root],
         buffers=buffer_bytes,
         is_host=is_host,
     )
 
 
-def _unit_bytes(unit: Unit, dtype_bytes: int) -> UnitBytes:
+def _unit_bytes(unit: Unit) -> UnitBytes:
     weights, indices = unit.layout.total_bytes, unit.gradients.indices
     return UnitBytes(
         weights=weights,
@@ -49,7 +48,7 @@ def _unit_bytes(unit: Unit, dtype_bytes: int) -> UnitBytes:
         is_root=unit.is_root,
         is_copied=unit.has_device_copy,
         on_device=(unit.has_device_copy + unit.trainable) * weights if unit.is_root else 0,
-        root_gradient=sum(unit.counts[index] for index in indices) * dtype_bytes if unit.is_root else 0,
+        root_gradient=sum(unit.layout.sizes[index] for index in indices) if unit.is_root else 0,
     )
 
 

@@ -153,7 +153,11 @@ class Engine:
                 self.replicas.take_first(moved, common=False)
         layers = zip(placement.modules, self.layers, strict=True)
         # Weakly, as all that is the user's: a layer holds its block, and that holds the engine.
-        self._blocks = [weakref.ref(Block(module, unit, self, keep=keep)) for module, unit in layers]
+        beside = placement.beside
+        self._blocks = [
+            weakref.ref(Block(module, unit, self, keep=keep, beside=beside.get(number)))
+            for number, (module, unit) in enumerate(layers)
+        ]
         self._root = [(unit, [(weakref.ref(m), name) for m, name in owners]) for unit, owners in placement.root]
         within = {id(inner) for module in placement.modules for inner in module.modules()}
         for unit, _ in self._root:
@@ -443,7 +447,7 @@ class Engine:
         Parameters that were views of one memory share a version.
         """
         before = {unit: unit.versions_now() for unit in self._versioned}
-        torch.autograd.graph.increment_version([unit.parameters[0] for unit in root])
+        torch.autograd.graph.increment_version([parameter for unit in root for parameter in unit.parameters])
         changed = [unit for unit in self._versioned if unit.versions_now() != before[unit]]
         for unit in (unit for unit in changed if before[unit] == unit.versions):  # of others the user has written some
             for index in range(len(unit.parameters)):

@@ -65,9 +65,12 @@ class HeldMemory:
     def root_gradient_bytes(self) -> int:
         """Returns what autograd holds of the root's gradients on the device, from ``backward()`` to ``zero_grad()``."""
         root = [unit for unit in self._units if unit.is_root]
-        layer = next(unit for unit in self._units if not unit.is_root)
-        counts = (n for unit in root for n, p in zip(unit.counts, unit.parameters, strict=True) if p.requires_grad)
-        return sum(counts) * layer.dtype.itemsize
+        return sum(
+            size
+            for unit in root
+            for size, parameter in zip(unit.layout.sizes, unit.parameters, strict=True)
+            if parameter.requires_grad
+        )
 
     def beside_bytes(self) -> int:
         """Returns what the process has taken of host memory by now beside what is counted."""

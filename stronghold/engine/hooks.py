@@ -84,14 +84,14 @@ class Hooks:
 
     def on_root(self, unit: Unit) -> None:
         """Has a root parameter's gradient summed in fp32, in its own memory, before the user's hooks see it."""
-        parameter = unit.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():
-            if not parameter.requires_grad or id(parameter) in self._handles:
-                return
-            if unit.dtype != torch.float32:  # in fp32 autograd's own sum is exact enough
-                parameter.register_hook(_about(unit, 0, self._expect_root))
-            handle = self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_root)
-            _first(parameter._post_accumulate_grad_hooks, handle)
+            for index, parameter in enumerate(unit.parameters):
+                if not parameter.requires_grad or id(parameter) in self._handles:
+                    continue
+                if unit.dtypes[index] != torch.float32:  # in fp32 autograd's own sum is exact enough
+                    parameter.register_hook(_about(unit, index, self._expect_root))
+                handle = self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_root)
+                _first(parameter._post_accumulate_grad_hooks, handle)
 
 
 def _first(hooks: dict[int, Any], handle: RemovableHandle) -> None:

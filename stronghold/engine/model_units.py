@@ -16,6 +16,8 @@ from stronghold.unit import Unit
 
 _BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
+FEW = 1 / 8
+"""What is trained of a layer stays on the device if it is at most this share of the layer's elements."""
 Owner = tuple[nn.Module, str]
 
 
@@ -25,13 +27,15 @@ class ModelUnits:
 
     ``units`` are all units in the order of the model's parameters, which is about the order of their first use and
     the order of their updates; ``layers`` those of the layers, and ``modules`` the layers themselves, in the order of
-    the rows; ``root`` the root parameters with the modules that own them.
+    the rows; ``root`` the root parameters with the modules that own them. ``beside`` are, by the number of the layer,
+    the trained parameters of a layer that is frozen but for these: units of the root, in ``root`` too.
     """
 
     units: list[Unit]
     layers: list[Unit]
     modules: list[nn.Module]
     root: list[tuple[Unit, list[Owner]]]
+    beside: dict[int, Unit]
     buffers: list[Owner]
 
     @property
@@ -53,8 +57,9 @@ def units_of(
     """Shares out the parameters of ``model``, in memory or on the meta device; changes nothing.
 
     A parameter that one layer alone uses goes with that layer; what layers share, with one another or with the rest of
-    the model, is a root parameter, as is everything outside the layers. ``apart`` tells that the device has memory of
-    its own, ``in_pieces`` that layers are to run over micro-batches. Raises ValueError for a model that cannot be.
+    the model, is a root parameter, as is everything outside the layers. So is what is trained of a layer that is frozen
+    but for a little, such as adapters: an update makes nothing else stale. ``apart`` tells that the device has memory
+    of its own, ``in_pieces`` that layers are to run over micro-batches. Raises ValueError for a model that cannot be.
     """
     check_parameters(model)
     found = find_layers(model, layers)
@@ -70,19 +75,28 @@ def units_of(
     units_by_parameter: dict[int, Unit] = {}
     modules: list[nn.Module] = []
     layer_units: list[Unit] = []
+    root_units: list[tuple[Unit, list[Owner]]] = []
+    beside: dict[int, Unit] = {}
     for layer, parameters in zip(found, owned, strict=True):
-        if parameters:
-            dtypes = _dtypes_of(layer.name, parameters, dtype)
-            unit = Unit(len(modules), layer.name, parameters, dtypes, alignment=alignment)
-            modules.append(layer.module)
-            layer_units.append(unit)
-            units_by_parameter.update((id(p), unit) for p in parameters)
+        if not parameters:
+            continue
+        number, trained = len(modules), _few_trained(parameters)
+        if trained:
+            dtypes = _dtypes_of(layer.name, trained, dtype)
+            name = f"{layer.name} (trained)"
+            unit = beside[number] = Unit(None, name, trained, dtypes, has_device_copy=apart, alignment=alignment)
+            root_units.append((unit, []))  # the layer's block looks after the modules that own them
+            units_by_parameter.update((id(p), unit) for p in trained)
+            parameters = [p for p in parameters if id(p) not in units_by_parameter]
+        unit = Unit(number, layer.name, parameters, _dtypes_of(layer.name, parameters, dtype), alignment=alignment)
+        modules.append(layer.module)
+        layer_units.append(unit)
+        units_by_parameter.update((id(p), unit) for p in parameters)
     if not modules:
         raise ValueError(
             f"every parameter of the {len(found)} layers of {type(model).__name__} is shared with other layers or the "
             "rest of the model, so that nothing can be moved by itself: there is nothing to offload"
         )
-    root_units = []
     for name, parameter, owners in root:
         dtypes = _dtypes_of(name, [parameter], dtype)
         unit = Unit(None, name, [parameter], dtypes, has_device_copy=apart, alignment=alignment)
@@ -90,7 +104,14 @@ def units_of(
         root_units.append((unit, owners))
     units = list({id(h): h for p in model.parameters() if (h := units_by_parameter[id(p)])}.values())
     buffers = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    return ModelUnits(units=units, layers=layer_units, modules=modules, root=root_units, buffers=buffers)
+    return ModelUnits(units=units, layers=layer_units, modules=modules, root=root_units, beside=beside, buffers=buffers)
+
+
+def _few_trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns what is trained of a layer, if that is little of it: none where it is much, or all is frozen."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    elements = sum(parameter.numel() for parameter in parameters)
+    return trained if sum(parameter.numel() for parameter in trained) <= FEW * elements else []
 
 
 def _check_memory_is_their_own(model: nn.Module) -> None:

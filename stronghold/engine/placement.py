@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stronghold.device import Device
+from stronghold.device import Device, DeviceBuffer
 from stronghold.engine.budget import BUFFERS, check_host, choose_disk, choose_window, keep_resident, model_bytes
 from stronghold.engine.model_units import ModelUnits, units_of
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
@@ -29,16 +29,16 @@ class Placement(ModelUnits):
 
     def move_root(self, device: Device) -> None:
         """Moves root parameters that have a device copy, and all buffers, to the device, once units are placed."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for unit in (unit for unit, _ in self.root if unit.has_device_copy):
-                for parameter, weight in zip(unit.parameters, unit.weight, strict=True):
-                    # Not through .to(): on a device that plays one on the CPU that would be the host's own tensor.
-                    there = torch.empty(weight.shape, dtype=weight.dtype, device=device.torch_device)
-                    device.copied(there)
+        for unit in (unit for unit, _ in self.root if unit.has_device_copy):
+            # Not through .to(): on a device that plays one on the CPU that would be the host's own tensor.
+            copy = unit.device_copy = DeviceBuffer(device.buffer_to_look_at(unit.layout.total_bytes))
+            with torch._C.DisableTorchFunctionSubclass():
+                for index, (parameter, weight) in enumerate(zip(unit.parameters, unit.weight, strict=True)):
+                    there = copy.view(unit.layout.offsets[index], weight.shape, weight.dtype)
                     there.copy_(weight)
                     parameter.data = there
                     unit.on_device.append(there)
-                    unit.versions = [parameter._version]
+                    unit.versions[index] = parameter._version
         for module, name in self.buffers:
             buffer = module._buffers[name]
             assert buffer is not None

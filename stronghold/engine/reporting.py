@@ -28,7 +28,7 @@ def report(model: nn.Module) -> Report:
         layers=len(engine.layers),
         window=engine.window.size,
         resident=sum(h.resident for h in engine.layers),
-        resident_root=sum(h.resident for h in engine.units if h.is_root),
+        resident_root=sum(len(h.parameters) for h in engine.units if h.is_root and h.resident),
         device=device.name,
         dtype=" and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys([unit.dtype, *unit.dtypes])),
         states=optimizer.states if optimizer is not None else None,

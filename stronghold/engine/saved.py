@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stronghold.errors import OffloadedModelError
+
 
 class Saved(NamedTuple):
     """A saved tensor and its version, which autograd does not compare where there are saved-tensor hooks.
@@ -34,6 +36,14 @@ class Saved(NamedTuple):
                 "written it); use the operation that makes a new tensor, or clone() before it"
             )
         return self.tensor
+
+
+def stale_error(layer: str) -> OffloadedModelError:
+    """Returns the error for a backward pass that comes to weights which are no longer those of the forward pass."""
+    return OffloadedModelError(
+        f"the weights of {layer} must be the same in the backward pass as in its forward pass (they have been "
+        "updated or written in between); call backward() before step(), or run the forward pass again"
+    )
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stronghold.engine.block import Run
-from stronghold.errors import OffloadedModelError
+from stronghold.engine.saved import stale_error
 from stronghold.unit import Unit
 from stronghold.window import Gradients
 
@@ -19,9 +19,6 @@ def check_same(unit: Unit, run: Run, gradients: Gradients) -> None:
     if changed or unit.was_written_unseen():
         if gradients.has_updated(run.layer):
             raise gradients.too_late(unit)
-        raise OffloadedModelError(
-            f"the weights of {unit.name} must be the same in the backward pass as in its forward pass (they have been "
-            "updated or written in between); call backward() before step(), or run the forward pass again"
-        )
+        raise stale_error(unit.name)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         unit.computed_with.runs.discard(run)  # the loss is often held across the step, and this run with it

@@ -13,7 +13,7 @@ from stronghold.unit.gradient import (
     make_plain,
     note_gradient,
 )
-from stronghold.unit.parameter import BoundParameter, OffloadedParameter, gradient_of, set_gradient, unit_of
+from stronghold.unit.parameter import BoundParameter, OffloadedParameter, bound, gradient_of, set_gradient, unit_of
 from stronghold.unit.process_group import ONE_PROCESS, OneProcess, ProcessGroup, from_rank0, sum_over
 from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
 from stronghold.unit.unit import Unit
@@ -38,6 +38,7 @@ __all__ = [
     "Replicas",
     "Unit",
     "as_written",
+    "bound",
     "check_mixed",
     "close_parameter",
     "closed_error",

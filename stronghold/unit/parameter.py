@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, SupportsIndex
 
 import torch
@@ -111,6 +113,29 @@ class OffloadedParameter(_Parameter):
 
 class BoundParameter(_Parameter):
     """What a parameter is while its layer is on the device: a plain one, but for a backward pass that has failed."""
+
+
+@contextmanager
+def bound(unit: Unit | None) -> Iterator[None]:
+    """Makes the parameters of a unit on the device plain ones for the block, which computes with them.
+
+    The update under way, if any, is waited for.
+    """
+    if unit is None:
+        yield
+        return
+    unit.wait_updated()
+    _become(BoundParameter, unit)
+    try:
+        yield
+    finally:
+        _become(OffloadedParameter, unit)
+
+
+def _become(kind: type[_Parameter], unit: Unit) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in unit.parameters:
+            parameter.__class__ = kind
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

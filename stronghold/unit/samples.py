@@ -34,21 +34,24 @@ class Samples:
 
     def take(self) -> None:
         """Notes what the elements are now."""
-        self._taken = self.now()
+        self._taken = self._now(self._elements)
 
     def written(self) -> Sequence[int]:
         """Returns the numbers of the parameters that have changed since the elements were taken."""
-        if self._taken is None or torch.equal(now := self.now(), self._taken):
+        return () if self._taken is None else self._differing(self._now(self._elements), self._taken)
+
+    def differing(self, elsewhere: Tensor) -> Sequence[int]:
+        """Returns the numbers of the parameters that are others in a flat copy of all the weights ``elsewhere``."""
+        return self._differing(self._now(elsewhere.view(self._bits)), self._now(self._elements))
+
+    def _differing(self, now: Tensor, then: Tensor) -> Sequence[int]:
+        if torch.equal(now, then):
             return ()
-        changed = (now != self._taken).split(self._counts)
+        changed = (now != then).split(self._counts)
         return [place for place, one in enumerate(changed) if bool(one.any())]
 
-    def now(self, elsewhere: Tensor | None = None) -> Tensor:
-        """Returns the bits of the elements; of a copy of all the weights ``elsewhere``, if one is given."""
-        if elsewhere is None:
-            return self._elements.index_select(0, self._places)
-        flat = elsewhere.view(-1).view(torch.uint8).view(self._bits)
-        return torch.index_select(flat, 0, self._places.to(flat.device)).cpu()
+    def _now(self, elements: Tensor) -> Tensor:
+        return elements.index_select(0, self._places.to(elements.device)).cpu()
 
 
 def _spread(size: int, most: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where one unit of parameters lives on the host: a layer, or one root parameter."""
+"""Where one unit of parameters lives on the host: a layer, or parameters of the root."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Unit:
         self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
         self.on_device: list[Tensor] = []
-        """Where a root parameter has a device copy, that copy; a layer has none but its slot."""
+        """Where parameters of the root have a device copy, views of that; a layer has none but its slot."""
+        self.device_copy: Buffer | None = None
         self.masters = Masters()
         self._buffers: list[Buffer] = []
         self._memory_of: weakref.ref[Memory] | None = None
@@ -192,9 +193,9 @@ class Unit:
             memory.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
 
     def master_places(self) -> list[int]:
-        """Returns which parameters have a remainder: those in bf16 that are trained, or rounded when placed."""
+        """Returns which parameters have a remainder: those in bf16 that are trained."""
         indices = [index for index, dtype in enumerate(self.dtypes) if dtype != torch.float32]
-        return [p for p in indices if _requires_grad(self.parameters[p]) or self.parameters[p].dtype != self.dtypes[p]]
+        return [index for index in indices if _requires_grad(self.parameters[index])]
 
     def master(self, index: int) -> Tensor:
         """Returns the fp32 master of a parameter: a copy, or with fp32 compute the weight itself.
@@ -212,7 +213,7 @@ class Unit:
         """Returns what the optimizer updates beside the weight, or None with fp32 compute."""
         if self.dtypes[index] == torch.float32:
             return None
-        if index not in self.masters.remainders:  # frozen until now, and its weight exact
+        if index not in self.masters.remainders:  # frozen until now: the weight is all there is of it
             self._place_remainders([index])
         return self.masters.remainders[index]
 
@@ -222,7 +223,7 @@ class Unit:
             return False
         check_process(self._born)
         remainder = self.masters.remainders.get(index)
-        return self._rounded[index] or (remainder is not None and bool(remainder.any()))
+        return remainder is not None and (self._rounded[index] or bool(remainder.any()))
 
     def remainder_bytes(self) -> int:
         """Returns what the remainders take when the unit is placed."""
@@ -282,7 +283,7 @@ class Unit:
 
     def close(self) -> None:
         """Gives the unit's memory back."""
-        self.buffer, self.weight, self.on_device, self._buffers = None, [], [], []
+        self.buffer, self.weight, self.on_device, self._buffers, self.device_copy = None, [], [], [], None
         self._users = Users()
         self.masters, self.updated, self.update_reads = Masters(), None, []
         self.gradients.close()
@@ -426,8 +427,8 @@ class Unit:
         """Returns which parameters were written though nothing told of it, as far as their memory shows it."""
         if self.updated is not None and not self.updated.done:
             return []
-        if self._samples is not None and self.on_device:  # what the host has of it is the engine's alone
-            return [] if torch.equal(self._samples.now(self.on_device[0]), self._samples.now()) else [0]
+        if self._samples is not None and self.device_copy is not None:  # the host's copy is the engine's alone
+            return list(self._samples.differing(self.device_copy.flat))
         found = list(self._samples.written()) if self._samples is not None else []
         if self._memory is not None and self.on_disk:
             on_disk, others = self._memory.written(self)

@@ -36,18 +36,18 @@ class DeviceGradients:
         self.device = device
         self.waits = waits
         self._threads = native.usable_cores()
-        self._held: dict[Unit, Tensor] = {}
+        self._held: dict[tuple[Unit, int], Tensor] = {}
 
     def expect(self, unit: Unit, index: int, gradient: Tensor | None) -> None:
         """Called before autograd adds to a root parameter's gradient: the one that is there is kept out of the way."""
-        parameter = unit.parameters[0]
+        parameter = unit.parameters[index]
         with torch._C.DisableTorchFunctionSubclass():
             before = gradient_of(parameter)
             if before is None or gradient is None or gradient.requires_grad:
                 return
             if {before.layout, gradient.layout} != {torch.strided}:
                 return
-            self._held[unit] = before
+            self._held[unit, index] = before
             set_gradient(parameter, None)
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -57,7 +57,8 @@ class DeviceGradients:
         """
         unit = unit_of(parameter)
         assert unit is not None
-        before = self._held.pop(unit, None)
+        index = parameter.__dict__["_index"]
+        before = self._held.pop((unit, index), None)
         with torch._C.DisableTorchFunctionSubclass():
             gradient = gradient_of(parameter)
             if gradient is None:  # a function's backward gave none
@@ -67,15 +68,15 @@ class DeviceGradients:
                     set_gradient(parameter, in_own_memory(gradient))
                 return
             set_gradient(parameter, before)  # whatever happens, what was there stays
-            known = {0: grad_meta_of(before)}
-            add_on_device(self.device, unit, {0: before}, known, {0: gradient}, self._threads)
-            if (of_sum := known[0]) is not None:
+            known = {index: grad_meta_of(before)}
+            add_on_device(self.device, unit, {index: before}, known, {index: gradient}, self._threads)
+            if (of_sum := known[index]) is not None:
                 note_gradient(before, unit, known=of_sum)
 
     def close(self) -> None:
         """Gives back what a backward pass that failed has left."""
-        for unit, before in self._held.items():
-            set_gradient(unit.parameters[0], before)
+        for (unit, index), before in self._held.items():
+            set_gradient(unit.parameters[index], before)
         self._held.clear()
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
@@ -135,8 +136,7 @@ class DeviceGradients:
         """Returns where the squares of ``count`` gradients arrive: in pinned memory, if the unit has some."""
         if not unit.has_device_copy:
             return torch.zeros(count, dtype=torch.float64)
-        unit.gradients.allocate(self.device)
-        return unit.gradients.held_squares(0).view(1)
+        return unit.gradients.squares_of_all(unit.gradients.allocate(self.device))[:count]
 
     def _collected(self, unit: Unit, index: int, gradient: HostGrad) -> HostGrad:
         if not unit.has_device_copy:

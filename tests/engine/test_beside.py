@@ -1,0 +1,164 @@
+"""What is trained of a layer that is frozen but for a little stays beside it, on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import stronghold
+from stronghold.errors import OffloadedModelError
+from stronghold.unit import unit_of
+from tests.reference import differences, snapshot
+
+LAYERS = 4
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "vocab_size": 96}
+CONFIGS: dict[str, peft.PeftConfig] = {
+    "lora": peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1),
+    "dora": peft.LoraConfig(r=2, target_modules="all-linear", use_dora=True),
+    "ia3": peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "vera": peft.VeraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+}
+PLACES: list[dict[str, Any]] = [
+    {"window": 1},
+    {"window": 2, "activations": "keep"},
+    {"window": LAYERS},
+    {"window": 2, "store": "disk"},
+    {"window": 2, "micro_batch": 1},
+    {"resident": 2, "window": 1},
+    {},
+]
+
+
+def adapted(config: peft.PeftConfig, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Returns a Llama in ``dtype`` with adapters in fp32, as PEFT makes them, of which none is zero."""
+    torch.manual_seed(1)
+    config_of_base = transformers.LlamaConfig(num_hidden_layers=LAYERS, use_cache=False, **SHAPE)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config_of_base).to(dtype), config).train()
+    with torch.no_grad():
+        for parameter in trained(model):
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, SHAPE["vocab_size"], (2, 12), generator=generator) for _ in range(count)]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4, accumulation: int = 1) -> list[float]:
+    losses = []
+    for step, ids in enumerate(batches(steps * accumulation), start=1):
+        torch.manual_seed(step)  # of dropout
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        if step % accumulation == 0:
+            torch.nn.utils.clip_grad_norm_(trained(model), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def offload(tmp_path: Path, model: nn.Module, **settings: Any) -> nn.Module:
+    if "store" in settings:
+        settings["store"] = str(tmp_path / "store")
+    return stronghold.offload(model, device="cpu", **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    # Dropout draws anew for each micro-batch.
+    [
+        (name, settings)
+        for name in CONFIGS
+        for settings in PLACES
+        if (name, *settings) != ("lora", "window", "micro_batch")
+    ],
+    ids=str,
+)
+def test_adapters_in_fp32_on_a_base_in_bf16_learn_the_bits_that_they_learn_in_memory(
+    tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    plain, model = adapted(CONFIGS[name]), offload(tmp_path, adapted(CONFIGS[name]), **settings)
+    assert {unit_of(p).name for p in trained(model)} == {
+        f"base_model.model.model.layers.{number} (trained)" for number in range(LAYERS)
+    }
+    rows = [
+        train(one, torch.optim.AdamW(trained(one), lr=1e-2, foreach=False), accumulation=2) for one in (plain, model)
+    ]
+    if "micro_batch" not in settings:  # products of other shapes round in other ways
+        assert rows[1] == rows[0]
+        for (key, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(parameter, other), key
+    else:
+        torch.testing.assert_close(rows[1], rows[0], rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["own", "bf16"])
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_every_place_trains_the_same_bits(tmp_path: Path, dtype: torch.dtype | None, update: str) -> None:
+    found = []
+    for number, settings in enumerate([{"window": 2}, *(one for one in PLACES if "micro_batch" not in one)]):
+        model = offload(tmp_path / str(number), adapted(CONFIGS["lora"]), dtype=dtype, **settings)
+        optimizer = stronghold.AdamW(trained(model), lr=1e-2, update=update if number else "deferred")
+        found.append((train(model, optimizer), snapshot(model, optimizer)))
+    for losses, state in found[1:]:
+        assert losses == found[0][0]
+        assert differences(state, found[0][1]) == []
+
+
+def test_a_step_makes_nothing_stale_but_them() -> None:
+    model = stronghold.offload(adapted(CONFIGS["lora"]), device="cpu", window=LAYERS)
+    optimizer = stronghold.AdamW(trained(model), lr=1e-2)
+    train(model, optimizer, steps=1)
+    train(model, optimizer, steps=3)
+    step = stronghold.report(model).step
+    assert step is not None and step.fetches == 0
+
+
+def test_a_frozen_base_takes_its_weights_in_the_type_that_it_computes_in() -> None:
+    model = adapted(CONFIGS["lora"], torch.float32)
+    counts = {p: p.numel() for p in model.parameters()}
+    packed = sum(count * (4 if p.requires_grad else 2) for p, count in counts.items())  # a master is of 32 bits
+    stronghold.offload(model, device="cpu", window=1, dtype=torch.bfloat16)
+    assert packed <= stronghold.report(model).host_bytes <= 1.02 * packed
+
+
+def test_a_layer_that_is_trained_by_more_than_an_eighth_keeps_its_parameters_together() -> None:
+    model = adapted(peft.LoraConfig(r=16, target_modules="all-linear"))
+    stronghold.offload(model, device="cpu", window=2)
+    assert {unit_of(p).layer for p in trained(model)} == set(range(LAYERS))
+
+
+def test_a_backward_pass_to_adapters_that_were_updated_since_is_refused() -> None:
+    model = stronghold.offload(adapted(CONFIGS["dora"]), device="cpu", window=2)
+    optimizer = stronghold.AdamW(trained(model), lr=1e-2)
+    train(model, optimizer, steps=1)
+    (ids,) = batches(1)
+    early = model(input_ids=ids, labels=ids).loss
+    train(model, optimizer, steps=1)
+    with pytest.raises(OffloadedModelError, match=r"the weights of .*layers.3 must be the same in the backward pass"):
+        early.backward()
+
+
+def test_a_base_that_is_trained_later_learns_what_it_learns_in_memory() -> None:
+    plain, model = adapted(CONFIGS["dora"], torch.float32), adapted(CONFIGS["dora"], torch.float32)
+    stronghold.offload(model, device="cpu", window=2)
+    rows = []
+    for one, adamw in ((plain, torch.optim.AdamW), (model, stronghold.AdamW)):
+        losses = train(one, adamw(trained(one), lr=1e-2))
+        for name, parameter in one.named_parameters():
+            if "down_proj.base_layer" in name:
+                parameter.requires_grad_(True)
+        rows.append(losses + train(one, adamw(trained(one), lr=1e-2)))
+    torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=0)
