@@ -11,6 +11,7 @@ from stronghold.checkpoint.file_writing import file_names, manifest_of, write_bu
 from stronghold.checkpoint.unit_tensors import Names, all_groups, names_of, step_of, tensors_of
 from stronghold.engine import Engine
 from stronghold.engine.adamw import AdamW
+from stronghold.errors import StoreError
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, UnitFileEntry
 from stronghold.formats.reader import UnitReader
 from stronghold.store import DiskStore, in_memory
@@ -23,6 +24,12 @@ def save_in_place(model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict
     """
     store = engine.store
     assert isinstance(store, DiskStore)
+    if not store.has_all:
+        raise StoreError(
+            f"a checkpoint in the store's own place has all that the model had at offload() (got {store.paths[0]}, "
+            "beside which parameters were added since, such as adapters); save into another directory, or add them "
+            "before offload()"
+        )
     directory = store.paths[0]
     engine.close_backward()
     names, states = names_of(model), optimizer.state  # which waits for the updates under way

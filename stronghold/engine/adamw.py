@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from stronghold.engine.taking_in import take_in_new
 from stronghold.engine.updates import take_step
 from stronghold.optim import HostAdamW, Threads
 from stronghold.optim.groups import check_torch_arguments
@@ -101,6 +102,13 @@ class AdamW(HostAdamW):
         self.kernel_threads = engine.update_threads() if threads is None else Threads(threads)
         self.reserve(engine.units, engine.device, sums_gradients=engine.sums_gradients)
         engine.adopt(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; its parameters must belong to the offloaded model of the others, or have been added to it."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        take_in_new(params)
+        super().add_param_group({**param_group, "params": params})
 
     @property
     def threads(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stronghold.device import Device
 from stronghold.engine.forward_hooks import ForwardHooks
-from stronghold.engine.members import Members
+from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import batch_of, join, split
 from stronghold.engine.replay import State, requiring_grad, structural_copy
 from stronghold.engine.saved import Saved, stale_error, unwritten
@@ -83,7 +83,7 @@ class Runner(Protocol):
         """Opens the backward pass of the layer of ``run``, where it is not open."""
 
     def refuse_changes(self) -> None:
-        """Raises OffloadedModelError, which names what of the model's modules and parameters was changed."""
+        """Takes in what was added to the model, and raises OffloadedModelError for any other change of it."""
 
 
 class Block:
@@ -92,19 +92,19 @@ class Block:
     In training the layer runs again in the backward pass by non-reentrant ``torch.utils.checkpoint``, which restores
     random states and autocast; with ``keep`` autograd keeps what it saves, except what lies in a slot, which is fetched
     again when it is asked for. Of a resident layer nothing is, and autograd keeps all by itself. What is trained of
-    a layer may lie ``beside`` it, in a unit of the root.
+    a layer may lie ``beside`` it, in units of the root.
 
     The layer holds its block. Neither the block nor autograd's graph holds the layer: a module may keep a graph in an
     attribute, and the garbage collector does not see the way through one.
     """
 
     def __init__(
-        self, module: nn.Module, unit: Unit, engine: Runner, *, keep: bool, beside: Unit | None = None
+        self, module: nn.Module, unit: Unit, engine: Runner, *, keep: bool, beside: Sequence[Unit] = ()
     ) -> None:
         assert unit.layer is not None
         self._module = weakref.ref(module)
         self.unit = unit
-        self._beside = beside
+        self._beside = [*beside]
         self.layer = unit.layer
         self.engine = engine
         self.keep = keep
@@ -113,16 +113,25 @@ class Block:
         self._is_method = getattr(own, "__self__", None) is module
         self._own: Callable[..., Any] = own.__func__ if self._is_method else own  # type: ignore[attr-defined]
         self._enter_backward = functools.partial(_enter_backward, weakref.ref(self), unit.name)
-        placed = {id(parameter) for parameter in unit.parameters}
+        self._look_at(module)
+        self._own_accumulators: tuple[list[bool], list[Node | None]] = [], []
+        """Of a resident layer, with which of its parameters were trained then: its weights do not move."""
+        module.forward = _Forward(self)  # type: ignore[method-assign]
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Notes what the layer is made of, which has to be there from now on."""
+        placed = {id(parameter) for parameter in self.unit.parameters}
         owners = ((m, name, p) for m in module.modules() for name, p in m._parameters.items())
         self._owners = [(weakref.ref(m), name, p) for m, name, p in owners if p is not None and id(p) in placed]
         self._parameters = [*module.parameters()]  # those that lie elsewhere as well
         self._elsewhere = [parameter for parameter in self._parameters if id(parameter) not in placed]
-        self.members = Members(module.named_modules(prefix=unit.name))
+        self.members = Members(module.named_modules(prefix=self.unit.name))
 
-        self._own_accumulators: tuple[list[bool], list[Node | None]] = [], []
-        """Of a resident layer, with which of its parameters were trained then: its weights do not move."""
-        module.forward = _Forward(self)  # type: ignore[method-assign]
+    def take_in(self, beside: Unit | None) -> None:
+        """Called when modules may have been added to the layer, with the parameters ``beside``."""
+        self._look_at(self.module)
+        if beside is not None:
+            self._beside.append(beside)
 
     @property
     def module(self) -> nn.Module:
@@ -170,7 +179,7 @@ class Block:
         if self.members.same():
             return
         there = ((module(), name, parameter) for module, name, parameter in self._owners)
-        self.unit.check_unchanged((module, name, p) for module, name, p in there if module is not None)
+        check_held(self.unit.name, ((module, name, p) for module, name, p in there if module is not None))
         self.engine.refuse_changes()
 
     def _accumulators(self) -> list[Node | None]:

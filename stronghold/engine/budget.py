@@ -28,14 +28,14 @@ BUFFERS = Buffers(gradient_slots=RING, disk_buffers=DISK_BUFFERS, ring_bytes=RIN
 def model_bytes(layers: Sequence[Unit], root: Sequence[Unit], buffer_bytes: int, *, is_host: bool) -> ModelBytes:
     """Returns what units take that are not placed yet."""
     return ModelBytes(
-        layers=[_unit_bytes(unit) for unit in layers],
-        root=[_unit_bytes(unit) for unit in root],
+        layers=[unit_bytes(unit) for unit in layers],
+        root=[unit_bytes(unit) for unit in root],
         buffers=buffer_bytes,
         is_host=is_host,
     )
 
 
-def _unit_bytes(unit: Unit) -> UnitBytes:
+def unit_bytes(unit: Unit) -> UnitBytes:
     weights, indices = unit.layout.total_bytes, unit.gradients.indices
     return UnitBytes(
         weights=weights,

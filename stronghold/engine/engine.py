@@ -17,10 +17,12 @@ from stronghold.engine.closing import end_with
 from stronghold.engine.compiled import warn_of_compiling
 from stronghold.engine.held_memory import HeldMemory
 from stronghold.engine.hooks import Hooks
-from stronghold.engine.members import Members, refuse_changes
-from stronghold.engine.placement import Placement
+from stronghold.engine.members import refuse_changes
+from stronghold.engine.placement import Placement, copy_to_device
 from stronghold.engine.reopening import Reopened
+from stronghold.engine.root import Root
 from stronghold.engine.stale import check_same
+from stronghold.engine.taking_in import Additions, take_in_additions
 from stronghold.engine.timing import Stopwatch
 from stronghold.engine.turns import Turns
 from stronghold.engine.updates import Updates, update_now
@@ -69,7 +71,7 @@ class Engine:
         self.model = weakref.ref(model)
         self.device = device
         self.replicas = replicas
-        self.units: Sequence[Unit] = placement.units
+        self.units = placement.units
         self.layers = placement.layers
         self.micro_batch = settings.micro_batch_samples
         self.waits = Waits(device)
@@ -155,17 +157,13 @@ class Engine:
         # Weakly, as all that is the user's: a layer holds its block, and that holds the engine.
         beside = placement.beside
         self._blocks = [
-            weakref.ref(Block(module, unit, self, keep=keep, beside=beside.get(number)))
+            weakref.ref(Block(module, unit, self, keep=keep, beside=[beside[number]] if number in beside else []))
             for number, (module, unit) in enumerate(layers)
         ]
-        self._root = [(unit, [(weakref.ref(m), name) for m, name in owners]) for unit, owners in placement.root]
-        within = {id(inner) for module in placement.modules for inner in module.modules()}
-        for unit, _ in self._root:
-            self._hooks.on_root(unit)
-        self._versioned = self.units
-        """The units that share a version with a root parameter, and the root's own."""
-        self._versioned = self._count_version(unit for unit, _ in self._root)
-        self._outside = Members((n, m) for n, m in model.named_modules() if id(m) not in within)
+        self._root = Root(self._hooks, self.units)
+        self._root.add(placement.root)
+        self._root.find_versions()
+        self._root.look_at(model, placement.modules)
 
     def __deepcopy__(self, memo: dict) -> None:
         """Leaves itself out: a copy of an offloaded model is an ordinary model."""
@@ -246,8 +244,8 @@ class Engine:
             self._close_layer()  # a checkpoint of the user's own runs its layers again
         block.check()
         self.take_writes(block.unit)
-        if block.layer == 0:
-            self._check_root()
+        if block.layer == 0 and not self._root.same():
+            self.refuse_changes()
         if torch.is_grad_enabled():
             self._hooks.on_layer(block.unit)
             if not block.is_kept_by_itself:  # there it may be autograd that holds weights
@@ -275,11 +273,28 @@ class Engine:
 
     def put_back(self) -> None:
         """Puts the model's parameters in the place of those that a loader has made: their values are to be loaded."""
-        for members in (self._outside, *(block.members for block in self.blocks)):
+        for members in (self._root.outside, *(block.members for block in self.blocks)):
             members.put_back()
 
     def refuse_changes(self) -> None:
-        refuse_changes([self._outside, *(block.members for block in self.blocks)])
+        """Takes in what was added to the model, and raises OffloadedModelError for any other change of it."""
+        if not take_in_additions(self):
+            refuse_changes([self._root.outside, *(block.members for block in self.blocks)])
+
+    def take_in(self, model: nn.Module, added: Additions) -> None:
+        """Takes in units of the root that were added to the model, which have been placed in the store."""
+        for unit in added.units:
+            self._attach(unit)
+            if unit.has_device_copy:
+                copy_to_device(unit, self.device)
+        for module, name in added.buffers:
+            module._buffers[name] = module._buffers[name].to(self.device.torch_device)  # type: ignore[union-attr]
+        self.held.root_bytes = added.root_bytes
+        self.units[:] = added.in_order([*self.units, *added.units])
+        self._root.add(added.root)
+        self._root.look_at(model, [block.module for block in self.blocks])
+        for block in self.blocks:
+            block.take_in(added.beside.get(block.layer))
 
     # What autograd says.
 
@@ -438,21 +453,8 @@ class Engine:
     def changed(self, units: Sequence[Unit]) -> None:
         """Called when updates of ``units`` have been submitted; their copies on the device are stale from then on."""
         # Autograd itself refuses a backward pass to a forward pass with other values of the root, by their versions.
-        self._count_version(unit for unit in units if unit.is_root)
+        self._root.count_version(unit for unit in units if unit.is_root)
         self._fetch_again(units)
-
-    def _count_version(self, root: Iterable[Unit]) -> list[Unit]:
-        """Counts a write of root parameters, which is not the user's; returns whose versions that has changed.
-
-        Parameters that were views of one memory share a version.
-        """
-        before = {unit: unit.versions_now() for unit in self._versioned}
-        torch.autograd.graph.increment_version([parameter for unit in root for parameter in unit.parameters])
-        changed = [unit for unit in self._versioned if unit.versions_now() != before[unit]]
-        for unit in (unit for unit in changed if before[unit] == unit.versions):  # of others the user has written some
-            for index in range(len(unit.parameters)):
-                unit.attach(index)
-        return changed
 
     def _fetch_again(self, units: Sequence[Unit]) -> None:
         self.window.changed([unit.layer for unit in units if unit.layer is not None])
@@ -470,11 +472,3 @@ class Engine:
                 parameter.__dict__.update(_unit_reference=weakref.ref(unit), _index=index)
                 unit.attach(index)
         unit.sample()
-
-    def _check_root(self) -> None:
-        for unit, owners in self._root:
-            self._hooks.on_root(unit)
-            there = ((module(), name) for module, name in owners)
-            unit.check_unchanged((module, name, unit.parameters[0]) for module, name in there if module is not None)
-        if not self._outside.same():
-            self.refuse_changes()

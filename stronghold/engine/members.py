@@ -65,10 +65,22 @@ def refuse_changes(parts: Iterable[Members]) -> None:
     changes = [change for part in parts for change in part.changes()]
     more = f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
     raise OffloadedModelError(
-        "an offloaded model must keep the modules and parameters that it had at offload(), for what is new would be "
-        f"left out (got: {'; '.join(changes[:_NAMED])}{more}). Change it first (peft.get_peft_model, then offload), or "
-        "have the trainer change it (peft_config=...), then offload(trainer.model) and set trainer.optimizer"
+        "an offloaded model must keep the parameters that it had at offload(): what is added is taken in, where one "
+        f"process trains the model, but nothing may go or be replaced (got: {'; '.join(changes[:_NAMED])}{more}). "
+        "Change it first (peft.get_peft_model, then offload), or have the trainer change it (peft_config=...), then "
+        "offload(trainer.model) and set trainer.optimizer"
     )
+
+
+def check_held(name: str, owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Raises where one of the modules that use a parameter of the unit ``name`` no longer holds it by its own name."""
+    for module, own, parameter in owners:
+        if module._parameters.get(own) is not parameter:
+            raise OffloadedModelError(
+                f"parameter {own!r} of {name} ({type(module).__name__}) was replaced after offload(), so the "
+                "engine would compute with the old one; write into the parameter (p.data.copy_(...)), or replace "
+                "it before calling offload()"
+            )
 
 
 class _Gone:

@@ -71,7 +71,7 @@ def units_of(
         )
     if in_pieces:
         _check_micro_batch(found)
-    owned, root = _share_out(model, found)
+    owned, root = share_out(model, found)
     units_by_parameter: dict[int, Unit] = {}
     modules: list[nn.Module] = []
     layer_units: list[Unit] = []
@@ -82,13 +82,13 @@ def units_of(
             continue
         number, trained = len(modules), _few_trained(parameters)
         if trained:
-            dtypes = _dtypes_of(layer.name, trained, dtype)
+            dtypes = dtypes_of(layer.name, trained, dtype)
             name = f"{layer.name} (trained)"
             unit = beside[number] = Unit(None, name, trained, dtypes, has_device_copy=apart, alignment=alignment)
             root_units.append((unit, []))  # the layer's block looks after the modules that own them
             units_by_parameter.update((id(p), unit) for p in trained)
             parameters = [p for p in parameters if id(p) not in units_by_parameter]
-        unit = Unit(number, layer.name, parameters, _dtypes_of(layer.name, parameters, dtype), alignment=alignment)
+        unit = Unit(number, layer.name, parameters, dtypes_of(layer.name, parameters, dtype), alignment=alignment)
         modules.append(layer.module)
         layer_units.append(unit)
         units_by_parameter.update((id(p), unit) for p in parameters)
@@ -98,7 +98,7 @@ def units_of(
             "rest of the model, so that nothing can be moved by itself: there is nothing to offload"
         )
     for name, parameter, owners in root:
-        dtypes = _dtypes_of(name, [parameter], dtype)
+        dtypes = dtypes_of(name, [parameter], dtype)
         unit = Unit(None, name, [parameter], dtypes, has_device_copy=apart, alignment=alignment)
         units_by_parameter[id(parameter)] = unit
         root_units.append((unit, owners))
@@ -164,7 +164,7 @@ def _check_micro_batch(layers: Sequence[Layer]) -> None:
                 )
 
 
-def _share_out(
+def share_out(
     model: nn.Module, layers: Sequence[Layer]
 ) -> tuple[list[list[nn.Parameter]], list[tuple[str, nn.Parameter, list[Owner]]]]:
     """Returns each layer's own parameters, and the root parameters with their names and owners."""
@@ -203,7 +203,7 @@ def _users(model: nn.Module, layers: Sequence[Layer]) -> dict[int, set[int | Non
     return users
 
 
-def _dtypes_of(
+def dtypes_of(
     name: str, parameters: Sequence[nn.Parameter], wanted: torch.dtype | None
 ) -> torch.dtype | list[torch.dtype]:
     """Returns what the parameters of one unit compute in: what is ``wanted``, or each in its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from stronghold.engine.compiled import uncompiled
 from stronghold.engine.engine import Engine
 from stronghold.engine.placement import plan as place
 from stronghold.engine.reopening import Reopened, kept_on_disk
+from stronghold.engine.taking_in import live
 from stronghold.errors import OffloadedModelError
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.settings import OffloadSettings
@@ -178,6 +180,7 @@ def _offload(
     own = opened is not device
     engine = Engine(model, placement, opened, settings, values, replicas, planned=planned, own_device=own)
     model.__dict__["_stronghold"] = engine
+    live.add(engine)
     for module in model.modules():
         module._apply = _Apply(module, engine)  # type: ignore[method-assign]
     return_free_memory()  # the parameters' own, which the store has taken over
@@ -222,8 +225,12 @@ class _Apply:
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """Returns the engine of an offloaded model, or None."""
-    return uncompiled(model).__dict__.get("_stronghold")
+    """Returns the engine of an offloaded model, or of the one that a PeftModel was made of since; or None."""
+    model = uncompiled(model)
+    engine: Engine | None = model.__dict__.get("_stronghold")
+    if engine is None and "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel):
+        return engine_of(model.get_base_model())  # type: ignore[operator]
+    return engine
 
 
 def close(model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -14,8 +16,11 @@ _OF_CLASS = {
 }
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Raises ValueError for the first parameter that is of another kind, or not initialised yet."""
+def check_parameters(model: nn.Module, known: Collection[int] = ()) -> None:
+    """Raises ValueError for the first parameter that is of another kind, or not initialised yet.
+
+    Those whose ids are ``known`` have been offloaded already.
+    """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise ValueError(
@@ -23,7 +28,7 @@ def check_parameters(model: nn.Module) -> None:
                 "model on one batch before offload()"
             )
     for name, parameter in model.named_parameters():
-        if (found := _other_kind(parameter)) is not None:
+        if id(parameter) not in known and (found := _other_kind(parameter)) is not None:
             what, remedy = found
             raise ValueError(
                 f"a parameter must be a plain nn.Parameter of dense floating-point numbers (got {name}, {what}); "

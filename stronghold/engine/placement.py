@@ -14,7 +14,7 @@ from stronghold.engine.model_units import ModelUnits, units_of
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.planner.step_bytes import device_bytes
 from stronghold.settings import OffloadSettings
-from stronghold.unit import ONE_REPLICA, Replicas
+from stronghold.unit import ONE_REPLICA, Replicas, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +30,24 @@ class Placement(ModelUnits):
     def move_root(self, device: Device) -> None:
         """Moves root parameters that have a device copy, and all buffers, to the device, once units are placed."""
         for unit in (unit for unit, _ in self.root if unit.has_device_copy):
-            # Not through .to(): on a device that plays one on the CPU that would be the host's own tensor.
-            copy = unit.device_copy = DeviceBuffer(device.buffer_to_look_at(unit.layout.total_bytes))
-            with torch._C.DisableTorchFunctionSubclass():
-                for index, (parameter, weight) in enumerate(zip(unit.parameters, unit.weight, strict=True)):
-                    there = copy.view(unit.layout.offsets[index], weight.shape, weight.dtype)
-                    there.copy_(weight)
-                    parameter.data = there
-                    unit.on_device.append(there)
-                    unit.versions[index] = parameter._version
+            copy_to_device(unit, device)
         for module, name in self.buffers:
             buffer = module._buffers[name]
             assert buffer is not None
             module._buffers[name] = buffer.to(device.torch_device)
+
+
+def copy_to_device(unit: Unit, device: Device) -> None:
+    """Makes the device copy of root parameters on the host, which the parameters are from then on."""
+    # Not through .to(): on a device that plays one on the CPU that would be the host's own tensor.
+    copy = unit.device_copy = DeviceBuffer(device.buffer_to_look_at(unit.layout.total_bytes))
+    with torch._C.DisableTorchFunctionSubclass():
+        for index, (parameter, weight) in enumerate(zip(unit.parameters, unit.weight, strict=True)):
+            there = copy.view(unit.layout.offsets[index], weight.shape, weight.dtype)
+            there.copy_(weight)
+            parameter.data = there
+            unit.on_device.append(there)
+            unit.versions[index] = parameter._version
 
 
 def plan(

@@ -100,8 +100,7 @@ class HostAdamW(torch.optim.Optimizer):
                 raise OffloadedModelError(
                     f"every parameter must belong to one offloaded model (got one of shape {tuple(parameter.shape)} "
                     f"that belongs to {'no offloaded model' if unit is None else 'another'}); call "
-                    "stronghold.offload(model) first, when all its modules are there (PEFT's adapters too), and pass "
-                    "that model's parameters()"
+                    "stronghold.offload(model) first, and pass that model's parameters()"
                 )
             self._owner = unit.owner
             self._units[unit] = None

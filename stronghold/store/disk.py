@@ -66,6 +66,8 @@ class DiskStore(Store):
         self.disk = Disk(threads=DISK_THREADS * len(paths))  # before the directory is taken: it may be refused
         self._records = {unit: _record(number, unit) for number, unit in enumerate(units)}
         self._numbers = {unit: number for number, unit in enumerate(units)}
+        self.has_all = True
+        """Whether all units were there when the directory was taken over: it can be reopened with these alone."""
         self._files: dict[int, UnitFile] = {}
         """By the unit's number."""
         self.reopened: Checkpoint | None = None
@@ -82,8 +84,7 @@ class DiskStore(Store):
             except BaseException:
                 self.close()
                 raise
-        states = any("moments" in unit.on_disk and unit.trainable for unit in units)
-        self._ring = Ring(device) if states else None
+        self._ring = Ring(device) if _has_states(units) else None
         length = staging_bytes(units, device)
         self._staging = DiskStaging(device, waits, _reading_in(self), length) if length else None
         self._reading: dict[Unit, Event] = {}
@@ -111,6 +112,15 @@ class DiskStore(Store):
                     f"{what} takes {format_bytes(needed)} at {path}, where {format_bytes(free)} are free; free "
                     f"{format_bytes(needed - free)} more, or pass a directory on a larger disk"
                 )
+
+    def take_in(self, unit: Unit) -> None:
+        super().take_in(unit)
+        self._numbers[unit] = len(self._numbers)
+        self.has_all = False
+
+    def give_back(self, units: Sequence[Unit]) -> None:
+        if not _has_states(units):
+            self._ring = None
 
     def place(self, unit: Unit, values: Iterable[Tensor] | None = None) -> None:
         super().place(unit, values)
@@ -326,6 +336,10 @@ class DiskStore(Store):
     def _file_of(self, unit: Unit) -> UnitFile | None:
         """Returns the file of a unit, or None for one that has nothing on disk."""
         return self._files.get(self._numbers[unit])
+
+
+def _has_states(units: Sequence[Unit]) -> bool:
+    return any("moments" in unit.on_disk and unit.trainable for unit in units)
 
 
 def _reading_in(store: DiskStore) -> Read:

@@ -28,6 +28,9 @@ class RamStore(Store):
         assert unit.buffer is not None
         self.device.fetches.copy(target[: unit.buffer.length_bytes], unit.buffer.flat)
 
+    def give_back(self, units: Sequence[Unit]) -> None:
+        pass
+
     def expect(self, units: Sequence[Unit]) -> None:
         pass
 

@@ -36,6 +36,14 @@ class Store(ABC):
         self.device = device
         self._budget = budget
 
+    def take_in(self, unit: Unit) -> None:
+        """Called with a unit that was not there from the beginning, before it is placed; it is in memory."""
+        assert not unit.on_disk
+
+    @abstractmethod
+    def give_back(self, units: Sequence[Unit]) -> None:
+        """Called when some of all ``units`` have been frozen: gives back what is there for updates alone."""
+
     def place(self, unit: Unit, values: Iterable[Tensor] | None = None) -> None:
         """Moves the parameters of ``unit`` into the store, with ``values`` if they have none of their own."""
         unit.place(self, values)

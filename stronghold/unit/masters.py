@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from stronghold.device import Buffer
 from stronghold.split import join, split
 
 _BLOCK = 64
@@ -26,6 +27,8 @@ class Masters:
 
     def __init__(self) -> None:
         self.remainders: dict[int, Tensor] = {}
+        self.buffers: list[Buffer] = []
+        """What they lie in."""
         self._marks: dict[int, Tensor] = {}
         self._accounted: dict[int, int] = {}
         """The version of each parameter up to which its writes are reflected in the remainders."""

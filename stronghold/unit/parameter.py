@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, SupportsIndex
 
@@ -116,26 +116,25 @@ class BoundParameter(_Parameter):
 
 
 @contextmanager
-def bound(unit: Unit | None) -> Iterator[None]:
-    """Makes the parameters of a unit on the device plain ones for the block, which computes with them.
+def bound(units: Sequence[Unit]) -> Iterator[None]:
+    """Makes the parameters of units on the device plain ones for the block, which computes with them.
 
-    The update under way, if any, is waited for.
+    The updates under way, if any, are waited for.
     """
-    if unit is None:
-        yield
-        return
-    unit.wait_updated()
-    _become(BoundParameter, unit)
+    for unit in units:
+        unit.wait_updated()
+    _become(BoundParameter, units)
     try:
         yield
     finally:
-        _become(OffloadedParameter, unit)
+        _become(OffloadedParameter, units)
 
 
-def _become(kind: type[_Parameter], unit: Unit) -> None:
+def _become(kind: type[_Parameter], units: Sequence[Unit]) -> None:
     with torch._C.DisableTorchFunctionSubclass():
-        for parameter in unit.parameters:
-            parameter.__class__ = kind
+        for unit in units:
+            for parameter in unit.parameters:
+                parameter.__class__ = kind
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

@@ -69,7 +69,6 @@ class Unit:
         """Where parameters of the root have a device copy, views of that; a layer has none but its slot."""
         self.device_copy: Buffer | None = None
         self.masters = Masters()
-        self._buffers: list[Buffer] = []
         self._memory_of: weakref.ref[Memory] | None = None
         self.gradients = GradientMemory(self)
         self.updated: Event | None = None
@@ -217,6 +216,12 @@ class Unit:
             self._place_remainders([index])
         return self.masters.remainders[index]
 
+    def keep_weights_alone(self) -> None:
+        """Gives back what a unit has for its training, as it is frozen: remainders and room for gradients."""
+        self.wait_on_host()
+        self.masters, self.gradients = Masters(), GradientMemory(self)
+        self.sample()
+
     def has_finer_master(self, index: int) -> bool:
         """Whether a parameter that is trained has a master of more bits than its weight, or may get one."""
         if self.dtypes[index] == torch.float32 or not _requires_grad(self.parameters[index]):
@@ -256,7 +261,7 @@ class Unit:
         if not indices:
             return
         buffer = self.allocate(layout.total_bytes, "remainders")
-        self._buffers.append(buffer)
+        self.masters.buffers.append(buffer)
         for index, offset in zip(indices, layout.offsets, strict=True):
             remainder = buffer.view(offset, self.shapes[index], torch.int16)
             self.masters.place(index, remainder, raw_version(self.parameters[index]))
@@ -283,7 +288,7 @@ class Unit:
 
     def close(self) -> None:
         """Gives the unit's memory back."""
-        self.buffer, self.weight, self.on_device, self._buffers, self.device_copy = None, [], [], [], None
+        self.buffer, self.weight, self.on_device, self.device_copy = None, [], [], None
         self._users = Users()
         self.masters, self.updated, self.update_reads = Masters(), None, []
         self.gradients.close()
@@ -453,16 +458,6 @@ class Unit:
         """Called when the engine has written the weights, not the user: an update, or what loads a checkpoint."""
         self.masters.updated(self.weight, self._is_aliased)
         self.sample()
-
-    def check_unchanged(self, owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:
-        """Raises where one of the modules that use a parameter no longer holds it by its name."""
-        for module, name, parameter in owners:
-            if module._parameters.get(name) is not parameter:
-                raise OffloadedModelError(
-                    f"parameter {name!r} of {self.name} ({type(module).__name__}) was replaced after offload(), so the "
-                    "engine would compute with the old one; write into the parameter (p.data.copy_(...)), or replace "
-                    "it before calling offload()"
-                )
 
 
 def _octets(tensor: Tensor) -> Tensor:

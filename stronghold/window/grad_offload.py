@@ -82,6 +82,11 @@ class GradOffload:
             staged = max(unit.gradients.layout.total_bytes for unit in self.units)
             self._staging = [GradStaging(self.device.host_buffer(staged, private=True)) for _ in range(RING)]
 
+    def give_back(self) -> None:
+        """Gives slots and staging back, if no layer is trained any more; nothing is under way in them."""
+        if not any(unit.gradients.indices for unit in self.units):
+            self.slots, self._staging, self._outgrown = [], [], []
+
     def slot_bytes(self, unit: Unit) -> int:
         """Returns what the gradients of a layer take in a slot."""
         return unit.gradients.layout.total_bytes

@@ -1,0 +1,144 @@
+"""What is added to a model after ``offload``, such as adapters, trains as if it had been there before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.engine import engine_of, offload_shared
+from stronghold.errors import BudgetError, OffloadedModelError, StoreError
+from stronghold.unit import unit_of
+from tests.adapters import CONFIGS, LAYERS, PLACES, adapted, base, batches, offload, train, trained, with_adapters
+from tests.reference import differences, snapshot
+from tests.replicas import in_threads
+from tests.small import Residual, numbers
+
+WITHOUT_DROPOUT = peft.LoraConfig(r=2, target_modules="all-linear")
+
+
+@pytest.mark.parametrize("settings", PLACES, ids=str)
+@pytest.mark.parametrize("name", ["dora", "vera"])
+def test_adapters_that_are_added_after_offload_learn_the_bits_that_they_learn_in_memory(
+    tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    if "micro_batch" in settings:
+        settings = {**settings, "micro_batch": 2}  # products of other shapes round in other ways
+    plain, model = adapted(CONFIGS[name]), with_adapters(offload(tmp_path, base(), **settings), CONFIGS[name])
+    rows = [
+        train(one, torch.optim.AdamW(trained(one), lr=1e-2, foreach=False), accumulation=2) for one in (plain, model)
+    ]
+    assert rows[1] == rows[0]
+    for (key, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, other), key
+
+
+@pytest.mark.parametrize("store", ["ram", "disk"])
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_our_optimizer_makes_the_bits_that_it_makes_of_those_that_were_there_before(
+    tmp_path: Path, store: str, update: str
+) -> None:
+    settings = {"window": 2, **({"store": "disk"} if store == "disk" else {})}
+    found = []
+    for number in range(2):
+        if number:
+            model = with_adapters(offload(tmp_path / "1", base(), **settings), CONFIGS["lora"])
+        else:
+            model = offload(tmp_path / "0", adapted(CONFIGS["lora"]), **settings)
+        optimizer = stronghold.AdamW(trained(model), lr=1e-2, update=update)
+        found.append((train(model, optimizer), snapshot(model, optimizer), stronghold.report(model)))
+    assert found[1][0] == found[0][0]
+    assert differences(found[1][1], found[0][1]) == []
+    for name in ("device_bytes", "trainable_parameters", "root_gradients_device_bytes"):
+        assert getattr(found[1][2], name) == getattr(found[0][2], name), name
+    if store == "ram":  # what is added has its states there, and needs no ring for the way to disk
+        assert found[1][2].host_bytes == found[0][2].host_bytes
+
+
+def test_an_adapter_that_is_added_to_others_trains_with_them() -> None:
+    """A reference adapter of DPO's, say."""
+    plain, model = adapted(WITHOUT_DROPOUT), stronghold.offload(adapted(WITHOUT_DROPOUT), device="cpu", window=2)
+    rows = []
+    for one in (plain, model):
+        losses = train(one, torch.optim.AdamW(trained(one), lr=1e-2, foreach=False), steps=2)
+        torch.manual_seed(7)
+        one.add_adapter("other", peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))
+        one.set_adapter("other")
+        rows.append(losses + train(one, torch.optim.AdamW(trained(one), lr=1e-2, foreach=False), steps=2))
+    assert rows[1] == rows[0]
+    names = {unit_of(p).name for p in trained(model)}
+    assert names == {f"base_model.model.model.layers.{number} (added 2)" for number in range(LAYERS)}
+
+
+def test_adapters_outside_the_layers_train_too() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["lm_head", "embed_tokens"], init_lora_weights=False)
+    plain, model = adapted(config), with_adapters(stronghold.offload(base(), device="cpu", window=2), config)
+    rows = [train(one, torch.optim.AdamW(trained(one), lr=1e-2, foreach=False)) for one in (plain, model)]
+    assert rows[1] == rows[0]
+
+
+def test_a_parameter_in_the_place_of_none_is_taken_in() -> None:
+    model = Residual()
+    model.layers[1].register_parameter("scale", None)
+    stronghold.offload(model, device="cpu", window=2)
+    model.layers[1].scale = nn.Parameter(torch.ones(1))
+    model(numbers(1)[0])
+    assert unit_of(model.layers[1].scale).name == "layers.1 (added)"
+
+
+def test_a_checkpoint_has_what_was_added_and_goes_on_to_the_bit(tmp_path: Path) -> None:
+    def begun(number: int) -> tuple[nn.Module, stronghold.AdamW]:
+        model = with_adapters(offload(tmp_path / str(number), base(), window=2, store="disk"), WITHOUT_DROPOUT)
+        return model, stronghold.AdamW(trained(model), lr=1e-2)
+
+    model, optimizer = begun(0)
+    train(model, optimizer)
+    with pytest.raises(StoreError, match=r"beside which parameters were added since, such as adapters\); save into an"):
+        stronghold.checkpoint.save(tmp_path / "0" / "store", model, optimizer)
+    kept = stronghold.checkpoint.save(tmp_path / "kept", model, optimizer)
+    expected = train(model, optimizer), snapshot(model, optimizer)
+    model, optimizer = begun(1)
+    stronghold.checkpoint.load(kept, model, optimizer)
+    assert train(model, optimizer) == expected[0]
+    assert differences(snapshot(model, optimizer), expected[1]) == []
+
+
+def test_what_was_added_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
+    model = with_adapters(stronghold.offload(base(), device="cpu", window=2), WITHOUT_DROPOUT)
+    train(model, stronghold.AdamW(trained(model), lr=1e-2))
+    stronghold.save(model, tmp_path / "adapters")
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "adapters")
+    (ids,) = batches(1)
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_what_the_device_has_no_room_for_is_refused_and_nothing_has_changed() -> None:
+    plain = stronghold.offload(base(), device="cpu", window=1)
+    taken = stronghold.report(plain).device_bytes
+    model = with_adapters(stronghold.offload(base(), device="cpu", window=1, device_memory=taken), WITHOUT_DROPOUT)
+    before = stronghold.report(model)
+    with pytest.raises(BudgetError, match="what was added to the model takes"):
+        stronghold.AdamW(trained(model))
+    assert stronghold.report(model) == before
+
+
+def test_an_optimizer_over_another_model_s_parameters_says_so() -> None:
+    stronghold.offload(base(), device="cpu", window=1)
+    with pytest.raises(OffloadedModelError, match=r"belongs to no offloaded model\)"):
+        stronghold.AdamW(trained(adapted(WITHOUT_DROPOUT)))
+
+
+def test_replicas_are_refused_what_each_would_have_added_for_itself() -> None:
+    def run(replicas: Any) -> None:
+        model = offload_shared(base(), replicas, device="cpu", window=1)
+        model = with_adapters(model, WITHOUT_DROPOUT)
+        with pytest.raises(OffloadedModelError, match="where one process trains the model"):
+            stronghold.AdamW(trained(model))
+        stronghold.close(engine_of(model).model())
+
+    in_threads(2, run)
