@@ -12,7 +12,7 @@ from stronghold.engine import Engine, engine_of
 from stronghold.engine.adamw import AdamW
 from stronghold.errors import OffloadedModelError
 from stronghold.native import Blocks
-from stronghold.unit import ProcessGroup, Unit, unit_of
+from stronghold.unit import ProcessGroup, Unit, all_parameters, unit_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Names = dict[Unit, list[str]]
@@ -53,7 +53,7 @@ def names_of(model: nn.Module) -> Names:
     Raises OffloadedModelError for one that was added after ``offload``.
     """
     indices: dict[Unit, dict[int, str]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in all_parameters(model):
         unit = unit_of(parameter)
         if unit is None:
             raise OffloadedModelError(

@@ -39,8 +39,10 @@ from stronghold.unit import (
     ProcessGroup,
     Replicas,
     Unit,
+    become,
     close_parameter,
     closed_error,
+    constants,
     opaque,
 )
 from stronghold.weights import Source, give_values
@@ -150,6 +152,8 @@ class Engine:
         for module, name, buffer in weights.buffers():
             module._buffers[name] = buffer
         placement.move_root(self.device)
+        for holder, name in constants(model):
+            setattr(holder, name, getattr(holder, name).to(self.device.torch_device))
         for module, name in placement.buffers:
             if (moved := module._buffers[name]) is not None:
                 self.replicas.take_first(moved, common=False)
@@ -468,7 +472,10 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():
             for index, (parameter, weight) in enumerate(zip(unit.parameters, unit.weight, strict=True)):
                 give_values(parameter, weight)
-                parameter.__class__ = OffloadedParameter
+                own = type(parameter)
                 parameter.__dict__.update(_unit_reference=weakref.ref(unit), _index=index)
+                if own is not nn.Parameter:
+                    parameter.__dict__["_own_class"] = own
                 unit.attach(index)
+        become(OffloadedParameter, unit.parameters)
         unit.sample()

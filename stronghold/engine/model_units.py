@@ -12,7 +12,7 @@ from torch import nn
 
 from stronghold.engine.find_layers import Layer, find_layers
 from stronghold.engine.parameters import check_parameters
-from stronghold.unit import Unit
+from stronghold.unit import Unit, all_parameters, is_packed, weight_of
 
 _BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
@@ -102,7 +102,7 @@ def units_of(
         unit = Unit(None, name, [parameter], dtypes, has_device_copy=apart, alignment=alignment)
         units_by_parameter[id(parameter)] = unit
         root_units.append((unit, owners))
-    units = list({id(h): h for p in model.parameters() if (h := units_by_parameter[id(p)])}.values())
+    units = list({id(h): h for _, p in all_parameters(model) if (h := units_by_parameter[id(p)])}.values())
     buffers = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     return ModelUnits(units=units, layers=layer_units, modules=modules, root=root_units, beside=beside, buffers=buffers)
 
@@ -176,11 +176,11 @@ def share_out(
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
     root = []
-    for name, parameter in model.named_parameters():
-        users = set().union(*(users_of[id(module)] for module, _ in owners[id(parameter)]))
+    for name, parameter in all_parameters(model):
+        users = set().union(*(users_of[id(module)] for module, _ in owners[id(weight_of(parameter))]))
         layer = users.pop()
         if layer is None or users:
-            root.append((name, parameter, owners[id(parameter)]))
+            root.append((name, parameter, owners.get(id(parameter), [])))
         else:
             owned[layer].append(parameter)
     return owned, root
@@ -208,8 +208,8 @@ def dtypes_of(
 ) -> torch.dtype | list[torch.dtype]:
     """Returns what the parameters of one unit compute in: what is ``wanted``, or each in its own."""
     if wanted is not None:
-        return wanted
-    present = {parameter.dtype for parameter in parameters}
+        return [parameter.dtype if is_packed(parameter) else wanted for parameter in parameters]
+    present = {parameter.dtype for parameter in parameters if not is_packed(parameter)}
     if not present <= set(COMPUTE_DTYPES):
         raise ValueError(
             f"parameters must be float32 or bfloat16 (got {', '.join(sorted(map(str, present)))} in {name}); pass "

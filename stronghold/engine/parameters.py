@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-_QUANTISED = "quantised weights cannot be offloaded: load the model in torch.bfloat16 or torch.float32"
+from stronghold.unit import is_packed
+
+_QUANTISED = (
+    "of quantised weights those of bitsandbytes in four bits can be offloaded: load others in torch.bfloat16 or "
+    "torch.float32"
+)
 _OF_CLASS = {
     "DTensor": "offload the model before it is distributed; stronghold.replicate and stronghold.pipeline train one in "
     "several processes",
@@ -28,7 +33,7 @@ def check_parameters(model: nn.Module, known: Collection[int] = ()) -> None:
                 "model on one batch before offload()"
             )
     for name, parameter in model.named_parameters():
-        if id(parameter) not in known and (found := _other_kind(parameter)) is not None:
+        if id(parameter) not in known and not is_packed(parameter) and (found := _other_kind(parameter)) is not None:
             what, remedy = found
             raise ValueError(
                 f"a parameter must be a plain nn.Parameter of dense floating-point numbers (got {name}, {what}); "

@@ -14,7 +14,7 @@ from stronghold.engine.model_units import ModelUnits, units_of
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.planner.step_bytes import device_bytes
 from stronghold.settings import OffloadSettings
-from stronghold.unit import ONE_REPLICA, Replicas, Unit
+from stronghold.unit import ONE_REPLICA, Replicas, Unit, check_packed, is_packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,7 @@ def plan(
     ``replicas`` are the processes that have all of it in common, and root parameters ``root_on_host`` have their states
     there. Raises ValueError and BudgetError.
     """
+    check_packed(model)
     alignment = ALIGNMENT_BYTES if not settings.directories else PAGE_BYTES
     of = units_of(model, layers, dtype, alignment, apart=not device.is_host, in_pieces=settings.micro_batch is not None)
     for unit in of.units:
@@ -74,9 +75,21 @@ def plan(
     sizes = model_bytes(of.layers, root, of.buffer_bytes, is_host=device.is_host)
     resident = keep_resident(of.layers, root, on_host, sizes, settings, device)
     window = choose_window(of.layers, sizes, resident, settings, device)
+    if settings.activations == "keep":
+        _refuse_kept(of.layers)
     if settings.directories:
         choose_disk(
             of.units, {unit: number for number, unit in enumerate([*of.layers, *root])}, sizes, resident, settings
         )
     check_host(of.units, settings, device)
     return Placement(**vars(of), root_bytes=device_bytes(sizes, window, resident, BUFFERS)[2], window=window)
+
+
+def _refuse_kept(layers: Iterable[Unit]) -> None:
+    for unit in layers:
+        if not unit.resident and any(map(is_packed, unit.parameters)):
+            raise ValueError(
+                f"activations='keep' would hold what bitsandbytes computes with past its time in the window (got "
+                f"weights in four bits in {unit.name}); use activations='recompute' or 'host', or keep all layers "
+                "resident"
+            )

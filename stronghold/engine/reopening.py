@@ -12,7 +12,7 @@ from stronghold.errors import CheckpointError, StoreError
 from stronghold.formats.manifest import BUFFERS, Manifest, UnitFileEntry, read_manifest
 from stronghold.formats.reader import FileReader, UnitReader
 from stronghold.store import DiskStore, in_memory
-from stronghold.unit import Unit
+from stronghold.unit import Unit, all_parameters
 
 
 def kept_on_disk(model: nn.Module, directory: str) -> list[nn.Parameter]:
@@ -41,7 +41,7 @@ class Reopened:
         """
         kept = self._kept = store.reopened
         assert kept is not None
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        names = {id(parameter): name for name, parameter in all_parameters(self._model)}
         for unit in units:
             named = [names[id(parameter)] for parameter in unit.parameters]
             for name in named:

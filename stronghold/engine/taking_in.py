@@ -14,7 +14,7 @@ from stronghold.engine.find_layers import Layer
 from stronghold.engine.model_units import Owner, dtypes_of, share_out
 from stronghold.engine.parameters import check_parameters
 from stronghold.errors import BudgetError
-from stronghold.unit import Unit, unit_of
+from stronghold.unit import Unit, all_parameters, unit_of
 
 if TYPE_CHECKING:
     from stronghold.engine.engine import Engine
@@ -73,8 +73,8 @@ def take_in_additions(engine: Engine) -> bool:
     if model is None or engine.replicas.world_size > 1 or engine.processes.world_size > 1:
         return False
     layers = [Layer(block.unit.name, block.module) for block in engine.blocks]
-    there = {id(parameter) for parameter in model.parameters()}
-    within = [{id(parameter) for parameter in layer.module.parameters()} for layer in layers]
+    there = {id(parameter) for _, parameter in all_parameters(model)}
+    within = [{id(parameter) for _, parameter in all_parameters(layer.module)} for layer in layers]
     if not _all_there(engine, there, within):
         return False
     added = _found(engine, model, layers)
@@ -132,7 +132,7 @@ def _found(engine: Engine, model: nn.Module, layers: Sequence[Layer]) -> Additio
     taken += sum(unit_bytes(unit).on_device for unit in root_units if not unit.resident)
     more = max(0, taken - engine.held.root_bytes)
     engine.budget.check_budgets(host_bytes=0, device_bytes=more, what="what was added to the model")
-    return Additions([id(p) for p in model.parameters()], units, beside, buffers, taken)
+    return Additions([id(p) for _, p in all_parameters(model)], units, beside, buffers, taken)
 
 
 def _fits(engine: Engine, unit: Unit) -> bool:

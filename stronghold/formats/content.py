@@ -172,7 +172,8 @@ def _check_parameter(name: str, parameter: dict[str, Any], content: dict[str, An
         tensors = {name + kind: t for kind in _KINDS if (t := files[file]["tensors"].get(name + kind)) is not None}
         _need(found.keys().isdisjoint(tensors), f"{where}.{key}", "a file that holds what the other does not", file)
         found |= tensors
-    of: dict[str, tuple[Sequence[str], list[int]]] = {name: (("float32", "bfloat16"), parameter["shape"])}
+    own = ("float32", "bfloat16") if parameter["step"] is not None else ("float32", "bfloat16", "uint8")  # packed
+    of: dict[str, tuple[Sequence[str], list[int]]] = {name: (own, parameter["shape"])}
     if f"{name}/remainder" in found:
         of[name] = (("bfloat16",), parameter["shape"])
         of[f"{name}/remainder"] = (("int16",), parameter["shape"])

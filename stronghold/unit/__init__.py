@@ -13,7 +13,16 @@ from stronghold.unit.gradient import (
     make_plain,
     note_gradient,
 )
-from stronghold.unit.parameter import BoundParameter, OffloadedParameter, bound, gradient_of, set_gradient, unit_of
+from stronghold.unit.packed import all_parameters, check_packed, constants, is_packed, weight_of
+from stronghold.unit.parameter import (
+    BoundParameter,
+    OffloadedParameter,
+    become,
+    bound,
+    gradient_of,
+    set_gradient,
+    unit_of,
+)
 from stronghold.unit.process_group import ONE_PROCESS, OneProcess, ProcessGroup, from_rank0, sum_over
 from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
 from stronghold.unit.unit import Unit
@@ -37,17 +46,22 @@ __all__ = [
     "ProcessGroup",
     "Replicas",
     "Unit",
+    "all_parameters",
     "as_written",
+    "become",
     "bound",
     "check_mixed",
+    "check_packed",
     "close_parameter",
     "closed_error",
+    "constants",
     "consumed_error",
     "consumed_like",
     "from_rank0",
     "grad_meta_of",
     "gradient_of",
     "has_company",
+    "is_packed",
     "is_shared",
     "latest",
     "make_plain",
@@ -56,4 +70,5 @@ __all__ = [
     "set_gradient",
     "sum_over",
     "unit_of",
+    "weight_of",
 ]

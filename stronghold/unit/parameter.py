@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, SupportsIndex
 
@@ -14,6 +15,7 @@ from stronghold.errors import OffloadedModelError
 from stronghold.unit.calls import ALIASES, FACTS, hands_out, key_of, walk, written
 from stronghold.unit.compiler import opaque
 from stronghold.unit.dtypes import check_mixed
+from stronghold.unit.packed import copy_of
 from stronghold.unit.unit import Unit
 
 
@@ -103,6 +105,8 @@ class OffloadedParameter(_Parameter):
             return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        if (own := self.__dict__.get("_own_class")) is not None:
+            return memo[id(self)] if id(self) in memo else copy_of(self, own, memo)
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return memo[id(self)]
@@ -123,18 +127,25 @@ def bound(units: Sequence[Unit]) -> Iterator[None]:
     """
     for unit in units:
         unit.wait_updated()
-    _become(BoundParameter, units)
+    parameters = [parameter for unit in units for parameter in unit.parameters]
+    become(BoundParameter, parameters)
     try:
         yield
     finally:
-        _become(OffloadedParameter, units)
+        become(OffloadedParameter, parameters)
 
 
-def _become(kind: type[_Parameter], units: Sequence[Unit]) -> None:
+def become(kind: type[_Parameter], parameters: Iterable[nn.Parameter]) -> None:
+    """Changes the class of parameters to ``kind``, or to one that is of their own class, too."""
     with torch._C.DisableTorchFunctionSubclass():
-        for unit in units:
-            for parameter in unit.parameters:
-                parameter.__class__ = kind
+        for parameter in parameters:
+            own = parameter.__dict__.get("_own_class")
+            parameter.__class__ = kind if own is None else _both(kind, own)
+
+
+@functools.cache
+def _both(kind: type[_Parameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
+    return type(kind.__name__, (kind, own), {})
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

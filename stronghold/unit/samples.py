@@ -21,7 +21,7 @@ class Samples:
     """
 
     def __init__(self, flat: Tensor, layout: Layout, itemsizes: Sequence[int]) -> None:
-        self._bits = {2: torch.int16, 4: torch.int32}[min(itemsizes)]
+        self._bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[min(itemsizes)]
         self._elements = flat.view(self._bits)
         most = max(2, min(_PER_PARAMETER, _PER_UNIT // max(1, len(itemsizes))))
         places, unit = [], min(itemsizes)

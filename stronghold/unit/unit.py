@@ -17,6 +17,7 @@ from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout,
 from stronghold.unit.computed_with import ComputedWith
 from stronghold.unit.gradient_memory import GradientMemory
 from stronghold.unit.masters import Masters
+from stronghold.unit.packed import is_packed
 from stronghold.unit.replicas import ONE_REPLICA, Replicas
 from stronghold.unit.samples import Samples
 from stronghold.unit.unit_memory import Kind, Memory
@@ -124,10 +125,10 @@ class Unit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What most of the unit's elements compute in."""
-        counts = Counter[torch.dtype]()
+        """What most of the unit's elements compute in that are numbers by themselves."""
+        counts = Counter[torch.dtype](dict.fromkeys(self.dtypes, 0))
         for dtype, count in zip(self.dtypes, self.counts, strict=True):
-            counts[dtype] += count
+            counts[dtype] += count * dtype.is_floating_point
         return counts.most_common(1)[0][0]
 
     @property
@@ -201,7 +202,7 @@ class Unit:
 
         Raises OffloadedModelError in a child of fork, which the remainders are not for.
         """
-        if self.dtypes[index] == torch.float32:
+        if self.dtypes[index] == torch.float32 or is_packed(self.parameters[index]):
             return self.weight[index]
         if index not in self.masters.remainders:
             return self.weight[index].float()

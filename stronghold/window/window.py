@@ -12,7 +12,7 @@ from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.schedule import Action, Computation, Move, Schedule
 from stronghold.store import Store
-from stronghold.unit import BoundParameter, OffloadedParameter, Unit
+from stronghold.unit import BoundParameter, OffloadedParameter, Unit, become
 from stronghold.window.traffic import Traffic
 
 
@@ -189,9 +189,8 @@ class Window:
         else:
             self._wait_for(unit, slot)
         self._bound[layer] = unit.versions_now()
+        become(BoundParameter, unit.parameters)
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in unit.parameters:
-                parameter.__class__ = BoundParameter
             for parameter, view in () if unit.resident else zip(unit.parameters, self.views(layer), strict=True):
                 parameter.data = view
 
@@ -216,8 +215,7 @@ class Window:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, weight in () if unit.resident else zip(unit.parameters, unit.weight, strict=True):
                 parameter.data = weight
-            for parameter in unit.parameters:
-                parameter.__class__ = OffloadedParameter
+        become(OffloadedParameter, unit.parameters)
         if versions != before:
             if unit.versions == before:  # else the user has written them outside as well
                 unit.versions = versions
