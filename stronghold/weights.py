@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stronghold.formats.conversion import Conversion, into_model, remember
 from stronghold.formats.weight_files import WeightFiles, some
+from stronghold.unit import is_packed, pack, unpacked
 
 Initialiser = Callable[[nn.Module], object]
 Weights = str | os.PathLike[str] | Initialiser
@@ -111,6 +112,8 @@ class FromCheckpoint:
         groups, conversions = into_model(model, checkpoint.entries, named)
         self._kept: dict[str, Tensor] = {}
         """What a group gave beside the value that was asked for."""
+        self._scales: list[Tensor] = []
+        """Those of the packed weight that was asked for last."""
         self._found = self._match(model, named, groups)
         self._check(model, named)
         self._buffers = [(module, name) for full, module, name in persistent if id(named[full]) in self._found]
@@ -132,9 +135,13 @@ class FromCheckpoint:
 
     def _value(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._found:
-            return tensor.detach()
+            return self._scales.pop(0) if is_packed(tensor) and tensor.is_meta else tensor.detach()
         (name, group), *_ = self._found[id(tensor)].items()
-        return self._read(name, group).to(tensor.dtype)
+        value, wanted = self._read(name, group), unpacked(tensor)
+        if wanted is tensor:
+            return value.to(tensor.dtype)
+        packed, *self._scales = pack(tensor, value.to(wanted.dtype))
+        return packed
 
     def _read(self, name: str, group: Conversion) -> Tensor:
         if name not in self._kept:
@@ -154,15 +161,15 @@ class FromCheckpoint:
         for group in groups:
             entries = [self._checkpoint.entries[source] for source in group.sources]
             for name, value in group.convert([torch.empty(e.shape, device="meta") for e in entries]).items():
-                tensor = named.get(name)
-                if tensor is None or name in found.get(id(tensor), {}):
+                tensor = None if (there := named.get(name)) is None else unpacked(there)
+                if tensor is None or there is None or name in found.get(id(there), {}):
                     surplus += group.sources
                 elif value.shape != tensor.shape:
                     misshapen.append(f"{name} of {tuple(value.shape)}, the model's is {tuple(tensor.shape)}")
                 elif tensor.is_floating_point() and not all(map(self._checkpoint.is_floating, group.sources)):
                     misshapen.append(f"{name} as {entries[0].dtype}, the model's is {tensor.dtype}")
                 else:
-                    found.setdefault(id(tensor), {})[name] = group
+                    found.setdefault(id(there), {})[name] = group
         where = repr(str(self._checkpoint.directory))
         if misshapen:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import nn
 
 from stronghold.engine.find_layers import Layer, find_layers
 from stronghold.engine.parameters import check_parameters
-from stronghold.unit import Unit, all_parameters, is_packed, weight_of
+from stronghold.unit import Unit, all_parameters, is_packed
 
 _BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
@@ -176,8 +176,10 @@ def share_out(
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
     root = []
+    its_owners: list[Owner] = []
     for name, parameter in all_parameters(model):
-        users = set().union(*(users_of[id(module)] for module, _ in owners[id(weight_of(parameter))]))
+        its_owners = owners.get(id(parameter), its_owners)  # scales are behind the weight that they are of
+        users = set().union(*(users_of[id(module)] for module, _ in its_owners))
         layer = users.pop()
         if layer is None or users:
             root.append((name, parameter, owners.get(id(parameter), [])))

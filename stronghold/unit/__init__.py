@@ -13,7 +13,7 @@ from stronghold.unit.gradient import (
     make_plain,
     note_gradient,
 )
-from stronghold.unit.packed import all_parameters, check_packed, constants, is_packed, weight_of
+from stronghold.unit.packed import all_parameters, check_packed, constants, is_packed, pack, unpacked
 from stronghold.unit.parameter import (
     BoundParameter,
     OffloadedParameter,
@@ -67,8 +67,9 @@ __all__ = [
     "make_plain",
     "note_gradient",
     "opaque",
+    "pack",
     "set_gradient",
     "sum_over",
     "unit_of",
-    "weight_of",
+    "unpacked",
 ]

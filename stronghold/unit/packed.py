@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import sys
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _PARTS = {"absmax": ("quant_state", "absmax"), "nested_absmax": ("quant_state", "state2", "absmax")}
@@ -18,7 +18,7 @@ _CONSTANTS = (("quant_state", "code"), ("quant_state", "offset"), ("quant_state"
 
 def is_packed(parameter: Tensor) -> bool:
     """Whether ``parameter`` holds the packed bytes of a weight, or the scales of one: it computes in its own dtype."""
-    return _is_weight(parameter) or "_packed_weight" in parameter.__dict__
+    return _is_weight(parameter) or "_is_scale" in parameter.__dict__
 
 
 def all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -32,13 +32,6 @@ def all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             for own, path in _PARTS.items():
                 if (part := _part(parameter, path)) is not None:
                     yield f"{name}.{own}", part
-
-
-def weight_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns the packed weight that ``parameter`` is the scales of; itself where it is no such thing."""
-    reference: weakref.ref[nn.Parameter] | None = parameter.__dict__.get("_packed_weight")
-    weight = None if reference is None else reference()
-    return parameter if weight is None else weight
 
 
 def constants(module: nn.Module) -> Iterator[tuple[Any, str]]:
@@ -73,6 +66,31 @@ def check_packed(model: nn.Module) -> None:
                 module.support_avx512bf16_for_cpu = False
 
 
+def unpacked(tensor: Tensor) -> Tensor:
+    """Returns what stands for a packed weight as it was before, on the meta device; any other tensor itself."""
+    if not _is_weight(tensor):
+        return tensor
+    state: Any = tensor.quant_state  # type: ignore[attr-defined]
+    return torch.empty(state.shape, dtype=state.dtype, device="meta")
+
+
+def pack(weight: Any, value: Tensor) -> Iterator[Tensor]:
+    """Yields the bytes of a packed weight that is to hold ``value``, and its scales in the order of its parameters."""
+    functional, state = sys.modules["bitsandbytes"].functional, weight.quant_state
+    packed, found = functional.quantize_4bit(
+        value.contiguous(),
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+        quant_storage=weight.quant_storage,
+    )
+    yield packed
+    yield found.absmax
+    if state.nested:
+        state.offset = found.offset
+        yield found.state2.absmax
+
+
 def copy_of(weight: nn.Parameter, own: Any, memo: dict[int, Any]) -> nn.Parameter:
     """Returns a copy of a packed weight whose class was ``own``, with copies of its scales."""
     copied: Any = own.__new__(own)
@@ -98,7 +116,7 @@ def _part(weight: nn.Parameter, path: tuple[str, ...]) -> nn.Parameter | None:
     if not isinstance(found, nn.Parameter):
         found = nn.Parameter(found, requires_grad=False)
         setattr(holder, name, found)
-    found.__dict__["_packed_weight"] = weakref.ref(weight)
+    found.__dict__["_is_scale"] = True
     return found
 
 

@@ -10,6 +10,7 @@ import bitsandbytes
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import stronghold
@@ -127,3 +128,41 @@ def test_what_cannot_be_is_refused() -> None:
         stronghold.offload(packed(), device="cpu", window=1, activations="keep")
     model = stronghold.offload(packed(), device="cpu", activations="keep")  # all are resident: nothing moves
     assert evaluated(model) == evaluated(packed())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4_nested"])
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_what_is_quantised_while_it_streams_is_what_transformers_quantises(
+    tmp_path: Path, kind: str, store: str
+) -> None:
+    base().save_pretrained(tmp_path / "model")
+    asked = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=kind == "nf4_nested",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    expected = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", quantization_config=asked, dtype=torch.bfloat16, device_map="cpu"
+    )
+    settings = {"store": str(tmp_path / "store")} if store == "disk" else {}
+    model = stronghold.load(tmp_path / "model", quantize=kind, device="cpu", window=2, **settings)
+    state = expected.state_dict()
+    assert model.state_dict().keys() == state.keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    rows = []
+    for one in (expected, model):
+        for module in one.modules():
+            if isinstance(module, bitsandbytes.nn.Linear4bit):
+                module.support_avx512bf16_for_cpu = False
+        one.requires_grad_(False)
+        adapted = with_adapters(one, LORA).train()
+        rows.append(train(adapted, torch.optim.AdamW(trained(adapted), lr=1e-2, foreach=False)))
+    assert rows[1] == rows[0]
+
+
+def test_other_kinds_and_models_without_linear_layers_are_refused(tmp_path: Path) -> None:
+    base().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"quantize must be 'nf4' or 'nf4_nested' \(got 'int3'\)"):
+        stronghold.load(tmp_path / "model", quantize="int3", device="cpu")
