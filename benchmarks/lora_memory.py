@@ -3,10 +3,10 @@
     python benchmarks/lora_memory.py --directory /mnt/nvme/lora [--layers 32] [--steps 3] [--tokens 64]
 
 A checkpoint of a Llama of 7 B's shape with random weights in bf16 is written there first, 13.5 GB, if there is none.
-Then a process of its own reads it by ``stronghold.load(quantize="nf4_nested")`` into a store on the same disk, 4 GB, adds adapters of
-PEFT's to all linear layers, and takes some steps on one sequence of random tokens, which it learns by heart. Memory is
-the process's peak resident set (VmHWM), the interpreter and its libraries with it. Appends one JSON line to
-results/lora_memory.jsonl.
+Then a process of its own reads it by ``stronghold.load(quantize="nf4_nested")`` into a store on the same disk, 4 GB,
+adds adapters of PEFT's to all linear layers, and takes some steps on one sequence of random tokens, which it learns by
+heart. Memory is the process's peak resident set (VmHWM), the interpreter and its libraries with it. Appends one JSON
+line to results/lora_memory.jsonl.
 """
 
 from __future__ import annotations

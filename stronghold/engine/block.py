@@ -193,6 +193,8 @@ class Block:
         return self._own_accumulators[1]
 
     def _bare(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._beside:
+            return self._uncached(*args, **kwargs)
         with bound(self._beside):
             return self._uncached(*args, **kwargs)
 
