@@ -51,8 +51,8 @@ def before_rows(settings: FinetuneSettings, placed: Report, *, steps: int, done:
         rows += [
             ("planner", "settings", planned.chosen),
             ("", "why", planned.reason),
-            ("", "step at most", f"{format_seconds(step_s)} (of a batch {between})"),
-            ("", "all steps", f"{format_seconds((steps - done) * step_s)} at most"),
+            ("", "a full step", format_seconds(step_s) + (f" (a batch {between})" if between else "")),
+            ("", "all steps", f"{format_seconds((steps - done) * step_s)}, if all were full"),
         ]
     rows.append(("output", "", settings.out))
     every = settings.checkpoint_every

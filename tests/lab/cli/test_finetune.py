@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,7 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import transformers
 from transformers import AutoModelForCausalLM
 
 from stronghold.lab import cli
@@ -19,6 +23,7 @@ from stronghold.lab.cli.finetune_arguments import DEFAULTS
 from stronghold.lab.command import INTERRUPTED, WRONG_USAGE
 from stronghold.lab.finetuning.settings import FinetuneSettings
 from tests.lab.finetuning import small
+from tests.planner.machines import laptop
 
 ROOT = Path(__file__).parents[3]
 
@@ -247,3 +252,29 @@ def test_it_trains_and_saves(place: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "model saved in tuned, with the tokenizer" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained("tuned").config.num_hidden_layers == 3
     assert cli.main(["report", "o"]) == 0  # its log is one that the page of results reads
+
+
+def test_the_tutorial_runs_from_its_first_command_to_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "tutorials" / "finetune.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("stronghold.engine.planning.auto.kept_machine", lambda device: laptop())
+    small.folder(tmp_path / "Qwen3-8B", "qwen3", longest=2048)
+    names: dict[str, Any] = {"transformers": transformers, "peft": peft}
+    (text,) = (block for language, block in blocks if language == "yaml")
+    (tmp_path / "run.yaml").write_text(text)
+    write, load = (block for language, block in blocks if language == "python")
+    exec(write, names)
+    commands = [shlex.split(line, comments=True) for language, block in blocks if language == "bash"
+                for line in block.splitlines()]  # fmt: skip
+    assert [words[:2] for words in commands] == [["stronghold", "finetune"]] * 4
+    for words in commands[:3]:
+        assert cli.main([*words[1:], "--device", "cpu"]) == 0, capsys.readouterr().err
+    exec(load, names)
+    assert isinstance(names["adapted"], peft.PeftModel)
+    assert "checkpoint-2" in {path.name for path in Path("runs/chats").iterdir()}
+    assert cli.main([*commands[3][1:], "--device", "cpu"]) == 0
+    assert "after step 2" in capsys.readouterr().out
+    assert '"event": "evaluation"' in Path("runs/by-file/log.jsonl").read_text()

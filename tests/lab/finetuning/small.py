@@ -40,7 +40,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def model(kind: str = "llama", **more: Any) -> Any:
+def model(kind: str = "llama", *, longest: int = 64, **more: Any) -> Any:
     made, own = CONFIGS[kind]
     config = made(
         vocab_size=len(SPECIAL) + len(WORDS),
@@ -49,7 +49,7 @@ def model(kind: str = "llama", **more: Any) -> Any:
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=64,
+        max_position_embeddings=longest,
         tie_word_embeddings=False,
         dtype="float32",
         **own,
