@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, TextIO, cast
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from stronghold.checkpoint.pretrained import check_save_folder
 from stronghold.engine import report
@@ -52,20 +54,20 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> O
     is trained or written; TrainingError for a step that fails, OSError for a file that cannot be written any more,
     ModuleNotFoundError for a package that is not installed.
     """
-    import datasets  # noqa: F401  (what is missing is said before anything else)
-    import peft  # noqa: F401
-    import trl  # noqa: F401
-
+    for name in ("datasets", "peft", "trl"):
+        if find_spec(name) is None:  # said before anything is read; they import for seconds
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     stop = Stop()
     console = console or Console(file=cast(TextIO, Output(stop)))
     settings.check_outputs()
     check_save_folder(settings.save)
     _check_wandb(settings)
+    model = build_base(settings)
     with _quiet():
-        return _finetune(settings, console, stop)
+        return _finetune(settings, model, console, stop)
 
 
-def _finetune(settings: FinetuneSettings, console: Console, stop: Stop) -> Outcome:
+def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, stop: Stop) -> Outcome:
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -73,7 +75,6 @@ def _finetune(settings: FinetuneSettings, console: Console, stop: Stop) -> Outco
     if not settings.resume:
         check_run_folder(settings.out)
         check_empty(settings.out)
-    model = build_base(settings)
     tokenizer = load_chat_tokenizer(settings.model)
     training, evaluation = _data(settings, tokenizer, vocabulary_of(model))
     fingerprint = training.fingerprint

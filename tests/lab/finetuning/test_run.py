@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import datasets
 import peft
@@ -328,6 +330,26 @@ def test_wandb_that_is_not_installed_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got --wandb mine, and wandb is not installed"):
         runs.run(runs.settings(tmp_path, wandb="mine"))
     assert not (tmp_path / "run").exists()
+
+
+def test_wandb_is_told_of_every_step_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = MagicMock(run=None)
+    for name in ("wandb", "wandb.sdk", "wandb.sdk.lib", "wandb.sdk.lib.config_util"):
+        monkeypatch.setitem(sys.modules, name, wandb)
+    wandb.ConfigError = KeyError
+
+    def init(**_: Any) -> None:
+        wandb.run = MagicMock()
+
+    wandb.init.side_effect = init
+    monkeypatch.setenv("WANDB_PROJECT", "another")
+    for place in ("transformers.integrations", "transformers.integrations.integration_utils"):
+        monkeypatch.setattr(f"{place}.is_wandb_available", lambda: True)
+    wanted = runs.settings(tmp_path, wandb="mine", epochs=1.0)
+    runs.run(wanted)
+    assert wandb.init.call_args.kwargs["project"] == "mine"
+    told = [call.args[0]["train/loss"] for call in wandb.log.call_args_list if "train/loss" in call.args[0]]
+    assert told == runs.losses(wanted)
 
 
 def test_options_that_a_scheduler_does_not_take_are_told_before_anything_is_written(tmp_path: Path) -> None:
