@@ -14,7 +14,7 @@ from stronghold.schedule import trace
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ("states.png", "case1_cpu.png", "case2_cpu.png", "case3_cpu.png", "case4_cpu.png", "case5_cpu.png")
-COMMANDS = ("probe", "plan", "train", "plot", "report", "trace", "partition")
+COMMANDS = ("probe", "plan", "train", "finetune", "plot", "report", "trace", "partition")
 PASSES = ["forward", "backward", "step", "forward"]
 
 

@@ -11,13 +11,21 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize("name", ["loop.py", "trainer.py"])
+@pytest.mark.parametrize("name", ["loop.py", "trainer.py", "dpo.py"])
 def test_it_runs_and_the_loss_falls(name):
     done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"loss'?:? '?(\d+\.\d+)", done.stdout)]
     assert len(losses) >= 10
     assert losses[9] < losses[0]
+
+
+def test_rewards_rise():
+    done = subprocess.run([sys.executable, EXAMPLES / "grpo.py"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rewards = [float(x) for x in re.findall(r"'reward': '?(\d+(?:\.\d+)?)", done.stdout)]
+    assert len(rewards) >= 10
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5
 
 
 @pytest.mark.parametrize("number", range(1, 6))

@@ -53,6 +53,7 @@ LAB = {
     "run_checkpoints": 2,
     "training": 3,
     "comparison": 4,
+    "finetuning": 4,
     "cli": 5,
 }
 """The lab imports every room of the library, and its own as these numbers say; the library imports none of them."""

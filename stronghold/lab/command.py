@@ -91,5 +91,9 @@ def missing(error: ModuleNotFoundError) -> str:
     return f"this needs {package or error}, which is not installed; pip install 'stronghold[{extra}]'"
 
 
-_EXTRAS = {"baselines": ("deepspeed", "ninja", "torchao"), "examples": ("sklearn",)}
+_EXTRAS = {
+    "baselines": ("deepspeed", "ninja", "torchao"),
+    "examples": ("sklearn",),
+    "finetune": ("datasets", "peft", "pyarrow", "trl", "yaml"),
+}
 """The extras of pyproject.toml that bring what a command may miss; the lab's bring the rest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import peft
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import stronghold
 from tests.reference import CASES
-from tests.tools.text import SETTINGS, preferences, texts, tokenizer
+from tests.tools.text import SETTINGS, preferences, sentence, texts, tokenizer
 
 CASE = CASES["llama"]
 LORA = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
@@ -39,6 +40,23 @@ def dpo(directory: Path, model: nn.Module, reference: nn.Module | None, **more: 
         ref_model=reference,
         args=arguments,
         train_dataset=preferences(),
+        processing_class=tokenizer(),
+        **more,
+    )
+
+
+def grpo(directory: Path, model: nn.Module, **more: Any) -> trl.GRPOTrainer:
+    settings = SETTINGS | {"per_device_train_batch_size": 4}
+    del settings["max_length"]
+    arguments = trl.GRPOConfig(
+        str(directory), num_generations=4, max_completion_length=4, beta=0.0, gradient_checkpointing=False, **settings
+    )
+    prompts = datasets.Dataset.from_list([{"prompt": sentence(number, 3)} for number in range(16)])
+    return trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [sum(map(ord, text)) % 7 / 7 for text in completions],
+        args=arguments,
+        train_dataset=prompts,
         processing_class=tokenizer(),
         **more,
     )
@@ -115,3 +133,12 @@ def test_dpo_trains_an_offloaded_model(
         stronghold.offload(reference, device="cpu", window=1)
     trainer = dpo(tmp_path, offloaded, reference, optimizers=(ours(offloaded), None))
     assert_alike(trainer, dpo(tmp_path, plain, CASE.model(), optimizers=(theirs(plain), None)))
+
+
+def test_grpo_trains_an_offloaded_model(tmp_path: Path, plain: nn.Module, offloaded: nn.Module) -> None:
+    trainer = grpo(tmp_path, offloaded, optimizers=(ours(offloaded), None))
+    expected = grpo(tmp_path, plain, optimizers=(theirs(plain), None))
+    assert_alike(trainer, expected)
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert rewards == [entry["reward"] for entry in expected.state.log_history if "reward" in entry]
+    assert len(set(rewards)) > 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from stronghold.errors import ParallelError, StrongholdError
 from stronghold.lab.cli.console import print_error
+from stronghold.lab.cli.finetune import add_finetune
 from stronghold.lab.cli.parser import Help, Parser, left_to_the_first
 from stronghold.lab.cli.partition import add_partition
 from stronghold.lab.cli.plan import add_plan
@@ -51,6 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error arose")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_train, add_plan, add_probe, add_plot, add_report, add_trace, add_partition):
+    for add in (add_train, add_finetune, add_plan, add_probe, add_plot, add_report, add_trace, add_partition):
         add(commands)
     return parser

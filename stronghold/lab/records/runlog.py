@@ -77,6 +77,15 @@ class RunLog:
         except OSError as error:
             raise _named(error, self.folder) from error
 
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """Writes the loss on rows that are not trained on: the ``step`` that it is behind, ``loss``, ``eval_s``."""
+        self._write_record({"event": "evaluation", **record})
+        self._write_text(f"evaluation behind step {record['step']}  loss {record['loss']:.6f}")
+        try:
+            self._events.add_scalar("evaluation/loss", record["loss"], record["step"])
+        except OSError as error:
+            raise _named(error, self.folder) from error
+
     def end(self, record: Mapping[str, Any], summary: Summary) -> None:
         """Writes the run's summary, and what ``record`` adds to it."""
         self._write_record({"event": "end", **record, "summary": summary.record()})

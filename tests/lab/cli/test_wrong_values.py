@@ -16,6 +16,7 @@ COMMANDS = {
     "partition": PARTITION,
     "probe": ["probe", "--device", "cpu", "--no-keep", "--seconds", "1"],
     "plan": ["plan", *SHAPE, "--batch", "2", "--machine", "machine.json"],
+    "finetune": ["finetune", "folder", "text.txt", "--device", "cpu"],
     "plot": ["plot", "text.txt"],
     "report": ["report", "folder"],
     "trace": ["trace", "folder"],
@@ -29,12 +30,21 @@ WHOLE = {
     ],
     "partition": [*COUNTS, "--processes", "--input"],
     "plan": [*COUNTS[:6], "--micro-batch", "--window", "--nodes", "--devices-per-node"],
+    "finetune": [
+        *["--seq", "--lora", "--steps", "--batch", "--accumulate", "--eval-every", "--window", "--micro-batch"],
+        *["--checkpoint-every", "--keep-checkpoints"],
+    ],
 }
 ZERO_TOO = {"train": ["--held-out", "--warmup", "--seed", "--resident"]}
+ZERO_TOO["finetune"] = ["--held-out", "--seed", "--resident"]
 REAL = {"train": ["--dropout", "--lr", "--weight-decay", "--clip"], "partition": ["--dropout"], "probe": ["--seconds"]}
 REAL["plan"] = ["--dropout", "--tokens"]
+REAL["finetune"] = [
+    *["--lora-alpha", "--lora-dropout", "--epochs", "--lr", "--warmup", "--weight-decay", "--clip"],
+    "--scheduler-options",
+]
 SIZES = {"train": ["--device-limit", "--device-memory", "--host-memory"], "partition": ["--memory"]}
-SIZES["plan"] = ["--device-memory", "--host-memory"]
+SIZES["plan"] = SIZES["finetune"] = ["--device-memory", "--host-memory"]
 NAMED = {
     "train": [
         "--device",
@@ -50,18 +60,25 @@ NAMED = {
     "partition": ["--device", "--dtype", "--activations", "--schedule", "--balance"],
     "probe": ["--device"],
     "plan": ["--device", "--dtype", "--activations", "--update", "--states"],
+    "finetune": [
+        *["--device", "--dtype", "--activations", "--update", "--states", "--loss", "--long-rows", "--scheduler"],
+        "--wandb",
+    ],
 }
 READ = {
     "train": ["--data", "--tokenizer", "--model", "--plan"],
     "partition": ["--file", "--machine"],
     "plan": ["--machine", "--profile"],
+    "finetune": ["--adapter", "--eval-data"],
 }
 FILES = {
     "train": ["--log", "--record"],
+    "finetune": ["--log"],
     "plan": ["--output", "--picture"],
     **{one: ["--output"] for one in ("partition", "probe", "plot", "report", "trace")},
 }
 FOLDERS = {"train": ["--out", "--save", "--store"], "probe": ["--disk"], "plan": ["--disk"]}
+FOLDERS["finetune"] = ["--out", "--save"]
 TOO_LONG = "a" * 300
 VALUES = [
     (WHOLE, ("", "0", "-1", "nan", "2.5", "x", HUGE, "9" * 5000)),

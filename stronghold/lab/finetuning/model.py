@@ -1,0 +1,159 @@
+"""The model of a run: a local folder of transformers, with PEFT's adapters if they are asked for, offloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
+from stronghold.engine import offload
+from stronghold.formats.model_config import build
+from stronghold.formats.weight_files import WeightFiles
+from stronghold.lab.finetuning.adapters import add_adapters
+from stronghold.lab.finetuning.settings import FinetuneSettings
+from stronghold.lab.models.files import longest_sequence_of
+from stronghold.lab.models.gpt import MODEL_TYPE
+from stronghold.weights import Weights, give_values, open_weights
+
+_COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_base(settings: FinetuneSettings) -> nn.Module:
+    """Returns the model of ``settings.model``, in training mode, with its parameters on the meta device.
+
+    They are fp32, and of a base that adapters leave as it is of the compute type. Raises ValueError, naming the file,
+    for a folder that is no such model, for weights that are quantised or of a type that nothing here computes with,
+    and for a sequence longer than the model takes.
+    """
+    folder = Path(settings.model)
+    file = folder / "config.json"
+    if not file.is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise ValueError(
+                f"a model is a folder with a config.json (got {settings.model!r}, which holds adapters alone); pass "
+                f"the model that they are of, and --adapter {settings.model}"
+            )
+        raise ValueError(f"a model must be a folder with a config.json (got {settings.model!r}); pass one")
+    config = _read(file)
+    if config.get("quantization_config"):
+        kind = config["quantization_config"]
+        kind = kind.get("quant_method", "some") if isinstance(kind, dict) else "some"
+        raise ValueError(
+            f"quantised weights cannot be trained, nor streamed below adapters (at {file}: a quantization_config of "
+            f"{kind}); pass the model in float32 or bfloat16"
+        )
+    if config.get("model_type") == MODEL_TYPE:
+        raise ValueError(
+            f"a model to fine-tune is one of transformers, which TRL trains (at {file}: the reference GPT); train it "
+            "with stronghold train --model"
+        )
+    files = WeightFiles(folder)
+    for name, entry in files.entries.items():
+        if name.rsplit(".", 1)[-1] in ("weight", "bias") and not files.is_floating(name):
+            raise ValueError(
+                f"weights must be of a type that is computed with here, float32, bfloat16 or float16 (at {entry.file}: "
+                f"{name} is {entry.dtype}); convert the model, or pass it in one of them"
+            )
+    try:
+        model = build(file, dtype=_COMPUTES[settings.dtype] if settings.adapters else torch.float32).train()
+    except Exception as error:  # transformers raises all kinds for what it cannot read
+        raise ValueError(
+            f"a model must be one that transformers knows (at {file}: {' '.join(str(error).split())[:300]}); pass "
+            "another, or mend its config.json"
+        ) from error
+    longest = longest_sequence_of(model)
+    if longest is not None and settings.sequence > longest:
+        raise ValueError(
+            f"a sequence must not be longer than the model takes (got --seq {settings.sequence}, at {file}: {longest}"
+            "); pass a shorter one"
+        )
+    model.__dict__["name_or_path"] = settings.model  # adapters say what they are of
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.__dict__["generation_config"] = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    return model
+
+
+def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any] | None) -> nn.Module:
+    """Returns ``model`` offloaded, with adapters if there are to be some; its weights are read layer by layer.
+
+    ``inputs`` are what it is planned for, None for the settings as they are. Raises what ``offload`` raises, and
+    ValueError for adapters that are not of this model.
+    """
+    weights: Weights = settings.model
+    dtype = torch.bfloat16 if settings.dtype == "bf16" else None
+    if settings.adapters is not None:
+        weights, dtype = _reader(model, settings.model), None  # the base's type is its own, adapters stay fp32
+        with _weightless(model):
+            model = add_adapters(model, settings.adapters, seed=settings.seed)
+    given = {
+        name: value for name, value in vars(settings.offload).items() if inputs is None or value not in _OPEN[name]
+    }
+    return offload(model, device=settings.device, dtype=dtype, weights=weights, inputs=inputs, **given)
+
+
+_OPEN: dict[str, tuple[Any, ...]] = {
+    "window": ("auto",),
+    "store": (),
+    "micro_batch": (None, "auto"),
+    "activations": ("auto",),
+    "resident": ("auto",),
+    "device_memory": (None,),
+    "host_memory": (None,),
+}
+"""What of the settings leaves it to the planner."""
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(config, dict):
+            return config
+        problem = f"it is a {type(config).__name__}"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    raise ValueError(f"a model's config.json must be one that can be read (at {file}: {problem}); mend it")
+
+
+def _reader(model: nn.Module, folder: str) -> Weights:
+    """Returns what gives a module of ``model``, wherever it is by then, its parameters' values from ``folder``."""
+    source = open_weights(model, folder)
+    for module, name, value in source.buffers():
+        module._buffers[name] = value
+    mine = {id(parameter) for parameter in model.parameters()}
+
+    def read(module: nn.Module) -> None:
+        own = [p for p in module._parameters.values() if p is not None and id(p) in mine]
+        for _, values in source.units([own], []):
+            for parameter, value in zip(own, values, strict=True):
+                parameter.copy_(value)
+
+    return read
+
+
+@contextmanager
+def _weightless(model: nn.Module) -> Iterator[None]:
+    """Has the parameters of ``model`` on the CPU, each as one number, while PEFT looks at them; they are objects as
+    before on the meta device afterwards.
+
+    On the meta device PEFT would put the adapters there, too, and their values would be lost.
+    """
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        number: Tensor = torch.zeros((), dtype=parameter.dtype)
+        give_values(parameter, number.expand(parameter.shape))
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            empty.__class__ = type(parameter)
+            empty.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, empty)

@@ -1,0 +1,231 @@
+"""`stronghold finetune`: reads, checks and plans, says what it is going to do, trains, and saves."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, TextIO, cast
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from stronghold.checkpoint.pretrained import check_save_folder
+from stronghold.engine import report
+from stronghold.lab.finetuning.checkpoints import check_empty, check_same, newest
+from stronghold.lab.finetuning.encoded import Encoded, encode_rows, held_out
+from stronghold.lab.finetuning.model import build_base, place
+from stronghold.lab.finetuning.rows import read_rows
+from stronghold.lab.finetuning.settings import FinetuneSettings
+from stronghold.lab.finetuning.shown import before_rows, data_line
+from stronghold.lab.finetuning.tokens import Encoder, load_chat_tokenizer
+from stronghold.lab.models.files import vocabulary_of
+from stronghold.lab.records.json_lines import describe_machine
+from stronghold.lab.records.runlog import RunLog, check_run_folder
+from stronghold.lab.records.runs import Summary, summarize
+from stronghold.lab.stops import Output, Stop, taking_signals
+from stronghold.lab.training import TrainingError
+from stronghold.tables import table
+
+PACKAGES = ("transformers", "trl", "peft", "datasets")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run came to. ``saved`` is the folder of its model, None where it was interrupted."""
+
+    summary: Summary
+    interrupted: bool
+    saved: str | None
+    exit_code: int
+
+
+def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> Outcome:
+    """Fine-tunes as ``settings`` say, and shows it on ``console``.
+
+    SIGINT, SIGTERM and SIGHUP end it after the step under way with a checkpoint, and so it ends when nobody reads the
+    standard output any more; a second SIGINT or SIGTERM ends the process at once. Raises ValueError or StrongholdError
+    for settings, data, models and checkpoints that do not fit, and for places that cannot be written, before anything
+    is trained or written; TrainingError for a step that fails, OSError for a file that cannot be written any more,
+    ModuleNotFoundError for a package that is not installed.
+    """
+    for name in ("datasets", "peft", "trl"):
+        if find_spec(name) is None:  # said before anything is read; they import for seconds
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    stop = Stop()
+    console = console or Console(file=cast(TextIO, Output(stop)))
+    settings.check_outputs()
+    check_save_folder(settings.save)
+    _check_wandb(settings)
+    model = build_base(settings)
+    with _quiet():
+        return _finetune(settings, model, console, stop)
+
+
+def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, stop: Stop) -> Outcome:
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    found = newest(settings.out, say) if settings.resume else None
+    if not settings.resume:
+        check_run_folder(settings.out)
+        check_empty(settings.out)
+    tokenizer = load_chat_tokenizer(settings.model)
+    training, evaluation = _data(settings, tokenizer, vocabulary_of(model))
+    fingerprint = training.fingerprint
+    say(data_line("data", settings.data.data, training))
+    if evaluation is not None:
+        where = settings.data.eval_data or f"{settings.data.held_out:,} rows held out"
+        say(data_line("evaluation", where, evaluation))
+    if found is not None:
+        check_same(found, settings.learned(), fingerprint)
+    elif settings.resume:
+        check_run_folder(settings.out)
+        say(f"resume     no checkpoint in {settings.out} yet: beginning with step 1")
+
+    from stronghold.lab.finetuning.packing import check_apart
+    from stronghold.lab.finetuning.trainer import check_scheduler, make_trainer, save_model
+    from stronghold.lab.finetuning.watch import Watch
+
+    check_scheduler(settings)
+    model = place(model, settings, inputs=_inputs(settings, training) if settings.plans else None)
+    if settings.data.packing:
+        check_apart(model, vocabulary=vocabulary_of(model), device=torch.device(settings.device))
+    trainer = make_trainer(
+        model,
+        tokenizer,
+        settings,
+        data=training.dataset,
+        evaluation=None if evaluation is None else evaluation.dataset,
+    )
+    if found is not None:
+        say(f"resume     from {found.path}, after step {found.step}")
+    placed = report(model)
+    start = {
+        "settings": settings.flat(),
+        "machine": describe_machine(PACKAGES),
+        "parameters": placed.parameters,
+        "placement": {name: getattr(placed, name) for name in ("window", "resident", "device_bytes")},
+    }
+
+    done = found.step if found else 0
+
+    def begin(steps: int) -> None:
+        console.print(table("plan", before_rows(settings, placed, steps=steps, done=done)))
+
+    with RunLog(
+        settings.out, text=settings.log, after=found.step if found else (0 if settings.resume else None)
+    ) as log:
+        log.start(start)
+        watch = Watch(
+            settings,
+            data=fingerprint,
+            console=console,
+            log=log,
+            stop=stop,
+            report=lambda: report(model),
+            begin=begin,
+        )
+        trainer.add_callback(watch)
+        try:
+            with taking_signals(stop):
+                trainer.train(resume_from_checkpoint=None if found is None else str(found.path))
+        except Exception as error:
+            if isinstance(error, OSError) or not watch.total:  # nothing was trained yet
+                raise
+            what = str(error) or type(error).__name__
+            raise TrainingError(f"step {watch.done + 1} failed: {what}") from error
+        finally:
+            watch.close()
+        if not watch.steps:
+            raise ValueError(
+                f"there must be steps left to train, or a log of those that were (got a checkpoint after step "
+                f"{watch.done} of {watch.total}); begin a run in another folder"
+            )
+        interrupted = stop.asked and watch.done < watch.total
+        saved = None if interrupted else settings.save
+        if interrupted:
+            say(f"interrupted after step {watch.done} of {watch.total}; kept in {watch.saved}")
+            say(f"to go on: the same command with --resume --out {settings.out}")
+        else:
+            save_model(model, settings.save, tokenizer)
+            what = "adapters" if settings.adapters else "model"
+            say(f"{what + ' saved in':<10} {saved}, with the tokenizer")
+        losses = [one["loss"] for one in watch.evaluations]
+        summary = _summary(start, watch.steps, losses[-1] if losses else None)
+        log.end({"interrupted": interrupted, "saved": saved}, summary)
+    console.print(report(model))
+    console.print(table("summary", summary.rows()))
+    exit_code = stop.exit_code if interrupted else 0
+    return Outcome(summary=summary, interrupted=interrupted, saved=saved, exit_code=exit_code)
+
+
+def _data(settings: FinetuneSettings, tokenizer: Any, ids: int) -> tuple[Encoded, Encoded | None]:
+    encode = Encoder(tokenizer, settings.model, ids=ids, loss=settings.data.loss).encode
+    rows, others = read_rows(settings.data.data), None
+    if settings.data.held_out:
+        rows, others = map(iter, held_out(rows, settings.data.held_out))
+    elif settings.data.eval_data is not None:
+        others = read_rows(settings.data.eval_data)
+    limits: dict[str, Any] = {"sequence": settings.sequence, "long_rows": settings.data.long_rows}
+    return encode_rows(rows, encode, **limits), None if others is None else encode_rows(others, encode, **limits)
+
+
+def _inputs(settings: FinetuneSettings, training: Encoded) -> dict[str, Any]:
+    """Returns the largest batch that a step can have, without values: what it is planned for."""
+    if settings.data.packing:  # TRL puts the samples of a batch one behind the other
+        shape = (1, settings.batch * settings.sequence)
+    else:
+        shape = (settings.batch, min(settings.sequence, training.longest))
+    ids = torch.empty(shape, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def _summary(start: dict[str, Any], steps: list[dict[str, Any]], evaluation: float | None) -> Summary:
+    """Returns the run's figures, with its speed by the tokens that it had: a batch is filled up to its longest row."""
+    summary = summarize(start, steps, held_out_loss=evaluation)
+    tokens_per_s = statistics.median(step["tokens"] for step in steps) / summary.iteration_s
+    share = tokens_per_s / summary.tokens_per_s
+    return replace(
+        summary,
+        tokens_per_s=tokens_per_s,
+        tflops=share * summary.tflops,
+        tflops_with_recomputation=share * summary.tflops_with_recomputation,
+    )
+
+
+def _check_wandb(settings: FinetuneSettings) -> None:
+    if settings.wandb is None:
+        return
+    from transformers.integrations import is_wandb_available
+
+    if not is_wandb_available():
+        raise ValueError(
+            f"--wandb logs to Weights & Biases (got --wandb {settings.wandb}, and wandb is not installed); pip install "
+            "wandb, or leave it out"
+        )
+    os.environ.update(WANDB_PROJECT=settings.wandb)  # where transformers' callback reads it
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Has the libraries show no bars and no notes of their own meanwhile."""
+    import datasets
+    from transformers.utils import logging
+
+    verbosity, shows = logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows:
+            datasets.enable_progress_bars()

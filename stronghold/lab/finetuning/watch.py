@@ -1,0 +1,138 @@
+"""What a run shows, logs and keeps while the trainer trains: a callback of transformers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from stronghold.lab.finetuning.checkpoints import prune, seal
+from stronghold.lab.finetuning.settings import FinetuneSettings
+from stronghold.lab.records.json_lines import Record
+from stronghold.lab.records.progress import StepDisplay
+from stronghold.lab.records.runlog import RunLog
+from stronghold.lab.stops import Stop
+from stronghold.lab.training import peak_host_bytes
+from stronghold.reports import Report
+
+
+class Watch(TrainerCallback):
+    """Writes each step's record into ``log`` and onto ``console``, and ends the run where ``stop`` is asked for.
+
+    A checkpoint that Trainer has written is sealed, and those that are too many are removed; where the run is stopped
+    one is written. ``report`` says what the model takes, ``begin`` is told how many steps there will be, before the
+    first.
+    """
+
+    def __init__(
+        self,
+        settings: FinetuneSettings,
+        *,
+        data: int,
+        console: Console,
+        log: RunLog,
+        stop: Stop,
+        report: Callable[[], Report],
+        begin: Callable[[int], None],
+    ) -> None:
+        self._settings = settings
+        self._data = data
+        self._console = console
+        self._log = log
+        self._stop = stop
+        self._report = report
+        self._begin = begin
+        self._display: StepDisplay | None = None
+        self._since = 0.0
+        self._tokens = 0
+        self.steps = log.steps
+        self.evaluations: list[Record] = []
+        self.done = 0
+        self.total = 0
+        """The steps that there are to be, once training has begun."""
+        self.saved: Path | None = None
+        """The newest checkpoint of this run."""
+
+    def close(self) -> None:
+        """Ends what is shown."""
+        if self._display is not None:
+            self._display.__exit__()
+            self._display = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called when Trainer knows how many steps there are, and has loaded what it goes on from."""
+        self.done, self.total = state.global_step, state.max_steps
+        self._begin(state.max_steps)
+        self._display = StepDisplay(self._console, state.max_steps).__enter__()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called before a step's first forward pass."""
+        self._since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called when a step's update is under way."""
+        self.done = state.global_step
+        if self._stop.asked:
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Called with a step's loss, and with that of an evaluation."""
+        logs = logs or {}
+        if "eval_loss" in logs:
+            found = {"step": state.global_step, "loss": logs["eval_loss"], "eval_s": logs["eval_runtime"]}
+            self.evaluations.append(found)
+            self._log.evaluation(found)
+            self._console.print(
+                f"evaluation behind step {found['step']}  loss {found['loss']:.4f}", soft_wrap=True, highlight=False
+            )
+        elif "loss" in logs:
+            self._step(state.global_step, logs)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Called when Trainer, and KeepEverything before this, have written a checkpoint."""
+        begin = time.perf_counter()
+        path = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self._log.sync()  # first: the records of all its steps are there whenever a checkpoint is
+        seal(path, step=state.global_step, learned=self._settings.learned(), data=self._data)
+        prune(args.output_dir, self._settings.keep_checkpoints)
+        self.saved = path
+        self._log.checkpoint({"step": state.global_step, "path": str(path), "save_s": time.perf_counter() - begin})
+
+    def _step(self, step: int, logs: dict[str, Any]) -> None:
+        iteration_s = time.perf_counter() - self._since
+        tokens, self._tokens = logs["num_tokens"] - self._tokens, logs["num_tokens"]
+        report = self._report()
+        times = report.step
+        record: Record = {
+            "step": step,
+            "loss": logs["loss"],
+            "lr": logs["learning_rate"],
+            "grad_norm": logs.get("grad_norm"),
+            "batch": self._settings.batch * self._settings.accumulate,
+            "tokens": tokens,
+            "iteration_s": iteration_s,
+            "tokens_per_s": tokens / iteration_s,
+            "device_bytes": report.device_bytes,
+            "peak_device_bytes": report.peak_device_bytes,
+            "host_bytes": report.host_bytes,
+            "peak_host_bytes": peak_host_bytes(),
+            "disk_bytes": report.disk_bytes,
+            "skipped_steps": report.skipped_steps,
+            "compute_s": times.compute_s if times else 0.0,
+            "fetch_wait_s": times.fetch_wait_s if times else 0.0,
+            "update_wait_s": times.update_wait_s if times else 0.0,
+            "disk_wait_s": times.disk_wait_s if times else 0.0,
+            "disk_busy_s": times.disk_busy_s if times else 0.0,
+            "disk_read_bytes": times.disk_read_bytes if times else 0,
+            "disk_written_bytes": times.disk_written_bytes if times else 0,
+        }
+        self.steps.append(record)
+        self._log.step(record)
+        if self._display is not None:
+            self._display.step(record)

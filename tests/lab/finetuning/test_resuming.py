@@ -1,0 +1,204 @@
+"""A run that was stopped, or killed while it wrote, goes on to the bit; what it cannot go on from is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stronghold.errors import CheckpointError
+from stronghold.lab.command import INTERRUPTED
+from stronghold.lab.finetuning import run as runner
+from stronghold.lab.finetuning import watch
+from stronghold.lab.finetuning.checkpoints import SEAL
+from stronghold.lab.finetuning.settings import CourseSettings, FinetuneSettings
+from stronghold.settings import OffloadSettings
+from tests.lab.finetuning import runs
+from tests.lab.finetuning.runs import LORA
+
+CASES: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "all weights, bf16": {"dtype": "bf16"},
+    "all weights, 8-bit moments, accumulated": {
+        "course": CourseSettings(lr=3e-3, states="8bit", scheduler="cosine", warmup=2),
+        "accumulate": 2,
+        "epochs": 4.0,
+    },
+    "adapters": {"adapters": LORA},
+    "adapters on a base in bf16": {"adapters": LORA, "dtype": "bf16"},
+}
+
+
+def weights(wanted: FinetuneSettings) -> dict[str, torch.Tensor]:
+    """Returns what was saved."""
+    model: Any = AutoModelForCausalLM.from_pretrained(wanted.model if wanted.adapters else wanted.save)
+    if wanted.adapters:
+        model = peft.PeftModel.from_pretrained(model, wanted.save)
+    return dict(model.named_parameters())
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the process get a SIGINT in the midst of the step after ``step``."""
+    begins = watch.Watch.on_step_begin
+
+    def begin(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        begins(self, args, state, control, **more)
+        if state.global_step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(watch.Watch, "on_step_begin", begin)
+
+
+@pytest.mark.parametrize("stopped", [2, 7], ids=["in the first epoch", "in the second"])
+@pytest.mark.parametrize("name", CASES)
+def test_after_an_interrupt_it_goes_on_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stopped: int
+) -> None:
+    whole = runs.settings(tmp_path, **CASES[name])
+    runs.run(whole)
+    expected = runs.losses(whole)
+    assert len(set(expected)) == len(expected) == 12
+
+    wanted = replace(whole, out=str(tmp_path / "stopped"), save=str(tmp_path / "stopped-model"))
+    with monkeypatch.context() as patch:
+        stop_after(stopped - 1, patch)
+        outcome = runner.finetune(wanted)
+    assert outcome.interrupted
+    assert outcome.exit_code == INTERRUPTED
+    assert outcome.saved is None
+    assert runs.losses(wanted) == expected[:stopped]
+    folder = tmp_path / "stopped" / f"checkpoint-{stopped}"
+    assert (folder / SEAL).is_file()
+    offload = OffloadSettings(window=2, store=str(tmp_path / "store"))
+    resumed = replace(wanted, resume=True, offload=offload)
+    shown = runs.run(resumed)
+    assert f"resume from {folder}, after step {stopped}" in " ".join(shown.split())
+    assert "12 of " in shown
+    assert f"{stopped} of them done" in shown
+    assert runs.losses(wanted) == expected
+    found = weights(wanted)
+    for key, value in weights(whole).items():
+        assert torch.equal(found[key], value), key
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = runs.settings(tmp_path)
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        shown = runs.run(wanted)
+    assert f"interrupted after step 4 of 12; kept in {wanted.out}/checkpoint-4" in shown
+    assert f"to go on: the same command with --resume --out {wanted.out}" in shown
+    assert not Path(wanted.save).exists()
+
+
+def test_checkpoints_come_when_they_are_due_and_the_newest_stay(tmp_path: Path) -> None:
+    wanted = runs.settings(tmp_path, checkpoint_every=5)
+    runs.run(wanted)
+    assert sorted(path.name for path in Path(wanted.out).glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-12"]
+    assert [Path(record["path"]).name for record in runs.records(wanted, "checkpoint")] == [
+        "checkpoint-5",
+        "checkpoint-10",
+        "checkpoint-12",
+    ]
+
+
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["all weights", "adapters"])
+def test_a_checkpoint_is_a_model_to_load(tmp_path: Path, adapters: Any) -> None:
+    wanted = runs.settings(tmp_path, checkpoint_every=12, adapters=adapters)
+    runs.run(wanted)
+    at = replace(wanted, save=str(tmp_path / "run" / "checkpoint-12"))
+    found = weights(at)
+    assert all(torch.equal(found[key], value) for key, value in weights(wanted).items())
+    assert AutoTokenizer.from_pretrained(at.save).chat_template
+    names = {path.name for path in Path(at.save).iterdir()}
+    assert ("optimizer.pt" in names) == (adapters is not None)
+    assert ("stronghold" in names) == (adapters is None)
+
+
+def damaged(folder: Path, how: str) -> None:
+    if how == "killed while it wrote":
+        (folder / SEAL).unlink()
+    elif how == "a byte of the weights":
+        file = next(iter(sorted(folder.rglob("stronghold/layer*"))), folder / "adapter_model.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(content)
+    elif how == "its states are gone":
+        (folder / "trainer_state.json").unlink()
+    else:
+        shutil.rmtree(folder / "stronghold", ignore_errors=True)
+        (folder / "optimizer.pt").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    "how", ["killed while it wrote", "a byte of the weights", "its states are gone", "a part is gone"]
+)
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["all weights", "adapters"])
+def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path, how: str, adapters: Any) -> None:
+    wanted = runs.settings(tmp_path, checkpoint_every=4, adapters=adapters, keep_checkpoints=3)
+    runs.run(wanted)
+    expected = runs.losses(wanted)
+    damaged(Path(wanted.out) / "checkpoint-12", how)
+    shown = runs.run(replace(wanted, resume=True))
+    assert f"skipped    {wanted.out}/checkpoint-12: " in shown
+    assert "after step 8" in shown
+    assert runs.losses(wanted) == expected
+    assert (Path(wanted.out) / "checkpoint-12" / SEAL).is_file()
+    for number in (4, 8, 12):
+        damaged(Path(wanted.out) / f"checkpoint-{number}", how)
+    with pytest.raises(CheckpointError, match=r"from a whole checkpoint \(got 3 in .*, none of them whole: "):
+        runs.run(replace(wanted, resume=True))
+
+
+def refused(wanted: FinetuneSettings) -> str:
+    with pytest.raises(ValueError) as told:
+        runs.run(replace(wanted, resume=True))
+    return str(told.value)
+
+
+def test_other_settings_or_data_are_refused(tmp_path: Path) -> None:
+    wanted = runs.settings(tmp_path, checkpoint_every=12)
+    runs.run(wanted)
+    assert "(got epochs=3.0, which was 2.0, in " in refused(replace(wanted, epochs=3.0))
+    course = replace(wanted.course, lr=1.0)
+    assert "(got batch=3, which was 2, lr=1.0, which was 0.003, in" in refused(replace(wanted, batch=3, course=course))
+    assert "adapters=True, which was False" in refused(replace(wanted, adapters=LORA))
+    data = Path(wanted.data.data)
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join(lines[::-1]))
+    assert "a run goes on with the data it began with (got rows with CRC-32 " in refused(wanted)
+    data.write_text("\n".join(lines))
+    (tmp_path / "moved").mkdir()
+    shutil.copy(data, tmp_path / "moved" / "data.jsonl")
+    with pytest.raises(ValueError, match="must not hold another run"):
+        runs.run(wanted)
+    with pytest.raises(ValueError, match="which has checkpoints"):
+        (Path(wanted.out) / "log.jsonl").unlink()
+        runs.run(wanted)
+
+
+def test_to_resume_where_there_is_none_yet_begins(tmp_path: Path) -> None:
+    wanted = runs.settings(tmp_path, resume=True)
+    shown = runs.run(wanted)
+    assert f"no checkpoint in {wanted.out} yet: beginning with step 1" in shown
+    assert len(runs.losses(wanted)) == 12
+
+
+def test_a_seal_that_cannot_be_read_is_no_seal(tmp_path: Path) -> None:
+    wanted = runs.settings(tmp_path, checkpoint_every=12)
+    runs.run(wanted)
+    seal = Path(wanted.out) / "checkpoint-12" / SEAL
+    told = json.loads(seal.read_text())
+    assert told["step"] == 12
+    seal.write_text(json.dumps({"step": 12}))
+    with pytest.raises(CheckpointError, match=r"its finetune\.json cannot be read"):
+        runs.run(replace(wanted, resume=True))
