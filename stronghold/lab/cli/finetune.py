@@ -116,8 +116,11 @@ def _adapters(options: argparse.Namespace) -> AdapterSettings | None:
             "or the other"
         )
     if options.adapter is None and options.lora is None:
-        if new or options.lora_dropout:
-            raise ValueError("--lora-alpha, --lora-dropout and --targets are of adapters (got none); pass --lora too")
+        if new or options.lora_dropout or options.quantize:
+            raise ValueError(
+                "--lora-alpha, --lora-dropout, --targets and --quantize are of adapters and the base below them (got "
+                "none); pass --lora too"
+            )
         return None
     rank = 16 if options.lora is None else options.lora
     return AdapterSettings(
@@ -126,6 +129,7 @@ def _adapters(options: argparse.Namespace) -> AdapterSettings | None:
         alpha=2.0 * rank if options.lora_alpha is None else options.lora_alpha,
         lora_dropout=options.lora_dropout,
         targets=options.targets,
+        quantize=options.quantize,
     )
 
 

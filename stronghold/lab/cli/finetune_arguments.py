@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from stronghold.checkpoint.quantising import KINDS
 from stronghold.lab.cli.shared_arguments import Group, path, source, whole
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.settings import DTYPES, SCHEDULERS
@@ -22,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "lora_alpha": None,
     "lora_dropout": 0.0,
     "targets": ("all-linear",),
+    "quantize": None,
     "epochs": 1.0,
     "batch": 8,
     "accumulate": 1,
@@ -87,6 +89,11 @@ def _add_adapters(adapters: Group) -> None:
     adapters.add_argument("--lora-dropout", type=float, metavar="P", help="dropout before them (default: 0)")
     adapters.add_argument(
         "--targets", type=_names, metavar="NAME,…", help="layers that get one (default: all-linear: all but the head)"
+    )
+    adapters.add_argument(
+        "--quantize",
+        choices=KINDS,
+        help="keep the base in bitsandbytes' four bits, nested: with scales in eight (default: the compute type)",
     )
     adapters.add_argument("--adapter", type=source, metavar="DIR", help="train the LoRA adapters of a folder further")
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
+from stronghold.checkpoint.quantising import quantise
 from stronghold.engine import offload
 from stronghold.formats.model_config import build
 from stronghold.formats.weight_files import WeightFiles
 from stronghold.lab.finetuning.adapters import add_adapters
-from stronghold.lab.finetuning.settings import FinetuneSettings
+from stronghold.lab.finetuning.settings import AdapterSettings, FinetuneSettings
 from stronghold.lab.models.files import longest_sequence_of
 from stronghold.lab.models.gpt import MODEL_TYPE
 from stronghold.weights import Weights, give_values, open_weights
@@ -45,8 +46,8 @@ def build_base(settings: FinetuneSettings) -> nn.Module:
         kind = config["quantization_config"]
         kind = kind.get("quant_method", "some") if isinstance(kind, dict) else "some"
         raise ValueError(
-            f"quantised weights cannot be trained, nor streamed below adapters (at {file}: a quantization_config of "
-            f"{kind}); pass the model in float32 or bfloat16"
+            f"weights that are quantised in their files cannot be read (at {file}: a quantization_config of {kind}); "
+            "pass the model in float32 or bfloat16, and --quantize with --lora"
         )
     if config.get("model_type") == MODEL_TYPE:
         raise ValueError(
@@ -87,6 +88,8 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
     ``inputs`` are what it is planned for, None for the settings as they are. Raises what ``offload`` raises, and
     ValueError for adapters that are not of this model.
     """
+    if settings.adapters is not None and settings.adapters.quantize is not None:
+        return _place_quantised(model, settings, settings.adapters, settings.adapters.quantize)
     weights: Weights = settings.model
     dtype = torch.bfloat16 if settings.dtype == "bf16" else None
     if settings.adapters is not None:
@@ -97,6 +100,21 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
         name: value for name, value in vars(settings.offload).items() if inputs is None or value not in _OPEN[name]
     }
     return offload(model, device=settings.device, dtype=dtype, weights=weights, inputs=inputs, **given)
+
+
+def _place_quantised(model: nn.Module, settings: FinetuneSettings, adapters: AdapterSettings, kind: str) -> nn.Module:
+    """Returns the model with its base in four bits and adapters around it, which the engine takes in later.
+
+    Nothing is planned: what bitsandbytes computes is not known without values.
+    """
+    quantise(model, kind)
+    given = dict(vars(settings.offload))
+    given["activations"] = "recompute" if given["activations"] == "auto" else given["activations"]
+    given["micro_batch"] = None if given["micro_batch"] == "auto" else given["micro_batch"]
+    offload(model.requires_grad_(False), device=settings.device, weights=settings.model, **given)
+    adapted = add_adapters(model, adapters, seed=settings.seed)
+    del model.__dict__["is_loaded_in_4bit"]  # PEFT has looked at it; TRL would round the adapters to bf16 for it
+    return adapted
 
 
 _OPEN: dict[str, tuple[Any, ...]] = {

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from stronghold.checkpoint.quantising import KINDS
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.tokens import LOSSES
 from stronghold.lab.outputs import check_file, check_folder
@@ -27,7 +28,8 @@ DTYPES = ("fp32", "bf16")
 class AdapterSettings:
     """LoRA adapters of PEFT: new ones of a ``rank``, or those that are in the folder ``path`` already.
 
-    ``targets`` are the names of the linear layers that get one, or "all-linear": all but the head.
+    ``targets`` are the names of the linear layers that get one, or "all-linear": all but the head. ``quantize`` is what
+    the base below them is kept in, "nf4" or "nf4_nested", or None for the compute type.
     """
 
     path: str | None = None
@@ -35,6 +37,7 @@ class AdapterSettings:
     alpha: float = 32.0
     lora_dropout: float = 0.0
     targets: tuple[str, ...] = ("all-linear",)
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         _check_whole("rank", self.rank, at_least=1)
@@ -44,6 +47,8 @@ class AdapterSettings:
             raise ValueError(f"lora_dropout must be a probability below 1 (got {self.lora_dropout}); pass 0.05, or 0")
         if not self.targets or not all(self.targets):
             raise ValueError(f"targets must be names of linear layers (got {self.targets}); pass all-linear")
+        if self.quantize is not None:
+            check_one_of("quantize", self.quantize, KINDS)
 
 
 @dataclass(frozen=True, kw_only=True)

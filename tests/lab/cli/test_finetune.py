@@ -54,8 +54,6 @@ def test_the_defaults_are_what_the_help_says(place: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         cli.main(["finetune", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    for name in ("nf4", "quantize"):
-        assert name not in told
     for default in ("(default: 1024)", "(default: 2e-5; of adapters 2e-4)", "(default: OUT/model)"):
         assert default in told
 
@@ -64,11 +62,13 @@ def test_options_are_settings(place: Path) -> None:
     words = (
         "model chats.jsonl --lora 8 --targets q_proj,v_proj --lora-dropout 0.1 --epochs 2.5 --batch 2 "
         "--scheduler cosine_with_min_lr --scheduler-options min_lr=1e-6,num_cycles=1 --clip 0 --packing "
-        "--window 2 --out o --store disk --checkpoint-every 7 --held-out 3 --eval-every 9 --dtype bf16"
+        "--quantize nf4_nested --window 2 --out o --store disk --checkpoint-every 7 --held-out 3 --eval-every 9 "
+        "--dtype bf16"
     )
     found = settings(*words.split())
     assert found.adapters is not None
     assert (found.adapters.rank, found.adapters.alpha, found.adapters.targets) == (8, 16.0, ("q_proj", "v_proj"))
+    assert found.adapters.quantize == "nf4_nested"
     assert found.course.lr == 2e-4
     assert found.course.scheduler_options == {"min_lr": 1e-6, "num_cycles": 1}
     assert found.course.max_grad_norm is None

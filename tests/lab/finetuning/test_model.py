@@ -12,7 +12,7 @@ import peft
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from stronghold.engine import report
 from stronghold.lab.finetuning.model import build_base, place
@@ -49,6 +49,23 @@ def test_it_has_the_values_that_it_has_in_memory(
         assert parameter.requires_grad == (adapters is None or "lora_" in name), name
     assert model.training
     assert report(model).trainable_parameters == sum(p.numel() for p in plain.parameters() if p.requires_grad)
+
+
+def test_a_base_in_four_bits_has_the_values_that_transformers_quantises(tmp_path: Path) -> None:
+    small.folder(tmp_path / "model")
+    model = made(runs.settings(tmp_path, dtype="bf16", adapters=replace(LORA, quantize="nf4")))
+    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    plain: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.bfloat16, quantization_config=asked, device_map="cpu"
+    )
+    torch.manual_seed(3)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear")
+    expected = peft.get_peft_model(plain, config).state_dict()
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
 def changed(place: Path, name: str = "config.json", **more: Any) -> None:

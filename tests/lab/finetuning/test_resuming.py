@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adapters": {"adapters": LORA},
     "adapters on a base in bf16": {"adapters": LORA, "dtype": "bf16"},
+    "adapters on a base in four bits": {"adapters": replace(LORA, quantize="nf4"), "dtype": "bf16"},
 }
 
 
