@@ -145,8 +145,8 @@ class OffloadedStages:
 
     @cached_property
     def _gradients_s(self) -> Seconds:
-        copy_s, d2h = self._known_machine.copy_s, self._known_machine.d2h_bytes_per_s
-        return _sums([copy_s + one.gradient_bytes / d2h if one.gradient_bytes else 0.0 for one in self.layers])
+        down_s = self._known_machine.down_s
+        return _sums([down_s(one.gradient_bytes) if one.gradient_bytes else 0.0 for one in self.layers])
 
     @cached_property
     def _updates_s(self) -> Seconds:
