@@ -134,10 +134,10 @@ def search_stages(
     the fullest process takes of each place when the row is cut. The window is the largest that fits. Choices are
     bounded from below by sums, and cut and played in that order until no other can be shorter by more than ``ENOUGH``.
     """
-    return _Search(space, work_of, bytes_of, limits, place).found(space.choices(replicas, processes))
+    return _StagedSearch(space, work_of, bytes_of, limits, place).found(space.choices(replicas, processes))
 
 
-class _Search:
+class _StagedSearch:
     def __init__(
         self,
         space: StagedSpace,
