@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from stronghold.planner.machine_file import Spread
-from stronghold.planner.training_plan import Alternative, Refused, TrainingPlan
+from stronghold.planner.other_plans import Alternative, Refused
+from stronghold.planner.training_plan import TrainingPlan
 from stronghold.spans import Span
 
 GIB = 2**30
