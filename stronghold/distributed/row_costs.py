@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -65,12 +66,12 @@ class RowCosts:
         self._rows: dict[int, list[LayerRow]] = {}
         self._rates: dict[Pace, OpRates] = {}
 
-    @property
+    @cached_property
     def memory(self) -> list[ModelBytes]:
         """The bytes of each layer, a model of one, with the root that its stage has for it."""
         return [kind.memory for kind in self.kinds]
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         """The gradients of what the first stage has and the last one, too."""
         layered, last = self._layered, len(self._layered.layers) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 from stronghold.distributed.row_costs import RowCosts
@@ -41,6 +42,9 @@ class StagePlanner:
         self._dtype, self._batch, self._processes = dtype, batch, processes
         self._layers: dict[tuple[StagedChoice, Pace], list[LayerCost]] = {}
         self._moved: dict[tuple[int, str], list[OffloadedLayer]] = {}
+        self._updates_s: dict[tuple[int, str, Pace], list[float]] = {}
+        self._works: dict[tuple[StagedChoice, Pace], StagedWork] = {}
+        self._working: dict[tuple[int, bool], int] = {}
 
     @property
     def place(self) -> str:
@@ -55,6 +59,11 @@ class StagePlanner:
 
     def work_of(self, choice: StagedChoice, pace: Pace = "likely") -> StagedWork:
         """Returns what a step of a choice consists of."""
+        if (choice, pace) not in self._works:
+            self._works[choice, pace] = self._work_of(choice, pace)
+        return self._works[choice, pace]
+
+    def _work_of(self, choice: StagedChoice, pace: Pace) -> StagedWork:
         machine, layers = self._share(choice, pace), self._costs(choice, pace)
         offloaded, update_s = None, list[float]()
         if choice.window is not None:
@@ -63,7 +72,7 @@ class StagePlanner:
                 window=choice.window, layers=moved, gradient_slots=BUFFERS.gradient_slots, machine=machine
             )
         else:
-            update_s = [self._update_s(one, choice, machine) for one in self._row.memory]
+            update_s = self._updates_of(choice, machine, pace)
         rates = message_rates(self._machine)
         shared_s = all_reduce_s(self._row.shared_bytes, 2, **rates) if self._row.shared_bytes else 0.0
         return StagedWork(
@@ -179,6 +188,14 @@ class StagePlanner:
             self._moved[key] = [made[id(one)] for one in self._row.memory]
         return self._moved[key]
 
+    def _updates_of(self, choice: StagedChoice, machine: Machine, pace: Pace) -> list[float]:
+        key = choice.replicas, choice.states, pace
+        if key not in self._updates_s:
+            kinds = {id(one): one for one in self._row.memory}
+            taken_s = {kind: self._update_s(one, choice, machine) for kind, one in kinds.items()}
+            self._updates_s[key] = [taken_s[id(one)] for one in self._row.memory]
+        return self._updates_s[key]
+
     def _update_s(self, one: ModelBytes, choice: StagedChoice, machine: Machine) -> float:
         """Returns what a layer and the root beside it take behind the last pass, where they stay on the device."""
         units = [unit for unit in one.units if unit.trained]
@@ -189,8 +206,11 @@ class StagePlanner:
         return update_s
 
     def _working_bytes(self, choice: StagedChoice) -> int:
-        rows = self._row.of(self._batch // choice.replicas // choice.micro_batches)
-        return max(row.working_bytes[choice.is_kept] for row in rows)
+        samples = self._batch // choice.replicas // choice.micro_batches
+        key = samples, choice.is_kept
+        if key not in self._working:
+            self._working[key] = max(row.working_bytes[choice.is_kept] for row in self._row.of(samples))
+        return self._working[key]
 
     def _beside_bytes(self, choice: StagedChoice) -> int:
         """Returns what a process takes of the place by which stages are cut, whichever layers it has."""
@@ -198,8 +218,12 @@ class StagePlanner:
         if self._machine.is_host:
             beside += self._limits.process
             if choice.window is not None:
-                beside += BUFFERS.gradient_slots * max(one.layers[0].gradients for one in self._row.memory)
+                beside += BUFFERS.gradient_slots * self._largest_gradients
         return beside
+
+    @cached_property
+    def _largest_gradients(self) -> int:
+        return max(one.layers[0].gradients for one in self._row.memory)
 
     def _share(self, choice: StagedChoice, pace: Pace) -> Machine:
         rates = machine_of(self._machine, dtype=self._dtype, states=choice.states, pace=pace)
