@@ -99,7 +99,7 @@ def best_of(
         )
         for other in others
     ]
-    return replace(best, others=alternatives, refused=refused, left_out=left_out)
+    return replace(best, others=alternatives, refused=refused, left_out=tuple(left_out))
 
 
 def settings_of(planner: StagePlanner, plan: StagedPlan, *, is_host: bool) -> dict[str, Any]:

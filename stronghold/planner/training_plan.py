@@ -266,7 +266,7 @@ class TrainingPlan(Shown):
             found["step_s"] = Spread(*map(float, found["step_s"]))
             found["others"] = [Alternative(**one) for one in found["others"]]
             found["refused"] = [Refused(**one) for one in found["refused"]]
-            found["left_out"] = [LeftOut(**one) for one in found.get("left_out", ())]
+            found["left_out"] = tuple(LeftOut(**one) for one in found.get("left_out", ()))
             found["spans"] = [Span(lane, name, float(begin), float(end)) for lane, name, begin, end in found["spans"]]
             plan = cls(**found)
             OffloadSettings(**plan.settings)

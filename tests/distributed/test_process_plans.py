@@ -46,7 +46,7 @@ def test_every_split_of_the_processes_has_its_best_plan_and_the_shortest_comes_f
     assert all(plan.step_s.likely <= step_s for _, _, step_s in splits)
     found = {replicas for _, replicas, _ in splits} | {plan.parallel["replicas"]}
     assert found == {1, 2, 4}
-    assert plan.processes == 4 and plan.left_out == []
+    assert plan.processes == 4 and plan.left_out == ()
     assert (plan.samples, plan.tokens, plan.layers) == (8, 256, 5)
     plan.write(tmp_path / "plan.json")
     assert str(TrainingPlan.read(tmp_path / "plan.json")) == str(plan)
