@@ -183,8 +183,10 @@ class _StagedSearch:
         work_of, windows = self._work_of, self._space.windows
         evenly = self._largest(choice, lambda one: needed_bytes(work_of(one)) <= work_of(one).memory_bytes)
         place, steps = self._largest(choice, lambda one: fits(work_of(one))), [0, 1]
+        # In a long stage a layer more or less counts for little.
+        faster = 2 if ENOUGH * self._space.layers < choice.stages else 8
         while steps[-1] <= place:
-            steps.append(2 * steps[-1])
+            steps.append(faster * steps[-1])
         found = {windows[evenly], *(windows[place - step] for step in steps[:-1])}
         return [choice._replace(window=window) for window in sorted(found, reverse=True)]
 
