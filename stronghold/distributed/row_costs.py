@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.distributed.layered_model import LayeredModel
-from stronghold.engine.planning.computation import ModelComputation
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, op_rates
@@ -119,6 +118,9 @@ class RowCosts:
         return rows
 
     def _run_alone(self, number: int, x: Tensor) -> tuple[LayerRow, Tensor]:
+        # Here, since what it imports takes seconds that training does without.
+        from stronghold.engine.planning.computation import ModelComputation
+
         last = number == len(self.kinds) - 1
         targets = None if self._targets is None or not last else _part(self._targets, len(x))
         alone = _Alone(self._layered, number, is_last=last)
