@@ -3,9 +3,9 @@
 from stronghold import checkpoint
 from stronghold.checkpoint.pretrained import load, save
 from stronghold.distributed import pipeline, replicate
+from stronghold.distributed.plan import plan
 from stronghold.engine import close, offload, report, trace, verify, writing
 from stronghold.engine.adamw import AdamW
-from stronghold.engine.planning.plan import plan
 from stronghold.probing import probe
 from stronghold.version import __version__
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from stronghold.errors import ParallelError
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
+@runtime_checkable
 class LayeredModel(Protocol):
     """A model whose layers are computed one behind the other, each from the one before it alone."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from stronghold.engine.budget import BUFFERS
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import machine_of
+from stronghold.planner.machine_share import share_of
 from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
 from stronghold.planner.search import Choice
 from stronghold.planner.step_costs import Machine
@@ -68,9 +68,4 @@ def _layer(layered: LayeredModel, number: int, dtype: torch.dtype | None, is_hos
 def _rates(machine: MachineFile, model: nn.Module, dtype: torch.dtype | None, processes: int) -> Machine:
     dtypes = {p.dtype for p in model.parameters()} if dtype is None else {dtype}
     rates = machine_of(machine, dtype="bfloat16" if dtypes == {torch.bfloat16} else "float32", states="fp32")
-    return replace(
-        rates,
-        host_update_ns=rates.host_update_ns * processes,
-        # Each accelerator has a link of its own; copies within the host's memory have it in common.
-        h2d_bytes_per_s=rates.h2d_bytes_per_s / (processes if machine.is_host else 1),
-    )
+    return share_of(rates, processes, is_host=machine.is_host)

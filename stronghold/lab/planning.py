@@ -10,9 +10,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from stronghold.engine.planning.plan import plan
+from stronghold.distributed.plan import plan
 from stronghold.lab.models.files import build_model, inputs_of
 from stronghold.lab.models.gpt import GPT
+from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.outputs import check_file
 from stronghold.lab.page.plan import write_plan_page
 from stronghold.lab.settings import ModelSettings
@@ -27,7 +28,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class PlanSettings:
     """What to plan; what is None is searched over, and the rest is as for ``stronghold.plan``.
 
-    ``tokens`` are those of which the table says how long they take. ``output`` is the file of the plan, ``picture`` the
+    Of several ``processes`` stages and replicas are searched over, too; stages are of the reference GPT. ``tokens`` are
+    those of which the table says how long they take. ``output`` is the file of the plan, ``picture`` the
     page with its timeline. Raises ValueError for values out of range and files that cannot be written.
     """
 
@@ -44,12 +46,13 @@ class PlanSettings:
     resident: int | None = None
     device_memory: int | str | None = None
     host_memory: int | str | None = None
+    processes: int = 1
     tokens: int = 10**9
     output: str | None = None
     picture: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "sequence", "tokens"):
+        for name in ("batch", "sequence", "tokens", "processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more (got {getattr(self, name)}); pass a whole number")
         check_one_of("dtype", self.dtype, tuple(DTYPES))
@@ -67,7 +70,7 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
     model, name = _built(settings)
     ids = torch.empty((settings.batch, settings.sequence), dtype=torch.int64, device="meta")
     found = plan(
-        model,
+        LayeredGPT(model) if settings.processes > 1 and isinstance(model, GPT) else model,
         machine=machine,
         sequence=settings.sequence,
         inputs=inputs_of(model, ids),
@@ -83,12 +86,18 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
         host_memory=settings.host_memory,
         tokens=settings.tokens,
         name=name,
+        processes=settings.processes,
     )
     console.print(found)
     if settings.output is not None:
         Path(settings.output).parent.mkdir(parents=True, exist_ok=True)
         found.write(settings.output)
-        console.print(f"{settings.output}: the plan; to train by it: stronghold train --plan", soft_wrap=True)
+        start = "stronghold"
+        if found.processes > 1:
+            start = f"torchrun --nproc-per-node {found.processes} -m stronghold"
+        if found.processes > 1 and found.is_host:  # else torchrun gives each process one core
+            start = f"OMP_NUM_THREADS={max(1, machine.cores // found.processes)} {start}"
+        console.print(f"{settings.output}: the plan; to train by it: {start} train --plan", soft_wrap=True)
     if settings.picture is not None:
         notes = write_plan_page(
             settings.picture,

@@ -17,9 +17,9 @@ def receipt_rows(
     """Returns the lines of a table: what was planned beside what a run has measured, by resource.
 
     ``steps`` are the run's, of which the first is left out. Where the step was off, the last line says which numbers of
-    the machine are to be measured again.
+    the machine are to be measured again. Of several processes the device's peaks are in the table of stages.
     """
-    peaks = {"device": summary.peak_device_bytes, "host": summary.peak_host_bytes}
+    peaks = {"device": summary.peak_device_bytes if plan.processes == 1 else 0, "host": summary.peak_host_bytes}
     return plan.planned().rows(
         summary.iteration_s,
         {part: statistics.median([step[part] or 0.0 for step in steps[1:]] or [0.0]) for part, _ in PARTS.values()},

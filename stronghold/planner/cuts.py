@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -36,18 +36,86 @@ def nearest(costs: StageCosts, limits: Sequence[float], most_s: float, ends: Seq
     return cut(costs, limits, moved, np.add)[1]
 
 
+def fastest(costs: StageCosts, limits: Sequence[float]) -> tuple[float, list[int]]:
+    """Returns the least time of the slowest stage, and where the row is cut for it; of several cuts that of ``cut``.
+
+    No stage of it takes longer than the slowest of any cut that fits: of as many layers in each, say. So a stage is not
+    looked at that computes or fetches for longer than that, nor an end that so short stages before or behind it do not
+    come to.
+    """
+    stages, layers = len(limits), len(costs.layers)
+    most_s = min((_slowest_s(costs, limits, ends) for ends in _guesses(costs, limits)), default=math.inf)
+    if most_s == math.inf:
+        return cut(costs, limits, time_s)
+    most_s *= 1 + 1e-9  # of sums in another order
+    sums = costs.least_sums()
+    last, first = [0], [layers]
+    for _ in range(stages):
+        last.append(min(_reach(values, last[-1], slack_s + most_s) for values, slack_s in sums))
+        first.append(max(_reach_back(values, first[-1], slack_s + most_s) for values, slack_s in sums))
+    return cut(costs, limits, time_s, within=[(first[stages - stage], last[stage]) for stage in range(stages + 1)])
+
+
+def furthest(costs: StageCosts, limits: Sequence[float]) -> list[int]:
+    """Returns where the row is cut if each stage, from the first one on, takes as many layers as its memory allows.
+
+    There are no cuts where that does not come to the end: then none fits, if no stage ever takes less with another
+    layer.
+    """
+    stages, cuts = len(limits), [0]
+    for stage, limit in enumerate(limits):
+        low, high = cuts[-1], len(costs.layers) - (stages - 1 - stage)  # each of the others has a layer
+        while low < high:
+            middle = (low + high + 1) // 2
+            if costs.ending(stage, middle, cuts[-1]).least_bytes()[0] <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        if low == cuts[-1]:
+            return []
+        cuts.append(low)
+    return cuts if cuts[-1] == len(costs.layers) else []
+
+
+def _guesses(costs: StageCosts, limits: Sequence[float]) -> Iterator[list[int]]:
+    """Yields cuts that may be good: as many layers in each stage, as much to compute, and as many as fit."""
+    stages, layers, computing_s = len(limits), len(costs.layers), costs.forward_s + costs.backward_s
+    yield [layers * stage // stages for stage in range(stages + 1)]
+    ends = [int(end) for end in np.searchsorted(computing_s, computing_s[-1] * np.arange(stages + 1) / stages)]
+    for stage in range(1, stages):  # each has a layer
+        ends[stage] = min(max(ends[stage], ends[stage - 1] + 1), layers - (stages - stage))
+    yield [0, *ends[1:-1], layers]
+    if found := furthest(costs, limits):
+        yield found
+
+
+def _slowest_s(costs: StageCosts, limits: Sequence[float], ends: Sequence[int]) -> float:
+    cuts = zip(ends, ends[1:], limits, strict=False)
+    return max(float(costs.ending(n, end, begin).time_s(limit)[0]) for n, (begin, end, limit) in enumerate(cuts))
+
+
+def _reach(sums: Seconds, begin: int, most_s: float) -> int:
+    return int(np.searchsorted(sums, sums[begin] + most_s, side="right")) - 1
+
+
+def _reach_back(sums: Seconds, end: int, most_s: float) -> int:
+    return int(np.searchsorted(sums, sums[end] - most_s, side="left"))
+
+
 def cut(
     costs: StageCosts,
     limits: Sequence[float],
     cost: Callable[[StageEnding, float], Seconds],
     joined: Callable[[Seconds, Seconds], Seconds] = np.maximum,
+    within: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[float, list[int]]:
     """Returns the least ``cost`` of all stages, and where the row is cut for it, both ends included.
 
     That is the most of any stage, or by ``joined`` their sum. The least of the first s stages over the first n layers
     follows from that of s - 1 stages over fewer. No cost need grow with a stage's layers: what a stage receives, or
     need not recompute, may make a longer one smaller. So all beginnings of a stage are looked at for each of its ends,
-    at once; of several that are as good the first one is taken. Where all is infinite there are no cuts.
+    at once; of several that are as good the first one is taken. Where all is infinite there are no cuts. ``within`` are
+    the first and the last place, by the number of stages before it, that a cut there may be at.
     """
     stages, layers = len(limits), len(costs.layers)
     least = np.full(layers + 1, math.inf)  # of the stages so far, over so many of the layers
@@ -57,10 +125,14 @@ def cut(
         extended = np.full(layers + 1, math.inf)
         begin: dict[int, int] = {}
         behind = stages - 1 - stage
-        for end in range(stage + 1, layers - behind + 1) if behind else [layers]:
-            worst = joined(least[stage:end], cost(costs.ending(stage, end, stage), limit))
+        first, earliest, latest = stage, stage + 1, layers - behind
+        if within is not None:
+            first = max(first, within[stage][0])  # what a stage begins with, the one before ends at
+            earliest, latest = max(earliest, within[stage + 1][0], first + 1), min(latest, within[stage + 1][1])
+        for end in range(earliest, latest + 1) if behind else [layers]:
+            worst = joined(least[first:end], cost(costs.ending(stage, end, first), limit))
             here = int(worst.argmin())
-            extended[end], begin[end] = worst[here], stage + here
+            extended[end], begin[end] = worst[here], first + here
         least = extended
         begins.append(begin)
     if least[layers] == math.inf:

@@ -99,10 +99,15 @@ def machine_of(
 
 def messages_s(machine: MachineFile | None, message_bytes: Sequence[int]) -> list[float]:
     """Returns what messages of so many bytes take from a process to another: no time where that was not measured."""
+    rates = message_rates(machine)
+    return [rates["message_s"] + count / rates["bytes_per_s"] for count in message_bytes]
+
+
+def message_rates(machine: MachineFile | None) -> dict[str, float]:
+    """Returns the seconds of a small message between processes, and what large ones sustain, by their names."""
     if machine is None or not machine.processes:
-        return [0.0] * len(message_bytes)
-    message_s, bytes_per_s = (machine.processes[name].likely for name in PROCESSES)
-    return [message_s + count / bytes_per_s for count in message_bytes]
+        return {"message_s": 0.0, "bytes_per_s": math.inf}
+    return {name: machine.processes[name].likely for name in PROCESSES}
 
 
 def _update(machine: MachineFile, form: str) -> dict[str, Spread]:

@@ -123,6 +123,24 @@ class OffloadedStages:
         )
         return Times(forward + late, backward, forward_s + backward_s, held_up.argmax(axis=0))
 
+    def least_sums(self, computing_s: Seconds) -> list[tuple[Seconds, float]]:
+        """Returns sums over the first n layers, with seconds that a stage's own sum of each may exceed its time by.
+
+        That is by what it finds in its window, at the most.
+        """
+        if self.machine is None:
+            return []
+        both_s, found_s = 2 * self._fetch_s, self.window * float(np.diff(self._fetch_s).max(initial=0.0))
+        beside_s = computing_s if self.window == 1 else 0.0
+        return [(both_s + beside_s, 2 * found_s), (self._fetch_s + self._gradients_s, found_s)]
+
+    def least_s(self, stages: int) -> tuple[float, float, float]:
+        """Returns the least of a pass's fetches, its gradients and a step's updates in so many stages together."""
+        if self.machine is None:
+            return 0.0, 0.0, 0.0
+        stay_s = stages * self.window * float(np.diff(self._fetch_s).max(initial=0.0))
+        return max(0.0, self._fetch_s[-1] - stay_s), float(self._gradients_s[-1]), float(self._updates_s[-1])
+
     @cached_property
     def _slot_bytes(self) -> Counts:
         return np.array([layer.slot_bytes for layer in self.layers], np.int64)
@@ -145,8 +163,8 @@ class OffloadedStages:
 
     @cached_property
     def _gradients_s(self) -> Seconds:
-        copy_s, d2h = self._known_machine.copy_s, self._known_machine.d2h_bytes_per_s
-        return _sums([copy_s + one.gradient_bytes / d2h if one.gradient_bytes else 0.0 for one in self.layers])
+        down_s = self._known_machine.down_s
+        return _sums([down_s(one.gradient_bytes) if one.gradient_bytes else 0.0 for one in self.layers])
 
     @cached_property
     def _updates_s(self) -> Seconds:

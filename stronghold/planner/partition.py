@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from stronghold.errors import BudgetError
-from stronghold.planner.cuts import cut, least_bytes, missing_bytes, nearest, time_s
+from stronghold.planner.cuts import cut, fastest, least_bytes, missing_bytes, nearest
 from stronghold.planner.offloaded_stages import RESOURCES, OffloadedStages
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.simulate import Simulation, simulate
@@ -142,7 +142,7 @@ def partition(
         if balance == "memory":
             fullest_bytes, _ = cut(costs, limits, least_bytes)
             limits = [min(limit, fullest_bytes) for limit in limits]
-        slowest_s, cuts = cut(costs, limits, time_s)
+        slowest_s, cuts = fastest(costs, limits)
         if not cuts:
             raise _nothing_fits(costs, pipeline, limits)
         if spread := spread_of(layers):

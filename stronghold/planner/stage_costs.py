@@ -103,6 +103,12 @@ class StageCosts:
         received = [0, *(buffered * layer.input_bytes for layer in layers[1:]), 0]
         self.received_bytes = np.array(received, np.int64)
 
+    def least_sums(self) -> list[tuple[Seconds, float]]:
+        """Returns sums over the first n layers, with seconds that a stage's own sum of each may exceed its time by."""
+        is_run_again = self.ratios is not None and min(self.ratios) == 1
+        computing_s = self.forward_s * (1 + is_run_again) + self.backward_s
+        return [(computing_s, 0.0), *(self.offloaded.least_sums(computing_s) if self.offloaded is not None else [])]
+
     def ending(self, stage: int, end: int, begin: int = 0) -> StageEnding:
         """Returns what ``stage`` could be if its last layer were ``end`` - 1, its first being ``begin`` or later."""
         return StageEnding(self, stage, end, begin)

@@ -194,7 +194,7 @@ _SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
     Kind.BEFORE_GRADIENTS: lambda layer, *_: layer.first_gradient_s,
     Kind.BACKWARD: lambda unit, *_: unit.backward_s - unit.first_gradient_s,
     Kind.FETCH: lambda layer, machine, _: machine.copy_s + layer.weight_bytes / machine.h2d_bytes_per_s,
-    Kind.GRADIENTS: lambda layer, machine, _: machine.copy_s + layer.gradient_bytes / machine.d2h_bytes_per_s,
+    Kind.GRADIENTS: lambda layer, machine, _: machine.down_s(layer.gradient_bytes),
     Kind.UPDATE: lambda unit, machine, _: unit.elements * machine.host_update_ns * 1e-9 / max(1, _chunks(unit)),
     Kind.UPDATE_ON_DEVICE: lambda layer, machine, _: layer.elements * machine.device_update_ns * 1e-9,
     Kind.UPLOAD: lambda root, machine, _: machine.copy_s + root.weight_bytes / machine.h2d_bytes_per_s,

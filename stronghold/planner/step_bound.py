@@ -31,11 +31,11 @@ def step_bound(
     streamed = [layer for number, layer in enumerate(layers) if number not in resident]
     trained = [layer for layer in streamed if layer.elements]
     units: list[UnitWork] = [*layers, *root]
-    h2d, d2h, host_ns = machine.h2d_bytes_per_s, machine.d2h_bytes_per_s, machine.host_update_ns * 1e-9
+    h2d, host_ns = machine.h2d_bytes_per_s, machine.host_update_ns * 1e-9
     fetches_s = sorted(machine.copy_s + layer.weight_bytes / h2d for layer in streamed)
     first_s = sorted(machine.copy_s + layer.weight_bytes / h2d for layer in trained)
     again_s = sum(fetches_s[: len(streamed) - window]) if window < len(streamed) else 0.0
-    gradients_s = [machine.copy_s + layer.gradient_bytes / d2h for layer in trained]
+    gradients_s = [machine.down_s(layer.gradient_bytes) for layer in trained]
     updates_s = host_ns * sum(layer.elements for layer in trained)
     on_host = [one for one in root if not one.resident]
     on_device: list[UnitWork] = [*(layers[number] for number in resident), *(one for one in root if one.resident)]

@@ -197,9 +197,19 @@ def parts_on_disk(
 
 
 def step_bytes(
-    model: ModelBytes, placed: Placed, buffers: Buffers, *, states: str = "fp32", in_backward: bool = False
+    model: ModelBytes,
+    placed: Placed,
+    buffers: Buffers,
+    *,
+    states: str = "fp32",
+    in_backward: bool = False,
+    replicas: int = 1,
 ) -> StepBytes:
-    """Returns what ``model`` takes where ``placed`` says, with AdamW's moments in the format ``states``."""
+    """Returns what ``model`` takes where ``placed`` says, with AdamW's moments in the format ``states``.
+
+    Of what ``replicas`` on one machine have in common each counts its part: units on the host and on disk, and the
+    gradients of layers there.
+    """
     slots, gradients, root = device_bytes(model, placed.window, placed.resident, buffers)
     on_host = [(n, unit) for n, unit in enumerate(model.units) if n not in placed.resident]
     in_memory: dict[Part, int] = dict.fromkeys(("weights", "remainders", "moments"), 0)
@@ -226,7 +236,10 @@ def step_bytes(
         root=root,
         resident=sum(model.units[number].resident(states) for number in placed.resident),
         root_gradients=sum(unit.root_gradient for unit in model.root),
-        pinned=in_memory["weights"] + sum(unit.gradients for unit in kept) + staging,
-        pageable=in_memory["remainders"] + in_memory["moments"] + (buffers.ring_bytes if through_ring else 0),
-        disk=on_disk,
+        pinned=(in_memory["weights"] + sum(unit.gradients for unit in kept if not unit.is_root)) // replicas
+        + sum(unit.gradients for unit in kept if unit.is_root)
+        + staging,
+        pageable=(in_memory["remainders"] + in_memory["moments"]) // replicas
+        + (buffers.ring_bytes if through_ring else 0),
+        disk=on_disk // replicas,
     )

@@ -91,6 +91,7 @@ class Machine:
     ``h2d_bytes_per_s`` and ``d2h_bytes_per_s`` are the link's two ways, infinite where the device's memory is the
     host's and nothing is copied; ``copy_s`` is what each copy takes beside its bytes. ``host_update_ns`` is per element
     and update, with the threads and in the format at hand; ``device_update_ns`` the same for resident layers.
+    ``reduce_s`` is what gradients take on their way down beside ``copy_s`` and their bytes, where replicas add them up.
     ``launch_s`` is what the host needs to issue a layer's computation over one micro-batch, which the device does not
     wait for where it ``runs_behind`` the host, as a GPU does.
 
@@ -103,6 +104,7 @@ class Machine:
     host_update_ns: float
     device_update_ns: float = 0.0
     copy_s: float = 0.0
+    reduce_s: float = 0.0
     launch_s: float = 0.0
     runs_behind: bool = True
     disk_read_bytes_per_s: float = math.inf
@@ -113,11 +115,15 @@ class Machine:
         for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"):
             if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name} must be more than 0 (got {value!r}); probe the machine again")
-        for name in ("host_update_ns", "device_update_ns", "copy_s", "launch_s"):
+        for name in ("host_update_ns", "device_update_ns", "copy_s", "reduce_s", "launch_s"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); probe the machine again")
         if any(not 1 <= factor < math.inf for factor in self.slowed.values()):
             raise ValueError(f"slowed must hold factors of 1 or more (got {self.slowed!r}); probe the machine again")
+
+    def down_s(self, gradient_bytes: int) -> float:
+        """Returns what a layer's gradients take on their way to the host."""
+        return self.copy_s + self.reduce_s + gradient_bytes / self.d2h_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)

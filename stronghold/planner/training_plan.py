@@ -11,40 +11,28 @@ from typing import Any
 
 from stronghold.planned import PlannedStep
 from stronghold.planner.machine_file import Spread
+from stronghold.planner.other_plans import Alternative, LeftOut, Refused
 from stronghold.settings import OffloadSettings, check_optimizer
 from stronghold.spans import Span
 from stronghold.tables import Shown
 from stronghold.units import format_bytes, format_count, format_seconds
 
 VERSION = 1
-WAITS = {"fetch": "a fetch", "disk": "disk", "gradients": "gradient slots", "update": "an update", "launch": "a launch"}
+WAITS = {
+    "fetch": "a fetch",
+    "disk": "disk",
+    "gradients": "gradient slots",
+    "update": "an update",
+    "launch": "a launch",
+    "stages": "other stages",
+}
 """What the computation waits for, in words."""
 _WAITED = {"fetch": "fetch_wait_s", "update": "update_wait_s", "disk": "disk_wait_s"}
 """Those that a run tells apart, by its own names."""
+_FOLLOW = ("balance", "schedule")
+"""What of several processes follows from their stages and micro-batches."""
 BUDGETS = ("device_memory", "host_memory")
 """Settings that follow from the others, in bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """Other settings that fit, with the seconds of a step and the bytes on the device and in host memory."""
-
-    settings: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    step_s: float
-    device_bytes: int
-    host_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refused:
-    """Settings that may be faster and do not fit: ``place`` would have to have ``needed_bytes`` of ``limit_bytes``."""
-
-    settings: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    place: str
-    needed_bytes: int
-    limit_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +46,10 @@ class TrainingPlan(Shown):
     what updates take there, and the root's gradients come on top of them in a step. ``process_bytes`` are the
     interpreter's and its libraries', ``written_bytes`` what a step writes to disk. ``is_host`` tells that device and
     host are one memory.
+
+    Of several ``processes`` on the machine bytes are those of the fullest one, and ``parallel`` is what
+    ``stronghold.pipeline`` takes beside the settings: stages, replicas, micro-batches, schedule and the layers of each
+    stage; or one stage, and the replicas of ``stronghold.replicate``. ``left_out`` are those that cannot be.
     """
 
     title = "plan"
@@ -94,6 +86,9 @@ class TrainingPlan(Shown):
     others: Sequence[Alternative] = ()
     refused: Sequence[Refused] = ()
     spans: Sequence[Span] = field(default=(), repr=False)
+    processes: int = 1
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Sequence[LeftOut] = ()
     version: int = VERSION
 
     @property
@@ -123,7 +118,8 @@ class TrainingPlan(Shown):
     def planned(self) -> PlannedStep:
         """Returns what is shown beside a step that was measured."""
         waits_s = {part: self.waits_s.get(cause, 0.0) for cause, part in _WAITED.items()}
-        chosen = {name: value for name, value in {**self.settings, **self.optimizer}.items() if name not in BUDGETS}
+        settings = {**self.parallel, **self.settings, **self.optimizer}
+        chosen = {name: value for name, value in settings.items() if name not in BUDGETS}
         return PlannedStep(
             chosen=", ".join(f"{name}={value!r}" for name, value in chosen.items()),
             reason=self._reason(),
@@ -142,10 +138,10 @@ class TrainingPlan(Shown):
         if self.settings["resident"] == self.layers:
             found = ["the model fits, and stays", *found]
         for other in self.others[:1]:
-            found.append(f"{self._differing(other.settings, other.optimizer)} takes {format_seconds(other.step_s)}")
+            found.append(f"{self._differing(other)} takes {format_seconds(other.step_s)}")
         for one in self.refused[:1]:
             lacks = f"needs {format_bytes(one.needed_bytes)} of {one.place}, where {format_bytes(one.limit_bytes)} are"
-            found.append(f"{self._differing(one.settings, one.optimizer)} {lacks}")
+            found.append(f"{self._differing(one)} {lacks}")
         return "; ".join(found)
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -159,6 +155,7 @@ class TrainingPlan(Shown):
             ("", "parameters", trained),
             ("", "layers", f"{self.layers} in {self.dtype}"),
             ("machine", "device", self.device if self.device == self.machine else f"{self.device}, {self.machine}"),
+            *self._process_rows(),
             *_section("offload", {name: _shown(name, value) for name, value in self.settings.items()}),
             *_section("AdamW", {name: _shown(name, value) for name, value in self.optimizer.items()}),
             ("step", "time", f"{format_seconds(step.likely)} ({between})"),
@@ -179,16 +176,37 @@ class TrainingPlan(Shown):
             takes = f"host {format_bytes(other.host_bytes)}"
             if not self.is_host:
                 takes = f"device {format_bytes(other.device_bytes)}, {takes}"
-            value = f"{self._differing(other.settings, other.optimizer)}: {takes}"
+            value = f"{self._differing(other)}: {takes}"
             rows.append(("next best" if not number else "", format_seconds(other.step_s), value))
         for number, one in enumerate(self.refused):
             lacks = f"needs {format_bytes(one.needed_bytes)}, has {format_bytes(one.limit_bytes)}"
-            value = f"{self._differing(one.settings, one.optimizer)}: {lacks}"
+            value = f"{self._differing(one)}: {lacks}"
             rows.append(("does not fit" if not number else "", one.place, value))
+        for number, left in enumerate(self.left_out):
+            named = f"stages={left.stages}, replicas={left.replicas}"
+            rows.append(("left out" if not number else "", named, left.reason))
         return rows
 
-    def _differing(self, settings: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
-        ours, theirs = {**self.settings, **self.optimizer}, {**settings, **optimizer}
+    def _process_rows(self) -> list[tuple[str, str, str]]:
+        if self.processes == 1:
+            return []
+        memory = format_bytes(self.host_bytes) if self.is_host else f"device {format_bytes(self.device_bytes)}, host "
+        lines = {
+            "number": f"{self.processes} on this machine; start as many by torchrun",
+            "stages": str(self.parallel["stages"]),
+            "replicas": str(self.parallel["replicas"]),
+        }
+        if self.parallel["stages"] > 1:
+            lines["stages"] += f", of {','.join(map(str, self.parallel['balance']))} layers"
+            lines["micro-batches"] = f"{self.parallel['micro_batches']} under {self.parallel['schedule']}"
+        lines["memory of each"] = f"{memory}{'' if self.is_host else format_bytes(self.host_bytes)} at most"
+        return _section("processes", lines)
+
+    def _differing(self, one: Alternative | Refused) -> str:
+        ours = {**self.parallel, **self.settings, **self.optimizer}
+        theirs = {**one.parallel, **one.settings, **one.optimizer}
+        if one.parallel:  # what else follows from these
+            ours, theirs = ({name: each.get(name) for name in theirs if name not in _FOLLOW} for each in (ours, theirs))
         names = [name for name in {**ours, **theirs} if name not in BUDGETS and ours.get(name) != theirs.get(name)]
         return ", ".join(f"{name}={theirs.get(name)!r}" for name in names) or "the same"
 
@@ -226,7 +244,12 @@ class TrainingPlan(Shown):
         ]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        found = asdict(self)
+        if self.processes == 1:
+            for one in (found, *found["others"], *found["refused"]):
+                for name in ("processes", "parallel", "left_out"):
+                    one.pop(name, None)
+        return json.dumps(found, indent=1)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON. Raises OSError."""
@@ -243,6 +266,7 @@ class TrainingPlan(Shown):
             found["step_s"] = Spread(*map(float, found["step_s"]))
             found["others"] = [Alternative(**one) for one in found["others"]]
             found["refused"] = [Refused(**one) for one in found["refused"]]
+            found["left_out"] = tuple(LeftOut(**one) for one in found.get("left_out", ()))
             found["spans"] = [Span(lane, name, float(begin), float(end)) for lane, name, begin, end in found["spans"]]
             plan = cls(**found)
             OffloadSettings(**plan.settings)

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from stronghold.planner.machine_file import Spread
-from stronghold.planner.training_plan import Alternative, Refused, TrainingPlan
+from stronghold.planner.other_plans import Alternative, LeftOut, Refused
+from stronghold.planner.training_plan import TrainingPlan
 from stronghold.spans import Span
 
 GIB = 2**30
@@ -85,6 +86,46 @@ def test_it_reads_as_a_table():
     assert ("", "root") not in lines  # nothing
     assert lines["next best", "4.50 s"] == "window=3, update='in_backward': device 9.00 GiB, host 70.0 GiB"
     assert lines["does not fit", "device"] == "activations='keep': needs 25.0 GiB, has 23.0 GiB"
+
+
+IN_STAGES = {
+    "processes": 4,
+    "parallel": {"stages": 2, "replicas": 2, "micro_batches": 8, "schedule": "1F1B", "balance": [17, 15]},
+    "waits_s": {"stages": 1.0, "update": 0.5},
+    "left_out": (LeftOut(stages=1, replicas=4, reason="the replicas must divide the batch"),),
+}
+
+
+def test_several_processes_are_told_with_what_each_takes_and_what_they_cannot_be():
+    others = [
+        replace(plan().others[0], parallel={"stages": 4, "replicas": 1, "micro_batches": 16, "balance": [8] * 4}),
+        replace(plan().others[0], settings=plan().settings, parallel={"stages": 1, "replicas": 4}, step_s=5.0),
+    ]
+    found = plan(**IN_STAGES, others=others)
+    lines = {(section, name): value for section, name, value in found.rows()}
+    assert lines["processes", "number"] == "4 on this machine; start as many by torchrun"
+    assert lines["", "stages"] == "2, of 17,15 layers"
+    assert lines["", "replicas"] == "2"
+    assert lines["", "micro-batches"] == "8 under 1F1B"
+    assert lines["", "memory of each"] == "device 10.5 GiB, host 73.0 GiB at most"
+    assert lines["", "waiting for other stages"] == "1.00 s (25%)"
+    assert lines["left out", "stages=1, replicas=4"] == "the replicas must divide the batch"
+    taken = "device 9.00 GiB, host 70.0 GiB"
+    assert lines["next best", "4.50 s"] == f"{DIFFERENT}: {taken}"
+    assert lines["", "5.00 s"] == f"stages=1, replicas=4, update='in_backward': {taken}"
+    lines = {name: value for _, name, value in replace(found, is_host=True).rows()}
+    assert lines["memory of each"] == "83.5 GiB at most"
+
+
+DIFFERENT = "stages=4, replicas=1, micro_batches=16, window=3, update='in_backward'"
+
+
+def test_what_is_of_several_processes_is_in_their_files_alone(tmp_path):
+    found = plan(**IN_STAGES)
+    found.write(tmp_path / "plan.json")
+    read = TrainingPlan.read(tmp_path / "plan.json")
+    assert (read.processes, read.parallel, read.left_out) == (4, IN_STAGES["parallel"], IN_STAGES["left_out"])
+    assert not {"processes", "parallel", "left_out"} & json.loads(plan().to_json()).keys()
 
 
 def test_what_is_frozen_and_the_wear_of_the_disk_are_told():

@@ -23,14 +23,22 @@ RESERVED = 0.03
 
 
 def limits(
-    machine: MachineFile, model: nn.Module, device_memory: int | str | None, host_memory: int | str | None
+    machine: MachineFile,
+    model: nn.Module,
+    device_memory: int | str | None,
+    host_memory: int | str | None,
+    processes: int = 1,
 ) -> Limits:
+    """Returns what each of so many processes on the machine may take: without a number, of the host's memory as much.
+
+    This process stands for all of them: each has in memory what this one has but for the model.
+    """
     device = machine.device_memory_bytes
     if device_memory is not None:
         device = parse_bytes(device_memory)
     elif device is not None:
         device = int((1 - RESERVED) * device)
-    host = int(0.9 * machine.host_memory_bytes) if host_memory is None else parse_bytes(host_memory)
+    host = int(0.9 * machine.host_memory_bytes) // processes if host_memory is None else parse_bytes(host_memory)
     return Limits(device=None if machine.is_host else device, host=host, process=process_bytes(model))
 
 

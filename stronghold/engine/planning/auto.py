@@ -57,6 +57,13 @@ def settled(
         raise ValueError("a plan is for inputs of its own (got plan= and inputs=); leave out one of them")
     found = plan if isinstance(plan, TrainingPlan) else TrainingPlan.read(plan)
     check_plan(found, model, device.torch_device)
+    if found.processes > 1:
+        call = "pipeline(…, **plan.parallel" if found.parallel["stages"] > 1 else "replicate(model"
+        raise ValueError(
+            f"offload follows a plan of one process (got one of {found.processes}); call "
+            f"stronghold.{call}, **plan.settings) in each of {found.processes}, which torchrun starts, or train by it: "
+            "stronghold train --plan"
+        )
     said = vars(OffloadSettings(**found.settings))
     for name, value in vars(settings).items():
         if value not in (_LEFT_OPEN[name], said[name]):

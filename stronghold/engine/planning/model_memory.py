@@ -28,8 +28,10 @@ from stronghold.planner.step_bytes import (
 class ModelMemory:
     """The bytes of ``model``, in memory or on the meta device, which is not changed.
 
-    ``layers`` and ``dtype`` are as for ``offload``; ``is_host`` tells that the device's memory is the host's. Raises
-    ValueError for a model that cannot be offloaded.
+    ``layers`` and ``dtype`` are as for ``offload``; ``is_host`` tells that the device's memory is the host's. Bytes are
+    those of one of ``replicas`` on a machine, each of which counts its part of what all have in common; by how little
+    more a gradient slot takes whose shares are of equal length is not in them. Raises ValueError for a model that
+    cannot be offloaded.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class ModelMemory:
         layers: str | Sequence[str] | None = None,
         dtype: torch.dtype | None = None,
         is_host: bool,
+        replicas: int = 1,
     ) -> None:
         self._given = model, layers, dtype
+        self.replicas = replicas
         self.is_host = is_host
         self.units = self._units(ALIGNMENT_BYTES)
         self._in_memory = self._bytes(self.units)
@@ -84,7 +88,7 @@ class ModelMemory:
         resident = layers.union(root)
         on_disk = {}
         if choice.store != "ram":
-            on_disk = parts_on_disk(model, self._order, resident, BUFFERS, host_memory)
+            on_disk = parts_on_disk(model, self._order, resident, BUFFERS, host_memory, processes=self.replicas)
         return Placed(window=choice.window, resident=resident, on_disk=on_disk)
 
     def device_memory(self, choice: Choice, placed: Placed) -> int:
@@ -116,5 +120,11 @@ class ModelMemory:
 
     def taken(self, choice: Choice, placed: Placed) -> StepBytes:
         """Returns what that takes."""
-        in_backward = choice.update == "in_backward"
-        return step_bytes(self.of(choice), placed, BUFFERS, states=choice.states, in_backward=in_backward)
+        return step_bytes(
+            self.of(choice),
+            placed,
+            BUFFERS,
+            states=choice.states,
+            in_backward=choice.update == "in_backward",
+            replicas=self.replicas,
+        )

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.planner.machine_file import MachineFile
-from stronghold.planner.machine_rates import Pace, machine_of, op_rates
+from stronghold.planner.machine_rates import Pace, machine_of, message_rates, op_rates
+from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
 from stronghold.planner.op_costs import Op, OpRates
 from stronghold.planner.search import Choice, Work
 from stronghold.planner.step_bytes import ModelBytes, Placed, StepBytes
-from stronghold.planner.step_costs import LayerWork, RootWork, StepSettings
+from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
@@ -36,7 +37,11 @@ class Limits:
 
 
 class ModelPlanner:
-    """Answers for one model on one machine, choice by choice, what a step takes: the work, and the bytes."""
+    """Answers for one model on one machine, choice by choice, what a step takes: the work, and the bytes.
+
+    Of the ``replicas`` of ``memory``, all on the machine, it answers for one, of whose part of the batch
+    ``computation`` is.
+    """
 
     def __init__(
         self,
@@ -154,6 +159,7 @@ class ModelPlanner:
             again_s = forward_s if again else 0.0
             # Each micro-batch but the first adds its gradients to those before.
             backward_s += (scale - 1) * self._sum_s(sizes.units[number].gradients, pace)
+            backward_s += self._mean_s(sizes, placed, number)
             layers.append(
                 LayerWork(
                     forward_s=forward_s,
@@ -166,13 +172,15 @@ class ModelPlanner:
         operators = [sum(of.layer(n, choice.micro_batch).forward.values()) for n in range(count)]
         return Work(
             layers=layers,
-            machine=machine_of(
-                self._machine,
-                dtype=self.dtype,
-                states=choice.states,
-                directories=self._directories if choice.store != "ram" else (),
-                layer_ops=sum(operators) / count,
-                pace=pace,
+            machine=self._share(
+                machine_of(
+                    self._machine,
+                    dtype=self.dtype,
+                    states=choice.states,
+                    directories=self._directories if choice.store != "ram" else (),
+                    layer_ops=sum(operators) / count,
+                    pace=pace,
+                )
             ),
             settings=StepSettings(
                 window=choice.window,
@@ -190,6 +198,7 @@ class ModelPlanner:
             RootWork(
                 first=id(unit.parameters[0]) in root.used_first,
                 resident=number in placed.resident,
+                backward_s=self._mean_s(sizes, placed, number),
                 **self._moved(sizes, placed, choice, number),
             )
             for number, (unit, _) in enumerate(self._memory.units.root, first)
@@ -207,21 +216,41 @@ class ModelPlanner:
         unit, there = sizes.units[number], placed.on_disk.get(number, frozenset())
         copied = unit.is_copied or not unit.is_root
         ring_bytes = sum(unit.part(part, choice.states) for part in there) if "moments" in there else 0
+        replicas = 1 if number in placed.resident else self._memory.replicas  # of what stays, each has all
         return {
             "weight_bytes": unit.weights if copied else 0,
             "gradient_bytes": unit.gradients if copied else 0,
-            "elements": unit.trained_elements,
-            "ring_bytes": ring_bytes if unit.trained else 0,
+            "elements": -(-unit.trained_elements // replicas),
+            "ring_bytes": -(-ring_bytes // replicas) if unit.trained else 0,
         }
+
+    def _share(self, machine: Machine) -> Machine:
+        """Returns what a replica has of the machine."""
+        replicas = self._memory.replicas
+        share = share_of(machine, replicas, is_host=self._memory.is_host)
+        return reduced(share, replicas, **message_rates(self._machine))
+
+    def _mean_s(self, sizes: ModelBytes, placed: Placed, number: int) -> float:
+        """Returns what the mean of a unit's gradients takes that stay on the device, in each of the replicas."""
+        unit, replicas = sizes.units[number], self._memory.replicas
+        on_device = number in placed.resident or (unit.is_root and not unit.is_copied)
+        if replicas == 1 or not unit.trained or not on_device:
+            return 0.0
+        return all_reduce_s(unit.gradients, replicas, **message_rates(self._machine))
 
     def _sum_s(self, length_bytes: int, pace: Pace) -> float:
         """Returns what adding so many bytes to as many takes."""
-        return self._rates_at(pace).seconds({Op("other", self.dtype, (), 0, 3 * length_bytes): 1})
+        return self._of_device * self._rates_at(pace).seconds({Op("other", self.dtype, (), 0, 3 * length_bytes): 1})
 
     def _op_s(self, ops: Counter[Op], pace: Pace) -> float:
         if (pace, id(ops)) not in self._seconds:
-            self._seconds[pace, id(ops)] = self._rates_at(pace).seconds(ops)
+            self._seconds[pace, id(ops)] = self._of_device * self._rates_at(pace).seconds(ops)
         return self._seconds[pace, id(ops)]
+
+    @property
+    def _of_device(self) -> int:
+        """How many processes have the device in common: replicas on the host its cores."""
+        return self._memory.replicas if self._memory.is_host else 1
 
     def _rates_at(self, pace: Pace) -> OpRates:
         if pace not in self._rates:

@@ -14,9 +14,10 @@ from stronghold.engine.planning.model_planner import Limits, ModelPlanner
 from stronghold.errors import BudgetError
 from stronghold.planner.machine_file import MachineFile, Spread
 from stronghold.planner.machine_rates import Pace
+from stronghold.planner.other_plans import Alternative, Refused
 from stronghold.planner.search import Choice, Found, Plan, Refusal, Space, search
 from stronghold.planner.step import step_time
-from stronghold.planner.training_plan import Alternative, Refused, TrainingPlan
+from stronghold.planner.training_plan import TrainingPlan
 from stronghold.units import format_bytes
 
 BLOCK_BYTES = 512
@@ -26,8 +27,9 @@ BLOCK_BYTES = 512
 class PlannedModel:
     """A model, on the meta device or not, with the inputs of a step and the machine that it is planned for.
 
-    ``directories`` are real paths that the machine was probed with, ``sequence`` the tokens of a sample. Raises
-    ValueError for a model that cannot be planned for.
+    ``directories`` are real paths that the machine was probed with, ``sequence`` the tokens of a sample. Of so many
+    ``replicas`` on the machine it is one, and the ``inputs`` are its part of a step's. Raises ValueError for a model
+    that cannot be planned for.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class PlannedModel:
         loss: Callable[[Any], Tensor] | None = None,
         sequence: int | None = None,
         name: str | None = None,
+        replicas: int = 1,
     ) -> None:
         # Here, since what it imports takes seconds that training does without.
         from stronghold.engine.planning.computation import ModelComputation
@@ -49,7 +52,7 @@ class PlannedModel:
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._model, self._machine, self._directories = model, machine, directories
         self._sequence, self._name = sequence, name or type(model).__name__
-        self.memory = ModelMemory(model, layers=layers, dtype=dtype, is_host=machine.is_host)
+        self.memory = ModelMemory(model, layers=layers, dtype=dtype, is_host=machine.is_host, replicas=replicas)
         modules, block_bytes = self.memory.units.modules, 1 if machine.is_host else BLOCK_BYTES
         self.computation = ModelComputation(model, modules, inputs, dtype=dtype, loss=loss, block_bytes=block_bytes)
 
@@ -57,11 +60,13 @@ class PlannedModel:
         """Returns the plan of the shortest step. Raises BudgetError where nothing fits.
 
         Where device and host are one memory, a layer in RAM is computed with where it is. All are resident, but where
-        that does not fit: under ``in_backward`` layers that are not keep no gradients.
+        that does not fit: under ``in_backward`` layers that are not keep no gradients. Replicas, which have layers in
+        RAM in common, each keep a copy of what is resident.
         """
         planner = ModelPlanner(self.memory, self.computation, self._machine, limits, self._directories)
         spaces = [space]
-        if self._machine.is_host and "disk" not in space.stores and space.layers in space.residents:
+        alone = self.memory.replicas == 1
+        if self._machine.is_host and alone and "disk" not in space.stores and space.layers in space.residents:
             spaces.insert(0, replace(space, residents=(space.layers,)))
         for one in spaces:
             found = search(one, planner.work_of, planner.bytes_of, planner.limits)
@@ -80,8 +85,8 @@ class PlannedModel:
             parameters=sum(p.numel() for p in parameters),
             trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             layers=len(self.memory.units.layers),
-            samples=self.computation.batch,
-            tokens=self.computation.batch * (self._sequence or 1),
+            samples=self.computation.batch * self.memory.replicas,
+            tokens=self.computation.batch * self.memory.replicas * (self._sequence or 1),
             dtype=planner.dtype,
             machine=self._machine.device_name,
             device=self._machine.device,

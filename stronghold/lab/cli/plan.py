@@ -15,6 +15,8 @@ examples:
       a transformers model by its config.json, with layers on disk if need be
   stronghold plan Qwen3-8B/ --machine workstation.json --device-memory 24GiB --picture plan.html
       the same for another machine, on which stronghold probe has run, with the timeline of a step
+  stronghold plan -l 32 --hidden 4096 --heads 32 --batch 32 --dtype bf16 --processes 4 -o plan.json
+      the same for four processes, in stages or replicas, each with a GPU of its own
   stronghold plan gpt_1_3B -l 24 --profile profiled/ --devices-per-node 4 --device-memory 28GiB
       stages, tensor-parallel degrees and recomputed operators from a profile in Aceso's format
 """
@@ -68,6 +70,13 @@ def _add_machine(machine: Group) -> None:
     machine.add_argument(
         "--disk", type=path, action="append", metavar="DIR", help="where layers may be as well; several add up"
     )
+    machine.add_argument(
+        "--processes",
+        type=whole,
+        metavar="N",
+        help="that train it together, as stages, replicas or both; --device-memory and --host-memory are of each "
+        "(default: 1)",
+    )
 
 
 def _add_settings(settings: Group) -> None:
@@ -113,6 +122,7 @@ def _run(options: argparse.Namespace) -> int:
         resident=options.resident,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
+        processes=1 if options.processes is None else options.processes,
         tokens=options.tokens,
         output=options.output,
         picture=options.picture,

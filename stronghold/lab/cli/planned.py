@@ -20,8 +20,15 @@ DEFAULTS: dict[str, Any] = {
     "host_memory": None,
     "states": "fp32",
     "update": None,
+    "stages": 1,
+    "replicas": 1,
+    "micro_batches": None,
+    "schedule": None,
+    "balance": "layers",
 }
 """The arguments that a plan has an answer to, which the parser leaves None where they are not given."""
+_OF_PROCESSES = ("stages", "replicas", "micro_batches", "schedule", "balance")
+"""Those of them that follow from the number of processes."""
 
 
 def settle(options: argparse.Namespace) -> None:
@@ -38,19 +45,20 @@ def settle(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--plan must be a file that stronghold plan -o wrote (got {file!r}: {error.strerror}); plan first"
             ) from error
-        if options.method != "stronghold" or options.stages * options.replicas > 1:
+        if options.method != "stronghold":
             raise ValueError(
-                f"a plan is of method stronghold in one process (got --plan with --method {options.method}, --stages "
-                f"{options.stages}, --replicas {options.replicas}); leave out one or the other"
+                f"a plan is of method stronghold (got --plan with --method {options.method}); leave out one or the "
+                "other"
             )
         said = _said(plan)
     for name, default in DEFAULTS.items():
         given, planned = getattr(options, name), said.get(name, default)
         if file is not None and given is not None and given != planned:
             flag = "--" + name.replace("_", "-")
+            again = "--processes N" if name in _OF_PROCESSES else f"{flag} {given}"
             raise ValueError(
                 f"a plan holds for its own settings (got {file} with {flag} {planned}, and {flag} {given}); leave "
-                f"out {flag}, or plan with it: stronghold plan {flag} {given} -o {file}"
+                f"out {flag}, or plan with it: stronghold plan {again} -o {file}"
             )
         setattr(options, name, planned if given is None else given)
 
@@ -59,8 +67,12 @@ def _said(plan: TrainingPlan) -> dict[str, Any]:
     settings = dict(plan.settings)
     if isinstance(settings.get("store"), list):
         settings["store"] = os.pathsep.join(settings["store"])
+    parallel = dict(plan.parallel)
+    if "balance" in parallel:
+        parallel["balance"] = tuple(parallel["balance"])
     return {
         **settings,
+        **parallel,
         **plan.optimizer,
         "batch": plan.samples,
         "seq": plan.tokens // plan.samples,

@@ -82,6 +82,15 @@ def _train_settings(options: argparse.Namespace) -> TrainSettings:
 def _run(options: argparse.Namespace) -> int:
     settings = _train_settings(options)
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun sets it
+    if options.plan is not None and options.plan.processes != processes:
+        started = f"torchrun --nproc-per-node {options.plan.processes} -m stronghold train --plan"
+        if options.plan.processes == 1:
+            started = "stronghold train --plan, without torchrun"
+        raise ValueError(
+            f"a plan is followed by as many processes as it is for (got {processes} for one of "
+            f"{options.plan.processes}); start it with {started}, or plan for them: stronghold plan --processes "
+            f"{processes}"
+        )
     if settings.parallel.alone and processes > 1:
         raise ValueError(
             f"a model in one stage and one replica is trained by one process (got {processes} of them); pass --stages "

@@ -20,7 +20,8 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
         "--plan",
         type=source,
         metavar="FILE",
-        help="what stronghold plan -o wrote: placement, batch, tokens and types are those of the plan",
+        help="what stronghold plan -o wrote: placement, batch, tokens and types are those of the plan, and stages and "
+        "replicas, for which torchrun starts as many processes",
     )
     _add_device(place)
     _add_window(place)
@@ -157,12 +158,11 @@ def _add_budgets(place: Group) -> None:
 
 def _add_stages(stages: Group) -> None:
     stages.add_argument(
-        "--stages", type=whole, default=1, metavar="N", help="parts of the model, one or more a process (default: 1)"
+        "--stages", type=whole, metavar="N", help="parts of the model, one or more a process (default: 1)"
     )
     stages.add_argument(
         "--replicas",
         type=whole,
-        default=1,
         metavar="N",
         help="that train the whole model, each with a part of the batch (default: 1)",
     )
@@ -177,7 +177,6 @@ def _add_stages(stages: Group) -> None:
     stages.add_argument(
         "--balance",
         type=_balance,
-        default="layers",
         metavar="NAME|N,N,…",
         help=f"what stages have in equal parts, {', '.join(BALANCES)}, the first two measured; or the layers of each; "
         "or the file of a partition (default: layers)",

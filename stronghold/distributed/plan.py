@@ -1,0 +1,167 @@
+"""``stronghold.plan``: settings for a model on a machine, in one process or several, before anything is placed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.distributed.layered_model import LayeredModel, LayeredSequential
+from stronghold.distributed.process_plans import StagedModel, best_of
+from stronghold.distributed.staged_inputs import loss_of, part_of, staged_model, stages_refused, tensors_of
+from stronghold.engine.planning.asked import UPDATES, kepts, limits, micro_batches, one_of, sizes
+from stronghold.engine.planning.given import machine_given, model_given, token_inputs
+from stronghold.engine.planning.searched import PlannedModel
+from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.search import Space
+from stronghold.planner.training_plan import TrainingPlan
+from stronghold.settings import STATES
+
+
+def plan(
+    model: nn.Module | str | os.PathLike[str] | Any,
+    *,
+    machine: MachineFile | str | os.PathLike[str] | None = None,
+    batch: int = 1,
+    sequence: int | None = None,
+    inputs: Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    layers: str | Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = "ram",
+    states: str | Sequence[str] = "fp32",
+    update: str | None = None,
+    activations: str | None = None,
+    micro_batch: int | str | None = "auto",
+    window: int | None = None,
+    resident: int | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    tokens: int = 10**9,
+    name: str | None = None,
+    processes: int = 1,
+) -> TrainingPlan:
+    """Returns the settings under which a step of ``model`` is the shortest, with what it takes.
+
+    Nothing is loaded or changed: the model may be on the meta device. What is None, or ``"auto"``, is searched over.
+
+    Args:
+        model: Any module that can be offloaded; or a model of transformers by its configuration, its config.json, or
+            the folder that has it; or a row of layers (:class:`stronghold.distributed.LayeredModel`).
+        machine: What ``stronghold.probe`` measured, or the path of its file, of this machine or another; by default
+            what it has kept of this one.
+        batch: Samples of a step.
+        sequence: Tokens of a sample, for a model that takes ids of tokens (``input_ids``, and ``labels`` if it can).
+        inputs: For any other model its arguments, tensors whose first dimension is the batch: by name, or in order.
+        loss: What makes a loss of the model's output; by default its ``loss``, or the output itself.
+        layers: As for ``offload``.
+        dtype: The compute type, as for ``offload``.
+        store: ``"ram"``, or directories, which must have been probed: then layers may be on disk as well.
+        states: The formats of AdamW's moments that are allowed; 8-bit ones change numbers.
+        update: ``"deferred"`` or ``"in_backward"``.
+        activations: ``"recompute"`` or ``"keep"``.
+        micro_batch: Samples over which a layer runs at a time, None for the whole batch.
+        window: Layers on the device at a time.
+        resident: Layers that stay there.
+        device_memory: What may be taken of the device's memory, activations with it, in bytes or like ``"24GiB"``; by
+            default nearly all that the machine's device has.
+        host_memory: What the process may take of host memory; by default nine tenths of the machine's.
+        tokens: Of which the table says how long training on them takes.
+        name: What the model is called in the plan.
+        processes: That train it together on the machine, each with an accelerator of its own, or all on its cores; they
+            share its memory, threads and disks. Searched over are then stages and replicas, too: replicas of any model,
+            and stages of an ``nn.Sequential`` or a row of layers, with layers in RAM and deferred updates. Of the
+            plan, ``parallel`` and ``settings`` are what ``stronghold.pipeline`` takes, or ``settings`` alone
+            ``stronghold.replicate``. ``device_memory`` and ``host_memory`` are what each process may take, the latter
+            by default an equal part.
+
+    Raises:
+        BudgetError: Nothing fits; it tells what lacks least.
+        ValueError: A model that cannot be planned for, a machine's file that is none, settings out of range, processes
+            that cannot train it together.
+    """
+    if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
+        raise ValueError(f"processes must be a whole number of 1 or more (got {processes!r}); pass one")
+    machine, row = machine_given(machine), model if isinstance(model, LayeredModel) else None
+    model = model_given(model if row is None else row.model)
+    paths = [] if store == "ram" else [store] if isinstance(store, (str, os.PathLike)) else store
+    directories = [os.path.realpath(path) for path in paths]
+    given = inputs if inputs is not None else token_inputs(model, batch, sequence)
+
+    def best(replicas: int) -> TrainingPlan:
+        """Returns the best plan of one process, or of so many replicas."""
+        planned = PlannedModel(
+            model,
+            machine,
+            given if replicas == 1 else part_of(given, replicas),
+            layers=layers,
+            dtype=dtype,
+            directories=directories,
+            loss=loss,
+            sequence=sequence,
+            name=name,
+            replicas=replicas,
+        )
+        memory, count = planned.memory, len(planned.memory.units.layers)
+        space = Space(
+            layers=count,
+            **sizes(memory, window, resident),
+            kepts=kepts(activations, count),
+            micro_batches=micro_batches(micro_batch, planned.computation.batch, memory),
+            updates=UPDATES if update is None else (one_of("update", update, UPDATES),),
+            states=formats,
+            stores=("ram", "disk") if directories else ("ram",),
+        )
+        return planned.best(space, limits(machine, model, device_memory, host_memory, replicas), tokens=tokens)
+
+    formats = [one_of("states", one, STATES) for one in ([states] if isinstance(states, str) else states)]
+    if processes == 1:
+        return best(1)
+    most = limits(machine, model, device_memory, host_memory, processes)
+    whole = tensors_of(given)
+    staged: StagedModel | str = stages_refused(model, row, whole, update=update, resident=resident, cut=micro_batch)
+    if not staged:
+        staged = staged_model(
+            row or LayeredSequential(model, lambda output, _: (loss or loss_of)(output)),
+            machine,
+            most,
+            whole,
+            dtype=dtype,
+            processes=processes,
+            states=formats,
+            kepts=[count > 0 for count in kepts(activations, 1)],
+            window=window,
+            resident=resident,
+        )
+    samples = len(whole[0])
+
+    def told(known: dict[str, Any]) -> TrainingPlan:
+        """Returns a plan in stages of what is known of it."""
+        parameters = list(model.parameters())
+        return TrainingPlan(
+            model=name or type(model).__name__,
+            parameters=sum(p.numel() for p in parameters),
+            trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+            layers=staged.space.layers if isinstance(staged, StagedModel) else 0,
+            samples=samples,
+            tokens=samples * (sequence or 1),
+            dtype=str(dtype or parameters[0].dtype).removeprefix("torch."),
+            machine=machine.device_name,
+            device=machine.device,
+            is_host=machine.is_host,
+            process_bytes=most.process,
+            asked_tokens=tokens,
+            **known,
+        )
+
+    return best_of(
+        processes,
+        batch=samples,
+        layers=staged.space.layers if isinstance(staged, StagedModel) else 0,
+        staged=staged,
+        replicated=best,
+        told=told,
+    )

@@ -1,0 +1,174 @@
+"""What each layer of a row computes and takes as a part of a stage, found on tensors without memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.distributed.layered_model import LayeredModel
+from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.machine_rates import Pace, op_rates
+from stronghold.planner.op_costs import Op, OpRates
+from stronghold.planner.search import Choice
+from stronghold.planner.step_bytes import ModelBytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """One layer in a stage of its own, with what is before or behind the row there, over one micro-batch.
+
+    ``forward`` and ``backward`` are what it computes without recomputation, ``saved_bytes`` what is kept of it between
+    the passes where its activations are, ``input_bytes`` what enters it, ``working_bytes`` what its passes take beside
+    that and a layer's activations at the most, by whether activations are kept.
+    """
+
+    forward: Counter[Op]
+    backward: Counter[Op]
+    input_bytes: int
+    saved_bytes: int
+    working_bytes: dict[bool, int]
+
+
+class _LayerKind(NamedTuple):
+    """Layers that are alike: the first of them."""
+
+    number: int
+    memory: ModelBytes
+
+
+class RowCosts:
+    """Answers for a row of layers, in memory or on the meta device, what each layer takes in a stage.
+
+    ``inputs`` are a step's, of all replicas, and ``targets`` what the loss is of, if it is of any: tensors whose first
+    dimension is the batch, of which sizes count. Raises ValueError for layers that cannot be offloaded or computed.
+    """
+
+    def __init__(
+        self,
+        layered: LayeredModel,
+        machine: MachineFile,
+        inputs: Tensor,
+        targets: Tensor | None,
+        *,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._layered, self._machine, self._dtype = layered, machine, dtype
+        self._inputs, self._targets = inputs, targets
+        self._kinds: dict[Any, _LayerKind] = {}
+        self.kinds = [self._kind_of(number) for number in range(len(layered.layers))]
+        self._rows: dict[int, list[LayerRow]] = {}
+        self._rates: dict[Pace, OpRates] = {}
+
+    @cached_property
+    def memory(self) -> list[ModelBytes]:
+        """The bytes of each layer, a model of one, with the root that its stage has for it."""
+        return [kind.memory for kind in self.kinds]
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """The gradients of what the first stage has and the last one, too."""
+        layered, last = self._layered, len(self._layered.layers) - 1
+        if not last:
+            return 0
+        first = {id(p) for p in layered.stage(0, 1).parameters()}
+        both = {id(p): p for p in layered.stage(last, last + 1).parameters() if id(p) in first and p.requires_grad}
+        return sum(p.numel() * (self._dtype or p.dtype).itemsize for p in both.values())
+
+    def of(self, samples: int) -> list[LayerRow]:
+        """Returns what each layer does over a micro-batch of so many samples."""
+        if samples not in self._rows:
+            self._rows[samples] = self._run(samples)
+        return self._rows[samples]
+
+    def seconds(self, ops: Counter[Op], pace: Pace) -> float:
+        """Returns what they take on the device, the host's launches with it where that is behind."""
+        if pace not in self._rates:
+            self._rates[pace] = op_rates(self._machine, pace)
+        launches_s = sum(ops.values()) * self._machine.launch_s.likely if self._machine.runs_behind else 0.0
+        return max(self._rates[pace].seconds(ops), launches_s)
+
+    def _kind_of(self, number: int) -> _LayerKind:
+        last = len(self._layered.layers) - 1
+        layer = self._layered.layers[number]
+        key = (number == 0, number == last, repr(layer), *(_sizes(p) for p in layer.parameters()))
+        if key not in self._kinds:
+            self._kinds[key] = _LayerKind(number, self._memory_of(number).of(Choice(window=1)))
+        return self._kinds[key]
+
+    def _memory_of(self, number: int) -> ModelMemory:
+        alone = nn.Sequential(self._layered.stage(number, number + 1))
+        container = f"0{self._layered.container and '.'}{self._layered.container}"
+        return ModelMemory(alone, layers=[container], dtype=self._dtype, is_host=self._machine.is_host)
+
+    def _run(self, samples: int) -> list[LayerRow]:
+        known: dict[tuple[int, torch.Size, torch.dtype], tuple[LayerRow, Tensor]] = {}
+        rows, x = [], _part(self._inputs, samples)
+        for number, kind in enumerate(self.kinds):
+            key = kind.number, x.shape, x.dtype
+            if key not in known:
+                known[key] = self._run_alone(number, x)
+            row, x = known[key]
+            rows.append(row)
+        return rows
+
+    def _run_alone(self, number: int, x: Tensor) -> tuple[LayerRow, Tensor]:
+        # Here, since what it imports takes seconds that training does without.
+        from stronghold.engine.planning.computation import ModelComputation
+
+        last = number == len(self.kinds) - 1
+        targets = None if self._targets is None or not last else _part(self._targets, len(x))
+        alone = _Alone(self._layered, number, is_last=last)
+        modules = self._memory_of(number).units.modules
+        of = ModelComputation(alone, modules, (x, targets) if targets is not None else (x,), dtype=self._dtype)
+        run, root = of.layer(0), of.root
+        assert alone.output is not None
+        # What is computed outside the layer is not recomputed: all that it takes forward counts as kept.
+        behind = max(0, root.forward_peak_bytes - x.nbytes) if last and targets is not None else 0
+        saved, working = max(run.saved_bytes, x.nbytes) + behind, {}
+        root_gradients = sum(unit.root_gradient for unit in self.kinds[number].memory.root)
+        for kept in (False, True):
+            own = of.backward_bytes(0, None, kept=kept)
+            left = run.saved_bytes if kept else 0
+            most = max(root.forward_peak_bytes, root.live_bytes.get(0, 0) + own, root.end_peak_bytes - left) + left
+            working[kept] = max(0, most - root_gradients - saved - (0 if kept else x.nbytes))
+        forward, backward = root.before + run.forward + root.behind, Counter[Op]()
+        for ops in (root.behind_backward, run.backward, root.before_backward):
+            backward += ops
+        row = LayerRow(
+            forward=forward, backward=backward, input_bytes=x.nbytes, saved_bytes=saved, working_bytes=working
+        )
+        return row, alone.output
+
+
+class _Alone(nn.Module):
+    """One layer in a stage of its own, whose output is made a loss of."""
+
+    def __init__(self, layered: LayeredModel, number: int, *, is_last: bool) -> None:
+        super().__init__()
+        self._loss, self._is_last = layered.loss, is_last
+        self.stage = layered.stage(number, number + 1)
+        self.output: Tensor | None = None
+        """On the meta device."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if x.is_floating_point():
+            x = x.detach().requires_grad_()  # it is the output of another layer
+        output = self.stage(x)
+        self.output = torch.empty(output.shape, dtype=output.dtype, device="meta")
+        if self._is_last:
+            return self._loss(self.stage, output, x if targets is None else targets)
+        return output.sum()
+
+
+def _sizes(parameter: Tensor) -> tuple[Any, ...]:
+    return tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+
+
+def _part(tensor: Tensor, samples: int) -> Tensor:
+    return torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")

@@ -1,0 +1,231 @@
+"""Answers for a row of layers on one machine what a step in stages takes: the work, and the bytes of each process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+from stronghold.distributed.row_costs import RowCosts
+from stronghold.engine.budget import BUFFERS
+from stronghold.engine.planning.model_planner import Limits
+from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.machine_rates import Pace, machine_of, message_rates, messages_s
+from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
+from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
+from stronghold.planner.stage_costs import LayerCost
+from stronghold.planner.staged_search import StagedChoice
+from stronghold.planner.staged_step import StagedStep, StagedWork
+from stronghold.planner.step_bytes import ModelBytes, Placed, StepBytes, held_on_device, step_bytes
+from stronghold.planner.step_costs import Machine
+
+
+class Taken(NamedTuple):
+    """What a process takes: units and buffers as its report has them, activations on top, and the device's budget."""
+
+    held: StepBytes
+    activation_bytes: int
+    device_memory: int
+
+
+class StagePlanner:
+    """Answers choice by choice for so many ``processes`` that are all on the ``machine``, each with its share of it.
+
+    Layers are in RAM and updates deferred. Where layers stay on the device they are updated there, as are the root
+    parameters of a stage whose device has memory of its own. ``limits`` are each process's.
+    """
+
+    def __init__(
+        self, row: RowCosts, machine: MachineFile, limits: Limits, *, dtype: str, batch: int, processes: int
+    ) -> None:
+        self._row, self._machine, self._limits = row, machine, limits
+        self._dtype, self._batch, self._processes = dtype, batch, processes
+        self._layers: dict[tuple[StagedChoice, Pace], list[LayerCost]] = {}
+        self._moved: dict[tuple[int, str], list[OffloadedLayer]] = {}
+        self._updates_s: dict[tuple[int, str, Pace], list[float]] = {}
+        self._works: dict[tuple[StagedChoice, Pace], StagedWork] = {}
+        self._working: dict[tuple[int, bool], int] = {}
+
+    @property
+    def place(self) -> str:
+        """Which memory a stage is cut by."""
+        return "memory" if self._machine.is_host else "device"
+
+    @property
+    def limits(self) -> dict[str, int]:
+        if self._limits.device is None:
+            return {self.place: self._limits.host}
+        return {self.place: self._limits.device, "host": self._limits.host}
+
+    def work_of(self, choice: StagedChoice, pace: Pace = "likely") -> StagedWork:
+        """Returns what a step of a choice consists of."""
+        if (choice, pace) not in self._works:
+            self._works[choice, pace] = self._work_of(choice, pace)
+        return self._works[choice, pace]
+
+    def _work_of(self, choice: StagedChoice, pace: Pace) -> StagedWork:
+        machine, layers = self._share(choice, pace), self._costs(choice, pace)
+        offloaded, update_s = None, list[float]()
+        if choice.window is not None:
+            moved = self._offloaded(choice)
+            offloaded = OffloadedStages(
+                window=choice.window, layers=moved, gradient_slots=BUFFERS.gradient_slots, machine=machine
+            )
+        else:
+            update_s = self._updates_of(choice, machine, pace)
+        rates = message_rates(self._machine)
+        shared_s = all_reduce_s(self._row.shared_bytes, 2, **rates) if self._row.shared_bytes else 0.0
+        return StagedWork(
+            layers=layers,
+            pipeline=choice.pipeline,
+            memory_bytes=self.limits[self.place] - self._beside_bytes(choice),
+            is_kept=choice.is_kept,
+            link_s=messages_s(self._machine, [layer.input_bytes for layer in layers]),
+            offloaded=offloaded,
+            update_s=update_s,
+            shared_s=shared_s,
+        )
+
+    def bytes_of(self, choice: StagedChoice, step: StagedStep) -> Mapping[str, int]:
+        """Returns the most that any process takes of each place."""
+        found: dict[str, int] = {}
+        for one in self.taken(choice, step):
+            device = one.held.device + one.held.root_gradients + one.activation_bytes
+            host = one.held.host + self._limits.process
+            each = {self.place: device + host} if self._machine.is_host else {self.place: device, "host": host}
+            found = {place: max(size, found.get(place, 0)) for place, size in each.items()}
+        return found
+
+    def taken(self, choice: StagedChoice, step: StagedStep) -> list[Taken]:
+        """Returns what each process of a replica takes when the row is cut."""
+        work, found = self.work_of(choice), []
+        for process in range(choice.processes):
+            stages = [step.partition.stages[number] for number in choice.pipeline.stages_of(process)]
+            row = [one for stage in stages for one in self._row.memory[stage.first : stage.first + stage.layers]]
+            model = ModelBytes(
+                layers=[one.layers[0] for one in row],
+                root=[unit for one in row for unit in one.root],
+                buffers=sum(one.buffers for one in row),
+                is_host=self._machine.is_host,
+            )
+            resident = self._resident(model, choice)
+            window = min(choice.window or 1, len(row))
+            held = step_bytes(
+                model,
+                Placed(window=window, resident=resident),
+                BUFFERS,
+                states=choice.states,
+                replicas=choice.replicas,
+            )
+            on_top = self._working_bytes(choice)
+            for stage in stages:
+                end = stage.first + stage.layers
+                if work.offloaded is None:
+                    weights = sum(layer.weight_bytes for layer in work.layers[stage.first : end])
+                else:
+                    weights = int(work.offloaded.held_bytes(stage.first, end)[0])
+                on_top += stage.memory_bytes - weights
+            found.append(Taken(held, on_top, held_on_device(model, window, resident, BUFFERS)))
+        return found
+
+    def _resident(self, model: ModelBytes, choice: StagedChoice) -> frozenset[int]:
+        """Returns what stays on the device: layers without a window, and root parameters apart from the host."""
+        count = len(model.layers)
+        layers = range(count) if choice.window is None else range(0)
+        root = [number for number, unit in enumerate(model.root, count) if unit.trained and not model.is_host]
+        return frozenset([*layers, *root])
+
+    def _costs(self, choice: StagedChoice, pace: Pace) -> list[LayerCost]:
+        key = choice._replace(window=None if choice.window is None else 1, is_kept=False), pace
+        if key not in self._layers:
+            rows = self._row.of(self._batch // choice.replicas // choice.micro_batches)
+            slower = self._processes if self._machine.is_host else 1  # they have its cores in common
+            seconds: dict[int, tuple[float, float]] = {}
+            for row in rows:
+                if id(row) not in seconds:
+                    both = (self._row.seconds(ops, pace) for ops in (row.forward, row.backward))
+                    forward_s, backward_s = (slower * one for one in both)
+                    seconds[id(row)] = forward_s, backward_s
+            weights = self._alone(choice)
+            self._layers[key] = [
+                LayerCost(
+                    forward_s=seconds[id(row)][0],
+                    backward_s=seconds[id(row)][1],
+                    weight_bytes=weights[id(memory)],
+                    activation_bytes=row.saved_bytes,
+                    input_bytes=row.input_bytes,
+                )
+                for row, memory in zip(rows, self._row.memory, strict=True)
+            ]
+        return self._layers[key]
+
+    def _alone(self, choice: StagedChoice) -> dict[int, int]:
+        """Returns what each kind of layer takes in a stage by itself, but for slots: on the host's device all of it."""
+        found = {}
+        for memory in {id(one): one for one in self._row.memory}.values():
+            placed = Placed(window=1, resident=self._resident(memory, choice))
+            held = step_bytes(memory, placed, BUFFERS, states=choice.states, replicas=choice.replicas)
+            found[id(memory)] = held.root + held.resident + held.root_gradients
+            if self._machine.is_host:
+                staged = 0 if choice.window is None else BUFFERS.gradient_slots * memory.layers[0].gradients
+                found[id(memory)] += held.host - staged
+        return found
+
+    def _offloaded(self, choice: StagedChoice) -> list[OffloadedLayer]:
+        key = choice.replicas, choice.states
+        if key not in self._moved:
+            weights, is_host, replicas = self._alone(choice), self._machine.is_host, choice.replicas
+            made = {
+                id(one): OffloadedLayer(
+                    slot_bytes=one.layers[0].slot,
+                    gradient_bytes=one.layers[0].gradient_slot,
+                    root_bytes=weights[id(one)],
+                    elements=-(-one.layers[0].trained_elements // replicas)
+                    + is_host * sum(-(-unit.trained_elements // replicas) for unit in one.root),
+                )
+                for one in self._row.memory
+            }
+            self._moved[key] = [made[id(one)] for one in self._row.memory]
+        return self._moved[key]
+
+    def _updates_of(self, choice: StagedChoice, machine: Machine, pace: Pace) -> list[float]:
+        key = choice.replicas, choice.states, pace
+        if key not in self._updates_s:
+            kinds = {id(one): one for one in self._row.memory}
+            taken_s = {kind: self._update_s(one, choice, machine) for kind, one in kinds.items()}
+            self._updates_s[key] = [taken_s[id(one)] for one in self._row.memory]
+        return self._updates_s[key]
+
+    def _update_s(self, one: ModelBytes, choice: StagedChoice, machine: Machine) -> float:
+        """Returns what a layer and the root beside it take behind the last pass, where they stay on the device."""
+        units = [unit for unit in one.units if unit.trained]
+        elements, gradient_bytes = (sum(getattr(u, name) for u in units) for name in ("trained_elements", "gradients"))
+        update_s = elements * machine.device_update_ns * 1e-9
+        if choice.replicas > 1:
+            update_s += all_reduce_s(gradient_bytes, choice.replicas, **message_rates(self._machine))
+        return update_s
+
+    def _working_bytes(self, choice: StagedChoice) -> int:
+        samples = self._batch // choice.replicas // choice.micro_batches
+        key = samples, choice.is_kept
+        if key not in self._working:
+            self._working[key] = max(row.working_bytes[choice.is_kept] for row in self._row.of(samples))
+        return self._working[key]
+
+    def _beside_bytes(self, choice: StagedChoice) -> int:
+        """Returns what a process takes of the place by which stages are cut, whichever layers it has."""
+        beside = self._working_bytes(choice)
+        if self._machine.is_host:
+            beside += self._limits.process
+            if choice.window is not None:
+                beside += BUFFERS.gradient_slots * self._largest_gradients
+        return beside
+
+    @cached_property
+    def _largest_gradients(self) -> int:
+        return max(one.layers[0].gradients for one in self._row.memory)
+
+    def _share(self, choice: StagedChoice, pace: Pace) -> Machine:
+        rates = machine_of(self._machine, dtype=self._dtype, states=choice.states, pace=pace)
+        share = share_of(rates, self._processes, is_host=self._machine.is_host)
+        return reduced(share, choice.replicas, **message_rates(self._machine))

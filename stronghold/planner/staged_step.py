@@ -1,0 +1,134 @@
+"""How long a step of a model in stages takes, where its cut is the partition's, and the least that it can take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from stronghold.planner.cuts import furthest
+from stronghold.planner.offloaded_stages import OffloadedStages
+from stronghold.planner.partition import Partition, equal_sizes, partition, played
+from stronghold.planner.pipeline_order import Pipeline
+from stronghold.planner.simulate import Simulation
+from stronghold.planner.stage_costs import LayerCost, StageCosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedWork:
+    """What a step of a model in stages consists of under one choice of settings.
+
+    ``layers`` are of one micro-batch. Stages are ``offloaded``, or all their layers resident, and then updated behind
+    their process's last pass in ``update_s`` of each layer. A stage may take ``memory_bytes``. Activations of all
+    layers are kept, or all are recomputed. ``link_s`` is what an activation takes into each layer where that is
+    another process's first one, and ``shared_s`` what gradients of parameters take that several stages share, once a
+    step.
+    """
+
+    layers: Sequence[LayerCost]
+    pipeline: Pipeline
+    memory_bytes: float
+    is_kept: bool
+    link_s: Sequence[float]
+    offloaded: OffloadedStages | None = None
+    update_s: Sequence[float] = ()
+    shared_s: float = 0.0
+
+    @property
+    def recompute_ratio(self) -> float:
+        return 0.0 if self.is_kept else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedStep:
+    """One step in stages: where the row is cut, when the processes compute, and the seconds of all of it."""
+
+    partition: Partition
+    simulation: Simulation
+    step_s: float
+
+
+def staged_step(work: StagedWork, sizes: Sequence[int] | None = None) -> StagedStep:
+    """Returns the step of the partition whose slowest stage is the fastest, or of stages of these ``sizes``.
+
+    It ends when the last process has updated what is resident there. Raises BudgetError where no partition fits.
+    """
+    found = partition(
+        work.layers,
+        work.pipeline,
+        balance="time" if sizes is None else sizes,
+        memory_bytes=None if work.memory_bytes == float("inf") else int(work.memory_bytes),
+        recompute_ratio=work.recompute_ratio,
+        receive_buffers=True,
+        offloaded=work.offloaded,
+    )
+    simulation = played(found, work.pipeline, [work.link_s[stage.first] for stage in found.stages[1:]])
+    ends_s = [
+        end_s + sum(sum(work.update_s[found.stages[n].first :][: found.stages[n].layers]) for n in stages)
+        for end_s, stages in zip(
+            simulation.ends_s, map(work.pipeline.stages_of, range(work.pipeline.devices)), strict=True
+        )
+    ]
+    return StagedStep(partition=found, simulation=simulation, step_s=max(ends_s) + work.shared_s)
+
+
+def staged_bound_s(work: StagedWork) -> float:
+    """Returns seconds below which no cut's step is, from sums over all layers.
+
+    A pass through all stages takes what they compute, and no less than what they fetch beyond their windows or bring
+    down. A device computes for all its micro-batches. Where each has one stage, the first micro-batch comes to stage s
+    behind the forward passes of those before, and its last gradient leaves before theirs: a step takes m · t + T, t
+    being the stage's time and T that of those before it, which no cut of a row of time C makes less in all stages than
+    C / (1 - (1 - 1/m)^stages).
+    """
+    pipeline, count = work.pipeline, work.pipeline.micro_batches
+    forward_s = sum(layer.forward_s for layer in work.layers)
+    backward_s = sum(layer.backward_s for layer in work.layers) + (0.0 if work.is_kept else forward_s)
+    updates_s = sum(work.update_s)
+    if work.offloaded is not None:
+        fetches_s, gradients_s, updates_s = work.offloaded.least_s(pipeline.stages)
+        forward_s, backward_s = max(forward_s, fetches_s), max(backward_s, fetches_s, gradients_s)
+    row_s = forward_s + backward_s
+    least_s = count * row_s / pipeline.devices
+    if work.offloaded is None:
+        least_s += updates_s / pipeline.devices
+    else:
+        least_s = max(least_s, updates_s / pipeline.devices)
+    if pipeline.stages_per_device == 1:
+        least_s = max(least_s, row_s / (1 - (1 - 1 / count) ** pipeline.stages))
+    return least_s + work.shared_s
+
+
+def needed_bytes(work: StagedWork) -> int:
+    """Returns what the fullest stage takes if all have as many layers: with so much each, a partition fits."""
+    costs = _costs(work)
+    cuts = [0, *accumulate(equal_sizes(len(work.layers), work.pipeline.stages))]
+    return max(_bytes(costs, stage, *ends) for stage, ends in enumerate(pairwise(cuts)))
+
+
+def fits(work: StagedWork) -> bool:
+    """Whether a partition fits: as many layers in each stage, or as many as go, from the first stage on.
+
+    The latter is exact where a stage never takes less with another layer.
+    """
+    if needed_bytes(work) <= work.memory_bytes:
+        return True
+    return bool(furthest(_costs(work), [work.memory_bytes] * work.pipeline.stages))
+
+
+def _costs(work: StagedWork) -> StageCosts:
+    pipeline = work.pipeline
+    return StageCosts(
+        work.layers,
+        pipeline.held(),
+        [work.recompute_ratio] * pipeline.stages,
+        micro_batches=pipeline.micro_batches,
+        buffered=pipeline.micro_batches,
+        offloaded=work.offloaded,
+    )
+
+
+def _bytes(costs: StageCosts, stage: int, first: int, end: int) -> int:
+    return int(np.asarray(costs.ending(stage, end, first).least_bytes())[0])

@@ -1,0 +1,178 @@
+"""The search over stages and replicas against every choice, on random rows of layers and random machines."""
+
+import random
+from itertools import combinations
+
+import pytest
+
+from stronghold.errors import BudgetError
+from stronghold.planner.machine_share import reduced, share_of
+from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
+from stronghold.planner.stage_costs import LayerCost
+from stronghold.planner.staged_search import StagedSpace, search_stages
+from stronghold.planner.staged_step import StagedWork, fits, needed_bytes, staged_bound_s, staged_step
+from stronghold.planner.step_costs import Machine
+
+
+class Row:
+    """A row of random layers on a random machine of ``processes`` processes, and its steps under a choice."""
+
+    def __init__(self, seed, layers, processes, batch):
+        rng = self.rng = random.Random(seed)
+        factor = lambda: 10 ** rng.uniform(-0.5, 0.5)  # noqa: E731
+        alike = rng.random() < 0.4
+        self.elements = [10_000 if alike else rng.randint(4_000, 20_000) for _ in range(layers)]
+        self.head_s, self.batch, self.layers, self.processes = rng.choice((0.0, 0.02)), batch, layers, processes
+        self.is_host = rng.random() < 0.4
+        machine = Machine(
+            h2d_bytes_per_s=2e6 * factor(), d2h_bytes_per_s=2e6 * factor(), host_update_ns=500 * factor(),
+            device_update_ns=30, copy_s=1e-4,
+        )  # fmt: skip
+        self.machine = share_of(machine, processes, is_host=self.is_host)
+        self.message_s, self.bytes_per_s = rng.choice((0, 1e-3)), 1e7 * factor()
+        self.small_s = rng.choice((0, 1e-3))  # what any pass takes, however few samples it has
+        self.memory_bytes = float("inf")
+
+    def work_of(self, choice):
+        samples = self.batch // choice.replicas // choice.micro_batches
+        state_bytes = {"fp32": 8, "8bit": 2}[choice.states]
+        layers = [
+            LayerCost(
+                forward_s=(own := n * samples * 1e-6 + self.small_s + self.head_s * samples * (i == self.layers - 1)),
+                backward_s=2 * own,
+                weight_bytes=(6 + state_bytes) * n,
+                activation_bytes=2 * n * samples,
+                input_bytes=1000 * samples,
+            )
+            for i, n in enumerate(self.elements)
+        ]
+        rates = {"message_s": self.message_s, "bytes_per_s": self.bytes_per_s}
+        offloaded = None
+        if choice.window is not None:
+            offloaded = OffloadedStages(
+                window=choice.window,
+                layers=[
+                    OffloadedLayer(slot_bytes=2 * n, gradient_bytes=2 * n, elements=n // choice.replicas)
+                    for n in self.elements
+                ],
+                machine=reduced(self.machine, choice.replicas, **rates),
+            )
+        return StagedWork(
+            layers=layers,
+            pipeline=choice.pipeline,
+            memory_bytes=self.memory_bytes,
+            is_kept=choice.is_kept,
+            link_s=[self.message_s + 1000 * samples / self.bytes_per_s] * self.layers,
+            offloaded=offloaded,
+            update_s=[n * self.machine.device_update_ns * 1e-9 for n in self.elements] if offloaded is None else (),
+            shared_s=0.001,
+        )
+
+    def host_bytes(self, choice, step):
+        """The fullest process's of what is not on the device, shared by its replicas."""
+        if choice.window is None:
+            return {"host": 0}
+        sizes = [stage.layers for stage in step.partition.stages]
+        firsts = [stage.first for stage in step.partition.stages]
+        fullest = max(sum(self.elements[a : a + n]) for a, n in zip(firsts, sizes, strict=True))
+        return {"host": (4 + {"fp32": 8, "8bit": 2}[choice.states]) * fullest // choice.replicas}
+
+
+def space_of(row, **changes):
+    return StagedSpace(**{"layers": row.layers, "batch": row.batch, "windows": range(1, row.layers + 1), **changes})
+
+
+def every_choice(space, replicas, processes):
+    for choice in space.choices(replicas, processes):
+        windows = [None] if choice.window is None else range(1, space.layers - choice.stages + 2)
+        yield from (choice._replace(window=window) for window in windows)
+
+
+def placed(row, choice, limits):
+    """Returns the step of a choice, None where it does not fit."""
+    try:
+        step = staged_step(row.work_of(choice))
+    except BudgetError:
+        return None
+    return step if all(row.host_bytes(choice, step)[name] <= limit for name, limit in limits.items()) else None
+
+
+def case(seed):
+    rng = random.Random(seed)
+    processes = rng.choice((2, 3, 4, 4, 6))
+    row = Row(seed, layers=rng.randint(max(2, processes), 9), processes=processes, batch=rng.choice((2, 6, 8, 12)))
+    space = space_of(row, states=rng.choice((("fp32",), ("fp32", "8bit"))), may_stay=rng.random() < 0.7)
+    splits = [
+        (replicas, processes // replicas)
+        for replicas in range(1, processes)
+        if processes % replicas == 0 and row.batch % replicas == 0
+    ]
+    choices = [one for split in splits for one in every_choice(space, *split)]
+    needed = [needed_bytes(row.work_of(one)) for one in choices]
+    row.memory_bytes = min(needed) * rng.uniform(0.9, 1.0) + rng.uniform(0, 0.6) * (max(needed) - min(needed))
+    host = max(sum(row.elements) * 12 // processes, 1)
+    return row, space, splits, {"device": int(row.memory_bytes)}, {"host": int(host * rng.uniform(0.5, 2.5))}, choices
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_the_choice_over_stages_and_replicas_is_within_three_percent_of_the_best_of_all(block):
+    worse = []
+    for seed in range(10 * block, 10 * block + 10):
+        row, space, splits, device, host, choices = case(seed)
+        found = [search_stages(space, *split, row.work_of, row.host_bytes, {**device, **host}).plan for split in splits]
+        steps = [step for one in choices if (step := placed(row, one, host)) is not None]
+        plans = [plan for plan in found if plan is not None]
+        assert bool(plans) == bool(steps)
+        if not steps:
+            continue
+        assert all(placed(row, plan.choice, host) is not None for plan in plans)
+        worse.append(min(plan.step.step_s for plan in plans) / min(step.step_s for step in steps) - 1)
+    assert max(worse) <= 0.03, sorted(worse)
+    assert min(worse) >= -1e-12
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_cut_makes_a_step_shorter_than_its_bound(seed):
+    rng = random.Random(seed)
+    row = Row(seed, layers=rng.randint(3, 7), processes=4, batch=8)
+    space = space_of(row)
+    for choice in rng.sample([*every_choice(space, 2, 2), *every_choice(space, 1, 3)], 12):
+        work = row.work_of(choice)
+        cuts = combinations(range(1, row.layers), choice.stages - 1)
+        steps = [
+            staged_step(work, [b - a for a, b in zip((0, *ends), (*ends, row.layers), strict=True)]).step_s
+            for ends in cuts
+        ]
+        assert 0 < staged_bound_s(work) <= min(steps) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_row_fits_exactly_where_a_partition_does_and_so_many_bytes_do(seed):
+    row, _, _, _, _, choices = case(seed)
+    for choice in random.Random(seed).sample(choices, min(15, len(choices))):
+        work = row.work_of(choice)
+        assert fits(work) == (placed(row, choice, {}) is not None)
+        row.memory_bytes, before = needed_bytes(work), row.memory_bytes
+        assert placed(row, choice, {}) is not None
+        row.memory_bytes = before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_refused_does_not_fit_and_may_be_better(seed):
+    row, space, splits, device, host, _ = case(seed)
+    for split in splits:
+        found = search_stages(space, *split, row.work_of, row.host_bytes, {**device, **host})
+        assert found.plan is not None or found.refused
+        for one in found.refused:
+            assert placed(row, one.choice, host) is None
+            assert one.needed_bytes > one.limit_bytes == {**device, **host}[one.place]
+            if found.plan is not None:
+                assert staged_bound_s(row.work_of(one.choice)) < found.plan.step.step_s
+
+
+def test_only_what_is_allowed_is_chosen():
+    row = Row(0, layers=6, processes=2, batch=8)
+    space = space_of(row, windows=(2,), may_stay=False, kepts=(True,), states=("8bit",))
+    plan = search_stages(space, 1, 2, row.work_of, row.host_bytes, {"device": 10**9}).plan
+    assert plan.choice._replace(micro_batches=0) == (1, 2, 1, 0, True, "8bit", 2)
+    assert plan.choice.stages == len(plan.step.partition.stages) == 2
