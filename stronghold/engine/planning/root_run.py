@@ -20,7 +20,10 @@ from stronghold.planner.op_costs import Op
 
 @dataclass(frozen=True)
 class Released:
-    """What of a layer's input tensors and of its output's gradients nobody else has, by their places among them."""
+    """What nobody else has of a layer's inputs that get gradients, and of its output's gradients.
+
+    By their places among all tensors that it is given, and that it returns.
+    """
 
     inputs: frozenset[int] = frozenset()
     gradients: frozenset[int] = frozenset()
@@ -133,7 +136,8 @@ class Stubs:
         self._ended.append(ended)
         for kind, tensors in ((ended.inputs, inputs), (ended.gradients, gradients)):
             for place, tensor in enumerate(tensors):
-                weakref.finalize(tensor.untyped_storage(), ended.gone, kind, place).atexit = False
+                if kind is ended.gradients or tensor.requires_grad:
+                    weakref.finalize(tensor.untyped_storage(), ended.gone, kind, place).atexit = False
         recording.begin(root.before_backward if len(self._ended) == self._expected else root.behind_backward)
         recording.peak_bytes = 0
         return found
