@@ -129,19 +129,21 @@ class RowCosts:
         run, root = of.layer(0), of.root
         assert alone.output is not None
         # What is computed outside the layer is not recomputed: all that it takes forward counts as kept.
-        behind = max(0, root.forward_peak_bytes - x.nbytes) if last and targets is not None else 0
-        saved, working = max(run.saved_bytes, x.nbytes) + behind, {}
+        behind = max(0, root.behind_bytes - x.nbytes) if last and targets is not None else 0
+        saved, working = x.nbytes + of.passes(0, None, kept=True).saved_bytes + behind, {}
         root_gradients = sum(unit.root_gradient for unit in self.kinds[number].memory.root)
         for kept in (False, True):
-            own = of.backward_bytes(0, None, kept=kept)
-            left = run.saved_bytes if kept else 0
-            most = max(root.forward_peak_bytes, root.live_bytes.get(0, 0) + own, root.end_peak_bytes - left) + left
+            own = of.passes(0, None, kept=kept)
+            left = own.saved_bytes if 0 in root.dropped else own.left_bytes
+            forward = max(root.before_bytes[0], root.given_bytes[0] + own.forward_bytes, left + root.behind_bytes)
+            within = root.live_bytes.get(0, 0) + own.saved_bytes + own.backward_bytes
+            most = max(forward, within, root.after_bytes.get(0, 0))
             working[kept] = max(0, most - root_gradients - saved - (0 if kept else x.nbytes))
-        forward, backward = root.before + run.forward + root.behind, Counter[Op]()
+        computed, backward = root.before + run.forward + root.behind, Counter[Op]()
         for ops in (root.behind_backward, run.backward, root.before_backward):
             backward += ops
         row = LayerRow(
-            forward=forward, backward=backward, input_bytes=x.nbytes, saved_bytes=saved, working_bytes=working
+            forward=computed, backward=backward, input_bytes=x.nbytes, saved_bytes=saved, working_bytes=working
         )
         return row, alone.output
 

@@ -472,10 +472,8 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():
             for index, (parameter, weight) in enumerate(zip(unit.parameters, unit.weight, strict=True)):
                 give_values(parameter, weight)
-                own = type(parameter)
-                parameter.__dict__.update(_unit_reference=weakref.ref(unit), _index=index)
-                if own is not nn.Parameter:
-                    parameter.__dict__["_own_class"] = own
+                own = type(parameter) if type(parameter) is not nn.Parameter else None
+                parameter.__dict__.update(_unit_reference=weakref.ref(unit), _index=index, _own_class=own)
                 unit.attach(index)
         become(OffloadedParameter, unit.parameters)
         unit.sample()

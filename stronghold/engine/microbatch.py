@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ def split(args: Sequence[Any], kwargs: dict[str, Any], size: int) -> list[tuple[
     """Cuts the arguments of a layer into micro-batches of ``size`` samples; one piece where there is nothing to cut.
 
     Tensors whose first dimension is the batch are cut, in containers and caches too; all others (positions, masks
-    that broadcast) go to every piece. Raises ValueError for a tensor whose first dimension could as well be another,
-    because the batch is as long as the sequence.
+    that broadcast) go to every piece. All parts of a tensor are one function's for autograd, which puts their gradients
+    together at once: cut one by one, each would be added to zeros as long as the batch. Autograd therefore refuses to
+    write into one in place. Raises ValueError for a tensor whose first dimension could as well be another, because the
+    batch is as long as the sequence.
     """
     leader = batch_of(args, kwargs)
     if leader is None or leader.shape[0] <= size:
@@ -45,12 +48,17 @@ def split(args: Sequence[Any], kwargs: dict[str, Any], size: int) -> list[tuple[
             "the batch size or the length, or offload without micro_batch"
         )
 
+    parts: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
+
+    def cut(tensor: Tensor, number: int) -> Tensor:
+        if id(tensor) not in parts:
+            parts[id(tensor)] = tensor, tensor.split(size) if batched(tensor) else ()
+        _, found = parts[id(tensor)]
+        return found[number] if found else tensor
+
     pieces = []
-    for begin in range(0, batch, size):
-
-        def piece(tensor: Tensor, begin: int = begin) -> Tensor:
-            return tensor[begin : begin + size] if batched(tensor) else tensor
-
+    for number in range(-(-batch // size)):
+        piece = partial(cut, number=number)
         memo: dict = {}
         pieces.append(
             (

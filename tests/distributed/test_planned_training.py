@@ -39,7 +39,8 @@ def test_a_run_of_two_processes_follows_its_plan_and_shows_it_beside_what_it_mea
     )
     plan = TrainingPlan.read("plan.json")
     assert {name: plan.parallel[name] for name in parts} == parts
-    run = ["train", "--plan", "plan.json", *SHAPE, "--data", str(tmp_path / "text.txt"), "--steps", "3"]
+    # By whole paths: those processes are forked from one that began in another test's folder.
+    run = ["train", "--plan", str(tmp_path / "plan.json"), *SHAPE, "--data", str(tmp_path / "text.txt"), "--steps", "3"]
     codes, said = start(["-m", "stronghold", *run, "--out", str(tmp_path / "out")], 2, tmp_path, launcher=True)
     assert codes == [0, 0], "\n".join(said)
     lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]

@@ -40,6 +40,28 @@ def test_what_has_the_batch_first_is_cut_and_all_else_goes_to_every_piece():
         assert kwargs["pair"].other is cos
 
 
+def test_gradients_of_the_parts_come_together_once():
+    """One by one, each would be added to zeros as long as the batch, in which a zero loses its sign."""
+    x = torch.randn(5, 3, 2, requires_grad=True)
+    whole = x * torch.tensor([1.0, -1.0])
+    pieces = split((whole, whole), {"again": [whole]}, 2)
+    assert all(args[0] is args[1] is kwargs["again"][0] for args, kwargs in pieces)
+    assert len({args[0].grad_fn for args, _ in pieces}) == 1
+    gradient = torch.randn(5, 3, 2)
+    gradient[0] = 0.0
+    torch.cat([args[0] for args, _ in pieces]).backward(gradient)
+    expected = gradient * torch.tensor([1.0, -1.0])
+    assert torch.equal(x.grad, expected)
+    assert torch.equal(x.grad.signbit(), expected.signbit())
+
+
+def test_what_a_layer_writes_into_a_part_is_refused_and_not_lost():
+    x = torch.randn(4, 3, requires_grad=True) * 1
+    ((piece,), _), _ = split((x,), {}, 2)
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        piece.relu_()
+
+
 def test_caches_are_cut_too_and_the_original_is_left_alone():
     x, cache = torch.randn(4, 3, 2), Cache()
     cache.update(0, torch.arange(8.0).view(4, 2, 1))

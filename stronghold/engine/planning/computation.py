@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from stronghold.engine.microbatch import batch_of, split
+from stronghold.engine.planning.layer_passes import LayerPasses, LayerRecorder
 from stronghold.engine.planning.recording import Recording
-from stronghold.engine.planning.root_run import RootRun, Stubs, dropped
+from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
 from stronghold.engine.replay import structural_copy
 from stronghold.planner.op_costs import Op
 
@@ -26,20 +27,15 @@ Inputs = Mapping[str, Any] | Sequence[Any]
 
 @dataclass(frozen=True)
 class LayerRun:
-    """What a layer computes over a micro-batch of ``samples``, and the bytes that it takes.
+    """What a layer computes over a micro-batch of ``samples``.
 
-    ``before_gradients`` is what of ``backward`` comes before the first gradient of a parameter. ``output_bytes`` is
-    what a run leaves behind, ``kept_bytes`` the same with all that its backward pass needs, of which ``saved_bytes``
-    stay if nobody has the output.
+    ``before_gradients`` is what of ``backward`` comes before the first gradient of a parameter.
     """
 
     samples: int
     forward: Counter[Op]
     before_gradients: Counter[Op]
     backward: Counter[Op]
-    output_bytes: int
-    kept_bytes: int
-    saved_bytes: int
 
 
 class ModelComputation:
@@ -47,7 +43,8 @@ class ModelComputation:
 
     ``modules`` are its layers in order; those of one class and shape are run once. ``dtype`` is the compute type, None
     for each parameter's own. The model's output must be a loss, have one (``loss``), or be made one by ``loss``.
-    ``block_bytes`` is what the device's allocator rounds each tensor's memory up to.
+    ``block_bytes`` is what the device's allocator rounds each tensor's memory up to; ``fused`` tells that dropout is
+    one kernel there.
 
     Raises ValueError where the model cannot be run without values.
     """
@@ -61,9 +58,10 @@ class ModelComputation:
         dtype: torch.dtype | None = None,
         loss: Callable[[Any], Tensor] | None = None,
         block_bytes: int = 1,
+        fused: bool = False,
     ) -> None:
         self._block_bytes = block_bytes
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode, self._fused = FakeTensorMode(allow_non_fake_inputs=True), fused
         self._model, self._dtype = model, dtype
         self._tensors = {id(t): self._fake(t) for t in [*model.parameters(), *model.buffers()]}
         self._modules = list(modules)
@@ -73,7 +71,7 @@ class ModelComputation:
         self._calls: dict[int, tuple[tuple, dict[str, Any]]] = {}
         self._outputs: dict[int, Any] = {}
         self._runs: dict[tuple[int, int], LayerRun] = {}
-        self._backward_bytes: dict[tuple[int, int, bool], int] = {}
+        self._passes: dict[tuple[int, int, bool, Released], LayerPasses] = {}
         self.batch = 0
         """Samples that the layers get."""
         with _told(model):
@@ -93,18 +91,18 @@ class ModelComputation:
                 self._runs[group, samples] = self._run_layer(group, samples)
         return self._runs[group, samples]
 
-    def backward_bytes(self, number: int, samples: int | None, *, kept: bool) -> int:
-        """Returns the most that the layer's backward pass takes beside what its forward pass has left.
+    def passes(self, number: int, samples: int | None, *, kept: bool, whole: bool = False) -> LayerPasses:
+        """Returns the bytes that the layer's passes take over micro-batches, each of which is run if ``whole``.
 
-        That has left its output and, where activations are ``kept``, all that the backward pass needs. Over several
-        micro-batches, which differ from two in nothing that counts, autograd has the sums of all gradients until the
-        last one is over, and adds to them out of place.
+        Its activations are ``kept``, or else it is computed again in the backward pass.
         """
-        key = self.group_of[number], min(samples or self.batch, self.batch), kept
-        if key not in self._backward_bytes:
-            with _told(self._model):
-                self._backward_bytes[key] = self._run_backward(*key)
-        return self._backward_bytes[key]
+        released = self.root.released.get(number, NOTHING)
+        key = self.group_of[number], min(samples or self.batch, self.batch), kept, released
+        if whole:
+            return self._run_passes(*key, whole=True)
+        if key not in self._passes:
+            self._passes[key] = self._run_passes(*key)
+        return self._passes[key]
 
     def kind_of(self, number: int, differentiable: tuple[bool, ...]) -> int:
         """Returns the first layer that computes the same, of whose inputs the same ones get gradients."""
@@ -130,76 +128,60 @@ class ModelComputation:
             for names, before in held:
                 names.update(before)
 
+    def _recording(self) -> Recording:
+        return Recording(self._block_bytes, fused=self._fused)
+
     def _run_layer(self, number: int, samples: int) -> LayerRun:
         args, kwargs = self._calls[number]
         if samples < self.batch:
             args, kwargs = split(args, kwargs, samples)[0]
         forward, before, backward = Counter[Op](), Counter[Op](), Counter[Op]()
         module = self._modules[number]
-        parameters = [self._tensors[id(p)] for p in module.parameters() if p.requires_grad]
-        with self._without_values(module), self._mode, Recording(self._block_bytes) as recording:
-            begin = recording.live_bytes
+        trained = self._trained(module)
+        with self._without_values(module), self._mode, self._recording() as recording:
             with torch.no_grad():
                 recording.begin(forward)
                 given = structural_copy((args, kwargs), _leaf)  # a cache among them keeps what the layer puts there
                 out = module(*given[0], **given[1])
-            output_bytes = recording.live_bytes - begin
-            del out, given
             recording.begin(Counter())
-            begin = recording.live_bytes
             given = structural_copy((args, kwargs), _leaf)
             out = module(*given[0], **given[1])
-            kept_bytes = recording.live_bytes - begin
             outputs = [t for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.requires_grad]
-            entries = [torch.autograd.graph.get_gradient_edge(t) for t in outputs]
-            with recording.paused():
-                gradients = [torch.empty_like(t) for t in outputs]
-            del out, outputs
-            saved_bytes = recording.live_bytes - begin
+            gradients = [torch.empty_like(t) for t in outputs]
             recording.go_on(before)
-            if entries:
-                with dropped(parameters, lambda: recording.go_on(backward)):
-                    torch.autograd.backward(entries, gradients)
-            del entries, given, gradients
-        return LayerRun(
-            samples=samples,
-            forward=forward,
-            before_gradients=before,
-            backward=before + backward,
-            output_bytes=output_bytes,
-            kept_bytes=kept_bytes,
-            saved_bytes=saved_bytes,
-        )
-
-    def _run_backward(self, number: int, samples: int, kept: bool) -> int:
-        all_args, all_kwargs = structural_copy(self._calls[number], _leaf)
-        module = self._modules[number]
-        parameters = [self._tensors[id(p)] for p in module.parameters() if p.requires_grad]
-        compute = module if kept else partial(checkpoint, module, use_reentrant=False, preserve_rng_state=False)
-        with self._without_values(module), self._mode, Recording(self._block_bytes) as recording:
-            outputs = []
-            for args, kwargs in split(all_args, all_kwargs, samples)[:2]:
-                leaves = tree_flatten(compute(*args, **kwargs))[0]
-                outputs += [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-            del leaves, args, kwargs
-            left_bytes = recording.live_bytes
-            recording.begin(Counter())
-            with recording.paused():
-                gradients = [torch.empty_like(t) for t in outputs]
             if outputs:
-                with dropped(parameters):
+                with dropped(trained, lambda: recording.go_on(backward)):
                     torch.autograd.backward(outputs, gradients)
-            return recording.peak_bytes - left_bytes
+        return LayerRun(samples=samples, forward=forward, before_gradients=before, backward=before + backward)
+
+    def _run_passes(
+        self, number: int, samples: int, kept: bool, released: Released, *, whole: bool = False
+    ) -> LayerPasses:
+        module = self._modules[number]
+        trained = self._trained(module)
+        compute = module if kept else partial(checkpoint, module, use_reentrant=False, preserve_rng_state=False)
+        with (
+            _told(self._model),
+            self._without_values(module),
+            self._mode,
+            self._recording() as recording,
+            torch.enable_grad(),
+        ):
+            recorder = LayerRecorder(recording, compute, trained, samples, whole=whole)
+            return recorder.passes(*self._calls[number], released)
+
+    def _trained(self, module: nn.Module) -> list[Tensor]:
+        return [self._tensors[id(p)] for p in module.parameters() if p.requires_grad]
 
     def _run_root(self, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> RootRun:
-        recording = Recording(self._block_bytes)
+        recording = self._recording()
         root = RootRun()
         stubs = Stubs(self, recording, root)
         positional, named = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
         stubbed = stubs.in_place_of(self._model, self._modules)
         with stubbed, self._without_values(self._model), self._mode, recording:
             with recording.uncounted():
-                args, kwargs = tree_map(self._mode_tensor, (tuple(positional), dict(named)))
+                args, kwargs = tree_map(_copies(), (tuple(positional), dict(named)))
             recording.begin(root.before)
             with torch.enable_grad():
                 value = (loss or _loss_of)(self._model(*args, **kwargs))
@@ -216,14 +198,11 @@ class ModelComputation:
             self.group_of[number] = self.kind_of(number, tuple(t.requires_grad for t in inputs))
         group = self.group_of[number]
         if group not in self._outputs:
-            self._calls[group] = structural_copy(args), structural_copy(kwargs)
+            self._calls[group] = structural_copy((args, kwargs), _copies())  # what is alive is not to depend on it
             self.batch = self.batch or _batch(args, kwargs)
             with torch.no_grad():
                 self._outputs[group] = forward(*structural_copy(args), **structural_copy(kwargs))
         return self._outputs[group]
-
-    def _mode_tensor(self, value: Any) -> Any:
-        return torch.empty_like(value, device="cpu") if isinstance(value, Tensor) else value
 
 
 @contextmanager
@@ -246,6 +225,21 @@ def _likeness(module: nn.Module) -> Any:
 
 def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _copies() -> Callable[[Any], Any]:
+    """Returns what makes a tensor without memory like another one, the same for the same."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in known:
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            known[id(value)] = value, made.requires_grad_(value.requires_grad)
+        return known[id(value)][1]
+
+    return copy
 
 
 def _batch(args: Sequence[Any], kwargs: dict[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 
 import torch
@@ -23,15 +23,16 @@ from stronghold.planner.step_bytes import (
     spread,
     step_bytes,
 )
+from stronghold.unit import Unit
 
 
 class ModelMemory:
     """The bytes of ``model``, in memory or on the meta device, which is not changed.
 
-    ``layers`` and ``dtype`` are as for ``offload``; ``is_host`` tells that the device's memory is the host's. Bytes are
-    those of one of ``replicas`` on a machine, each of which counts its part of what all have in common; by how little
-    more a gradient slot takes whose shares are of equal length is not in them. Raises ValueError for a model that
-    cannot be offloaded.
+    ``layers`` and ``dtype`` are as for ``offload``; ``is_host`` tells that the device's memory is the host's, and
+    ``block_bytes`` is what its allocator rounds each buffer up to. Bytes are those of one of ``replicas`` on a machine,
+    each of which counts its part of what all have in common; by how little more a gradient slot takes whose shares are
+    of equal length is not in them. Raises ValueError for a model that cannot be offloaded.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class ModelMemory:
         dtype: torch.dtype | None = None,
         is_host: bool,
         replicas: int = 1,
+        block_bytes: int = 1,
     ) -> None:
         self._given = model, layers, dtype
         self.replicas = replicas
         self.is_host = is_host
+        self._block_bytes = block_bytes
         self.units = self._units(ALIGNMENT_BYTES)
         self._in_memory = self._bytes(self.units)
         self._scratch: dict[tuple[str, str], list[int]] = {}
@@ -71,9 +74,13 @@ class ModelMemory:
         return self._bytes(self._units(PAGE_BYTES))
 
     @cached_property
+    def _all(self) -> list[Unit]:
+        return [*self.units.layers, *(unit for unit, _ in self.units.root)]
+
+    @cached_property
     def _order(self) -> list[int]:
         """The units' numbers, layers first, in the order of the model's parameters."""
-        numbers = {unit: n for n, unit in enumerate([*self.units.layers, *(unit for unit, _ in self.units.root)])}
+        numbers = {unit: n for n, unit in enumerate(self._all)}
         return [numbers[unit] for unit in self.units.units]
 
     def of(self, choice: Choice) -> ModelBytes:
@@ -95,6 +102,31 @@ class ModelMemory:
         """Returns the budget with which ``offload`` places units so: there, resident moments count in fp32."""
         return held_on_device(self.of(choice), choice.window, placed.resident, BUFFERS)
 
+    def rounding(self, choice: Choice, resident: Collection[int]) -> int:
+        """Returns what buffers and gradients on the device take beside their own bytes, for it gives whole blocks.
+
+        One of them has the flag that tells of gradients that are not finite, which counts nowhere else.
+        """
+        if self.is_host:
+            return 0
+        model, window = self.of(choice), choice.window
+        streamed = [unit for number, unit in enumerate(model.layers) if number not in resident]
+        slots = [max((unit.slot for unit in streamed), default=0)] * min(window, len(streamed))
+        slots += [max((unit.gradient_slot for unit in streamed), default=0)] * BUFFERS.gradient_slots
+        sizes = [
+            *slots,
+            *(b.numel() * b.element_size() for m, name in self.units.buffers if (b := m._buffers[name]) is not None),
+        ]
+        for number, (unit, counted) in enumerate(zip(self._all, model.units, strict=True)):
+            own = zip(unit.parameters, unit.dtypes, strict=True)
+            each = [(p.requires_grad, p.numel() * dtype.itemsize) for p, dtype in own]
+            if number in resident:
+                sizes += [counted.weights, counted.remainders, counted.part("moments", choice.states)]
+                sizes += [size for trained, size in each if trained]
+            elif counted.is_root:
+                sizes += [size for _, size in each]
+        return self._block_bytes + sum(-size % self._block_bytes for size in sizes)
+
     def scratch(self, choice: Choice, numbers: Iterable[int], device_type: str) -> int:
         """Returns what updates of the units of these numbers take on the device while they run."""
         if self.is_host:
@@ -115,7 +147,7 @@ class ModelMemory:
                 ),
                 default=0,
             )
-            for unit in [*self.units.layers, *(unit for unit, _ in self.units.root)]
+            for unit in self._all
         ]
 
     def taken(self, choice: Choice, placed: Placed) -> StepBytes:

@@ -14,7 +14,7 @@ from stronghold.planner.machine_rates import Pace, machine_of, message_rates, op
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
 from stronghold.planner.op_costs import Op, OpRates
 from stronghold.planner.search import Choice, Work
-from stronghold.planner.step_bytes import ModelBytes, Placed, StepBytes
+from stronghold.planner.step_bytes import ModelBytes, Placed, StepBytes, spread
 from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
 
 if TYPE_CHECKING:
@@ -73,19 +73,22 @@ class ModelPlanner:
 
     def _most_alive(self, choice: Choice) -> int:
         of, root, count = self._computation, self._computation.root, len(self._computation.group_of)
-        saved = [0] * (count - choice.kept) + [
-            run.saved_bytes * -(-of.batch // run.samples)
-            for run in (of.layer(number, choice.micro_batch) for number in range(count - choice.kept, count))
-        ]
-        most, behind = root.forward_peak_bytes + sum(saved), sum(saved)
-        for number in reversed(range(count)):
-            own = of.backward_bytes(number, choice.micro_batch, kept=number >= count - choice.kept)
-            most = max(most, root.live_bytes.get(number, 0) + behind + own)
-            behind -= saved[number]
-        return max(most, root.end_peak_bytes)
+        passes = [of.passes(n, choice.micro_batch, kept=n >= count - choice.kept) for n in range(count)]
+        left = [one.saved_bytes if n in root.dropped else one.left_bytes for n, one in enumerate(passes)]
+        most = kept = 0  # what layers before have left
+        for number, own in enumerate(passes):
+            most = max(most, kept + max(root.before_bytes[number], root.given_bytes[number] + own.forward_bytes))
+            kept += left[number]
+        most = max(most, kept + root.behind_bytes)
+        for number, own in reversed([*enumerate(passes)]):
+            kept -= left[number]
+            if number in root.live_bytes:
+                within = root.live_bytes[number] + own.saved_bytes + own.backward_bytes
+                most = max(most, kept + max(within, root.after_bytes[number]))
+        return most
 
     def placed(self, choice: Choice) -> tuple[Placed, StepBytes, int]:
-        """Returns where units are, what they take, and what activations and updates take on top in a step."""
+        """Returns where units are, what they take, and what activations, updates and rounding take on top in a step."""
         if choice not in self._placed:
             activations = self.activation_bytes(choice)
             device, host = self.budgets(choice, activations)
@@ -94,7 +97,7 @@ class ModelPlanner:
         return self._placed[choice]
 
     def _with_updates(self, choice: Choice, placed: Placed) -> int:
-        """Returns the most that activations and updates of resident units take together.
+        """Returns the most that activations and updates of resident units take together, and blocks beside their bytes.
 
         Updates in the backward pass run beside activations, but for those of root parameters that are used before the
         layers: their gradients come last.
@@ -108,12 +111,16 @@ class ModelPlanner:
         beside = placed.resident - last if choice.update == "in_backward" else frozenset[int]()
         device = self._machine.device
         activations = self.activation_bytes(choice) + self._memory.scratch(choice, beside, device)
-        return max(activations, self._memory.scratch(choice, placed.resident - beside, device))
+        on_top = max(activations, self._memory.scratch(choice, placed.resident - beside, device))
+        return on_top + self._memory.rounding(choice, placed.resident)
 
     def budgets(self, choice: Choice, activations: int) -> tuple[int | None, int | None]:
         """Returns what ``device_memory`` and ``host_memory`` are for ``offload``: what is left beside activations."""
-        root_gradients = sum(unit.root_gradient for unit in self._memory.of(choice).root)
-        device = None if self._limits.device is None else max(0, self._limits.device - activations - root_gradients)
+        sizes, count = self._memory.of(choice), len(self._memory.units.layers)
+        trained = {number for number, unit in enumerate(sizes.root, count) if unit.trained}  # these may all be resident
+        rounding = self._memory.rounding(choice, trained.union(spread(count, choice.resident)))
+        beside = activations + rounding + sum(unit.root_gradient for unit in sizes.root)
+        device = None if self._limits.device is None else max(0, self._limits.device - beside)
         if choice.store == "ram":
             return device, None
         if not self._limits.fills_ram:

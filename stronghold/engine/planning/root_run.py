@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,15 +18,36 @@ from stronghold.engine.planning.recording import Recording
 from stronghold.planner.op_costs import Op
 
 
+@dataclass(frozen=True)
+class Released:
+    """What nobody else has of a layer's inputs that get gradients, and of its output's gradients.
+
+    By their places among all tensors that it is given, and that it returns.
+    """
+
+    inputs: frozenset[int] = frozenset()
+    gradients: frozenset[int] = frozenset()
+
+    def __and__(self, other: Released) -> Released:
+        return Released(self.inputs & other.inputs, self.gradients & other.gradients)
+
+
+NOTHING = Released()
+
+
 @dataclass
 class RootRun:
     """What is computed outside the layers over a whole batch.
 
-    ``used_first`` are the ids of the parameters that are used before the layers. ``forward_peak_bytes`` is the most
-    that is alive until the backward pass comes to the first layer, ``live_bytes`` what is when it comes to each, by the
-    layer's number, and ``end_peak_bytes`` the most from the first one on. All of them count the layers' inputs and
-    outputs, as checkpoints of all layers keep them, and gradients of root parameters from when they are there; what
-    layers take beside comes on top.
+    ``used_first`` are the ids of the parameters that are used before the layers. Bytes are by the number of the layer:
+    what is alive as its forward and its backward pass begin (``given_bytes``, ``live_bytes``), the most that is alive
+    from the layer before to this one (``before_bytes``), and from its backward pass to the next (``after_bytes``).
+    ``behind_bytes`` is the most from the last layer's forward pass to the first backward pass of one. All of them count
+    the layers' inputs and outputs, as checkpoints of all layers keep them, and gradients of root parameters from when
+    they are there; what layers take beside comes on top.
+
+    ``released`` is what the layer alone has as its backward pass begins; of ``dropped`` layers the output is not kept
+    outside them until the backward pass.
     """
 
     before: Counter[Op] = field(default_factory=Counter)
@@ -33,9 +55,13 @@ class RootRun:
     behind_backward: Counter[Op] = field(default_factory=Counter)
     before_backward: Counter[Op] = field(default_factory=Counter)
     used_first: set[int] = field(default_factory=set)
-    forward_peak_bytes: int = 0
+    before_bytes: dict[int, int] = field(default_factory=dict)
+    given_bytes: dict[int, int] = field(default_factory=dict)
+    behind_bytes: int = 0
     live_bytes: dict[int, int] = field(default_factory=dict)
-    end_peak_bytes: int = 0
+    after_bytes: dict[int, int] = field(default_factory=dict)
+    released: dict[int, Released] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
 
 
 class Layers(Protocol):
@@ -51,7 +77,7 @@ class Stubs:
         self._layers, self._recording, self._root = layers, recording, root
         self._begun = False
         self._expected = 0  # backward passes of layers
-        self._ended = 0
+        self._ended: list[_Ended] = []
 
     @contextmanager
     def in_place_of(self, model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -76,9 +102,11 @@ class Stubs:
             self._root.used_first |= ids
 
     def _run(self, number: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        recording, self._begun = self._recording, True
+        recording, root, self._begun = self._recording, self._root, True
+        _raise_to(root.before_bytes, number, recording.peak_bytes)
+        _raise_to(root.given_bytes, number, recording.live_bytes)
         given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        recording.go_on(self._root.behind)
+        recording.begin(root.behind)
         with recording.paused():
             like = self._layers.output_of(number, given, args, kwargs, forward)
             if not any(t.requires_grad for t in given) and any(p.requires_grad for p in module.parameters()):
@@ -90,24 +118,60 @@ class Stubs:
             outputs = _Skipped.apply(self, number, [leaves[n] for n in places], *given)
         for place, output in zip(places, outputs, strict=True):
             leaves[place] = output
+            weakref.finalize(output.untyped_storage(), self._gone, number).atexit = False
         return tree_unflatten(leaves, spec)
 
-    def backward(self, number: int) -> None:
-        """Called when the backward pass of a layer would begin."""
-        root, recording = self._root, self._recording
+    def _gone(self, number: int) -> None:
         if not self._ended:
-            root.forward_peak_bytes = recording.peak_bytes
-            recording.begin(recording.ops)
-        self._ended += 1
-        root.live_bytes[number] = max(root.live_bytes.get(number, 0), recording.live_bytes)
-        recording.go_on(root.before_backward if self._ended == self._expected else root.behind_backward)
+            self._root.dropped.add(number)
+
+    def backward(self, number: int, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Called when the backward pass of a layer would begin; returns gradients of ``inputs``."""
+        root, recording = self._root, self._recording
+        self._end_segment()
+        _raise_to(root.live_bytes, number, recording.live_bytes)
+        with recording.uncounted():  # the layer's passes say what is alive meanwhile
+            found = [torch.empty_like(t) if t.requires_grad else None for t in inputs]
+        ended = _Ended(number, recording)
+        self._ended.append(ended)
+        for kind, tensors in ((ended.inputs, inputs), (ended.gradients, gradients)):
+            for place, tensor in enumerate(tensors):
+                if kind is ended.gradients or tensor.requires_grad:
+                    weakref.finalize(tensor.untyped_storage(), ended.gone, kind, place).atexit = False
+        recording.begin(root.before_backward if len(self._ended) == self._expected else root.behind_backward)
+        recording.peak_bytes = 0
+        return found
+
+    def _end_segment(self) -> None:
+        if self._ended:
+            _raise_to(self._root.after_bytes, self._ended[-1].number, self._recording.peak_bytes)
+        else:
+            self._root.behind_bytes = self._recording.peak_bytes
 
     def end(self) -> None:
         """Called when the backward pass is over."""
-        peak = self._recording.peak_bytes
-        self._root.end_peak_bytes = peak
-        if not self._ended:  # no gradient came to a layer
-            self._root.forward_peak_bytes = peak
+        self._end_segment()
+        for ended in self._ended:
+            one, known = Released(frozenset(ended.inputs), frozenset(ended.gradients)), self._root.released
+            known[ended.number] = one & known.get(ended.number, one)
+
+
+class _Ended:
+    """A layer whose backward pass is over: notes what is given up before anything else is computed."""
+
+    def __init__(self, number: int, recording: Recording) -> None:
+        self.number, self._recording = number, recording
+        self._computed = recording.computed
+        self.inputs: set[int] = set()
+        self.gradients: set[int] = set()
+
+    def gone(self, kind: set[int], place: int) -> None:
+        if self._recording.computed == self._computed:
+            kind.add(place)
+
+
+def _raise_to(known: dict[int, int], number: int, value: int) -> None:
+    known[number] = max(known.get(number, 0), value)
 
 
 class _Skipped(torch.autograd.Function):
@@ -120,11 +184,8 @@ class _Skipped(torch.autograd.Function):
         return tuple(torch.empty(t.shape, dtype=t.dtype) for t in like)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        ctx.stubs.backward(ctx.number)
-        with ctx.stubs._recording.uncounted():
-            gradients = (torch.empty_like(t) if t.requires_grad else None for t in ctx.saved_tensors)
-            return None, None, None, *gradients
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *ctx.stubs.backward(ctx.number, ctx.saved_tensors, gradients)
 
 
 @contextmanager

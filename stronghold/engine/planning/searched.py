@@ -52,9 +52,14 @@ class PlannedModel:
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._model, self._machine, self._directories = model, machine, directories
         self._sequence, self._name = sequence, name or type(model).__name__
-        self.memory = ModelMemory(model, layers=layers, dtype=dtype, is_host=machine.is_host, replicas=replicas)
-        modules, block_bytes = self.memory.units.modules, 1 if machine.is_host else BLOCK_BYTES
-        self.computation = ModelComputation(model, modules, inputs, dtype=dtype, loss=loss, block_bytes=block_bytes)
+        is_host, block_bytes = machine.is_host, 1 if machine.is_host else BLOCK_BYTES
+        self.memory = ModelMemory(
+            model, layers=layers, dtype=dtype, is_host=is_host, replicas=replicas, block_bytes=block_bytes
+        )
+        modules = self.memory.units.modules
+        self.computation = ModelComputation(
+            model, modules, inputs, dtype=dtype, loss=loss, block_bytes=block_bytes, fused=not is_host
+        )
 
     def best(self, space: Space, limits: Limits, *, tokens: int = 10**9) -> TrainingPlan:
         """Returns the plan of the shortest step. Raises BudgetError where nothing fits.

@@ -77,7 +77,8 @@ def test_frozen_layers_that_no_gradient_reaches_have_no_backward_pass():
     backward = counted(model(x).backward)
     found = ModelComputation(model, list(model.layers), (x,))
     assert flops(found.layer(0).backward) == 0
-    assert found.layer(0).kept_bytes == found.layer(0).output_bytes
+    passes = found.passes(0, None, kept=True)
+    assert passes.left_bytes == passes.saved_bytes == passes.backward_bytes == 0
     of_layers = sum(flops(found.layer(number).backward) for number in range(3))
     assert of_layers + flops(found.root.behind_backward) == backward
     assert not found.root.before_backward
@@ -116,14 +117,11 @@ def saved_bytes(layer: nn.Module, *args: torch.Tensor) -> tuple[int, int]:
 @pytest.mark.parametrize("samples", [1, 2, 6])
 def test_bytes_that_are_kept_are_those_that_autograd_keeps(samples, dtype):
     torch.manual_seed(0)
-    model, x = Mlp().to(dtype), torch.randn(6, 7, 8, dtype=dtype)
-    run = ModelComputation(model, list(model.layers), (x,)).layer(1, samples)
+    model, x = Mlp().to(dtype), torch.randn(samples, 7, 8, dtype=dtype)
+    told = ModelComputation(model, list(model.layers), (x,)).passes(1, None, kept=True)
     given = torch.randn(samples, 7, 24, dtype=dtype).requires_grad_()
     kept, output = saved_bytes(model.layers[1], given)
-    assert run.samples == samples
-    assert run.output_bytes == output
-    assert run.kept_bytes == kept
-    assert run.kept_bytes - run.output_bytes <= run.saved_bytes <= run.kept_bytes
+    assert told.left_bytes == told.saved_bytes == kept - output
 
 
 def test_a_transformer_keeps_what_autograd_keeps():
@@ -135,9 +133,9 @@ def test_a_transformer_keeps_what_autograd_keeps():
     model(ids, labels=ids)
     hook.remove()
     x, cos, sin = seen[0]
-    kept, _ = saved_bytes(model.layers[0], x.detach().requires_grad_(), cos, sin)
+    kept, output = saved_bytes(model.layers[0], x.detach().requires_grad_(), cos, sin)
     found = ModelComputation(model, list(model.layers), {"input_ids": ids, "labels": ids})
-    assert found.layer(0).kept_bytes == kept
+    assert found.passes(0, None, kept=True).left_bytes == kept - output
     assert [p for p in model.parameters() if id(p) in found.root.used_first] == [model.embedding.weight]
 
 
