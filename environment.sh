@@ -65,7 +65,7 @@ import sys
 from importlib.util import find_spec
 assert all(map(find_spec, sys.argv[1:]))' "$@"; then
     _stronghold_say "installing DeepSpeed, ninja and torchao (requirements-baselines.txt) into $prefix"
-    (_stronghold_pip install -r "$root/requirements-baselines.txt")
+    (_stronghold_pip install -r <(_stronghold_requirements "$root/requirements-baselines.txt"))
   fi
 }
 
@@ -153,7 +153,16 @@ _stronghold_create() {
   _stronghold_say "installing $torch (a large download)"
   _stronghold_pip install "$torch"
   _stronghold_say "installing the other dependencies of requirements.txt"
-  _stronghold_pip install -r <(grep -v '^torch==' "$root/requirements.txt") "$torch"
+  _stronghold_pip install -r <(_stronghold_requirements "$root/requirements.txt" | grep -v '^torch==') "$torch"
+}
+
+# Prints the requirements in $1. torchao 0.18 imports what PyTorch has from 2.10 on and does not tell pip so, and
+# transformers imports torchao where it is: before 2.10 the last torchao that works takes its place.
+_stronghold_requirements() {
+  local check='
+import torch
+assert tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)'
+  if _stronghold_suits "$PYTHON" -c "$check"; then cat "$1"; else sed 's/^torchao==.*/torchao==0.17.0/' "$1"; fi
 }
 
 _stronghold_pip() {

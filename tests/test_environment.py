@@ -1,6 +1,7 @@
 """environment.sh and test.sh: the tests of a GPU run on a machine that has little besides one, and no network."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -60,3 +61,17 @@ def test_the_files_with_tests_of_a_gpu_import_what_is_wanted_for_them():
     alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-baselines.txt"])
+@pytest.mark.parametrize("torch", ["2.9.1+cu126", "2.10.0", "2.13.0+cpu"])
+def test_the_torchao_that_is_installed_is_one_that_this_torch_can_import(tmp_path, name, torch):
+    """0.18 ends, with torch 2.9, in an ImportError about ``ScalingType``, and transformers' models with it."""
+    (tmp_path / "torch.py").write_text(f"__version__ = {torch!r}\n")
+    script = '. ./environment.sh; PYTHON="$1" _stronghold_requirements "$2"'
+    command = ["bash", "-c", script, "bash", sys.executable, name]
+    found = subprocess.check_output(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True)
+    pinned = (ROOT / name).read_text()
+    if torch.startswith("2.9."):
+        pinned = re.sub(r"^torchao==.*$", "torchao==0.17.0", pinned, flags=re.MULTILINE)
+    assert found == pinned
