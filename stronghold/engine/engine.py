@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold import native
-from stronghold.device import Device, Wait, Waits, check_process, forks, keep_freed_memory
+from stronghold.device import Device, Wait, Waits, check_process, forks, keep_freed_memory, return_free_memory
 from stronghold.engine.block import Block, Run
 from stronghold.engine.closing import end_with
 from stronghold.engine.compiled import warn_of_compiling
@@ -139,6 +139,7 @@ class Engine:
             else:
                 for number, values in weights.units([unit.parameters for unit in self.units], placement.modules):
                     store.place(self.units[number], values)
+                    return_free_memory()  # what was read and quantised; else it adds up, unit by unit
         except BaseException:
             store.close()
             raise
