@@ -118,8 +118,7 @@ def _adapters(options: argparse.Namespace) -> AdapterSettings | None:
     if options.adapter is None and options.lora is None:
         if new or options.lora_dropout or options.quantize:
             raise ValueError(
-                "--lora-alpha, --lora-dropout, --targets and --quantize are of adapters and the base below them (got "
-                "none); pass --lora too"
+                "--lora-alpha, --lora-dropout, --targets and --quantize are of adapters (got none); pass --lora too"
             )
         return None
     rank = 16 if options.lora is None else options.lora
