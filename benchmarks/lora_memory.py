@@ -68,12 +68,12 @@ def run(directory: Path, steps: int, tokens: int) -> None:
     import stronghold
 
     shutil.rmtree(directory / "store", ignore_errors=True)
-    begin = time.perf_counter()
+    load_begin = time.perf_counter()
     model = stronghold.load(
         directory / "model", quantize="nf4_nested", device="cpu", window=2, store=str(directory / "store")
     )
-    loaded = time.perf_counter()
-    print(f"loaded in {loaded - begin:.0f} s", file=sys.stderr, flush=True)
+    load_s = time.perf_counter() - load_begin
+    print(f"loaded in {load_s:.0f} s", file=sys.stderr, flush=True)
     torch.manual_seed(0)
     model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear")).train()
     optimizer = stronghold.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
@@ -102,7 +102,7 @@ def run(directory: Path, steps: int, tokens: int) -> None:
                 "trained": report.trainable_parameters,
                 "losses": losses,
                 "step_s": seconds,
-                "load_s": loaded - begin,
+                "load_s": load_s,
             }
         )
     )
