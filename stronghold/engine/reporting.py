@@ -10,6 +10,7 @@ from torch import nn
 from stronghold.engine.offload import known_engine
 from stronghold.optim.held import name_of
 from stronghold.reports import Report
+from stronghold.unit import Unit, count_of, is_packed
 
 
 def report(model: nn.Module) -> Report:
@@ -23,14 +24,14 @@ def report(model: nn.Module) -> Report:
     parameters = [p for h in engine.units for p in h.parameters]
     others_host_bytes, others_device_bytes = engine.held.other_optimizers_bytes()
     return Report(
-        parameters=sum(p.numel() for p in parameters),
+        parameters=sum(map(count_of, parameters)),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         layers=len(engine.layers),
         window=engine.window.size,
         resident=sum(h.resident for h in engine.layers),
         resident_root=sum(len(h.parameters) for h in engine.units if h.is_root and h.resident),
         device=device.name,
-        dtype=" and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys([unit.dtype, *unit.dtypes])),
+        dtype=_dtype_of(unit),
         states=optimizer.states if optimizer is not None else None,
         other_optimizers=tuple(sorted(map(name_of, engine.held.other_optimizers))),
         others_host_bytes=others_host_bytes,
@@ -58,3 +59,13 @@ def report(model: nn.Module) -> Report:
         stages=getattr(model, "stage_times", tuple)(),  # a model in stages tells of them
         states_on_disk=sum(unit.trainable and unit.lives("moments") == "disk" for unit in engine.layers),
     )
+
+
+def _dtype_of(unit: Unit) -> str:
+    """Returns what a layer computes in, and that its weights are packed, if they are."""
+    own = [dtype for dtype, p in zip(unit.dtypes, unit.parameters, strict=True) if not is_packed(p)]
+    names = " and ".join(
+        str(dtype).removeprefix("torch.") for dtype in dict.fromkeys([*([unit.dtype] * bool(own)), *own])
+    )
+    packed = "weights in four bits" if len(own) < len(unit.parameters) else ""
+    return ", ".join(filter(None, (names, packed)))

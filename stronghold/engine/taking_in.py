@@ -107,7 +107,7 @@ def _found(engine: Engine, model: nn.Module, layers: Sequence[Layer]) -> Additio
     beside: dict[int, Unit] = {}
     for number, (layer, parameters) in enumerate(zip(layers, owned, strict=True)):
         if new := [parameter for parameter in parameters if id(parameter) not in known]:
-            count = sum(layer.name in unit.name for unit in engine.units)
+            count = sum(unit.name.partition(" (")[0] == layer.name for unit in engine.units)
             name = f"{layer.name} (added {count})" if count > 1 else f"{layer.name} (added)"
             unit = Unit(None, name, new, dtypes_of(layer.name, new, None), has_device_copy=apart, alignment=alignment)
             beside[number] = unit

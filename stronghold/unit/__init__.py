@@ -13,7 +13,7 @@ from stronghold.unit.gradient import (
     make_plain,
     note_gradient,
 )
-from stronghold.unit.packed import all_parameters, check_packed, constants, is_packed, pack, unpacked
+from stronghold.unit.packed import all_parameters, check_packed, constants, count_of, is_packed, pack, unpacked
 from stronghold.unit.parameter import (
     BoundParameter,
     OffloadedParameter,
@@ -57,6 +57,7 @@ __all__ = [
     "constants",
     "consumed_error",
     "consumed_like",
+    "count_of",
     "from_rank0",
     "grad_meta_of",
     "gradient_of",

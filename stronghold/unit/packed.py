@@ -74,6 +74,11 @@ def unpacked(tensor: Tensor) -> Tensor:
     return torch.empty(state.shape, dtype=state.dtype, device="meta")
 
 
+def count_of(parameter: Tensor) -> int:
+    """Returns how many numbers of the model a parameter holds: a packed weight those before, its scales none."""
+    return 0 if "_is_scale" in parameter.__dict__ else unpacked(parameter).numel()
+
+
 def pack(weight: Any, value: Tensor) -> Iterator[Tensor]:
     """Yields the bytes of a packed weight that is to hold ``value``, and its scales in the order of its parameters."""
     functional, state = sys.modules["bitsandbytes"].functional, weight.quant_state

@@ -125,10 +125,10 @@ class Unit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What most of the unit's elements compute in that are numbers by themselves."""
+        """What most of the unit's elements compute in, but for packed weights."""
         counts = Counter[torch.dtype](dict.fromkeys(self.dtypes, 0))
-        for dtype, count in zip(self.dtypes, self.counts, strict=True):
-            counts[dtype] += count * dtype.is_floating_point
+        for dtype, count, parameter in zip(self.dtypes, self.counts, self.parameters, strict=True):
+            counts[dtype] += count * (not is_packed(parameter))
         return counts.most_common(1)[0][0]
 
     @property

@@ -86,7 +86,10 @@ def test_a_base_takes_what_its_packed_weights_take(nested: bool) -> None:
         p.numel() * p.element_size() for p in model.parameters() if not isinstance(p, bitsandbytes.nn.Params4bit)
     )
     stronghold.offload(model.requires_grad_(False), device="cpu", window=1)
-    assert expected + others <= stronghold.report(model).host_bytes <= 1.02 * (expected + others)
+    report = stronghold.report(model)
+    assert expected + others <= report.host_bytes <= 1.02 * (expected + others)
+    assert report.parameters == sum(p.numel() for p in base().parameters())
+    assert report.dtype == "bfloat16, weights in four bits"
 
 
 def test_a_checkpoint_of_it_goes_on_to_the_bit(tmp_path: Path) -> None:
