@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 from stronghold.unit import is_packed
 
 _QUANTISED = (
-    "of quantised weights those of bitsandbytes in four bits can be offloaded: load others in torch.bfloat16 or "
-    "torch.float32"
+    "quantised weights cannot be offloaded, but for those of bitsandbytes in four bits: load the model in "
+    "torch.bfloat16 or torch.float32"
 )
 _OF_CLASS = {
     "DTensor": "offload the model before it is distributed; stronghold.replicate and stronghold.pipeline train one in "
