@@ -31,9 +31,9 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
-def base(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def base(dtype: torch.dtype = torch.bfloat16, **more: Any) -> nn.Module:
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(num_hidden_layers=LAYERS, use_cache=False, **SHAPE)
+    config = transformers.LlamaConfig(num_hidden_layers=LAYERS, use_cache=False, **{**SHAPE, **more})
     return transformers.LlamaForCausalLM(config).to(dtype).train()
 
 

@@ -64,7 +64,7 @@ def _packed(linear: nn.Linear, *, nested: bool, dtype: torch.dtype | None) -> nn
         blocksize=_BLOCK,
         quant_type="nf4",
         dtype=dtype,
-        offset=torch.zeros(()) if nested else None,
+        offset=torch.empty((), dtype=torch.float32, device="meta") if nested else None,
         state2=outer,
     )
     made = bitsandbytes.nn.Linear4bit(

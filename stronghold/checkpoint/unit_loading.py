@@ -53,11 +53,6 @@ def load_unit(
 
 def _load_master(file: UnitReader | DistributedTensors, unit: Unit, index: int, name: str) -> None:
     weight, low = unit.weight[index], f"{name}/remainder"
-    if torch.uint8 in (kinds := {file.dtype(name), weight.dtype}) and len(kinds) > 1:
-        raise CheckpointError(
-            f"a quantised weight is loaded into one that is quantised alike (got {name} as {file.dtype(name)} for "
-            f"{weight.dtype}); quantise the model as it was when the checkpoint was saved"
-        )
     if unit.dtypes[index] == torch.float32:
         if file.dtype(name) == torch.float32:
             file.read_to(name, weight)

@@ -66,8 +66,9 @@ def take_in_additions(engine: Engine) -> bool:
     """Takes in what was added to the model of ``engine``; returns whether nothing else of it has changed.
 
     A layer must still have all of its parameters, wherever in it, and the model those of the root. Not of a model that
-    several processes train, in which each would have added its own. What is frozen by now gives back what it had for
-    its training. Raises BudgetError and ValueError for parameters that cannot be taken in, and nothing has changed.
+    several processes train, in which each would have added its own. What is frozen by now, and was not trained, gives
+    back what it had for that. Raises BudgetError and ValueError for parameters that cannot be taken in, and nothing has
+    changed.
     """
     model = engine.model()
     if model is None or engine.replicas.world_size > 1 or engine.processes.world_size > 1:
@@ -84,7 +85,7 @@ def take_in_additions(engine: Engine) -> bool:
         engine.store.place(unit)
     engine.take_in(model, added)
     for unit in engine.units:
-        if not unit.trainable:
+        if not unit.trainable and engine.own_optimizer is None:  # one that has trained it may do so again
             unit.keep_weights_alone()
     engine.gradients.grad_offload.give_back()
     engine.store.give_back(engine.units)
@@ -131,7 +132,8 @@ def _found(engine: Engine, model: nn.Module, layers: Sequence[Layer]) -> Additio
     taken = sum(buffer.nbytes for buffer in model.buffers())
     taken += sum(unit_bytes(unit).on_device for unit in root_units if not unit.resident)
     more = max(0, taken - engine.held.root_bytes)
-    engine.budget.check_budgets(host_bytes=0, device_bytes=more, what="what was added to the model")
+    on_host = sum(unit.layout.total_bytes + unit.remainder_bytes() for unit, _ in units if not unit.resident)
+    engine.budget.check_budgets(host_bytes=on_host, device_bytes=more, what="what was added to the model")
     return Additions([id(p) for _, p in all_parameters(model)], units, beside, buffers, taken)
 
 

@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PARTS = {"absmax": ("quant_state", "absmax"), "nested_absmax": ("quant_state", "state2", "absmax")}
+_PARTS = {
+    "absmax": ("quant_state", "absmax"),
+    "nested_absmax": ("quant_state", "state2", "absmax"),
+    "nested_offset": ("quant_state", "offset"),
+}
 """What moves beside the bytes, by the names that bitsandbytes saves it under: a scale for each block."""
-_CONSTANTS = (("quant_state", "code"), ("quant_state", "offset"), ("quant_state", "state2", "code"))
-"""What is the same, or next to nothing, for each weight: it stays on the device."""
+_CONSTANTS = (("quant_state", "code"), ("quant_state", "state2", "code"))
+"""What is the same for each weight of a type: it stays on the device."""
 
 
 def is_packed(parameter: Tensor) -> bool:
@@ -24,14 +28,16 @@ def is_packed(parameter: Tensor) -> bool:
 def all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields ``module.named_parameters()``, and behind each packed weight its scales, as parameters of their own.
 
-    What bitsandbytes computes with becomes those parameters, so that they move by their ``data``, as all do.
+    What bitsandbytes computes with becomes those parameters, so that they move by their ``data``, as all do. Their
+    names have the type, by which a checkpoint of another is refused.
     """
     for name, parameter in module.named_parameters():
         yield name, parameter
         if _is_weight(parameter):
+            kind = getattr(_follow(parameter, ["quant_state"]), "quant_type", None)
             for own, path in _PARTS.items():
                 if (part := _part(parameter, path)) is not None:
-                    yield f"{name}.{own}", part
+                    yield f"{name}.{kind}.{own}", part
 
 
 def constants(module: nn.Module) -> Iterator[tuple[Any, str]]:
@@ -92,8 +98,8 @@ def pack(weight: Any, value: Tensor) -> Iterator[Tensor]:
     yield packed
     yield found.absmax
     if state.nested:
-        state.offset = found.offset
         yield found.state2.absmax
+        yield found.offset
 
 
 def copy_of(weight: nn.Parameter, own: Any, memo: dict[int, Any]) -> nn.Parameter:

@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 import stronghold
+from stronghold.errors import CheckpointError
 from tests.adapters import PLACES, base, batches, offload, train, trained, with_adapters
 from tests.reference import differences, snapshot
 
@@ -21,9 +22,11 @@ LORA = peft.LoraConfig(r=2, target_modules="all-linear")
 FOUR_BITS = [place for place in PLACES if "micro_batch" not in place and place.get("activations") != "keep"]
 
 
-def packed(nested: bool = False, kind: str = "nf4", pack: bool = True, storage: torch.dtype = torch.uint8) -> nn.Module:
+def packed(
+    nested: bool = False, kind: str = "nf4", pack: bool = True, storage: torch.dtype = torch.uint8, **more: Any
+) -> nn.Module:
     """Returns a Llama in bf16 whose linear layers are in four bits, as transformers makes them."""
-    model = base()
+    model = base(**more)
     for module in [*model.model.layers.modules()]:  # type: ignore[union-attr, operator]
         for name, child in [*module.named_children()]:
             if isinstance(child, nn.Linear):
@@ -83,7 +86,8 @@ def test_adapters_learn_the_bits_that_they_learn_in_memory(
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_base_takes_what_its_packed_weights_take(nested: bool) -> None:
-    model = packed(nested)
+    shape = {"hidden_size": 128, "intermediate_size": 320}  # a tensor begins at a multiple of 64 bytes
+    model = packed(nested, **shape)
     expected = packed_bytes(model)
     linear = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit))
     assert expected / linear == pytest.approx(0.516 if nested else 0.5625, rel=1e-3)
@@ -93,7 +97,7 @@ def test_a_base_takes_what_its_packed_weights_take(nested: bool) -> None:
     stronghold.offload(model.requires_grad_(False), device="cpu", window=1)
     report = stronghold.report(model)
     assert expected + others <= report.host_bytes <= 1.02 * (expected + others)
-    assert report.parameters == sum(p.numel() for p in base().parameters())
+    assert report.parameters == sum(p.numel() for p in base(**shape).parameters())
     assert report.dtype == "bfloat16, weights in four bits"
 
 
@@ -111,6 +115,28 @@ def test_a_checkpoint_of_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     stronghold.checkpoint.load(tmp_path / "kept", model, optimizer)
     assert train(model, optimizer) == expected[0]
     assert differences(snapshot(model, optimizer), expected[1]) == []
+
+
+def test_a_checkpoint_brings_all_of_a_base_and_none_of_another_type(tmp_path: Path) -> None:
+    def begun(kind: str, seed: int) -> tuple[nn.Module, stronghold.AdamW]:
+        model = packed(True, kind)
+        if seed:
+            for module in model.modules():
+                if isinstance(module, bitsandbytes.nn.Linear4bit):  # bytes, scales and offsets of other weights
+                    other = torch.randn(module.out_features, module.in_features, dtype=torch.bfloat16)
+                    weight = bitsandbytes.nn.Params4bit(other, quant_type=kind, compress_statistics=True, module=module)
+                    module.weight, module.quant_state = weight.to("cpu"), None
+        model = with_adapters(stronghold.offload(model, device="cpu", window=2), LORA)
+        return model, stronghold.AdamW(trained(model), lr=1e-2)
+
+    model, optimizer = begun("nf4", 0)
+    kept = stronghold.checkpoint.save(tmp_path / "kept", model, optimizer)
+    other, its_optimizer = begun("nf4", 1)
+    assert evaluated(other) != evaluated(model)
+    stronghold.checkpoint.load(kept, other, its_optimizer)
+    assert evaluated(other) == evaluated(model)
+    with pytest.raises(CheckpointError, match=r"fp4\.absmax|nf4\.absmax"):
+        stronghold.checkpoint.load(kept, *begun("fp4", 0))
 
 
 def test_a_copy_of_it_is_a_model_in_memory() -> None:
