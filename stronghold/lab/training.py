@@ -42,12 +42,13 @@ from stronghold.lab.records.json_lines import Record, append_record, describe_ma
 from stronghold.lab.records.progress import StepDisplay
 from stronghold.lab.records.runlog import RunLog, check_run_folder
 from stronghold.lab.records.runs import Summary, summarize
+from stronghold.lab.records.stages_report import StagesReport
 from stronghold.lab.records.timeline import TIMELINE_NAME, write_spans
 from stronghold.lab.run_checkpoints import RunCheckpoints
 from stronghold.lab.settings import OptimizerSettings, TrainSettings
 from stronghold.lab.stops import Output, Stop, taking_signals
 from stronghold.planner.training_plan import TrainingPlan
-from stronghold.reports import Report
+from stronghold.reports import Measured, Report
 from stronghold.tables import table
 from stronghold.units import format_bytes, format_count
 from stronghold.weights import Weights
@@ -191,6 +192,26 @@ def learning_rate_factor(step: int, *, steps: int, warmup_steps: int) -> float:
     return 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
 
 
+def of_report(report: Report | Measured | StagesReport) -> Record:
+    """Returns what a step's record says by the model's report: bytes by place, and where the step's time went."""
+    times = report.step
+    return {
+        "device_bytes": report.device_bytes,
+        "peak_device_bytes": report.peak_device_bytes,
+        "host_bytes": report.host_bytes,
+        "peak_host_bytes": peak_host_bytes(),
+        "disk_bytes": report.disk_bytes,
+        "skipped_steps": report.skipped_steps,
+        "compute_s": times.compute_s if times else 0.0,
+        "fetch_wait_s": times.fetch_wait_s if times else 0.0,
+        "update_wait_s": times.update_wait_s if times else 0.0,
+        "disk_wait_s": times.disk_wait_s if times else 0.0,
+        "disk_busy_s": times.disk_busy_s if times else 0.0,
+        "disk_read_bytes": times.disk_read_bytes if times else 0,
+        "disk_written_bytes": times.disk_written_bytes if times else 0,
+    }
+
+
 def peak_host_bytes() -> int:
     """Returns the peak resident memory of this process, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -312,7 +333,6 @@ def _steps(
         except Exception as error:
             raise TrainingError(f"step {step} failed: {str(error) or type(error).__name__}") from error
         now = time.perf_counter()
-        times = report.step
         yield {
             "step": step,
             "loss": value,
@@ -320,19 +340,7 @@ def _steps(
             "batch": settings.batch,
             "iteration_s": now - begin,
             "tokens_per_s": settings.batch * settings.sequence / (now - begin),
-            "device_bytes": report.device_bytes,
-            "peak_device_bytes": report.peak_device_bytes,
-            "host_bytes": report.host_bytes,
-            "peak_host_bytes": peak_host_bytes(),
-            "disk_bytes": report.disk_bytes,
-            "skipped_steps": report.skipped_steps,
-            "compute_s": times.compute_s if times else 0.0,
-            "fetch_wait_s": times.fetch_wait_s if times else 0.0,
-            "update_wait_s": times.update_wait_s if times else 0.0,
-            "disk_wait_s": times.disk_wait_s if times else 0.0,
-            "disk_busy_s": times.disk_busy_s if times else 0.0,
-            "disk_read_bytes": times.disk_read_bytes if times else 0,
-            "disk_written_bytes": times.disk_written_bytes if times else 0,
+            **of_report(report),
         }
         begin = time.perf_counter()
 

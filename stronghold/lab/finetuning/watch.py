@@ -17,7 +17,7 @@ from stronghold.lab.records.json_lines import Record
 from stronghold.lab.records.progress import StepDisplay
 from stronghold.lab.records.runlog import RunLog
 from stronghold.lab.stops import Stop
-from stronghold.lab.training import peak_host_bytes
+from stronghold.lab.training import of_report
 from stronghold.reports import Report
 
 
@@ -108,7 +108,6 @@ class Watch(TrainerCallback):
         iteration_s = time.perf_counter() - self._since
         tokens, self._tokens = logs["num_tokens"] - self._tokens, logs["num_tokens"]
         report = self._report()
-        times = report.step
         record: Record = {
             "step": step,
             "loss": logs["loss"],
@@ -118,19 +117,7 @@ class Watch(TrainerCallback):
             "tokens": tokens,
             "iteration_s": iteration_s,
             "tokens_per_s": tokens / iteration_s,
-            "device_bytes": report.device_bytes,
-            "peak_device_bytes": report.peak_device_bytes,
-            "host_bytes": report.host_bytes,
-            "peak_host_bytes": peak_host_bytes(),
-            "disk_bytes": report.disk_bytes,
-            "skipped_steps": report.skipped_steps,
-            "compute_s": times.compute_s if times else 0.0,
-            "fetch_wait_s": times.fetch_wait_s if times else 0.0,
-            "update_wait_s": times.update_wait_s if times else 0.0,
-            "disk_wait_s": times.disk_wait_s if times else 0.0,
-            "disk_busy_s": times.disk_busy_s if times else 0.0,
-            "disk_read_bytes": times.disk_read_bytes if times else 0,
-            "disk_written_bytes": times.disk_written_bytes if times else 0,
+            **of_report(report),
         }
         self.steps.append(record)
         self._log.step(record)
