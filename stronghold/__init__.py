@@ -6,6 +6,7 @@ from stronghold.distributed import pipeline, replicate
 from stronghold.distributed.plan import plan
 from stronghold.engine import close, offload, report, trace, verify, writing
 from stronghold.engine.adamw import AdamW
+from stronghold.engine.split_experts import split_experts
 from stronghold.probing import probe
 from stronghold.version import __version__
 
@@ -22,6 +23,7 @@ __all__ = [
     "replicate",
     "report",
     "save",
+    "split_experts",
     "trace",
     "verify",
     "writing",

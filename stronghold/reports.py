@@ -15,7 +15,8 @@ class StepTimes:
 
     ``total_s`` is from the end of the step before. The waits are those of the computation: for a layer's
     fetch from host memory, for a layer's update to complete before its fetch, for a fetch from disk; ``compute_s`` is
-    the rest. What the disk has read and written since the end of the step before belongs, in part, to the updates of
+    the rest. ``spared_fetches`` are parts of experts that no token needed, passed over and not fetched in the forward
+    pass. What the disk has read and written since the end of the step before belongs, in part, to the updates of
     that step; ``disk_busy_s`` is how long it was at it. ``reduced_bytes`` of layers' gradients went to other replicas,
     as a ring sends them.
     """
@@ -33,6 +34,8 @@ class StepTimes:
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
     disk_busy_s: float = 0.0
+    spared_fetches: int = 0
+    spared_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +186,7 @@ class Report(Shown):
                 ("", "waiting for an update", _part(step.update_wait_s, step)),
                 ("", "waiting for disk", _part(step.disk_wait_s, step)),
                 ("", "fetched", f"{format_bytes(step.fetched_bytes)} in {step.fetches} fetches"),
+                *self._spared(step),
                 ("", "gradients down", format_bytes(step.gradient_bytes)),
                 *([("", "to replicas", format_bytes(step.reduced_bytes))] if step.reduced_bytes else []),
                 *([("", "to other machines", format_bytes(step.crossed_bytes))] if step.crossed_bytes else []),
@@ -198,6 +202,14 @@ class Report(Shown):
         if self.skipped_steps:
             rows.append(("steps", "skipped", f"{self.skipped_steps}, for gradients that were not finite"))
         return rows + self._planned_rows()
+
+    @staticmethod
+    def _spared(step: StepTimes) -> list[tuple[str, str, str]]:
+        if not step.spared_fetches:
+            return []
+        return [
+            ("", "experts not needed", f"{format_bytes(step.spared_bytes)} in {step.spared_fetches} fetches spared")
+        ]
 
     def _planned_rows(self) -> list[tuple[str, str, str]]:
         if (planned := self.planned) is None:

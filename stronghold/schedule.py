@@ -138,6 +138,18 @@ class Schedule:
         """The layers of the order, twice: from any place on it is there as a whole."""
         self._place: int | None = None
         """The last computation's place in the order, or None where it is not in it."""
+        self._left_out: frozenset[int] = frozenset()
+        """The layers that a forward pass is known to pass over."""
+
+    def leave_out(self, layers: Iterable[int], among: Iterable[int]) -> list[Move]:
+        """Foresees that a forward pass computes of the layers ``among`` all but ``layers``; says what can move now.
+
+        It holds until the same layers are spoken of again: a pass is foreseen as the last one went.
+        """
+        self._left_out = (self._left_out - frozenset(among)) | frozenset(layers)
+        if self._computing is not None or self._last is None:
+            return []
+        return self._apply(possible_now(self._future(self._last), self._held, self.window))
 
     def follow(self, order: Sequence[Computation]) -> None:
         """Foresees ``order``, again and again, in place of what it sees by itself; an empty one ends that.
@@ -165,7 +177,7 @@ class Schedule:
             if self._first[training] != layer:
                 self._first[training] = layer
                 self._rounds.pop(training, None)
-        elif self._after[training][self._last] != layer:
+        elif self._next(self._last, training) != layer:
             self._after[training][self._last] = layer
             self._rounds.pop(training, None)
         self._training, self._backward = training, False
@@ -319,9 +331,19 @@ class Schedule:
         if training not in self._rounds:
             self._rounds[training] = self._walk(self._first[training], training)
         whole = self._rounds[training]
-        if start in whole and self._after[training][whole[-1]] == whole[0]:
-            return whole[whole.index(start) :]
-        return self._walk(start, training)
+        turned = start in whole and self._after[training][whole[-1]] == whole[0]
+        passed = whole[whole.index(start) :] if turned else self._walk(start, training)
+        return (start, *(x for x in passed[1:] if x not in self._left_out)) if self._left_out else passed
+
+    def _next(self, layer: int, training: bool) -> int:
+        """Returns the layer that is foreseen behind ``layer`` in a forward pass."""
+        after = self._after[training]
+        following = after[layer]
+        for _ in self._left_out:
+            if following not in self._left_out:
+                break
+            following = after[following]
+        return following
 
     def _walk(self, start: int, training: bool) -> tuple[int, ...]:
         after, first, walked = self._after[training], self._first[training], [start]

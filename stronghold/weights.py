@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from stronghold.formats.conversion import Conversion, into_model, remember
+from stronghold.formats.conversion import into_model, remember
+from stronghold.formats.pieces import Group
 from stronghold.formats.weight_files import WeightFiles, some
 from stronghold.unit import is_packed, pack, unpacked
 
@@ -143,19 +144,17 @@ class FromCheckpoint:
         packed, *self._scales = pack(tensor, value.to(wanted.dtype))
         return packed
 
-    def _read(self, name: str, group: Conversion) -> Tensor:
+    def _read(self, name: str, group: Group) -> Tensor:
         if name not in self._kept:
             self._kept.update(group.convert([self._checkpoint.read(source) for source in group.sources]))
         return self._kept.pop(name)
 
-    def _match(
-        self, model: nn.Module, named: dict[str, Tensor], groups: list[Conversion]
-    ) -> dict[int, dict[str, Conversion]]:
+    def _match(self, model: nn.Module, named: dict[str, Tensor], groups: list[Group]) -> dict[int, dict[str, Group]]:
         """Returns, by the id of each tensor that the files have, its names there and what it is made from.
 
         Raises ValueError for what does not fit.
         """
-        found: dict[int, dict[str, Conversion]] = {}
+        found: dict[int, dict[str, Group]] = {}
         surplus: list[str] = []
         misshapen: list[str] = []
         for group in groups:

@@ -18,8 +18,10 @@ from stronghold.checkpoint.adapters import has_adapters, save_adapters
 from stronghold.checkpoint.quantising import quantise
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.offload import offload
-from stronghold.formats.conversion import Conversion, from_model
+from stronghold.engine.split_experts import split_experts
+from stronghold.formats.conversion import from_model
 from stronghold.formats.model_config import build, write_config
+from stronghold.formats.pieces import Group
 from stronghold.formats.sync import sync_directory, sync_path
 from stronghold.formats.tensor_files import TensorFileWriter
 from stronghold.formats.weight_files import INDEX, SINGLE, WeightFiles
@@ -40,7 +42,12 @@ _REPLACED = (
 
 
 def load(
-    directory: str | os.PathLike[str], *, model_class: Any = None, quantize: str | None = None, **options: Any
+    directory: str | os.PathLike[str],
+    *,
+    model_class: Any = None,
+    quantize: str | None = None,
+    experts_per_part: int | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Loads a checkpoint straight into the store, layer by layer, and returns the offloaded model.
 
@@ -54,6 +61,9 @@ def load(
     With ``quantize="nf4"`` the linear layers' weights are bitsandbytes' in four bits, quantised tensor by tensor as
     they come, and frozen: a base for adapters, 0.5625 bytes per parameter; ``"nf4_nested"`` has its scales in eight
     bits, 0.516.
+
+    With ``experts_per_part`` the layers of a mixture of experts go through the window in parts
+    (:func:`split_experts`).
 
     The model is what ``from_pretrained(directory)`` and :func:`offload` would make: its parameters have the dtype that
     the config names (without one the files'), and it is in evaluation mode; call
@@ -85,6 +95,8 @@ def load(
         model.__dict__["generation_config"] = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     if quantize is not None:
         quantise(model, quantize, layers=options.get("layers"), dtype=options.get("dtype"))
+    if experts_per_part is not None:
+        split_experts(model, experts_per_part)
     return offload(model, weights=folder, **options)
 
 
@@ -217,13 +229,13 @@ class _Outgoing:
         self.groups = from_model(model, self._items)
         self._last: Unit | None = None
 
-    def announce(self, group: Conversion) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    def announce(self, group: Group) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Returns dtype and shape of what a group becomes, by name."""
         items = [self._items[source] for source in group.sources]
         empty = [torch.empty(item.tensor.shape, dtype=item.dtype, device="meta") for item in items]
         return {name: (value.dtype, value.shape) for name, value in group.convert(empty).items()}
 
-    def values(self, group: Conversion) -> dict[str, Tensor]:
+    def values(self, group: Group) -> dict[str, Tensor]:
         """Returns what a group becomes, by name."""
         values = []
         for item in (self._items[source] for source in group.sources):
@@ -304,11 +316,9 @@ def _write(outgoing: _Outgoing, folder: Path, limit: int) -> None:
 _Announced = dict[str, tuple[torch.dtype, torch.Size]]
 
 
-def _shards(
-    groups: Sequence[tuple[Conversion, _Announced]], limit: int
-) -> Iterator[list[tuple[Conversion, _Announced]]]:
+def _shards(groups: Sequence[tuple[Group, _Announced]], limit: int) -> Iterator[list[tuple[Group, _Announced]]]:
     """Yields the groups of each file in turn: as many as fit, and at least one."""
-    shard: list[tuple[Conversion, _Announced]] = []
+    shard: list[tuple[Group, _Announced]] = []
     size = 0
     for group, announced in groups:
         own = sum(_bytes(one) for one in announced.values())

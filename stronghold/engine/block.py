@@ -152,7 +152,7 @@ class Block:
         engine, training = self.engine, torch.is_grad_enabled()
         behind = engine.enter(self)
         engine.window.begin_forward(self.layer, training=training, behind=behind)
-        leader = batch_of(args, kwargs)
+        leader = batch_of(args, kwargs) if getattr(self.module, "has_samples", True) else None
         run = Run(self.layer, self.unit.generation, 0 if leader is None else leader.shape[0])
         nodes, returning = set(), False
         try:
@@ -353,6 +353,12 @@ class _Forward:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self._block.forward.__reduce_ex__(protocol)
+
+
+def block_of(module: nn.Module) -> Block | None:
+    """Returns the block of a layer of an offloaded model, or None for any other module."""
+    forward = module.__dict__.get("forward")
+    return forward._block if isinstance(forward, _Forward) else None
 
 
 _T = TypeVar("_T")

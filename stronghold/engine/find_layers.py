@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from stronghold.engine.split_experts import parts_of
+
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -24,7 +26,7 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
 
     ``layers`` names the containers (``"model.layers"``, or several), where one layer is enough; without it the
     outermost containers with a repeated block are taken. Children without parameters, such as activations, move nothing
-    and are left out.
+    and are left out. A layer whose experts were split is as many as it has parts.
 
     Raises ValueError where there is no repeated block, or ``layers`` names none.
     """
@@ -36,7 +38,9 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] | None = None) -> 
     for name in names:
         for child_name, child in model.get_submodule(name).named_children():
             if id(child) not in seen and any(True for _ in child.parameters()):
-                result.append(Layer(f"{name}.{child_name}" if name else child_name, child))
+                layer = Layer(f"{name}.{child_name}" if name else child_name, child)
+                parts = parts_of(child)
+                result += [layer] if parts is None else [Layer(f"{layer.name}.{n}", part) for n, part in parts]
             seen.add(id(child))
     containers = [model.get_submodule(name) for name in names]
     # One block may stand in several places.

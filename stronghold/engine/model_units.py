@@ -12,6 +12,7 @@ from torch import nn
 
 from stronghold.engine.find_layers import Layer, find_layers
 from stronghold.engine.parameters import check_parameters
+from stronghold.engine.split_experts import ExpertsPart
 from stronghold.unit import Unit, all_parameters, is_packed
 
 _BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -148,6 +149,11 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _check_micro_batch(layers: Sequence[Layer]) -> None:
     """Refuses layers whose samples cannot be told apart, or depend on one another."""
     for layer in layers:
+        if isinstance(layer.module, ExpertsPart):
+            raise ValueError(
+                "micro_batch cuts the first dimension of a layer's input, which must be the batch (got the experts' "
+                f"part {layer.name}, whose rows are tokens); offload without micro_batch, or do not split the experts"
+            )
         inner = layer.module.self_attn if isinstance(layer.module, _BATCH_SECOND) else layer.module
         if getattr(inner, "batch_first", True) is False:
             raise ValueError(

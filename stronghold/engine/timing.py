@@ -60,5 +60,7 @@ class Stopwatch:
                 disk_read_bytes=disk.read_bytes,
                 disk_written_bytes=disk.written_bytes,
                 disk_busy_s=disk.busy_s,
+                spared_fetches=traffic.spared,
+                spared_bytes=traffic.spared_bytes,
             )
         return self._known

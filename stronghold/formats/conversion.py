@@ -8,11 +8,16 @@ group of tensors at a time, by its own converters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+
+from stronghold.formats.pieces import Cut, Group, Pieces, joined, pieces_of, whole_names
+
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 @dataclass
@@ -29,6 +34,11 @@ class Conversion:
     _model: Any = None
     _renamings: Sequence[Any] = ()
 
+    def only(self, places: Sequence[int]) -> Conversion:
+        """Returns the same of the sources at ``places`` alone."""
+        patterns = [self._patterns[place] for place in places] if self._patterns else []
+        return replace(self, sources=[self.sources[place] for place in places], _patterns=patterns)
+
     def convert(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns what ``tensors``, one for each source, become, by name. Tensors on the meta device tell shapes."""
         if self._converter is None:
@@ -44,14 +54,35 @@ class Conversion:
         }
 
 
-def into_model(
-    model: nn.Module, names: Iterable[str], wanted: Collection[str]
-) -> tuple[list[Conversion], list[Any] | None]:
+def into_model(model: nn.Module, names: Iterable[str], wanted: Collection[str]) -> tuple[list[Group], list[Any] | None]:
     """Groups a checkpoint's tensors, called ``names``, by what they become in ``model``, which wants those ``wanted``.
 
     Also returns transformers' conversions that were of use, for :func:`remember`. For a transformers model,
     ``base_model_prefix`` is added or taken away where the file has it otherwise.
     """
+    pieces = pieces_of(model)
+    groups, conversions = _into_whole(model, names, whole_names(wanted, pieces))
+    return [one for group in groups for one in _cut(group, pieces)], conversions
+
+
+def _cut(group: Conversion, pieces: Mapping[str, Pieces]) -> list[Group]:
+    """Returns what gives the pieces of what ``group`` gives: experts that are apart in the files come part by part."""
+    if not pieces:
+        return [group]
+    numbers = [int(found[1]) if (found := _EXPERT.search(source)) else -1 for source in group.sources]
+    of = pieces.get(group.target)
+    if of is None or group._converter is None or {*numbers} != {*range(max(numbers) + 1)}:
+        return [Cut(group, pieces)]
+    parts: list[Group] = []
+    for part, name in enumerate(of.names):
+        places = [place for place, number in enumerate(numbers) if number // of.length == part]
+        parts.append(Cut(group.only(places), {group.target: Pieces([name], of.length)}))
+    return parts
+
+
+def _into_whole(
+    model: nn.Module, names: Iterable[str], wanted: Collection[str]
+) -> tuple[list[Conversion], list[Any] | None]:
     conversions = _conversions(model)
     prefix = getattr(model, "base_model_prefix", None)
     if conversions is None or not isinstance(prefix, str):
@@ -76,8 +107,13 @@ def remember(model: nn.Module, conversions: list[Any] | None) -> None:
         model.__dict__["_weight_conversions"] = conversions
 
 
-def from_model(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
+def from_model(model: nn.Module, names: Iterable[str]) -> list[Group]:
     """Groups the tensors of ``model``, called ``names``, by what they become in a checkpoint's files."""
+    pieces = pieces_of(model)
+    return joined(_from_whole(model, whole_names(names, pieces)), pieces)
+
+
+def _from_whole(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None and (known := _conversions(model, add_legacy=False)):
         from transformers.core_model_loading import PrefixChange

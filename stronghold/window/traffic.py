@@ -14,6 +14,9 @@ class Traffic:
 
     fetches: int = 0
     fetched_bytes: int = 0
+    spared: int = 0
+    """Fetches that a forward pass did without, of layers that it passed over."""
+    spared_bytes: int = 0
     gradient_bytes: int = 0
     reduced_bytes: int = 0
     """Of gradients, to this machine's other replicas."""

@@ -106,6 +106,15 @@ class Window:
                 self.store.changed(self.units[self._streamed[number]])
             self._carry_out(self.schedule.changed(numbers))
 
+    def leave_out(self, layers: Iterable[int], among: Iterable[int]) -> None:
+        """Fetches of the layers ``among``, which come next, all but ``layers``: these are not needed in this pass."""
+        if self.schedule is not None:
+            numbers = self._numbers(layers)
+            for number in set(numbers) - self.schedule.held:
+                self.traffic.spared += 1
+                self.traffic.spared_bytes += self.units[self._streamed[number]].layout.total_bytes
+            self._carry_out(self.schedule.leave_out(numbers, self._numbers(among)))
+
     def follow(self, order: Iterable[Computation]) -> None:
         """Foresees the computations of ``order``, again and again; of resident layers nothing needs to be foreseen."""
         if self.schedule is not None:

@@ -1,0 +1,277 @@
+"""Mixtures of experts whose layers are larger than the window: ``split_experts(model, experts_per_part)``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from stronghold.engine.block import Block, block_of
+from stronghold.engine.saved import Saved
+from stronghold.errors import OffloadedModelError
+from stronghold.unit import unit_of
+
+_COUNT = "num_experts"
+SMALL = 1 / 8
+"""What is smaller than so much of a part stays on the device."""
+_IN_ORDER = (None, "eager")
+"""The implementations of transformers that add experts up one after another; the others add up a token's experts."""
+
+
+def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
+    """Cuts the experts of every layer of ``model`` into parts that go through the window by themselves; returns it.
+
+    For mixtures of experts whose layers are too large for the window: a slot then holds ``experts_per_part`` experts,
+    or a layer's attention, whatever is larger. Experts are cut where a module has them stacked, in parameters whose
+    first dimension is its ``num_experts``, and is called with the tokens, the numbers of their experts and their
+    weights, as those of transformers are. What each token gets, the gradients, and the names in ``state_dict()`` and
+    in what :func:`stronghold.save` writes are those of the whole model; the names of parameters and of optimizer states
+    are not. Frozen parts that no token of a batch needs are passed over, and fetched only where the fetch has begun
+    before the routing is known. What is small beside the parts, such as norms and routers, becomes root parameters.
+
+    Call it before :func:`stronghold.offload`, on a model in memory or on the meta device, and after whatever else
+    rewrites modules by their parameters; an optimizer is made of the parameters that are there afterwards. One layer's
+    experts are in memory twice at a time.
+
+    Raises ValueError where there are no such experts, or not that many, and OffloadedModelError for a model that is
+    offloaded already.
+    """
+    if any(unit_of(parameter) is not None for parameter in model.parameters()):
+        raise OffloadedModelError(
+            f"experts are split before a model is offloaded (got {type(model).__name__}, which is); build it anew"
+        )
+    if any(isinstance(module, SplitExperts) for module in model.modules()):
+        raise ValueError(
+            f"the experts of {type(model).__name__} are split already; build it anew to split it otherwise"
+        )
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, module in parent._modules.items():
+            if _are_experts(module):
+                places.setdefault(module, []).append((parent, name))
+    if not places:
+        raise ValueError(
+            f"split_experts needs a module with stacked experts: every parameter's first dimension its {_COUNT} (got "
+            f"none in {type(model).__name__}); experts that are modules of their own need no splitting, for layers= of "
+            "offload() can name their containers"
+        )
+    fewest = min(getattr(experts, _COUNT) for experts in places)
+    if not 1 <= experts_per_part <= fewest:
+        raise ValueError(
+            f"experts_per_part must be between 1 and the number of experts of a layer (got {experts_per_part}, a layer "
+            f"has {fewest}); pass a number in between"
+        )
+    while places:  # so that no more than one is there twice
+        experts, owners = places.popitem()
+        split = SplitExperts(experts, experts_per_part)
+        for parent, name in owners:
+            parent._modules[name] = split
+    return model
+
+
+def _are_experts(module: nn.Module | None) -> TypeGuard[nn.Module]:
+    count = getattr(module, _COUNT, None)
+    if module is None or not isinstance(count, int) or count < 2 or not module._parameters:
+        return False
+    stacked = all(p.ndim and p.shape[0] == count for p in module.parameters())
+    return stacked and len(inspect.signature(module.forward).parameters) >= 3
+
+
+def parts_of(layer: nn.Module) -> list[tuple[str, nn.Module]] | None:
+    """Returns what of a layer moves by itself, by name, or None where the layer moves as a whole.
+
+    That is each part of its experts, and each module that holds none and is not small beside a part.
+    """
+    split = [module for module in layer.modules() if isinstance(module, SplitExperts)]
+    if not split:
+        return None
+    least = SMALL * max(_elements(part) for experts in split for part in experts.parts)
+    found: list[tuple[str, nn.Module]] = []
+
+    def descend(prefix: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            if isinstance(child, SplitExperts):
+                found.extend((f"{prefix}{name}.parts.{number}", part) for number, part in enumerate(child.parts))
+            elif any(experts in split for experts in child.modules()):
+                descend(f"{prefix}{name}.", child)
+            elif _elements(child) >= least:
+                found.append((f"{prefix}{name}", child))
+
+    descend("", layer)
+    return found
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class ExpertsPart(nn.Module):
+    """Some of a layer's experts: a unit of its own."""
+
+    has_samples = False
+    """The first dimension of its input is not the batch."""
+
+    def __init__(self, experts: nn.Module, begin: int, end: int) -> None:
+        super().__init__()
+        self.experts = _some(experts, begin, end)
+
+    def forward(self, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Returns what the experts make of ``rows``, times ``weights``.
+
+        Of ``rows`` (pairs, hidden) each goes to one expert, ``numbers`` (pairs,) from this part's first on, and
+        ``weights`` (pairs,) in the type of the router's.
+        """
+        if not len(rows):
+            # Zeros for gradients, as the whole tensor's have where no token came.
+            parameters = [p.flatten(1) for p in self.experts.parameters() if p.requires_grad]
+            nothing = [nn.functional.linear(p.new_zeros(0, p.shape[1]), p).sum() for p in parameters]
+            return sum(nothing, rows * weights[:, None])
+        ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
+        output: Tensor = self.experts(rows, numbers[:, None], ones)
+        return output * weights[:, None]
+
+
+def _some(experts: nn.Module, begin: int, end: int) -> nn.Module:
+    """Returns a module as ``experts``, with those from ``begin`` to ``end`` alone, in memory of their own."""
+    part = copy.copy(experts)
+    for name, value in vars(experts).items():
+        if isinstance(value, dict):
+            vars(part)[name] = copy.copy(value)
+    setattr(part, _COUNT, end - begin)
+    for name, parameter in experts._parameters.items():
+        assert parameter is not None
+        some = nn.Parameter(parameter.detach()[begin:end].clone(), requires_grad=parameter.requires_grad)
+        some.__dict__.update(parameter.__dict__)
+        part._parameters[name] = some
+    return part
+
+
+class SplitExperts(nn.Module):
+    """Stands for a layer's experts: sends each token to those of its parts that have an expert for it.
+
+    Rows are gathered and added up as transformers' own implementation does, whichever is chosen: in the order of the
+    experts ("eager"), or of each token's choices.
+    """
+
+    def __init__(self, experts: nn.Module, experts_per_part: int) -> None:
+        super().__init__()
+        self.num_experts: int = getattr(experts, _COUNT)
+        self.experts_per_part = experts_per_part
+        self.config = getattr(experts, "config", None)
+        self._names = [*experts._parameters]
+        self.parts = nn.ModuleList(ExpertsPart(experts, begin, end) for begin, end in pairwise(self._edges))
+        self.register_state_dict_post_hook(_join)
+        self.register_load_state_dict_pre_hook(_cut)
+
+    def pieces(self) -> dict[str, list[str]]:
+        """Returns the names in the whole experts' ``state_dict()``, each with those of its parts here."""
+        return {name: [f"parts.{i}.experts.{name}" for i in range(len(self.parts))] for name in self._names}
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns what each token gets, (tokens, hidden), of its experts ``top_k_index`` (tokens, k), weighted."""
+        in_order = getattr(self.config, "_experts_implementation", None) in _IN_ORDER
+        add_up = self._in_order if in_order else self._by_choice
+        return add_up(hidden_states, top_k_index, top_k_weights)
+
+    def _in_order(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tokens = top_k_index.shape[0]
+        numbers, pairs = torch.sort(top_k_index.t().reshape(-1), stable=True)  # by expert, choice and token
+        token, weights = pairs % tokens, top_k_weights.t().reshape(-1)[pairs]
+        bounds = _bounds(numbers, range(self.num_experts + 1))
+        total = torch.zeros_like(hidden_states)
+        for begin, end, part in self._needed([bounds[expert] for expert in self._edges]):
+            sizes = [bounds[expert + 1] - bounds[expert] for expert in range(begin, end)]
+            whole = slice(bounds[begin], bounds[end])
+            places = token[whole].split(sizes)
+            rows = torch.cat([hidden_states[its] for its in places])  # one by one, as their gradients are added up
+            with _gathered_again(rows, hidden_states, token[whole]):
+                output = part(rows, numbers[whole] - begin, weights[whole])
+            del rows
+            for its, weighted in zip(places, output.split(sizes), strict=True):
+                total.index_add_(0, its, weighted.to(total.dtype))
+        return total
+
+    def _by_choice(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tokens, choices = top_k_index.shape
+        numbers, pairs = torch.sort(top_k_index.reshape(-1))
+        token, weights = pairs // choices, top_k_weights.reshape(-1)[pairs]
+        bounds = _bounds(numbers, self._edges)
+        bound = dict(zip(self._edges, bounds, strict=True))
+        rows_of = dict(zip(bound, hidden_states[token].split([b - a for a, b in pairwise(bounds)]), strict=False))
+        outputs = []
+        for begin, end, part in self._needed(bounds):
+            rows, whole = rows_of.pop(begin), slice(bound[begin], bound[end])
+            with _gathered_again(rows, hidden_states, token[whole]):
+                outputs.append(part(rows, numbers[whole] - begin, weights[whole]))
+            del rows
+        back = torch.empty_like(pairs)
+        back[pairs] = torch.arange(len(pairs), device=pairs.device)
+        weighted = torch.cat(outputs)[back]
+        return weighted.view(tokens, choices, -1).sum(dim=1).to(hidden_states.dtype)
+
+    @property
+    def _edges(self) -> list[int]:
+        """The first expert of each part, and the number of all."""
+        return [*range(0, self.num_experts, self.experts_per_part), self.num_experts]
+
+    def _needed(self, bounds: Sequence[int]) -> Iterator[tuple[int, int, nn.Module]]:
+        """Yields the parts that run, with the experts from which to which each has; ``bounds`` are those of its pairs.
+
+        Where the window does not hold them, it fetches them from now on, and no others.
+        """
+        needed, passed_over = [], []
+        for part, (begin, end), (first, last) in zip(self.parts, pairwise(self._edges), pairwise(bounds), strict=True):
+            trained = torch.is_grad_enabled() and any(p.requires_grad for p in part.parameters())
+            if last > first or trained:
+                needed.append((begin, end, part))
+            else:
+                passed_over.append(part)
+        if blocks := _blocks(self.parts):
+            left_out, among = ([block.layer for block in some] for some in (_blocks(passed_over), blocks))
+            blocks[0].engine.window.leave_out(left_out, among)
+        return iter(needed)
+
+
+def _blocks(parts: Iterable[nn.Module]) -> list[Block]:
+    return [block for part in parts if (block := block_of(part)) is not None]
+
+
+def _bounds(numbers: Tensor, edges: Sequence[int]) -> list[int]:
+    """Returns where in ``numbers``, which are sorted, the ``edges`` would be."""
+    found: list[int] = torch.searchsorted(numbers, torch.tensor([*edges], device=numbers.device)).tolist()
+    return found
+
+
+def _gathered_again(rows: Tensor, source: Tensor, token: Tensor) -> saved_tensors_hooks:
+    """Has autograd keep of ``rows``, which are ``source[token]``, how to gather them again."""
+    kept = Saved.of(source)
+    begin, shape = rows.data_ptr(), rows.shape
+
+    def pack(tensor: Tensor) -> Callable[[], Tensor]:
+        if tensor.data_ptr() == begin and tensor.shape == shape and len(token):
+            return lambda: kept.value("the tokens of experts")[token]
+        saved = Saved.of(tensor)
+        return lambda: saved.value("experts")
+
+    return saved_tensors_hooks(pack, lambda value: value())
+
+
+def _join(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    assert isinstance(module, SplitExperts)
+    for name, pieces in module.pieces().items():
+        values = [state_dict.pop(prefix + piece) for piece in pieces if prefix + piece in state_dict]
+        if values:
+            state_dict[prefix + name] = torch.cat([value.detach() for value in values])
+
+
+def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    assert isinstance(module, SplitExperts)
+    for name, pieces in module.pieces().items():
+        if (whole := state_dict.pop(prefix + name, None)) is not None:
+            state_dict.update(zip([prefix + p for p in pieces], whole.split(module.experts_per_part), strict=True))
