@@ -163,7 +163,7 @@ class Block:
                 accumulators = Accumulators(self.unit, run, nodes=self._accumulators(), hold=by_itself)
         except RuntimeError as error:
             inputs: list[Tensor] = []
-            _flatten((args, kwargs), inputs)
+            flatten((args, kwargs), inputs)
             check_mixed(error, self.unit.name, self.unit.dtype, inputs)
             raise
         finally:
@@ -245,7 +245,7 @@ class Block:
 
     def _recomputed(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
-        arguments = _flatten((args, kwargs), tensors)
+        arguments = flatten((args, kwargs), tensors)
         # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
         state, hooks = State(self.module), ForwardHooks(self.module)
         trained, versions = [p.requires_grad for p in self._parameters], self._versions_elsewhere()
@@ -285,7 +285,7 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
     this.engine.return_to(again.run)
     if this._versions_elsewhere() != again.versions:
         raise stale_error(layer)
-    args, kwargs = _fill(again.arguments, tensors)
+    args, kwargs = fill(again.arguments, tensors)
     trained = requiring_grad(zip(this._parameters, again.trained, strict=True))
     with trained, again.state.again(), again.hooks.again(), unwritten(layer):
         return this._bare(*args, **kwargs)
@@ -374,25 +374,26 @@ def _there(reference: weakref.ref[_T], layer: str) -> _T:
     return found
 
 
-def _flatten(value: Any, tensors: list[Tensor]) -> Any:
+def flatten(value: Any, tensors: list[Tensor]) -> Any:
     """Replaces the tensors in the argument containers by places; copies everything else that a run may change."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Place(len(tensors) - 1)
     if type(value) in (list, tuple):
-        return type(value)(_flatten(item, tensors) for item in value)
+        return type(value)(flatten(item, tensors) for item in value)
     if type(value) is dict:
-        return {key: _flatten(item, tensors) for key, item in value.items()}
+        return {key: flatten(item, tensors) for key, item in value.items()}
     return structural_copy(value)
 
 
-def _fill(value: Any, tensors: tuple[Tensor, ...]) -> Any:
+def fill(value: Any, tensors: tuple[Tensor, ...]) -> Any:
+    """Puts ``tensors`` in their places; again nothing is shared that a run may change."""
     if type(value) is _Place:
         return tensors[value.number]
     if type(value) in (list, tuple):
-        return type(value)(_fill(item, tensors) for item in value)
+        return type(value)(fill(item, tensors) for item in value)
     if type(value) is dict:
-        return {key: _fill(item, tensors) for key, item in value.items()}
+        return {key: fill(item, tensors) for key, item in value.items()}
     return structural_copy(value)
 
 

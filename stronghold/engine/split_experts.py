@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.engine.block import Block, block_of
@@ -53,7 +54,7 @@ def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, module in parent._modules.items():
-            if _are_experts(module):
+            if are_experts(module):
                 places.setdefault(module, []).append((parent, name))
     if not places:
         raise ValueError(
@@ -75,7 +76,8 @@ def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
     return model
 
 
-def _are_experts(module: nn.Module | None) -> TypeGuard[nn.Module]:
+def are_experts(module: nn.Module | None) -> TypeGuard[nn.Module]:
+    """Whether a module has experts stacked in its parameters, and is called with tokens, their experts and weights."""
     count = getattr(module, _COUNT, None)
     if module is None or not isinstance(count, int) or count < 2 or not module._parameters:
         return False
@@ -183,7 +185,7 @@ class SplitExperts(nn.Module):
         tokens = top_k_index.shape[0]
         numbers, pairs = torch.sort(top_k_index.t().reshape(-1), stable=True)  # by expert, choice and token
         token, weights = pairs % tokens, top_k_weights.t().reshape(-1)[pairs]
-        bounds = _bounds(numbers, range(self.num_experts + 1))
+        bounds = bounds_of(numbers, range(self.num_experts + 1), self.num_experts)
         total = torch.zeros_like(hidden_states)
         for begin, end, part in self._needed([bounds[expert] for expert in self._edges]):
             sizes = [bounds[expert + 1] - bounds[expert] for expert in range(begin, end)]
@@ -201,7 +203,7 @@ class SplitExperts(nn.Module):
         tokens, choices = top_k_index.shape
         numbers, pairs = torch.sort(top_k_index.reshape(-1))
         token, weights = pairs // choices, top_k_weights.reshape(-1)[pairs]
-        bounds = _bounds(numbers, self._edges)
+        bounds = bounds_of(numbers, self._edges, self.num_experts)
         bound = dict(zip(self._edges, bounds, strict=True))
         rows_of = dict(zip(bound, hidden_states[token].split([b - a for a, b in pairwise(bounds)]), strict=False))
         outputs = []
@@ -242,8 +244,13 @@ def _blocks(parts: Iterable[nn.Module]) -> list[Block]:
     return [block for part in parts if (block := block_of(part)) is not None]
 
 
-def _bounds(numbers: Tensor, edges: Sequence[int]) -> list[int]:
-    """Returns where in ``numbers``, which are sorted, the ``edges`` would be."""
+def bounds_of(numbers: Tensor, edges: Sequence[int], experts: int) -> list[int]:
+    """Returns where in ``numbers``, of ``experts`` and sorted, the ``edges`` would be.
+
+    Of a tensor without values, on which a step is planned, as if each expert had as many.
+    """
+    if isinstance(numbers, FakeTensor):
+        return [len(numbers) * edge // experts for edge in edges]
     found: list[int] = torch.searchsorted(numbers, torch.tensor([*edges], device=numbers.device)).tolist()
     return found
 
@@ -251,15 +258,20 @@ def _bounds(numbers: Tensor, edges: Sequence[int]) -> list[int]:
 def _gathered_again(rows: Tensor, source: Tensor, token: Tensor) -> saved_tensors_hooks:
     """Has autograd keep of ``rows``, which are ``source[token]``, how to gather them again."""
     kept = Saved.of(source)
-    begin, shape = rows.data_ptr(), rows.shape
+    place, shape = _place(rows), rows.shape
 
     def pack(tensor: Tensor) -> Callable[[], Tensor]:
-        if tensor.data_ptr() == begin and tensor.shape == shape and len(token):
+        if _place(tensor) == place and tensor.shape == shape and len(token):
             return lambda: kept.value("the tokens of experts")[token]
         saved = Saved.of(tensor)
         return lambda: saved.value("experts")
 
     return saved_tensors_hooks(pack, lambda value: value())
+
+
+def _place(tensor: Tensor) -> tuple[int, int | torch.SymInt]:
+    storage: int = tensor.untyped_storage()._cdata  # a tensor without values has no address
+    return storage, tensor.storage_offset()
 
 
 def _join(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from stronghold.engine.block import fill, flatten
 from stronghold.engine.microbatch import batch_of, split
+from stronghold.engine.planning.even_routing import routed_evenly
 from stronghold.engine.planning.layer_passes import LayerPasses, LayerRecorder
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
@@ -123,7 +125,8 @@ class ModelComputation:
         try:
             for names, before in held:
                 names.update((name, self._tensors[id(t)]) for name, t in before.items() if t is not None)
-            yield
+            with routed_evenly(module):
+                yield
         finally:
             for names, before in held:
                 names.update(before)
@@ -159,7 +162,7 @@ class ModelComputation:
     ) -> LayerPasses:
         module = self._modules[number]
         trained = self._trained(module)
-        compute = module if kept else partial(checkpoint, module, use_reentrant=False, preserve_rng_state=False)
+        compute = module if kept else partial(_computed_again, module)
         with (
             _told(self._model),
             self._without_values(module),
@@ -167,7 +170,8 @@ class ModelComputation:
             self._recording() as recording,
             torch.enable_grad(),
         ):
-            recorder = LayerRecorder(recording, compute, trained, samples, whole=whole)
+            piece = samples if samples < self.batch else None
+            recorder = LayerRecorder(recording, compute, trained, piece, whole=whole)
             return recorder.passes(*self._calls[number], released)
 
     def _trained(self, module: nn.Module) -> list[Tensor]:
@@ -203,6 +207,20 @@ class ModelComputation:
             with torch.no_grad():
                 self._outputs[group] = forward(*structural_copy(args), **structural_copy(kwargs))
         return self._outputs[group]
+
+
+def _computed_again(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Computes as the engine does: a cache that the first run fills is in the second as the first found it."""
+    tensors: list[Tensor] = []
+    arguments = flatten((args, kwargs), tensors)
+    first = [(args, kwargs)]
+    del args, kwargs
+
+    def compute(*tensors: Tensor) -> Any:
+        given = first.pop() if first else fill(arguments, tensors)
+        return module(*given[0], **given[1])
+
+    return checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager

@@ -38,6 +38,8 @@ class LayerPasses:
 class LayerRecorder:
     """Runs a layer over micro-batches of ``samples`` as the engine does, and records what is alive meanwhile.
 
+    Without ``samples`` it runs over the whole batch.
+
     ``compute`` is the layer, or what computes it again in its backward pass, ``args`` and ``kwargs`` its arguments for
     the whole batch, ``parameters`` those that are trained. All micro-batches but the last are alike: those that come
     between the ``FIRST`` and the ``LAST`` are stood for by what they take and leave, unless ``whole``. From each of
@@ -49,7 +51,7 @@ class LayerRecorder:
         recording: Recording,
         compute: Callable[..., Any],
         parameters: Sequence[Tensor],
-        samples: int,
+        samples: int | None,
         *,
         whole: bool = False,
     ) -> None:
@@ -84,7 +86,7 @@ class LayerRecorder:
         return LayerPasses(forward_bytes, left_bytes, saved_bytes, recording.peak_bytes - before_bytes)
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        pieces = split(args, kwargs, self._samples)
+        pieces = [(args, kwargs)] if self._samples is None else split(args, kwargs, self._samples)
         leaders = [leader.shape for piece in pieces if (leader := batch_of(*piece)) is not None]
         outputs, like = [], None
         for number, (piece_args, piece_kwargs) in enumerate(pieces):
