@@ -93,6 +93,10 @@ def parts_of(layer: nn.Module) -> list[tuple[str, nn.Module]] | None:
     split = [module for module in layer.modules() if isinstance(module, SplitExperts)]
     if not split:
         return None
+    for experts in split:
+        for part in experts.parts:
+            assert isinstance(part, ExpertsPart)
+            part.check()
     least = SMALL * max(_elements(part) for experts in split for part in experts.parts)
     found: list[tuple[str, nn.Module]] = []
 
@@ -122,6 +126,7 @@ class ExpertsPart(nn.Module):
     def __init__(self, experts: nn.Module, begin: int, end: int) -> None:
         super().__init__()
         self.experts = _some(experts, begin, end)
+        self._kind = type(experts)
 
     def forward(self, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         """Returns what the experts make of ``rows``, times ``weights``.
@@ -129,6 +134,7 @@ class ExpertsPart(nn.Module):
         Of ``rows`` (pairs, hidden) each goes to one expert, ``numbers`` (pairs,) from this part's first on, and
         ``weights`` (pairs,) in the type of the router's.
         """
+        self.check()
         if not len(rows):
             # Zeros for gradients, as the whole tensor's have where no token came.
             parameters = [p.flatten(1) for p in self.experts.parameters() if p.requires_grad]
@@ -137,6 +143,15 @@ class ExpertsPart(nn.Module):
         ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
         output: Tensor = self.experts(rows, numbers[:, None], ones)
         return output * weights[:, None]
+
+    def check(self) -> None:
+        """Raises OffloadedModelError where something was put around the experts."""
+        if type(self.experts) is not self._kind:
+            raise OffloadedModelError(
+                f"experts in parts have no adapters of their own (got a {type(self.experts).__name__} around the "
+                f"{self._kind.__name__} of a part): its names would be a part's, and no whole model could load them; "
+                "name other layers by target_modules=, such as the attention's, or do not split the experts"
+            )
 
 
 def _some(experts: nn.Module, begin: int, end: int) -> nn.Module:

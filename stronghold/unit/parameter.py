@@ -118,6 +118,13 @@ class OffloadedParameter(_Parameter):
 class BoundParameter(_Parameter):
     """What a parameter is while its layer is on the device: a plain one, but for a backward pass that has failed."""
 
+    def set_(self, *source: Any, **more: Any) -> Tensor:
+        """Counts no write where the tensor is set to itself, as ``torch.nn.utils.parametrize`` does for PEFT."""
+        if len(source) == 1 and source[0] is self and not more:
+            return self
+        done: Tensor = super().set_(*source, **more)
+        return done
+
 
 @contextmanager
 def bound(units: Sequence[Unit]) -> Iterator[None]:

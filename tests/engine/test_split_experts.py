@@ -154,6 +154,35 @@ def test_adapters_before_and_after(tmp_path):
     assert got[0] == got[1] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [*PLACES[:2], {"window": 1, "store": "disk"}])
+def test_adapters_on_the_experts_themselves_of_whole_layers(place, dtype, tmp_path):
+    """PEFT's "all-linear" has them, by a parametrization that is there while the experts compute."""
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    first, steps = model(dtype=dtype).requires_grad_(False), batches(3)
+
+    def adapted(of: nn.Module) -> nn.Module:
+        torch.manual_seed(3)
+        return peft.get_peft_model(of, config)
+
+    plain = adapted(copy.deepcopy(first))
+    assert sum("experts" in name for name, p in plain.named_parameters() if p.requires_grad) == 2 * 2 * 2
+    expected = train(plain, torch.optim.AdamW(trained(plain), lr=1e-2), steps)
+    of = offloaded(adapted(copy.deepcopy(first)), place, tmp_path)
+    assert train(of, torch.optim.AdamW(trained(of), lr=1e-2), steps) == expected
+    of = adapted(offloaded(copy.deepcopy(first), {"window": 2}, tmp_path))
+    assert train(of, torch.optim.AdamW(trained(of), lr=1e-2), steps) == expected
+
+
+def test_adapters_on_the_experts_of_parts_are_refused():
+    config = peft.LoraConfig(r=2, target_modules="all-linear")
+    with pytest.raises(OffloadedModelError, match="a ParamWrapper around the Qwen3MoeExperts"):
+        stronghold.offload(peft.get_peft_model(stronghold.split_experts(model(), 4), config), device="cpu", window=1)
+    of = peft.get_peft_model(stronghold.offload(stronghold.split_experts(model(), 4), device="cpu", window=1), config)
+    with pytest.raises(OffloadedModelError, match="target_modules"):
+        of(input_ids=batches(1)[0])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_have_the_names_and_values_of_the_whole(family, tmp_path):
     whole = model(family)

@@ -88,6 +88,7 @@ def _finetune_settings(options: argparse.Namespace) -> FinetuneSettings:
         ),
         offload=_offload(options, out),
         plans=options.window == "auto",
+        experts_per_part=options.experts_per_part,
         device=device,
         dtype=options.dtype or ("bf16" if device == "cuda" else "fp32"),
         batch=options.batch,

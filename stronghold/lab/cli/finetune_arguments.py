@@ -152,6 +152,12 @@ def _add_placement(place: Group) -> None:
         help="samples a layer computes at a time (default: planned, or all)",
     )
     place.add_argument(
+        "--experts-per-part",
+        type=whole,
+        metavar="K",
+        help="experts of a mixture that move together (default: all of a layer)",
+    )
+    place.add_argument(
         "--store",
         type=path,
         metavar="ram|disk|DIR",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stronghold.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from stronghold.checkpoint.quantising import quantise
 from stronghold.engine import offload
+from stronghold.engine.split_experts import split_experts
 from stronghold.formats.model_config import build
 from stronghold.formats.weight_files import WeightFiles
 from stronghold.lab.finetuning.adapters import add_adapters
@@ -68,6 +69,8 @@ def build_base(settings: FinetuneSettings) -> nn.Module:
             f"a model must be one that transformers knows (at {file}: {' '.join(str(error).split())[:300]}); pass "
             "another, or mend its config.json"
         ) from error
+    if settings.experts_per_part is not None:
+        split_experts(model, settings.experts_per_part)
     longest = longest_sequence_of(model)
     if longest is not None and settings.sequence > longest:
         raise ValueError(

@@ -119,9 +119,10 @@ class FinetuneSettings:
     """One run of fine-tuning: ``epochs`` over the data, or ``steps``, of ``accumulate`` times ``batch`` samples.
 
     ``adapters`` None trains all weights. ``dtype`` is the compute type. ``plans`` has what is "auto" in ``offload``
-    planned for a step of this run. ``out`` is the run's folder, in which every ``checkpoint_every`` steps, at the end
-    and when it is interrupted a checkpoint goes, and of which the newest ``keep_checkpoints`` stay. ``save`` is where
-    the model goes in the end. ``wandb`` is a project of Weights & Biases that the run is logged to.
+    planned for a step of this run. ``experts_per_part`` is how many experts of a mixture go through the window
+    together, None for all of a layer. ``out`` is the run's folder, in which every ``checkpoint_every`` steps, at the
+    end and when it is interrupted a checkpoint goes, and of which the newest ``keep_checkpoints`` stay. ``save`` is
+    where the model goes in the end. ``wandb`` is a project of Weights & Biases that the run is logged to.
 
     Raises ValueError for values out of range, and for those that contradict one another.
     """
@@ -132,6 +133,7 @@ class FinetuneSettings:
     course: CourseSettings = field(default_factory=CourseSettings)
     offload: OffloadSettings = field(default_factory=OffloadSettings)
     plans: bool = True
+    experts_per_part: int | None = None
     device: str = "cpu"
     dtype: str = "fp32"
     batch: int = 8
@@ -152,7 +154,7 @@ class FinetuneSettings:
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "keep_checkpoints"):
             _check_whole(name, getattr(self, name), at_least=1)
-        for name in ("steps", "eval_every", "checkpoint_every"):
+        for name in ("steps", "eval_every", "checkpoint_every", "experts_per_part"):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), at_least=1)
         _check_whole("sequence", self.sequence, at_least=2)
@@ -196,7 +198,7 @@ class FinetuneSettings:
         """Returns what decides which numbers the run learns: what a run that goes on must have as it began."""
         groups: list[Any] = [self.data, self.course, *([self.adapters] if self.adapters else [])]
         found = {item.name: getattr(group, item.name) for group in groups for item in fields(group)}
-        own = ("model", "dtype", "batch", "accumulate", "sequence", "epochs", "steps", "seed")
+        own = ("model", "dtype", "batch", "accumulate", "sequence", "epochs", "steps", "seed", "experts_per_part")
         found |= {name: getattr(self, name) for name in own} | {"adapters": self.adapters is not None}
         found.pop("update")  # no number that is learned depends on it
         if self.course.scheduler in BY_EVALUATION:

@@ -37,6 +37,10 @@ def tokenizer(template: str | None = TEMPLATE, eos: str | None = "<eos>") -> Any
 CONFIGS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 8}),
+    "mixture": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    ),
 }
 
 

@@ -70,7 +70,7 @@ def of_trl(wanted: FinetuneSettings, rows: list[Any], **more: Any) -> tuple[list
         r=wanted.adapters.rank,
         lora_alpha=wanted.adapters.alpha,  # type: ignore[arg-type]
         lora_dropout=wanted.adapters.lora_dropout,
-        target_modules="all-linear",
+        target_modules="all-linear" if wanted.adapters.targets == ("all-linear",) else [*wanted.adapters.targets],
     )
     trainer = trl.SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(wanted.model, dtype=torch.float32),
@@ -134,6 +134,19 @@ def test_with_ours_losses_and_weights_are_trls_to_rounding(tmp_path: Path, name:
     else:
         saved = AutoModelForCausalLM.from_pretrained(wanted.save, dtype=torch.float32)
     assert_alike(saved, model)
+
+
+@pytest.mark.parametrize(
+    "adapters", [None, replace(LORA, targets=("q_proj", "v_proj"))], ids=["all weights", "adapters"]
+)
+def test_a_mixture_in_parts_learns_what_trl_learns_with_the_whole(tmp_path: Path, adapters: Any) -> None:
+    small.folder(tmp_path / "model", "mixture")
+    wanted = runs.settings(tmp_path, experts_per_part=3, adapters=adapters)
+    runs.run(wanted)
+    expected, model = of_trl(wanted, PAIRS)
+    torch.testing.assert_close(runs.losses(wanted), expected, rtol=TO_ROUNDING, atol=0.0)
+    if adapters is None:
+        assert_alike(AutoModelForCausalLM.from_pretrained(wanted.save, dtype=torch.float32), model)
 
 
 def test_messages_are_learned_as_trl_learns_the_assistants_turns(tmp_path: Path) -> None:
