@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
@@ -38,7 +39,10 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
         with self._working():
-            return super().forward_one_chunk(*arguments, **options)
+            output = super().forward_one_chunk(*arguments, **options)
+        if self.output_chunks:  # PyTorch 2.9 keeps all of the last stage, and joins them at the end of the step
+            self.output_chunks[-1] = output.new_empty(0)
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         self._begin_pass(bwd_chunk_id, self._micro_batches)
@@ -50,6 +54,13 @@ class Stage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._counted(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Called before the first batch, to connect stages; PyTorch 2.9 sends an int64 to who receives a float32."""
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        for operation in operations:
+            operation.tensor = operation.tensor.to(torch.float32)
+        return operations
 
     @contextmanager
     def _working(self) -> Iterator[None]:

@@ -203,6 +203,8 @@ class StagedModule(nn.Module):
         )
 
     def _run(self, inputs: Tensor, targets: Tensor, micro_batches: int, *, training: bool) -> Tensor:
+        from stronghold.distributed.schedules import without_outputs
+
         schedule = self._schedule(inputs, micro_batches, training)
         first, last = 0 in self._numbers, self._order.stages - 1 in self._numbers
         losses: list[Tensor] = []
@@ -211,7 +213,7 @@ class StagedModule(nn.Module):
                 *([inputs.to(self._device)] if first else []),
                 target=targets.to(self._device) if last else None,
                 losses=losses,
-                return_outputs=False,
+                **without_outputs(schedule),
             )
         loss = torch.stack(losses).detach().sum() if last else None
         return self._processes.mean(loss)
@@ -235,9 +237,8 @@ class StagedModule(nn.Module):
 
     def _schedule(self, inputs: Tensor, micro_batches: int, training: bool) -> Any:
         """Returns the library's schedule. It takes one shape only, so that another one needs another."""
-        # Here, since its import takes a second that a model in one process does without.
-        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, ScheduleGPipe, get_schedule_class
-
+        # Here, since the library's import takes a second that a model in one process does without.
+        from stronghold.distributed.schedules import schedule_of
         from stronghold.distributed.stage import Stage
 
         key = (_kind(inputs), micro_batches)
@@ -270,10 +271,7 @@ class StagedModule(nn.Module):
             with watch.working(), self._clock.computing(self._order.stages - 1):
                 return self._loss(self.chunks[-1], output, targets) / micro_batches
 
-        single = issubclass(cls := get_schedule_class(self._order.schedule), PipelineScheduleSingle)
-        if single and not training:
-            cls = ScheduleGPipe  # all forward passes; 1F1B would refuse fewer micro-batches than stages
-        schedule = cls(stages[0] if single else stages, micro_batches, loss_fn=loss, scale_grads=False)
+        schedule = schedule_of(self._order.schedule, stages, micro_batches, training=training, loss=loss)
         self._schedules[training] = (key, schedule)
         return schedule
 

@@ -1,8 +1,9 @@
 """torch.distributed.pipelining's own schedules, over stages that compute nothing: what they hold, and what they do."""
 
+import re
 from collections import Counter
 
-from torch.distributed.pipelining import schedules
+from stronghold.distributed import schedules
 
 
 class IdleStage:
@@ -24,6 +25,9 @@ class IdleStage:
     def perform_reduce_grad(self, scale):
         pass
 
+    def scale_grads(self, grad_scale_factor):
+        """What torch 2.9 calls instead."""
+
     def _no_ops(self, micro_batch):
         return []
 
@@ -35,11 +39,9 @@ class IdleStage:
 
 def schedule_of(name, devices, micro_batches, stages_per_device=1, device=0):
     """Returns torch's schedule of that name, as the process of ``device`` makes it; what it refuses is raised."""
-    kind = schedules.get_schedule_class(name)
     count = devices * stages_per_device
     stages = [IdleStage(stage, count, devices) for stage in range(device, count, devices)]
-    single = issubclass(kind, schedules.PipelineScheduleSingle)
-    return kind(stages[0] if single else stages, micro_batches)
+    return schedules.schedule_of(name, stages, micro_batches)
 
 
 def held_order(*pipeline):
@@ -60,13 +62,20 @@ def executed_order(name, devices, micro_batches):
     return found
 
 
+def parts_of(action):
+    """Returns the stage, what it does, and the micro-batch if there is one: of ``2SEND_F0`` 2, ``SEND_F`` and 0."""
+    stage, kind, micro_batch = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", str(action)).groups()
+    return int(stage), kind, int(micro_batch) if micro_batch else None
+
+
 def sends(*pipeline):
     """Returns how often an interleaved schedule of torch's sends: (sender, receiver) to transfers of a step."""
     schedule = schedule_of(*pipeline)
     found = Counter()
     for device, actions in schedule.pipeline_order_with_comms.items():
         for action in actions:
-            way = {"SEND_F": 1, "SEND_B": -1}.get(action.computation_type.value)
+            stage, kind, _ = parts_of(action)
+            way = {"SEND_F": 1, "SEND_B": -1}.get(kind)
             if way is not None:
-                found[device, schedule.stage_index_to_group_rank[action.stage_index + way]] += 1
+                found[device, schedule.stage_index_to_group_rank[stage + way]] += 1
     return dict(found)
