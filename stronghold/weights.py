@@ -138,6 +138,7 @@ class FromCheckpoint:
             return self._scales.pop(0) if is_packed(tensor) and tensor.is_meta else tensor.detach()
         (name, group), *_ = self._found[id(tensor)].items()
         value, wanted = self._read(name, group), unpacked(tensor)
+        assert wanted is not None  # what nothing here can quantise values for was refused
         if wanted is tensor:
             return value.to(tensor.dtype)
         packed, *self._scales = pack(tensor, value.to(wanted.dtype))
@@ -161,8 +162,11 @@ class FromCheckpoint:
         for group in groups:
             entries = [self._checkpoint.entries[source] for source in group.sources]
             for name, value in group.convert([torch.empty(e.shape, device="meta") for e in entries]).items():
-                tensor = None if (there := named.get(name)) is None else unpacked(there)
-                if tensor is None or there is None or name in found.get(id(there), {}):
+                there = named.get(name)
+                tensor = None if there is None else unpacked(there)
+                if there is not None and tensor is None:
+                    misshapen.append(f"{name} as {entries[0].dtype}, the model's is a {type(there).__name__}")
+                elif tensor is None or there is None or name in found.get(id(there), {}):
                     surplus += group.sources
                 elif value.shape != tensor.shape:
                     misshapen.append(f"{name} of {tuple(value.shape)}, the model's is {tuple(tensor.shape)}")

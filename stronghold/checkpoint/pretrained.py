@@ -23,7 +23,7 @@ from stronghold.formats.model_config import build, write_config
 from stronghold.formats.sync import sync_directory, sync_path
 from stronghold.formats.tensor_files import TensorFileWriter
 from stronghold.formats.weight_files import INDEX, SINGLE, WeightFiles
-from stronghold.unit import Unit, unit_of
+from stronghold.unit import Unit, is_packed, unit_of
 from stronghold.units import parse_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -209,7 +209,13 @@ class _Outgoing:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         parameters = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
         self.dtype = dtype or next(iter(parameters), torch.float32)
-        self._items = {name: _item(tensor, dtype) for name, tensor in _saved(model)}
+        saved = dict(_saved(model))
+        if packed := [name for name, tensor in saved.items() if is_packed(tensor)]:
+            raise ValueError(
+                f"quantised weights are not written by stronghold.save (got {packed[0]}); write the model's adapters "
+                "alone, by saving the PeftModel, or all of it by model.save_pretrained(directory)"
+            )
+        self._items = {name: _item(tensor, dtype) for name, tensor in saved.items()}
         if meta := [name for name, item in self._items.items() if item.tensor.is_meta]:
             raise ValueError(
                 f"parameters must have values to be saved ({meta[0]} is on the meta device); load it first"

@@ -1,7 +1,5 @@
 """Parameters of other kinds are refused as what they are, by name and with the remedy, before anything has changed."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -77,18 +75,6 @@ def test_each_other_kind_is_refused_as_what_it_is(message, kind, where):
     assert f"(got {where}.weight, " in str(refusal.value)
     assert message in str(refusal.value)
     assert not any(isinstance(parameter, OffloadedParameter) for parameter in model.parameters())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_weights_that_torchao_has_quantised():
-    quantization = pytest.importorskip("torchao.quantization")
-    model = Residual()
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    kind = type(model.into.weight)  # another in torchao 0.17
-    assert kind.__module__.startswith("torchao.")
-    name = re.escape(f"(got into.weight, a {kind.__module__}.{kind.__qualname__})")
-    with pytest.raises(ValueError, match=rf"{name}; quantised weights cannot be offloaded"):
-        stronghold.offload(model, device="cpu")
 
 
 @pytest.mark.filterwarnings("ignore")
