@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from stronghold.unit import is_packed
 
 _QUANTISED = (
-    "quantised weights can be offloaded where they are bitsandbytes' in four bits, or subclasses with "
+    "quantised weights can be offloaded where they are bitsandbytes' in four or eight bits, or subclasses with "
     "__tensor_flatten__ such as torchao's: load the model so, or in torch.bfloat16 or torch.float32"
 )
 _OF_CLASS = {

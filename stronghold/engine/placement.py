@@ -14,7 +14,7 @@ from stronghold.engine.model_units import ModelUnits, units_of
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.planner.step_bytes import device_bytes
 from stronghold.settings import OffloadSettings
-from stronghold.unit import ONE_REPLICA, Replicas, Unit, check_packed, title_of
+from stronghold.unit import ONE_REPLICA, Replicas, Unit, check_packed, part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +87,9 @@ def plan(
 
 def _refuse_kept(layers: Iterable[Unit]) -> None:
     for unit in layers:
-        titles = [title for parameter in unit.parameters if (title := title_of(parameter)) is not None]
-        if titles and not unit.resident:
+        parts = [part for parameter in unit.parameters if (part := part_of(parameter)) is not None]
+        if not unit.resident and not all(part.may_be_kept for part in parts):
             raise ValueError(
-                f"activations='keep' would hold what quantised weights are computed with past its time in the window "
-                f"(got weights {titles[0]} in {unit.name}); use activations='recompute' or 'host', or keep all "
-                "layers resident"
+                "activations='keep' would hold, unpacked, all weights that are computed with (got weights "
+                f"{parts[0].title} in {unit.name}); use activations='recompute' or 'host', or keep all layers resident"
             )

@@ -21,7 +21,6 @@ from stronghold.unit.packed import (
     pack,
     parameters_and_owners,
     settle,
-    title_of,
     unpacked,
 )
 from stronghold.unit.parameter import (
@@ -35,6 +34,7 @@ from stronghold.unit.parameter import (
     unit_of,
 )
 from stronghold.unit.process_group import ONE_PROCESS, OneProcess, ProcessGroup, from_rank0, sum_over
+from stronghold.unit.quantised import part_of
 from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
 from stronghold.unit.unit import Unit
 from stronghold.unit.unit_memory import Kind, Memory
@@ -81,10 +81,10 @@ __all__ = [
     "opaque",
     "pack",
     "parameters_and_owners",
+    "part_of",
     "set_gradient",
     "settle",
     "sum_over",
-    "title_of",
     "unit_of",
     "unpacked",
 ]

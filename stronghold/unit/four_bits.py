@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stronghold.unit.packed_products import is_known, save_by_autograd
 from stronghold.unit.quantised import Cell, follow
 
 _CELLS = {
@@ -23,6 +24,8 @@ _CONSTANTS = (("quant_state", "code"), ("quant_state", "state2", "code"))
 
 class FourBits:
     """bitsandbytes' ``Params4bit``: packed bytes, and scales in their ``quant_state``."""
+
+    may_be_kept = True
 
     def has(self, parameter: Tensor) -> bool:
         library = sys.modules.get("bitsandbytes")  # without it there are none
@@ -40,10 +43,12 @@ class FourBits:
             if isinstance(getattr(holder := follow(parameter, tuple(path)), name, None), Tensor):
                 yield Cell(f"{kind}.{own}", holder, name)
 
-    def constants(self, parameter: Any) -> Iterator[tuple[Any, str]]:
+    def settle(self, module: nn.Module, parameter: Any, device: torch.device) -> None:
         for *path, name in _CONSTANTS:
-            if isinstance(getattr(holder := follow(parameter, tuple(path)), name, None), Tensor):
-                yield holder, name
+            if isinstance(tensor := getattr(holder := follow(parameter, tuple(path)), name, None), Tensor):
+                setattr(holder, name, tensor.to(device))
+        if is_known(module):  # else it looks its rows up, and needs no gradient
+            save_by_autograd(module)
 
     def check(self, name: str, module: nn.Module, parameter: Any, device: torch.device) -> None:
         if getattr(parameter, "quant_state", None) is None:
@@ -51,6 +56,11 @@ class FourBits:
                 f"a weight in four bits must be quantised before it moves (got {name}, whose values are in "
                 f"{parameter.dtype}); call {name.rpartition('.')[0] or 'model'}.to('cpu'), which packs it, before "
                 "offload()"
+            )
+        if not is_known(module) and not isinstance(module, nn.Embedding):
+            raise ValueError(
+                f"weights in four bits must be those of bitsandbytes' Linear4bit, with its own forward (got {name} of "
+                f"a {type(module).__module__}.{type(module).__qualname__}); leave that module as it is in bf16"
             )
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # For evaluation on some processors it would repack the bytes.

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stronghold.unit.eight_bits import EightBits
 from stronghold.unit.four_bits import FourBits
 from stronghold.unit.quantised import PackedPart, Packing, cell_parameter, part_of
 from stronghold.unit.tensor_subclasses import TensorSubclasses
 
-_KINDS: tuple[Packing, ...] = (FourBits(), TensorSubclasses())
+_KINDS: tuple[Packing, ...] = (FourBits(), EightBits(), TensorSubclasses())
 
 
 def is_packed(parameter: Tensor) -> bool:
@@ -44,14 +45,14 @@ def parameters_and_owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter
             if kind is None:
                 yield name, parameter, parameter
                 continue
-            title, count = kind.title(parameter), _count(kind, parameter)
+            title, kept, count = kind.title(parameter), kind.may_be_kept, _count(kind, parameter)
             if kind.moves_itself(parameter):
-                parameter.__dict__["_part"] = PackedPart(title, count)
+                parameter.__dict__["_part"] = PackedPart(title, kept, count)
                 count = 0
                 yield name, parameter, parameter
             for cell in kind.cells(holder, parameter):
                 part = cell_parameter(cell)
-                part.__dict__["_part"] = PackedPart(title, count)
+                part.__dict__["_part"] = PackedPart(title, kept, count)
                 count = 0
                 yield f"{name}.{cell.own}", part, parameter
 
@@ -67,11 +68,14 @@ def stand_in(parameter: Tensor) -> Tensor:
 
 
 def settle(module: nn.Module, device: torch.device) -> None:
-    """Moves what of the quantised weights in ``module`` is the same for all to the device, where it stays."""
-    for parameter in module.parameters():
-        if (kind := _kind_of(parameter)) is not None:
-            for holder, name in kind.constants(parameter):
-                setattr(holder, name, getattr(holder, name).to(device))
+    """Moves what of the quantised weights in ``module`` is the same for all to the device, where it stays.
+
+    Has their modules save what a backward pass needs as autograd knows, so that the window does, too.
+    """
+    for inner in module.modules():
+        for parameter in inner._parameters.values():
+            if parameter is not None and (kind := _kind_of(parameter)) is not None:
+                kind.settle(inner, parameter, device)
 
 
 def check_packed(model: nn.Module, device: torch.device) -> None:
@@ -105,12 +109,6 @@ def count_of(parameter: Tensor) -> int:
     """Returns how many numbers of the model a parameter holds: of a quantised weight the first part holds all."""
     part = part_of(parameter)
     return parameter.numel() if part is None else part.count
-
-
-def title_of(parameter: Tensor) -> str | None:
-    """Returns what the values of a part of a quantised weight are, for people; None for any other parameter."""
-    part = part_of(parameter)
-    return None if part is None else part.title
 
 
 def pack(weight: Any, value: Tensor) -> Iterator[Tensor]:

@@ -19,7 +19,12 @@ class Cell(NamedTuple):
 
 
 class Packing(Protocol):
-    """One way in which a library keeps quantised weights."""
+    """One way in which a library keeps quantised weights.
+
+    They ``may_be_kept`` where what their backward pass saves is the weight in its slot, and not a copy of it.
+    """
+
+    may_be_kept: bool
 
     def has(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is a weight of this kind."""
@@ -33,8 +38,11 @@ class Packing(Protocol):
     def cells(self, module: nn.Module, parameter: Any) -> Iterator[Cell]:
         """Yields what moves beside the weight itself."""
 
-    def constants(self, parameter: Any) -> Iterator[tuple[Any, str]]:
-        """Yields what is the same for each weight of a type, and stays on the device: an object and its attribute."""
+    def settle(self, module: nn.Module, parameter: Any, device: torch.device) -> None:
+        """Moves what is the same for each weight of a type to the device, where it stays.
+
+        Has the module save what its backward pass needs as autograd knows, if it does not.
+        """
 
     def check(self, name: str, module: nn.Module, parameter: Any, device: torch.device) -> None:
         """Raises ValueError for a weight ``name`` of ``module`` that cannot move, or not be computed with there.
@@ -56,10 +64,12 @@ class Packing(Protocol):
 class PackedPart:
     """Marks a parameter as a part of a quantised weight.
 
-    ``title`` is what the values are in, and ``count`` of how many of the model's numbers it is the first part.
+    ``title`` is what the values are in, and ``count`` of how many of the model's numbers it is the first part. With
+    ``may_be_kept`` autograd may keep what it saves of a layer with it.
     """
 
     title: str
+    may_be_kept: bool
     count: int
 
 

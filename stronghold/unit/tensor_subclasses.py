@@ -18,6 +18,9 @@ class TensorSubclasses:
     Such a weight has no memory of its own. Assigning to its ``data`` changes nothing; its attributes do.
     """
 
+    may_be_kept = False
+    """They save what they have dequantised."""
+
     def __init__(self) -> None:
         self._computed_with: set[tuple[type, torch.dtype, torch.device, str]] = set()
         """The classes that are known to have a backward pass on a device, with what of them is no tensor."""
@@ -43,8 +46,8 @@ class TensorSubclasses:
             else:  # with its dtype, for a class may have several
                 yield Cell(f"{prefix}.{name}.{str(inner.dtype).removeprefix('torch.')}", holder, name)
 
-    def constants(self, parameter: Any) -> Iterator[tuple[Any, str]]:
-        return iter(())
+    def settle(self, module: nn.Module, parameter: Any, device: torch.device) -> None:
+        pass
 
     def check(self, name: str, module: nn.Module, parameter: Any, device: torch.device) -> None:
         kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"

@@ -77,20 +77,6 @@ def test_each_other_kind_is_refused_as_what_it_is(message, kind, where):
     assert not any(isinstance(parameter, OffloadedParameter) for parameter in model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("is_quantised", [False, True], ids=["as built", "quantised"])
-def test_weights_that_bitsandbytes_quantises_to_eight_bits(is_quantised):
-    """Those in four bits are in test_packed.py."""
-    modules = pytest.importorskip("bitsandbytes.nn")
-    model = Residual()
-    for layer in model.layers:
-        layer.up = modules.Linear8bitLt(16, 32, False, False)
-    if is_quantised:
-        model.to("cpu")
-    with pytest.raises(ValueError, match=r"got layers.0.up.weight, a bitsandbytes\..*Int8Params.*quantised weights"):
-        stronghold.offload(model, device="cpu", layers="layers")
-
-
 def test_lazy_parameters_and_buffers_have_no_shape_yet():
     model = Residual()
     model.layers[2].up = nn.LazyLinear(32)
