@@ -9,6 +9,7 @@ from typing import Any
 import bitsandbytes
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import nn
@@ -220,23 +221,51 @@ def test_what_cannot_be_is_refused() -> None:
             stronghold.offload(model, device="cpu", window=1)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "nf4_nested"])
-@pytest.mark.parametrize("store", ["ram", "disk"])
+@pytest.mark.parametrize(("kind", "store"), [("nf4", "ram"), ("nf4_nested", "disk"), ("int8", "ram"), ("int8", "disk")])
 def test_what_is_quantised_while_it_streams_is_what_transformers_quantises(
     tmp_path: Path, kind: str, store: str
 ) -> None:
     base().save_pretrained(tmp_path / "model")
-    asked = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=kind == "nf4_nested",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
+    asked = config_of(kind)
     expected = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", quantization_config=asked, dtype=torch.bfloat16, device_map="cpu"
     )
     settings = {"store": str(tmp_path / "store")} if store == "disk" else {}
     model = stronghold.load(tmp_path / "model", quantize=kind, device="cpu", window=2, **settings)
+    if store == "ram":
+        model.save_pretrained(tmp_path / "again")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", device_map="cpu").state_dict()
+        assert all(torch.equal(value, again[name]) for name, value in expected.state_dict().items())
+    compare(model, expected)
+
+
+@pytest.mark.parametrize(("kind", "store"), [("nf4", "disk"), ("nf4_nested", "ram"), ("fp4", "ram"), ("int8", "disk")])
+def test_what_is_quantised_in_the_files_is_what_transformers_reads(tmp_path: Path, kind: str, store: str) -> None:
+    base().save_pretrained(tmp_path / "model")
+    transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", quantization_config=config_of(kind), dtype=torch.bfloat16, device_map="cpu"
+    ).save_pretrained(tmp_path / "quantised")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", device_map="cpu")
+    settings = {"store": str(tmp_path / "store")} if store == "disk" else {}
+    model = stronghold.load(tmp_path / "quantised", device="cpu", window=2, **settings)
+    compare(model, expected)
+    with pytest.raises(ValueError, match=r"quantize is for weights in 16 or 32 bits \(got 'nf4' for"):
+        stronghold.load(tmp_path / "quantised", device="cpu", quantize="nf4")
+
+
+def config_of(kind: str) -> transformers.BitsAndBytesConfig:
+    if kind == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind.removesuffix("_nested"),
+        bnb_4bit_use_double_quant=kind == "nf4_nested",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def compare(model: nn.Module, expected: nn.Module) -> None:
+    """Holds that a streamed model has the elements of one in memory, and learns the same bits."""
     state = expected.state_dict()
     assert model.state_dict().keys() == state.keys()
     for name, value in model.state_dict().items():
@@ -252,7 +281,40 @@ def test_what_is_quantised_while_it_streams_is_what_transformers_quantises(
     assert rows[1] == rows[0]
 
 
+def test_files_that_lack_a_part_of_a_quantised_weight_are_refused(tmp_path: Path) -> None:
+    base().save_pretrained(tmp_path / "model")
+    whole = stronghold.load(tmp_path / "model", quantize="nf4_nested", device="cpu")
+    whole.save_pretrained(tmp_path / "quantised")
+    file = tmp_path / "quantised" / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    state = tensors[f"{name}.quant_state.bitsandbytes__nf4"]
+    for changes, message in [
+        (
+            {f"{name}.nested_absmax": None},
+            rf"must hold all parts of a quantised weight \(in .*missing {name}.nested_abs",
+        ),
+        (
+            {f"{name}.quant_state.bitsandbytes__nf4": state[:-9]},
+            rf"must be JSON with its shape \(at .*{name}.quant_state",
+        ),
+        ({name: tensors[name][:-1].clone()}, rf"{name} of \(5119, 1\), the model's is \(5120, 1\)"),
+        ({f"{name}.absmax": tensors[f"{name}.absmax"][:-1].clone()}, rf"{name}.nf4.absmax of \(159,\), the model's"),
+    ]:
+        altered = {**tensors, **changes}
+        safetensors.torch.save_file(
+            {key: one for key, one in altered.items() if one is not None}, file, {"format": "pt"}
+        )
+        with pytest.raises(ValueError, match=message):
+            stronghold.load(tmp_path / "quantised", device="cpu")
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    config = tmp_path / "quantised" / "config.json"
+    config.write_text(config.read_text().replace('"bitsandbytes"', '"gptq"'))
+    with pytest.raises(ValueError, match=r"where they are bitsandbytes' \(got .*quantised by 'gptq'\)"):
+        stronghold.load(tmp_path / "quantised", device="cpu")
+
+
 def test_other_kinds_and_models_without_linear_layers_are_refused(tmp_path: Path) -> None:
     base().save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"quantize must be 'nf4' or 'nf4_nested' \(got 'int3'\)"):
+    with pytest.raises(ValueError, match=r"quantize must be 'nf4', 'nf4_nested' or 'int8' \(got 'int3'\)"):
         stronghold.load(tmp_path / "model", quantize="int3", device="cpu")
