@@ -64,7 +64,7 @@ def plan(
     ``replicas`` are the processes that have all of it in common, and root parameters ``root_on_host`` have their states
     there. Raises ValueError and BudgetError.
     """
-    check_packed(model, device.torch_device)
+    check_packed(model, device.torch_device, dtype)
     alignment = ALIGNMENT_BYTES if not settings.directories else PAGE_BYTES
     of = units_of(model, layers, dtype, alignment, apart=not device.is_host, in_pieces=settings.micro_batch is not None)
     for unit in of.units:

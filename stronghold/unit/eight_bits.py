@@ -34,7 +34,9 @@ class EightBits:
     def settle(self, module: nn.Module, parameter: Any, device: torch.device) -> None:
         save_by_autograd(module)
 
-    def check(self, name: str, module: nn.Module, parameter: Any, device: torch.device) -> None:
+    def check(
+        self, name: str, module: nn.Module, parameter: Any, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
         where = name.rpartition(".")[0] or "model"
         if not is_known(module):
             raise ValueError(

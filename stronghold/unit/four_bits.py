@@ -50,7 +50,9 @@ class FourBits:
         if is_known(module):  # else it looks its rows up, and needs no gradient
             save_by_autograd(module)
 
-    def check(self, name: str, module: nn.Module, parameter: Any, device: torch.device) -> None:
+    def check(
+        self, name: str, module: nn.Module, parameter: Any, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
         if getattr(parameter, "quant_state", None) is None:
             raise ValueError(
                 f"a weight in four bits must be quantised before it moves (got {name}, whose values are in "

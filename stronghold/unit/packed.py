@@ -78,17 +78,18 @@ def settle(module: nn.Module, device: torch.device) -> None:
                 kind.settle(inner, parameter, device)
 
 
-def check_packed(model: nn.Module, device: torch.device) -> None:
+def check_packed(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Raises ValueError for quantised weights that are asked to train, or cannot be computed with on ``device``.
 
-    Has their modules compute with the bytes as they are.
+    All other weights are to compute in ``dtype``, or None for their own. Has modules compute with the bytes as they
+    are.
     """
     for prefix, module in model.named_modules():
         for own, parameter in module._parameters.items():
             if parameter is None or (kind := _kind_of(parameter)) is None:
                 continue
             name = f"{prefix}.{own}" if prefix else own
-            kind.check(name, module, parameter, device)
+            kind.check(name, module, parameter, device, dtype)
             if parameter.requires_grad:
                 raise ValueError(
                     f"a quantised weight cannot be trained (got {name} with requires_grad); freeze it, and train "

@@ -44,9 +44,12 @@ class Packing(Protocol):
         Has the module save what its backward pass needs as autograd knows, if it does not.
         """
 
-    def check(self, name: str, module: nn.Module, parameter: Any, device: torch.device) -> None:
+    def check(
+        self, name: str, module: nn.Module, parameter: Any, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
         """Raises ValueError for a weight ``name`` of ``module`` that cannot move, or not be computed with there.
 
+        The layer's other weights compute in ``dtype``, or None for what they are in.
         Has the module compute with the cells as they are.
         """
 

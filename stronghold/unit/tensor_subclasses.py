@@ -49,7 +49,9 @@ class TensorSubclasses:
     def settle(self, module: nn.Module, parameter: Any, device: torch.device) -> None:
         pass
 
-    def check(self, name: str, module: nn.Module, parameter: Any, device: torch.device) -> None:
+    def check(
+        self, name: str, module: nn.Module, parameter: Any, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
         kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
         for cell in self.cells(module, parameter):
             if not (tensor := getattr(cell.holder, cell.name)).is_contiguous():
@@ -58,17 +60,18 @@ class TensorSubclasses:
                     f"{cell.name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}); quantise to another "
                     "layout before offload()"
                 )
-        key = type(parameter), parameter.dtype, device, repr(parameter.__tensor_flatten__()[1])
+        dtype = dtype or parameter.dtype
+        key = type(parameter), dtype, device, repr(parameter.__tensor_flatten__()[1])
         if key in self._computed_with or not isinstance(module, nn.Linear) or parameter.is_meta:
             return
         try:
-            _compute_back(parameter, device)
+            _compute_back(parameter, device, dtype)
         except Exception as error:  # kernels raise all kinds for what they have not got
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
-                f"a quantised weight must have a backward pass to the layer's input (got {name}, a {kind} in "
-                f"{parameter.dtype}, which on {device} has none: {reason}); quantise to a type that has one, such as "
-                "torchao's Int8WeightOnlyConfig"
+                f"a quantised weight must have a backward pass to the layer's input (got {name}, a {kind} of "
+                f"{parameter.dtype}, which with an input in {dtype} on {device} has none: {reason}); quantise to a "
+                "type that has one, such as torchao's Int8WeightOnlyConfig"
             ) from error
         self._computed_with.add(key)
 
@@ -82,10 +85,13 @@ class TensorSubclasses:
         raise AssertionError("it does not move itself: its cells are parameters, which are copied as such")
 
 
-def _compute_back(weight: Any, device: torch.device) -> None:
-    """Computes one row with ``weight`` on the device, and its gradient. Raises whatever comes where that cannot be."""
+def _compute_back(weight: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Computes one row in ``dtype`` with ``weight`` on the device, and its gradient.
+
+    Raises whatever comes where that cannot be.
+    """
     weight = weight.detach().to(device)
-    row = torch.ones(1, weight.shape[-1], dtype=weight.dtype, device=device, requires_grad=True)
+    row = torch.ones(1, weight.shape[-1], dtype=dtype, device=device, requires_grad=True)
     with torch.enable_grad():
         output = functional.linear(row, weight)
     if not output.requires_grad:

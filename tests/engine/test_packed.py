@@ -208,6 +208,12 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must be quantised before it moves \(got model\.layers\.0.*torch\.bfloat16"):
         stronghold.offload(packed(kind="int8", pack=False), device="cpu", window=1)
     model = packed(kind="int8")
+    model.model.layers[1].mlp.up_proj.weight = bitsandbytes.nn.Int8Params(torch.zeros(160, 64), requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"must be quantised before it moves \(got model\.layers\.1\.mlp\.up_proj.*float32"
+    ):
+        stronghold.offload(model, device="cpu", window=1)
+    model = packed(kind="int8")
     model.model.layers[1].mlp.up_proj.state.has_fp16_weights = True
     with pytest.raises(ValueError, match=r"quantised once, not in each step \(got model\.layers\.1\.mlp\.up_proj\.w"):
         stronghold.offload(model, device="cpu", window=1)

@@ -186,9 +186,13 @@ class Opaque(torch.Tensor):
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     name = r"\(got model\.layers\.0\.self_attn\.q_proj\.weight, a "
     with pytest.raises(
-        ValueError, match=rf"{name}torchao\S+Int8Tensor in torch.bfloat16, which on cpu has none: its out"
+        ValueError, match=rf"{name}torchao\S+Int8Tensor .*input in torch.bfloat16 on cpu has none: its out"
     ):
         stronghold.offload(quantised(quantization.Int8DynamicActivationInt8WeightConfig), device="cpu", window=1)
+    with pytest.raises(
+        ValueError, match=rf"{name}\S+Float8Tensor of torch.bfloat16, which with an input in torch.float32"
+    ):
+        stronghold.offload(quantised(FLOAT8), device="cpu", window=1, dtype=torch.float32)
     model = base()
     linear = model.model.layers[0].self_attn.q_proj
     linear.weight = nn.Parameter(Opaque(linear.weight.detach().to(torch.int8)), requires_grad=False)
