@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from stronghold.formats.conversion import into_model, remember
 from stronghold.formats.pieces import Group
+from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.formats.weight_files import WeightFiles, some
-from stronghold.unit import is_packed, pack, unpacked
+from stronghold.unit import all_parameters, is_packed, pack, unpacked
 
 Initialiser = Callable[[nn.Module], object]
 Weights = str | os.PathLike[str] | Initialiser
@@ -45,7 +46,7 @@ def open_weights(model: nn.Module, weights: Weights | None) -> Source:
         _refuse_meta(model)
         return Own()
     if isinstance(weights, (str, os.PathLike)):
-        return FromCheckpoint(model, WeightFiles(weights))
+        return FromCheckpoint(model, QuantisedFiles(weights))
     if not callable(weights):
         raise ValueError(
             "weights must be a checkpoint's folder, or a function that initialises the module that it is given (got "
@@ -110,6 +111,8 @@ class FromCheckpoint:
                     named[f"{prefix}.{name}" if prefix else name] = tensor
                     if name in module._buffers:
                         persistent.append((f"{prefix}.{name}" if prefix else name, module, name))
+        # Scales have names of their own where the files hold them, and come of the weight where it is quantised here.
+        named.update({name: one for name, one in all_parameters(model) if name in checkpoint.entries})
         groups, conversions = into_model(model, checkpoint.entries, named)
         self._kept: dict[str, Tensor] = {}
         """What a group gave beside the value that was asked for."""
@@ -138,7 +141,9 @@ class FromCheckpoint:
         if id(tensor) not in self._found:
             return self._scales.pop(0) if is_packed(tensor) and tensor.is_meta else tensor.detach()
         (name, group), *_ = self._found[id(tensor)].items()
-        value, wanted = self._read(name, group), unpacked(tensor)
+        value = self._read(name, group)
+        wanted = tensor if any(map(self._checkpoint.is_kept, group.sources)) else unpacked(tensor)
+        assert wanted is not None  # what nothing here can quantise values for was refused
         if wanted is tensor:
             return value.to(tensor.dtype)
         packed, *self._scales = pack(tensor, value.to(wanted.dtype))
@@ -160,8 +165,12 @@ class FromCheckpoint:
         for group in groups:
             entries = [self._checkpoint.entries[source] for source in group.sources]
             for name, value in group.convert([torch.empty(e.shape, device="meta") for e in entries]).items():
-                tensor = None if (there := named.get(name)) is None else unpacked(there)
-                if tensor is None or there is None or name in found.get(id(there), {}):
+                there = named.get(name)
+                kept = any(map(self._checkpoint.is_kept, group.sources))
+                tensor = there if there is None or kept else unpacked(there)
+                if there is not None and tensor is None:
+                    misshapen.append(f"{name} as {entries[0].dtype}, the model's is a {type(there).__name__}")
+                elif tensor is None or there is None or name in found.get(id(there), {}):
                     surplus += group.sources
                 elif value.shape != tensor.shape:
                     misshapen.append(f"{name} of {tuple(value.shape)}, the model's is {tuple(tensor.shape)}")

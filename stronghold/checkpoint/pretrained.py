@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stronghold.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from stronghold.checkpoint.adapters import has_adapters, save_adapters
+from stronghold.checkpoint.kept_weights import keep_quantised
 from stronghold.checkpoint.quantising import quantise
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.offload import offload
@@ -22,10 +23,11 @@ from stronghold.engine.split_experts import split_experts
 from stronghold.formats.conversion import from_model
 from stronghold.formats.model_config import build, write_config
 from stronghold.formats.pieces import Group
+from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.formats.sync import sync_directory, sync_path
 from stronghold.formats.tensor_files import TensorFileWriter
-from stronghold.formats.weight_files import INDEX, SINGLE, WeightFiles
-from stronghold.unit import Unit, unit_of
+from stronghold.formats.weight_files import INDEX, SINGLE
+from stronghold.unit import Unit, is_packed, unit_of
 from stronghold.units import parse_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,7 +62,8 @@ def load(
 
     With ``quantize="nf4"`` the linear layers' weights are bitsandbytes' in four bits, quantised tensor by tensor as
     they come, and frozen: a base for adapters, 0.5625 bytes per parameter; ``"nf4_nested"`` has its scales in eight
-    bits, 0.516.
+    bits, 0.516. ``"int8"`` are bitsandbytes' eight bits, a byte per parameter and 4 per row. Files that hold weights so
+    already, as transformers' ``save_pretrained`` writes them, are read as they are.
 
     With ``experts_per_part`` the layers of a mixture of experts go through the window in parts
     (:func:`split_experts`).
@@ -75,11 +78,15 @@ def load(
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"a model must be a folder with a config.json (got {str(directory)!r}); pass one")
-    checkpoint = WeightFiles(folder)
+    checkpoint = QuantisedFiles(folder)
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         known = settings.get("dtype") or settings.get("torch_dtype")
-        model = build(file, dtype=None if known else checkpoint.dtype(), model_class=model_class or _class_of(settings))
+        kept = settings.get("quantization_config")
+        dtype = None if known else checkpoint.dtype()
+        model = build(
+            file, dtype=dtype, model_class=model_class or _class_of(settings), unquantised=bool(checkpoint.kept)
+        )
     except ModuleNotFoundError:  # transformers itself is no dependency
         raise
     except Exception as error:  # transformers raises all kinds for what it cannot read
@@ -93,6 +100,13 @@ def load(
         from transformers import GenerationConfig
 
         model.__dict__["generation_config"] = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    if checkpoint.kept:
+        if quantize is not None:
+            raise ValueError(
+                f"quantize is for weights in 16 or 32 bits (got {quantize!r} for {str(directory)!r}, whose files hold "
+                "quantised ones); leave it out"
+            )
+        keep_quantised(model, checkpoint, kept or {})
     if quantize is not None:
         quantise(model, quantize, layers=options.get("layers"), dtype=options.get("dtype"))
     if experts_per_part is not None:
@@ -221,7 +235,13 @@ class _Outgoing:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         parameters = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
         self.dtype = dtype or next(iter(parameters), torch.float32)
-        self._items = {name: _item(tensor, dtype) for name, tensor in _saved(model)}
+        saved = dict(_saved(model))
+        if packed := [name for name, tensor in saved.items() if is_packed(tensor)]:
+            raise ValueError(
+                f"quantised weights are not written by stronghold.save (got {packed[0]}); write the model's adapters "
+                "alone, by saving the PeftModel, or all of it by model.save_pretrained(directory)"
+            )
+        self._items = {name: _item(tensor, dtype) for name, tensor in saved.items()}
         if meta := [name for name, item in self._items.items() if item.tensor.is_meta]:
             raise ValueError(
                 f"parameters must have values to be saved ({meta[0]} is on the meta device); load it first"

@@ -12,7 +12,7 @@ from stronghold.engine import Engine, engine_of
 from stronghold.engine.adamw import AdamW
 from stronghold.errors import OffloadedModelError
 from stronghold.native import Blocks
-from stronghold.unit import ProcessGroup, Unit, all_parameters, unit_of
+from stronghold.unit import ProcessGroup, Unit, all_parameters, index_of, unit_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Names = dict[Unit, list[str]]
@@ -67,7 +67,7 @@ def names_of(model: nn.Module) -> Names:
 def group_names(optimizer: AdamW, names: Names) -> list[list[str]]:
     """Returns the names of the parameters of every group of ``optimizer``."""
     return [
-        [names[unit][p.__dict__["_index"]] for p in group["params"] if (unit := unit_of(p)) is not None]
+        [names[unit][index_of(p)] for p in group["params"] if (unit := unit_of(p)) is not None]
         for group in optimizer.param_groups
     ]
 

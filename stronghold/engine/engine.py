@@ -42,8 +42,8 @@ from stronghold.unit import (
     become,
     close_parameter,
     closed_error,
-    constants,
     opaque,
+    settle,
 )
 from stronghold.weights import Source, give_values
 from stronghold.window import Accumulators, DeviceGradients, Gradients, HostActivations, Window
@@ -153,8 +153,7 @@ class Engine:
         for module, name, buffer in weights.buffers():
             module._buffers[name] = buffer
         placement.move_root(self.device)
-        for holder, name in constants(model):
-            setattr(holder, name, getattr(holder, name).to(self.device.torch_device))
+        settle(model, self.device.torch_device)
         for module, name in placement.buffers:
             if (moved := module._buffers[name]) is not None:
                 self.replicas.take_first(moved, common=False)

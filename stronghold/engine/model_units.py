@@ -13,7 +13,7 @@ from torch import nn
 from stronghold.engine.find_layers import Layer, find_layers
 from stronghold.engine.parameters import check_parameters
 from stronghold.engine.split_experts import ExpertsPart
-from stronghold.unit import Unit, all_parameters, is_packed
+from stronghold.unit import Unit, all_parameters, is_packed, parameters_and_owners
 
 _BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
@@ -118,7 +118,7 @@ def _few_trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 def _check_memory_is_their_own(model: nn.Module) -> None:
     """Refuses parameters and buffers that share memory without being one: each would go its own way from here on."""
     spans: list[tuple[int, int, str, torch.Tensor]] = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    for name, tensor in [*all_parameters(model), *model.named_buffers()]:
         if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
             continue
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -182,10 +182,8 @@ def share_out(
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
     root = []
-    its_owners: list[Owner] = []
-    for name, parameter in all_parameters(model):
-        its_owners = owners.get(id(parameter), its_owners)  # scales are behind the weight that they are of
-        users = set().union(*(users_of[id(module)] for module, _ in its_owners))
+    for name, parameter, whole in parameters_and_owners(model):
+        users = set().union(*(users_of[id(module)] for module, _ in owners[id(whole)]))
         layer = users.pop()
         if layer is None or users:
             root.append((name, parameter, owners.get(id(parameter), [])))

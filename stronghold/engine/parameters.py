@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 from stronghold.unit import is_packed
 
 _QUANTISED = (
-    "quantised weights cannot be offloaded, but for those of bitsandbytes in four bits: load the model in "
-    "torch.bfloat16 or torch.float32"
+    "quantised weights can be offloaded where they are bitsandbytes' in four or eight bits, or subclasses with "
+    "__tensor_flatten__ such as torchao's: load the model so, or in torch.bfloat16 or torch.float32"
 )
 _OF_CLASS = {
     "DTensor": "offload the model before it is distributed; stronghold.replicate and stronghold.pipeline train one in "

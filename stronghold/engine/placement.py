@@ -14,7 +14,7 @@ from stronghold.engine.model_units import ModelUnits, units_of
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.planner.step_bytes import device_bytes
 from stronghold.settings import OffloadSettings
-from stronghold.unit import ONE_REPLICA, Replicas, Unit, check_packed, is_packed
+from stronghold.unit import ONE_REPLICA, Replicas, Unit, check_packed, part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def plan(
     ``replicas`` are the processes that have all of it in common, and root parameters ``root_on_host`` have their states
     there. Raises ValueError and BudgetError.
     """
-    check_packed(model)
+    check_packed(model, device.torch_device, dtype)
     alignment = ALIGNMENT_BYTES if not settings.directories else PAGE_BYTES
     of = units_of(model, layers, dtype, alignment, apart=not device.is_host, in_pieces=settings.micro_batch is not None)
     for unit in of.units:
@@ -87,9 +87,9 @@ def plan(
 
 def _refuse_kept(layers: Iterable[Unit]) -> None:
     for unit in layers:
-        if not unit.resident and any(map(is_packed, unit.parameters)):
+        parts = [part for parameter in unit.parameters if (part := part_of(parameter)) is not None]
+        if not unit.resident and not all(part.may_be_kept for part in parts):
             raise ValueError(
-                f"activations='keep' would hold what bitsandbytes computes with past its time in the window (got "
-                f"weights in four bits in {unit.name}); use activations='recompute' or 'host', or keep all layers "
-                "resident"
+                "activations='keep' would hold, unpacked, all weights that are computed with (got weights "
+                f"{parts[0].title} in {unit.name}); use activations='recompute' or 'host', or keep all layers resident"
             )

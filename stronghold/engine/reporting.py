@@ -10,7 +10,7 @@ from torch import nn
 from stronghold.engine.offload import known_engine
 from stronghold.optim.held import name_of
 from stronghold.reports import Report
-from stronghold.unit import Unit, count_of, is_packed
+from stronghold.unit import Unit, count_of, part_of
 
 
 def report(model: nn.Module) -> Report:
@@ -63,9 +63,10 @@ def report(model: nn.Module) -> Report:
 
 def _dtype_of(unit: Unit) -> str:
     """Returns what a layer computes in, and that its weights are packed, if they are."""
-    own = [dtype for dtype, p in zip(unit.dtypes, unit.parameters, strict=True) if not is_packed(p)]
+    own = [dtype for dtype, p in zip(unit.dtypes, unit.parameters, strict=True) if part_of(p) is None]
     names = " and ".join(
         str(dtype).removeprefix("torch.") for dtype in dict.fromkeys([*([unit.dtype] * bool(own)), *own])
     )
-    packed = "weights in four bits" if len(own) < len(unit.parameters) else ""
+    titles = dict.fromkeys(part.title for p in unit.parameters if (part := part_of(p)) is not None)
+    packed = f"weights {' and '.join(titles)}" if titles else ""
     return ", ".join(filter(None, (names, packed)))

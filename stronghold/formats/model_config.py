@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 
-def build(file: Path, *, dtype: torch.dtype | None = None, model_class: Any = None) -> nn.Module:
+def build(
+    file: Path, *, dtype: torch.dtype | None = None, model_class: Any = None, unquantised: bool = False
+) -> nn.Module:
     """Builds the model of a config.json with its parameters on the meta device and its buffers in memory.
 
     ``dtype`` is that of the parameters of a transformers model, by default the config's own, or fp32. ``model_class``
-    is one of transformers' classes, by default AutoModelForCausalLM, or one with ``from_config_dict``. Raises whatever
+    is one of transformers' classes, by default AutoModelForCausalLM, or one with ``from_config_dict``. A model whose
+    weights are quantised is built as it was before with ``unquantised``, and refused without. Raises whatever
     transformers, or that, raises.
     """
     settings = json.loads(file.read_text(encoding="utf-8"))
@@ -34,7 +37,12 @@ def build(file: Path, *, dtype: torch.dtype | None = None, model_class: Any = No
 
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"transformers has no model_type {kind!r}, and no model_class with from_config_dict was given")
-    return build_from_config(AutoConfig.from_pretrained(str(file)), dtype=dtype, model_class=model_class)
+    config = AutoConfig.from_pretrained(str(file))
+    quantised = config.__dict__.pop("quantization_config", None) if unquantised else None
+    model: Any = build_from_config(config, dtype=dtype, model_class=model_class)
+    if quantised is not None:
+        model.config.quantization_config = quantised  # as transformers' own has it
+    return model  # type: ignore[no-any-return]
 
 
 def build_from_config(config: Any, *, dtype: torch.dtype | None = None, model_class: Any = None) -> nn.Module:

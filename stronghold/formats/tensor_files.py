@@ -24,6 +24,8 @@ DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 """What a file can hold, and its name there."""
 _WRITE_BYTES = 64 * 2**20

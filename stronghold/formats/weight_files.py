@@ -55,9 +55,15 @@ class WeightFiles:
 
     def read(self, name: str) -> Tensor:
         """Returns one tensor, on the CPU, in its own dtype. It takes memory only while it is in use."""
+        return self._read(name, self.entries[name])
+
+    def is_kept(self, name: str) -> bool:
+        """Whether a weight is quantised in the files; no such are read here."""
+        return False
+
+    def _read(self, name: str, entry: Entry) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
-        entry = self.entries[name]
         try:
             # Opened anew for each: the tensor is a part of the mapped file, and unmapping that is what gives back the
             # pages of all that was read before.

@@ -13,17 +13,28 @@ from stronghold.unit.gradient import (
     make_plain,
     note_gradient,
 )
-from stronghold.unit.packed import all_parameters, check_packed, constants, count_of, is_packed, pack, unpacked
+from stronghold.unit.packed import (
+    all_parameters,
+    check_packed,
+    count_of,
+    is_packed,
+    pack,
+    parameters_and_owners,
+    settle,
+    unpacked,
+)
 from stronghold.unit.parameter import (
     BoundParameter,
     OffloadedParameter,
     become,
     bound,
     gradient_of,
+    index_of,
     set_gradient,
     unit_of,
 )
 from stronghold.unit.process_group import ONE_PROCESS, OneProcess, ProcessGroup, from_rank0, sum_over
+from stronghold.unit.quantised import part_of
 from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
 from stronghold.unit.unit import Unit
 from stronghold.unit.unit_memory import Kind, Memory
@@ -54,7 +65,6 @@ __all__ = [
     "check_packed",
     "close_parameter",
     "closed_error",
-    "constants",
     "consumed_error",
     "consumed_like",
     "count_of",
@@ -62,6 +72,7 @@ __all__ = [
     "grad_meta_of",
     "gradient_of",
     "has_company",
+    "index_of",
     "is_packed",
     "is_shared",
     "latest",
@@ -69,7 +80,10 @@ __all__ = [
     "note_gradient",
     "opaque",
     "pack",
+    "parameters_and_owners",
+    "part_of",
     "set_gradient",
+    "settle",
     "sum_over",
     "unit_of",
     "unpacked",

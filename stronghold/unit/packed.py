@@ -1,137 +1,135 @@
-"""Weights that bitsandbytes has packed into four bits: what of them moves with their layer, and what stays."""
+"""Quantised weights of all kinds: their parameters, what of them stays on the device, and which are refused."""
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_PARTS = {
-    "absmax": ("quant_state", "absmax"),
-    "nested_absmax": ("quant_state", "state2", "absmax"),
-    "nested_offset": ("quant_state", "offset"),
-}
-"""What moves beside the bytes, by the names that bitsandbytes saves it under: a scale for each block."""
-_CONSTANTS = (("quant_state", "code"), ("quant_state", "state2", "code"))
-"""What is the same for each weight of a type: it stays on the device."""
+from stronghold.unit.eight_bits import EightBits
+from stronghold.unit.four_bits import FourBits
+from stronghold.unit.quantised import PackedPart, Packing, cell_parameter, part_of
+from stronghold.unit.tensor_subclasses import TensorSubclasses
+
+_KINDS: tuple[Packing, ...] = (FourBits(), EightBits(), TensorSubclasses())
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Whether ``parameter`` holds the packed bytes of a weight, or the scales of one: it computes in its own dtype."""
-    return _is_weight(parameter) or "_is_scale" in parameter.__dict__
+    """Whether ``parameter`` is a quantised weight, or a part of one: it computes in its own dtype."""
+    return part_of(parameter) is not None or _kind_of(parameter) is not None
 
 
 def all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields ``module.named_parameters()``, and behind each packed weight its scales, as parameters of their own.
+    """Yields what of ``module`` moves: its parameters, and those that quantised weights consist of.
 
-    What bitsandbytes computes with becomes those parameters, so that they move by their ``data``, as all do. Their
-    names have the type, by which a checkpoint of another is refused.
+    Names are those of ``named_parameters()``; the parts of a quantised weight have names behind it, with its type, by
+    which a checkpoint of another type is refused. Tensors that a weight consists of become parameters, so that they
+    move by their ``data``, as all do.
     """
-    for name, parameter in module.named_parameters():
+    for name, parameter, _ in parameters_and_owners(module):
         yield name, parameter
-        if _is_weight(parameter):
-            kind = getattr(_follow(parameter, ["quant_state"]), "quant_type", None)
-            for own, path in _PARTS.items():
-                if (part := _part(parameter, path)) is not None:
-                    yield f"{name}.{kind}.{own}", part
 
 
-def constants(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yields what of the packed weights in ``module`` stays on the device: an object and its attribute."""
-    for parameter in module.parameters():
-        for *path, name in _CONSTANTS if _is_weight(parameter) else ():
-            if isinstance(getattr(holder := _follow(parameter, path), name, None), Tensor):
-                yield holder, name
+def parameters_and_owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+    """Yields the same, with the parameter of a module that each is, or is a part of."""
+    seen: set[int] = set()
+    for prefix, holder in module.named_modules():
+        for own, parameter in holder._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = f"{prefix}.{own}" if prefix else own
+            kind = _kind_of(parameter)
+            if kind is None:
+                yield name, parameter, parameter
+                continue
+            title, kept, count = kind.title(parameter), kind.may_be_kept, _count(kind, parameter)
+            if kind.moves_itself(parameter):
+                parameter.__dict__["_part"] = PackedPart(title, kept, count)
+                count = 0
+                yield name, parameter, parameter
+            for cell in kind.cells(holder, parameter):
+                part = cell_parameter(cell)
+                part.__dict__["_part"] = PackedPart(title, kept, count)
+                count = 0
+                yield f"{name}.{cell.own}", part, parameter
 
 
-def check_packed(model: nn.Module) -> None:
-    """Raises ValueError for weights whose bytes are not there yet, or that are asked to train.
+def stand_in(parameter: Tensor) -> Tensor:
+    """Returns what tells of a parameter where it lives: itself, or the first cell of a weight without own memory."""
+    kind = _kind_of(parameter)
+    if kind is None or kind.moves_itself(parameter):
+        return parameter
+    cell = next(kind.cells(nn.Module(), parameter))
+    found: Tensor = getattr(cell.holder, cell.name)
+    return found
 
-    Has their modules compute with the bytes as they are: for evaluation on some processors they would repack them.
+
+def settle(module: nn.Module, device: torch.device) -> None:
+    """Moves what of the quantised weights in ``module`` is the same for all to the device, where it stays.
+
+    Has their modules save what a backward pass needs as autograd knows, so that the window does, too.
+    """
+    for inner in module.modules():
+        for parameter in inner._parameters.values():
+            if parameter is not None and (kind := _kind_of(parameter)) is not None:
+                kind.settle(inner, parameter, device)
+
+
+def check_packed(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Raises ValueError for quantised weights that are asked to train, or cannot be computed with on ``device``.
+
+    All other weights are to compute in ``dtype``, or None for their own. Has modules compute with the bytes as they
+    are.
     """
     for prefix, module in model.named_modules():
         for own, parameter in module._parameters.items():
-            if parameter is None or not _is_weight(parameter):
+            if parameter is None or (kind := _kind_of(parameter)) is None:
                 continue
             name = f"{prefix}.{own}" if prefix else own
-            if getattr(parameter, "quant_state", None) is None:
-                raise ValueError(
-                    f"a weight in four bits must be quantised before it moves (got {name}, whose values are in "
-                    f"{parameter.dtype}); call {prefix or 'model'}.to('cpu'), which packs it, before offload()"
-                )
+            kind.check(name, module, parameter, device, dtype)
             if parameter.requires_grad:
                 raise ValueError(
                     f"a quantised weight cannot be trained (got {name} with requires_grad); freeze it, and train "
                     "adapters beside it (peft.get_peft_model)"
                 )
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False
 
 
-def unpacked(tensor: Tensor) -> Tensor:
-    """Returns what stands for a packed weight as it was before, on the meta device; any other tensor itself."""
-    if not _is_weight(tensor):
-        return tensor
-    state: Any = tensor.quant_state  # type: ignore[attr-defined]
-    return torch.empty(state.shape, dtype=state.dtype, device="meta")
+def unpacked(tensor: Tensor) -> Tensor | None:
+    """Returns what stands for a quantised weight as it was before, on the meta device; any other tensor itself.
+
+    None where nothing here can quantise values for it.
+    """
+    kind = _kind_of(tensor)
+    return tensor if kind is None else kind.unpacked(tensor)
 
 
 def count_of(parameter: Tensor) -> int:
-    """Returns how many numbers of the model a parameter holds: a packed weight those before, its scales none."""
-    return 0 if "_is_scale" in parameter.__dict__ else unpacked(parameter).numel()
+    """Returns how many numbers of the model a parameter holds: of a quantised weight the first part holds all."""
+    part = part_of(parameter)
+    return parameter.numel() if part is None else part.count
 
 
 def pack(weight: Any, value: Tensor) -> Iterator[Tensor]:
-    """Yields the bytes of a packed weight that is to hold ``value``, and its scales in the order of its parameters."""
-    functional, state = sys.modules["bitsandbytes"].functional, weight.quant_state
-    packed, found = functional.quantize_4bit(
-        value.contiguous(),
-        blocksize=state.blocksize,
-        compress_statistics=state.nested,
-        quant_type=state.quant_type,
-        quant_storage=weight.quant_storage,
-    )
-    yield packed
-    yield found.absmax
-    if state.nested:
-        yield found.state2.absmax
-        yield found.offset
+    """Yields the bytes of a quantised weight that is to hold ``value``, and its cells in their order."""
+    kind = _kind_of(weight)
+    assert kind is not None
+    return kind.pack(weight, value)
 
 
 def copy_of(weight: nn.Parameter, own: Any, memo: dict[int, Any]) -> nn.Parameter:
-    """Returns a copy of a packed weight whose class was ``own``, with copies of its scales."""
-    copied: Any = own.__new__(own)
-    memo[id(weight)] = copied
-    state = own.__getstate__(weight)
-    copied.__setstate__({**state, "data": weight.detach().clone()})
-    copied.quant_state = copy.deepcopy(state["quant_state"], memo)
-    return copied  # type: ignore[no-any-return]
+    """Returns a copy of a quantised weight that moves itself, whose class was ``own``, with copies of its cells."""
+    kind = _kind_of(weight)
+    assert kind is not None
+    return kind.copy(weight, own, memo)
 
 
-def _is_weight(parameter: Tensor) -> bool:
-    library = sys.modules.get("bitsandbytes")  # without it there are none
-    return library is not None and isinstance(parameter, library.nn.Params4bit)
+def _kind_of(parameter: Tensor) -> Packing | None:
+    return next((kind for kind in _KINDS if kind.has(parameter)), None)
 
 
-def _part(weight: nn.Parameter, path: tuple[str, ...]) -> nn.Parameter | None:
-    """Returns a tensor of what a packed weight consists of, which becomes a parameter if it is none yet."""
-    *before, name = path
-    holder = _follow(weight, before)
-    found = getattr(holder, name, None)
-    if found is None:
-        return None
-    if not isinstance(found, nn.Parameter):
-        found = nn.Parameter(found, requires_grad=False)
-        setattr(holder, name, found)
-    found.__dict__["_is_scale"] = True
-    return found
-
-
-def _follow(start: Any, path: Any) -> Any:
-    for name in path:
-        start = getattr(start, name, None)
-    return start
+def _count(kind: Packing, parameter: Tensor) -> int:
+    before = kind.unpacked(parameter)
+    return (parameter if before is None else before).numel()

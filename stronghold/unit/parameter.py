@@ -15,7 +15,7 @@ from stronghold.errors import OffloadedModelError
 from stronghold.unit.calls import ALIASES, FACTS, hands_out, key_of, walk, written
 from stronghold.unit.compiler import opaque
 from stronghold.unit.dtypes import check_mixed
-from stronghold.unit.packed import copy_of
+from stronghold.unit.packed import copy_of, stand_in
 from stronghold.unit.unit import Unit
 
 
@@ -181,4 +181,11 @@ def _unit_of(parameter: Tensor) -> Unit | None:
 
 def unit_of(parameter: nn.Parameter) -> Unit | None:
     """Returns where a parameter of an offloaded model lives, or None for any other parameter."""
-    return _unit_of(parameter)
+    found = _unit_of(parameter)
+    return _unit_of(stand_in(parameter)) if found is None else found
+
+
+def index_of(parameter: nn.Parameter) -> int:
+    """Returns the number of a parameter of an offloaded model in its unit: of a quantised weight that of a part."""
+    index: int = stand_in(parameter).__dict__["_index"]
+    return index

@@ -1,4 +1,4 @@
-"""A base in bitsandbytes' four bits goes through the window as the bytes that it is."""
+"""A base in bitsandbytes' four or eight bits goes through the window as the bytes that it is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import bitsandbytes
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import nn
@@ -19,17 +20,25 @@ from tests.adapters import PLACES, base, batches, offload, train, trained, with_
 from tests.reference import differences, snapshot
 
 LORA = peft.LoraConfig(r=2, target_modules="all-linear")
-FOUR_BITS = [place for place in PLACES if "micro_batch" not in place and place.get("activations") != "keep"]
+WHOLE_BATCH = [place for place in PLACES if "micro_batch" not in place]
 
 
 def packed(
     nested: bool = False, kind: str = "nf4", pack: bool = True, storage: torch.dtype = torch.uint8, **more: Any
 ) -> nn.Module:
-    """Returns a Llama in bf16 whose linear layers are in four bits, as transformers makes them."""
+    """Returns a Llama in bf16 whose linear layers are in four bits, or eight, as transformers makes them."""
     model = base(**more)
     for module in [*model.model.layers.modules()]:  # type: ignore[union-attr, operator]
         for name, child in [*module.named_children()]:
-            if isinstance(child, nn.Linear):
+            if isinstance(child, nn.Linear) and kind == "int8":
+                linear = bitsandbytes.nn.Linear8bitLt(
+                    child.in_features, child.out_features, bias=False, has_fp16_weights=False, threshold=6.0
+                )
+                linear.weight = bitsandbytes.nn.Int8Params(
+                    child.weight.data, requires_grad=False, has_fp16_weights=False
+                )
+                setattr(module, name, linear.to("cpu") if pack else linear)
+            elif isinstance(child, nn.Linear):
                 linear = bitsandbytes.nn.Linear4bit(
                     child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16
                 )
@@ -41,10 +50,33 @@ def packed(
     return model
 
 
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize(("kind", "window"), [("nf4", 1), ("nf4", 3), ("int8", 1), ("int8", 3)])
+def test_a_backward_pass_finds_each_weight_where_it_is_by_then(kind: str, window: int, activations: str) -> None:
+    """Also that of a layer's last operation, which has no adapter, and of runs whose slots have held others since."""
+    few = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    plain, model = (with_adapters(packed(kind == "nf4", kind), few) for _ in range(2))
+    stronghold.offload(model, device="cpu", window=window, activations=activations)
+    gradients = []
+    for one in (plain, model):
+        first, second, between = batches(3)
+        loss = one(input_ids=first, labels=first).loss
+        with torch.no_grad():
+            one(input_ids=between, labels=between)
+        (loss + one(input_ids=second, labels=second).loss).backward()
+        gradients.append([parameter.grad for parameter in trained(one)])
+    assert len(gradients[0]) == 16
+    for mine, theirs in zip(*gradients, strict=True):
+        assert theirs.any()
+        assert torch.equal(mine, theirs)
+
+
 def packed_bytes(model: nn.Module) -> int:
     found = 0
     for module in model.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
+        if isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            found += module.weight.nbytes + 4 * module.out_features
+        elif isinstance(module, bitsandbytes.nn.Linear4bit):
             state = module.weight.quant_state
             found += module.weight.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
     return found
@@ -56,9 +88,12 @@ def evaluated(model: nn.Module) -> list[float]:
 
 
 CASES = [
-    *((nested, "nf4", place, "adapters") for nested in (False, True) for place in FOUR_BITS),
-    *((True, "nf4", place, "offload") for place in FOUR_BITS if place.get("window") == 2),
-    (True, "fp4", {"window": 2}, "adapters"),
+    *((True, "nf4", place, "adapters") for place in WHOLE_BATCH),
+    *((True, "nf4", place, "offload") for place in WHOLE_BATCH if place.get("window") == 2),
+    (False, "nf4", {"window": 1}, "adapters"),
+    (False, "fp4", {"window": 2, "activations": "keep"}, "offload"),
+    *((False, "int8", place, "adapters") for place in WHOLE_BATCH if place.get("store") is None),
+    (False, "int8", {"window": 2, "store": "disk"}, "offload"),
 ]
 
 
@@ -84,26 +119,31 @@ def test_adapters_learn_the_bits_that_they_learn_in_memory(
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_base_takes_what_its_packed_weights_take(nested: bool) -> None:
+@pytest.mark.parametrize(
+    ("nested", "kind", "each", "title"),
+    [(False, "nf4", 0.5625, "four"), (True, "nf4", 0.516, "four"), (False, "int8", 1 + 4 * 1280 / 188416, "eight")],
+)
+def test_a_base_takes_what_its_packed_weights_take(nested: bool, kind: str, each: float, title: str) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 320}  # a tensor begins at a multiple of 64 bytes
-    model = packed(nested, **shape)
+    model = packed(nested, kind, **shape)
     expected = packed_bytes(model)
-    linear = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit))
-    assert expected / linear == pytest.approx(0.516 if nested else 0.5625, rel=1e-3)
-    others = sum(
-        p.numel() * p.element_size() for p in model.parameters() if not isinstance(p, bitsandbytes.nn.Params4bit)
-    )
+    linears = (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
+    linear = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, linears))
+    assert expected / linear == pytest.approx(each, rel=1e-3)
+    weights = (bitsandbytes.nn.Params4bit, bitsandbytes.nn.Int8Params)
+    others = sum(p.numel() * p.element_size() for p in model.parameters() if not isinstance(p, weights))
     stronghold.offload(model.requires_grad_(False), device="cpu", window=1)
     report = stronghold.report(model)
     assert expected + others <= report.host_bytes <= 1.02 * (expected + others)
     assert report.parameters == sum(p.numel() for p in base(**shape).parameters())
-    assert report.dtype == "bfloat16, weights in four bits"
+    assert report.dtype == f"bfloat16, weights in {title} bits"
 
 
-def test_a_checkpoint_of_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_checkpoint_of_it_goes_on_to_the_bit(tmp_path: Path, kind: str) -> None:
     def begun(number: int) -> tuple[nn.Module, stronghold.AdamW]:
-        model = offload(tmp_path / str(number), with_adapters(packed(True), LORA), window=2, store="disk")
+        base = packed(kind == "nf4", kind)
+        model = offload(tmp_path / str(number), with_adapters(base, LORA), window=2, store="disk")
         return model, stronghold.AdamW(trained(model), lr=1e-2)
 
     model, optimizer = begun(0)
@@ -139,12 +179,19 @@ def test_a_checkpoint_brings_all_of_a_base_and_none_of_another_type(tmp_path: Pa
         stronghold.checkpoint.load(kept, *begun("fp4", 0))
 
 
-def test_a_copy_of_it_is_a_model_in_memory() -> None:
-    model = stronghold.offload(packed(True), device="cpu", window=1)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_copy_of_it_is_a_model_in_memory(kind: str) -> None:
+    def of() -> nn.Module:
+        return packed(kind == "nf4", kind)
+
+    model = stronghold.offload(of(), device="cpu", window=1)
     copied = copy.deepcopy(model)
-    weight = copied.model.layers[0].mlp.up_proj.weight
-    assert type(weight) is bitsandbytes.nn.Params4bit
-    assert evaluated(copied) == evaluated(model) == evaluated(packed(True))
+    module, own = copied.model.layers[0].mlp.up_proj, of().model.layers[0].mlp.up_proj
+    assert type(module) is type(own)
+    assert type(module.weight) is type(own.weight)
+    assert evaluated(copied) == evaluated(model) == evaluated(of())
+    again = stronghold.offload(copied.train(), device="cpu", window=1)
+    assert evaluated(again) == evaluated(model)
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -158,29 +205,73 @@ def test_what_cannot_be_is_refused() -> None:
         ValueError, match=r"cannot be trained \(got model\.layers\.1\.mlp\.up_proj\.weight with requires"
     ):
         stronghold.offload(model, device="cpu", window=1)
-    with pytest.raises(ValueError, match=r"in four bits in model\.layers\.0\); use activations='recompute'"):
-        stronghold.offload(packed(), device="cpu", window=1, activations="keep")
-    model = stronghold.offload(packed(), device="cpu", activations="keep")  # all are resident: nothing moves
-    assert evaluated(model) == evaluated(packed())
+    with pytest.raises(ValueError, match=r"must be quantised before it moves \(got model\.layers\.0.*torch\.bfloat16"):
+        stronghold.offload(packed(kind="int8", pack=False), device="cpu", window=1)
+    model = packed(kind="int8")
+    model.model.layers[1].mlp.up_proj.weight = bitsandbytes.nn.Int8Params(torch.zeros(160, 64), requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"must be quantised before it moves \(got model\.layers\.1\.mlp\.up_proj.*float32"
+    ):
+        stronghold.offload(model, device="cpu", window=1)
+    model = packed(kind="int8")
+    model.model.layers[1].mlp.up_proj.state.has_fp16_weights = True
+    with pytest.raises(ValueError, match=r"quantised once, not in each step \(got model\.layers\.1\.mlp\.up_proj\.w"):
+        stronghold.offload(model, device="cpu", window=1)
+    for kind, bits in (("nf4", "four"), ("int8", "eight")):
+        model = packed(kind=kind)
+        module = model.model.layers[1].mlp.up_proj
+        module.forward = module.forward
+        with pytest.raises(
+            ValueError, match=rf"in {bits} bits must be those of .* forward \(got model\.layers\.1\.mlp"
+        ):
+            stronghold.offload(model, device="cpu", window=1)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "nf4_nested"])
-@pytest.mark.parametrize("store", ["ram", "disk"])
+@pytest.mark.parametrize(("kind", "store"), [("nf4", "ram"), ("nf4_nested", "disk"), ("int8", "ram"), ("int8", "disk")])
 def test_what_is_quantised_while_it_streams_is_what_transformers_quantises(
     tmp_path: Path, kind: str, store: str
 ) -> None:
     base().save_pretrained(tmp_path / "model")
-    asked = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=kind == "nf4_nested",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
+    asked = config_of(kind)
     expected = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", quantization_config=asked, dtype=torch.bfloat16, device_map="cpu"
     )
     settings = {"store": str(tmp_path / "store")} if store == "disk" else {}
     model = stronghold.load(tmp_path / "model", quantize=kind, device="cpu", window=2, **settings)
+    if store == "ram":
+        model.save_pretrained(tmp_path / "again")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", device_map="cpu").state_dict()
+        assert all(torch.equal(value, again[name]) for name, value in expected.state_dict().items())
+    compare(model, expected)
+
+
+@pytest.mark.parametrize(("kind", "store"), [("nf4", "disk"), ("nf4_nested", "ram"), ("fp4", "ram"), ("int8", "disk")])
+def test_what_is_quantised_in_the_files_is_what_transformers_reads(tmp_path: Path, kind: str, store: str) -> None:
+    base().save_pretrained(tmp_path / "model")
+    transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", quantization_config=config_of(kind), dtype=torch.bfloat16, device_map="cpu"
+    ).save_pretrained(tmp_path / "quantised")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", device_map="cpu")
+    settings = {"store": str(tmp_path / "store")} if store == "disk" else {}
+    model = stronghold.load(tmp_path / "quantised", device="cpu", window=2, **settings)
+    compare(model, expected)
+    with pytest.raises(ValueError, match=r"quantize is for weights in 16 or 32 bits \(got 'nf4' for"):
+        stronghold.load(tmp_path / "quantised", device="cpu", quantize="nf4")
+
+
+def config_of(kind: str) -> transformers.BitsAndBytesConfig:
+    if kind == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind.removesuffix("_nested"),
+        bnb_4bit_use_double_quant=kind == "nf4_nested",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def compare(model: nn.Module, expected: nn.Module) -> None:
+    """Holds that a streamed model has the elements of one in memory, and learns the same bits."""
     state = expected.state_dict()
     assert model.state_dict().keys() == state.keys()
     for name, value in model.state_dict().items():
@@ -196,7 +287,40 @@ def test_what_is_quantised_while_it_streams_is_what_transformers_quantises(
     assert rows[1] == rows[0]
 
 
+def test_files_that_lack_a_part_of_a_quantised_weight_are_refused(tmp_path: Path) -> None:
+    base().save_pretrained(tmp_path / "model")
+    whole = stronghold.load(tmp_path / "model", quantize="nf4_nested", device="cpu")
+    whole.save_pretrained(tmp_path / "quantised")
+    file = tmp_path / "quantised" / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    state = tensors[f"{name}.quant_state.bitsandbytes__nf4"]
+    for changes, message in [
+        (
+            {f"{name}.nested_absmax": None},
+            rf"must hold all parts of a quantised weight \(in .*missing {name}.nested_abs",
+        ),
+        (
+            {f"{name}.quant_state.bitsandbytes__nf4": state[:-9]},
+            rf"must be JSON with its shape \(at .*{name}.quant_state",
+        ),
+        ({name: tensors[name][:-1].clone()}, rf"{name} of \(5119, 1\), the model's is \(5120, 1\)"),
+        ({f"{name}.absmax": tensors[f"{name}.absmax"][:-1].clone()}, rf"{name}.nf4.absmax of \(159,\), the model's"),
+    ]:
+        altered = {**tensors, **changes}
+        safetensors.torch.save_file(
+            {key: one for key, one in altered.items() if one is not None}, file, {"format": "pt"}
+        )
+        with pytest.raises(ValueError, match=message):
+            stronghold.load(tmp_path / "quantised", device="cpu")
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    config = tmp_path / "quantised" / "config.json"
+    config.write_text(config.read_text().replace('"bitsandbytes"', '"gptq"'))
+    with pytest.raises(ValueError, match=r"where they are bitsandbytes' \(got .*quantised by 'gptq'\)"):
+        stronghold.load(tmp_path / "quantised", device="cpu")
+
+
 def test_other_kinds_and_models_without_linear_layers_are_refused(tmp_path: Path) -> None:
     base().save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"quantize must be 'nf4' or 'nf4_nested' \(got 'int3'\)"):
+    with pytest.raises(ValueError, match=r"quantize must be 'nf4', 'nf4_nested' or 'int8' \(got 'int3'\)"):
         stronghold.load(tmp_path / "model", quantize="int3", device="cpu")

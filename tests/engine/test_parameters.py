@@ -1,7 +1,5 @@
 """Parameters of other kinds are refused as what they are, by name and with the remedy, before anything has changed."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -77,32 +75,6 @@ def test_each_other_kind_is_refused_as_what_it_is(message, kind, where):
     assert f"(got {where}.weight, " in str(refusal.value)
     assert message in str(refusal.value)
     assert not any(isinstance(parameter, OffloadedParameter) for parameter in model.parameters())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_weights_that_torchao_has_quantised():
-    quantization = pytest.importorskip("torchao.quantization")
-    model = Residual()
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    kind = type(model.into.weight)  # another in torchao 0.17
-    assert kind.__module__.startswith("torchao.")
-    name = re.escape(f"(got into.weight, a {kind.__module__}.{kind.__qualname__})")
-    with pytest.raises(ValueError, match=rf"{name}; quantised weights cannot be offloaded"):
-        stronghold.offload(model, device="cpu")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("is_quantised", [False, True], ids=["as built", "quantised"])
-def test_weights_that_bitsandbytes_quantises_to_eight_bits(is_quantised):
-    """Those in four bits are in test_packed.py."""
-    modules = pytest.importorskip("bitsandbytes.nn")
-    model = Residual()
-    for layer in model.layers:
-        layer.up = modules.Linear8bitLt(16, 32, False, False)
-    if is_quantised:
-        model.to("cpu")
-    with pytest.raises(ValueError, match=r"got layers.0.up.weight, a bitsandbytes\..*Int8Params.*quantised weights"):
-        stronghold.offload(model, device="cpu", layers="layers")
 
 
 def test_lazy_parameters_and_buffers_have_no_shape_yet():

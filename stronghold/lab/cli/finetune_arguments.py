@@ -93,7 +93,8 @@ def _add_adapters(adapters: Group) -> None:
     adapters.add_argument(
         "--quantize",
         choices=KINDS,
-        help="keep the base in bitsandbytes' four bits, nested: with scales in eight (default: the compute type)",
+        help="keep the base in bitsandbytes' four bits, nested: with scales in eight, or in eight bits (default: the "
+        "compute type)",
     )
     adapters.add_argument("--adapter", type=source, metavar="DIR", help="train the LoRA adapters of a folder further")
 

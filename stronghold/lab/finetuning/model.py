@@ -106,7 +106,7 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
 
 
 def _place_quantised(model: nn.Module, settings: FinetuneSettings, adapters: AdapterSettings, kind: str) -> nn.Module:
-    """Returns the model with its base in four bits and adapters around it, which the engine takes in later.
+    """Returns the model with its base quantised and adapters around it, which the engine takes in later.
 
     Nothing is planned: what bitsandbytes computes is not known without values.
     """
@@ -116,7 +116,9 @@ def _place_quantised(model: nn.Module, settings: FinetuneSettings, adapters: Ada
     given["micro_batch"] = None if given["micro_batch"] == "auto" else given["micro_batch"]
     offload(model.requires_grad_(False), device=settings.device, weights=settings.model, **given)
     adapted = add_adapters(model, adapters, seed=settings.seed)
-    del model.__dict__["is_loaded_in_4bit"]  # PEFT has looked at it; TRL would round the adapters to bf16 for it
+    del model.__dict__[
+        "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit"
+    ]  # PEFT has looked at it; TRL would round the adapters to bf16 for it
     return adapted
 
 

@@ -29,7 +29,7 @@ class AdapterSettings:
     """LoRA adapters of PEFT: new ones of a ``rank``, or those that are in the folder ``path`` already.
 
     ``targets`` are the names of the linear layers that get one, or "all-linear": all but the head. ``quantize`` is what
-    the base below them is kept in, "nf4" or "nf4_nested", or None for the compute type.
+    the base below them is kept in, "nf4", "nf4_nested" or "int8", or None for the compute type.
     """
 
     path: str | None = None

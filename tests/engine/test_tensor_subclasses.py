@@ -1,0 +1,217 @@
+"""A base that torchao has quantised, in tensor subclasses, goes through the window as the tensors within them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stronghold
+from stronghold.errors import CheckpointError
+from tests.adapters import PLACES, base, batches, offload, train, trained, with_adapters
+
+quantization = pytest.importorskip("torchao.quantization")
+
+LORA = peft.LoraConfig(r=2, target_modules="all-linear")
+STREAMED = [place for place in PLACES if "micro_batch" not in place and place.get("activations") != "keep"]
+INT8 = quantization.Int8WeightOnlyConfig
+FLOAT8 = quantization.Float8WeightOnlyConfig
+
+
+def quantised(config: Any = INT8, *, dtype: torch.dtype = torch.bfloat16, head: bool = False, **more: Any) -> nn.Module:
+    """Returns a Llama whose layers' linear weights torchao has quantised, and the head's with ``head``."""
+    model = base(dtype, **more)
+    quantization.quantize_(model if head else model.model.layers, config() if callable(config) else config)
+    return model.requires_grad_(False)
+
+
+def cells(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors of all weights that are subclasses, by name."""
+    return {
+        f"{name}.{cell}": getattr(parameter, cell)
+        for name, parameter in model.named_parameters()
+        if hasattr(parameter, "__tensor_flatten__")
+        for cell in parameter.__tensor_flatten__()[0]
+    }
+
+
+def evaluated(model: nn.Module) -> list[float]:
+    with torch.no_grad():
+        return [model.eval()(input_ids=ids, labels=ids).loss.item() for ids in batches(2)]
+
+
+CASES = [
+    *((INT8, place, "adapters") for place in STREAMED if place),
+    *((config, {"window": 2, "store": "disk"}, "offload") for config in (INT8, FLOAT8)),
+    (FLOAT8, {"window": 1}, "adapters"),
+    (quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4), {"window": 1}, "adapters"),
+]
+
+
+@pytest.mark.parametrize(("config", "settings", "first"), CASES, ids=str)
+def test_adapters_learn_the_bits_that_they_learn_in_memory(
+    tmp_path: Path, config: Any, settings: dict[str, Any], first: str
+) -> None:
+    head = first == "adapters"
+    plain = with_adapters(quantised(config, head=head), LORA)
+    if first == "adapters":
+        model = offload(tmp_path, with_adapters(quantised(config, head=head), LORA), **settings)
+    else:
+        model = with_adapters(offload(tmp_path, quantised(config, head=head), **settings), LORA)
+    rows = []
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW(trained(one), lr=1e-2, foreach=False)
+        rows.append(train(one, optimizer, accumulation=2) + evaluated(one) + train(one.train(), optimizer, steps=2))
+    assert len(set(rows[0])) > 8
+    assert rows[1] == rows[0]
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(dict(model.named_parameters())[name], parameter), name
+    there = cells(model)
+    assert len(there) >= 2 * 7 * 4
+    for name, value in cells(plain).items():
+        assert torch.equal(there[name], value), name
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_a_base_takes_what_its_tensors_take() -> None:
+    shape = {"hidden_size": 128, "intermediate_size": 320}  # a tensor begins at a multiple of 64 bytes
+    model = quantised(**shape)
+    packed = sum(cell.nbytes for cell in cells(model).values())
+    weights = [p for p in model.parameters() if hasattr(p, "__tensor_flatten__")]
+    per_row = sum(p.shape[0] for p in weights) / sum(p.numel() for p in weights)
+    assert packed / sum(p.numel() for p in weights) == pytest.approx(1 + (4 + 1) * per_row)  # scale and zero point
+    others = sum(p.numel() * 2 for p in model.parameters() if not hasattr(p, "__tensor_flatten__"))
+    stronghold.offload(model, device="cpu", window=1)
+    report = stronghold.report(model)
+    assert packed + others <= report.host_bytes <= 1.02 * (packed + others)
+    assert report.parameters == sum(p.numel() for p in base(**shape).parameters())
+    assert report.dtype == "bfloat16, weights as Int8Tensor"
+
+
+def test_a_checkpoint_goes_on_to_the_bit_and_is_of_one_type(tmp_path: Path) -> None:
+    def begun(config: Any, seed: int, place: str) -> tuple[nn.Module, stronghold.AdamW]:
+        model = quantised(config)
+        torch.manual_seed(seed)
+        for name, cell in cells(model).items():
+            if seed and name.endswith("qdata"):
+                cell.copy_(torch.randint(-99, 99, cell.shape).to(cell.dtype))
+        model = offload(tmp_path / place, with_adapters(model, LORA), window=2, store="disk")
+        return model, stronghold.AdamW(trained(model), lr=1e-2)
+
+    model, optimizer = begun(INT8, 0, "first")
+    train(model, optimizer, steps=2)
+    for directory in (tmp_path / "kept", tmp_path / "first" / "store"):
+        stronghold.checkpoint.save(directory, model, optimizer)
+    expected = train(model, optimizer, steps=2)
+    other, its_optimizer = begun(INT8, 1, "second")
+    assert evaluated(other) != evaluated(model)
+    stronghold.checkpoint.load(tmp_path / "kept", other.train(), its_optimizer)
+    assert train(other, its_optimizer, steps=2) == expected
+    model, optimizer = begun(FLOAT8, 0, "third")
+    with pytest.raises(CheckpointError, match=r"q_proj[a-z_.]*\.weight\.(Int8|Float8)Tensor\.qdata"):
+        stronghold.checkpoint.load(tmp_path / "kept", model, optimizer)
+    stronghold.checkpoint.save(tmp_path / "float8", model, optimizer)
+    other, its_optimizer = begun(FLOAT8, 1, "fourth")
+    stronghold.checkpoint.load(tmp_path / "float8", other, its_optimizer)
+    assert evaluated(other) == evaluated(model)
+
+
+def test_a_copy_of_it_is_a_model_in_memory() -> None:
+    model = stronghold.offload(quantised(), device="cpu", window=1)
+    copied = copy.deepcopy(model)
+    assert type(copied.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+    assert {type(cell) for cell in cells(copied).values()} == {nn.Parameter}
+    assert evaluated(copied) == evaluated(model) == evaluated(quantised())
+
+
+def test_an_optimizer_takes_all_parameters_and_a_model_is_not_saved_without_its_scales(tmp_path: Path) -> None:
+    model = offload(tmp_path, with_adapters(quantised(), LORA), window=2, store="disk")
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    other = offload(tmp_path, with_adapters(quantised(), LORA), window=1)
+    its_optimizer = stronghold.AdamW(trained(other), lr=1e-2)
+    train(other, its_optimizer, steps=2)
+    expected = train(other, its_optimizer, steps=1)
+    train(model, optimizer, steps=2)
+    stronghold.checkpoint.save(tmp_path / "store", model, optimizer)
+    stronghold.close(model)
+    model = stronghold.offload(
+        with_adapters(quantised(), LORA), device="cpu", window=2, store=tmp_path / "store", weights=tmp_path / "store"
+    )
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    stronghold.checkpoint.load(tmp_path / "store", model, optimizer)
+    assert train(model, optimizer, steps=1) == expected
+    with pytest.raises(ValueError, match=r"are not written by stronghold.save \(got model.layers.0.self_attn.q_proj.w"):
+        stronghold.save(quantised(), tmp_path / "saved")
+
+
+def test_a_write_into_a_tensor_within_is_seen() -> None:
+    model, other = stronghold.offload(quantised(), device="cpu", window=2), quantised()
+    before = evaluated(model)
+    for one in (model, other):
+        with torch.no_grad():
+            one.model.layers[1].mlp.up_proj.weight.qdata.neg_()
+    assert evaluated(model) == evaluated(other) != before
+
+
+class Opaque(torch.Tensor):
+    """A quantised weight whose kernel is for evaluation alone."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Opaque:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.bfloat16)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> Opaque:
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(f"no kernel for {function}")
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    name = r"\(got model\.layers\.0\.self_attn\.q_proj\.weight, a "
+    with pytest.raises(
+        ValueError, match=rf"{name}torchao\S+Int8Tensor .*input in torch.bfloat16 on cpu has none: its out"
+    ):
+        stronghold.offload(quantised(quantization.Int8DynamicActivationInt8WeightConfig), device="cpu", window=1)
+    with pytest.raises(
+        ValueError, match=rf"{name}\S+Float8Tensor of torch.bfloat16, which with an input in torch.float32"
+    ):
+        stronghold.offload(quantised(FLOAT8), device="cpu", window=1, dtype=torch.float32)
+    model = base()
+    linear = model.model.layers[0].self_attn.q_proj
+    linear.weight = nn.Parameter(Opaque(linear.weight.detach().to(torch.int8)), requires_grad=False)
+    with pytest.raises(ValueError, match=rf"{name}\S+Opaque .*none: no kernel for aten\.\S+\); quantise to a type"):
+        stronghold.offload(model, device="cpu", window=1)
+    linear.weight = quantised().model.layers[0].self_attn.q_proj.weight
+    linear.weight.qdata = linear.weight.qdata.t().contiguous().t()
+    with pytest.raises(ValueError, match=rf"must be contiguous {name}\S+Int8Tensor, whose qdata of shape \(64, 64\)"):
+        stronghold.offload(model, device="cpu", window=1)
+    model = quantised()
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
+    with pytest.raises(
+        ValueError, match=r"cannot be trained \(got model\.layers\.1\.mlp\.up_proj\.weight with requires"
+    ):
+        stronghold.offload(model, device="cpu", window=1)
+    with pytest.raises(ValueError, match=r"weights as Int8Tensor in model\.layers\.0\); use activations='recompute'"):
+        stronghold.offload(quantised(), device="cpu", window=1, activations="keep")
+    base().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"q_proj\.weight as BF16, the model's is a Int8Tensor"):
+        stronghold.offload(quantised(), device="cpu", window=1, weights=tmp_path / "model")
+    model = stronghold.offload(quantised(), device="cpu", activations="keep")  # all are resident: nothing moves
+    assert evaluated(model) == evaluated(quantised())
