@@ -25,7 +25,7 @@ from stronghold.engine.saved import Saved, stale_error, unwritten
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit, as_written, bound, check_mixed, opaque
-from stronghold.window import Accumulators, HostActivations, Window, accumulators_of
+from stronghold.window import Accumulators, Activations, Window, accumulators_of
 
 
 class Run:
@@ -60,7 +60,7 @@ class Runner(Protocol):
 
     device: Device
     window: Window
-    activations: HostActivations | None
+    activations: Activations | None
     micro_batch: int | None
     turns: Turns
 
@@ -163,7 +163,7 @@ class Block:
                 accumulators = Accumulators(self.unit, run, nodes=self._accumulators(), hold=by_itself)
         except RuntimeError as error:
             inputs: list[Tensor] = []
-            _flatten((args, kwargs), inputs)
+            flatten((args, kwargs), inputs)
             check_mixed(error, self.unit.name, self.unit.dtype, inputs)
             raise
         finally:
@@ -245,7 +245,7 @@ class Block:
 
     def _recomputed(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
-        arguments = _flatten((args, kwargs), tensors)
+        arguments = flatten((args, kwargs), tensors)
         # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
         state, hooks = State(self.module), ForwardHooks(self.module)
         trained, versions = [p.requires_grad for p in self._parameters], self._versions_elsewhere()
@@ -254,7 +254,7 @@ class Block:
         compute = functools.partial(_compute, weakref.ref(self), self.unit.name, again)
         with ExitStack() as stack:
             if self.engine.activations is not None:
-                stack.enter_context(self.engine.activations.inputs())
+                stack.enter_context(self.engine.activations.inputs(self.unit.name, tensors))
             return checkpoint(compute, *tensors, use_reentrant=False)
 
 
@@ -368,15 +368,18 @@ def _there(reference: weakref.ref[_T], layer: str) -> _T:
     return found
 
 
-def _flatten(value: Any, tensors: list[Tensor]) -> Any:
-    """Replaces the tensors in the argument containers by places; copies everything else that a run may change."""
+def flatten(value: Any, tensors: list[Tensor]) -> Any:
+    """Replaces the tensors in the argument containers by places; copies everything else that a run may change.
+
+    They are put into ``tensors``, in their order.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Place(len(tensors) - 1)
     if type(value) in (list, tuple):
-        return type(value)(_flatten(item, tensors) for item in value)
+        return type(value)(flatten(item, tensors) for item in value)
     if type(value) is dict:
-        return {key: _flatten(item, tensors) for key, item in value.items()}
+        return {key: flatten(item, tensors) for key, item in value.items()}
     return structural_copy(value)
 
 
