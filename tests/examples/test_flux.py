@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
 import stronghold
+from tests.documented import example
 
-_SPEC = importlib.util.spec_from_file_location("flux", Path(__file__).parents[2] / "examples" / "flux.py")
-flux = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(flux)
-
+flux = example("flux")
 SIZES = {"double": 2, "single": 3, "size": 32, "axes": (4, 6, 6)}
 ADAMW = {"lr": 2e-3, "weight_decay": 0.01}
 
