@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stronghold.device import Device, Event, Stream, Wait, Waits
 from stronghold.unit import opaque
-from stronghold.window.shelves import DiskShelf, HostShelf, Inputs
+from stronghold.window.shelves import DiskShelf, HostShelf, Inputs, Shelf
 from stronghold.window.traffic import Traffic
 from stronghold.window.window import Window
 
@@ -55,7 +55,7 @@ class Activations:
     it at once; on the way back all inputs of a run lie in one slot, which itself is what the layer computes with.
     """
 
-    def __init__(self, device: Device, waits: Waits, shelf: HostShelf | DiskShelf, traffic: Traffic) -> None:
+    def __init__(self, device: Device, waits: Waits, shelf: Shelf, traffic: Traffic) -> None:
         self.device = device
         self.waits = waits
         self.shelf = shelf
@@ -122,8 +122,7 @@ class Activations:
         # The layer must not compute with its input before it has arrived.
         self.waits.compute(slot.event, Wait.INPUT_UP)
         end = self.device.stamp()
-        on_disk = isinstance(self.shelf, DiskShelf)
-        (self._traffic.disk_waits if on_disk else self._traffic.fetch_waits).append((begin, end))
+        (self._traffic.disk_waits if self.shelf.on_disk else self._traffic.fetch_waits).append((begin, end))
         if (timeline := self.device.timeline) is not None:
             timeline.add("waits", f"for the inputs of {inputs.layer}", begin, end)
 
@@ -163,5 +162,5 @@ def activations_of(kind: str, window: Window) -> Activations | None:
     """Returns what keeps inputs off the device in ``activations=kind``, beside a window; None where they stay there."""
     if kind not in ("host", "disk"):
         return None
-    shelf = (HostShelf if kind == "host" else DiskShelf)(window.device, window.waits, window.store)
+    shelf: Shelf = (HostShelf if kind == "host" else DiskShelf)(window.device, window.waits, window.store)
     return Activations(window.device, window.waits, shelf, window.traffic)

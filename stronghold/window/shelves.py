@@ -30,6 +30,7 @@ class Shelf(ABC):
     """Host memory into which a run's inputs are copied down, and from which they are copied up again."""
 
     alignment = ALIGNMENT_BYTES
+    on_disk = False
 
     def __init__(self, device: Device, waits: Waits, store: Store) -> None:
         self.device, self.waits, self.store = device, waits, store
@@ -45,6 +46,7 @@ class Shelf(ABC):
 
     @property
     def disk_bytes(self) -> int:
+        """What it takes of the store's disks."""
         return 0
 
     @property
@@ -160,6 +162,7 @@ class DiskShelf(Shelf):
     """
 
     alignment = PAGE_BYTES
+    on_disk = True
 
     def __init__(self, device: Device, waits: Waits, store: Store) -> None:
         super().__init__(device, waits, store)
