@@ -93,6 +93,10 @@ class Report(Shown):
     step. ``beside_host_bytes`` is what it has come to by now: the process's memory in RAM that is no file's, less what
     was there before and what is counted. It says nothing before the first step, which first touches what is counted.
 
+    ``inputs_host_bytes`` and ``inputs_disk_bytes`` are what ``activations="host"`` and ``"disk"`` have come to take by
+    now for layers' inputs; of the host it is counted above, of the disk it comes beside ``disk_bytes``. Where
+    ``offload`` was given ``inputs=``, the host's are known before: ``inputs_to_come_bytes`` are not taken yet.
+
     ``on_root_disk`` tells that one of ``disk_paths`` is on the system's disk, which wears with every step;
     ``weights_on_disk`` and ``states_on_disk`` are numbers of layers. ``other_optimizers`` are those of other kinds than
     ours that have stepped the model, and ``others_host_bytes`` and ``others_device_bytes`` what their states take.
@@ -130,6 +134,9 @@ class Report(Shown):
     root_gradients_device_bytes: int = 0
     beside_host_bytes: int = 0
     resident_root: int = 0
+    inputs_host_bytes: int = 0
+    inputs_to_come_bytes: int = 0
+    inputs_disk_bytes: int = 0
     stages: tuple[StageTimes, ...] = ()
     planned: PlannedStep | None = None
 
@@ -171,11 +178,13 @@ class Report(Shown):
             ("", "pageable", format_bytes(self.pageable_host_bytes)),
             *([("", "other states", format_bytes(self.others_host_bytes))] if self.others_host_bytes else []),
             ("", "together", format_bytes(self.host_bytes)),
+            *([("", "layers' inputs", self._inputs())] if self._inputs() else []),
             ("", "to accumulate", f"{format_bytes(self.accumulation_bytes)} more"),
             ("", "process", f"{format_bytes(self.process_host_bytes)} more, before anything was placed"),
             *([("", "not counted", f"{format_bytes(self.beside_host_bytes)} more by now")] if self.step else []),
             ("disk", "layers and states", format_bytes(self.disk_bytes)),
             *(self._disk_rows() if self.disk_paths else []),
+            *([("", "layers' inputs", format_bytes(self.inputs_disk_bytes))] if self.inputs_disk_bytes else []),
             *([("", "note", "this is the system's own disk: training wears it")] if self.on_root_disk else []),
         ]
         if (step := self.step) is not None:
@@ -225,6 +234,12 @@ class Report(Shown):
         named = (("layers", self.resident), ("root parameters", self.resident_root))
         found = " and ".join(name for name, count in named if count)
         return found and f"resident {found}"
+
+    def _inputs(self) -> str:
+        """Returns what layers' inputs take of the host's memory, and what of it is not there yet."""
+        now = f"{format_bytes(self.inputs_host_bytes)} of it" if self.inputs_host_bytes else ""
+        to_come = f"{format_bytes(self.inputs_to_come_bytes)} more" if self.inputs_to_come_bytes else ""
+        return ", ".join(filter(None, (now, to_come)))
 
     def _disk_rows(self) -> list[tuple[str, str, str]]:
         there = f"weights of {self.weights_on_disk} and states of {self.states_on_disk} of {self.layers} layers"

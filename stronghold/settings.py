@@ -14,6 +14,10 @@ STATES = ("fp32", "8bit")
 """The formats of AdamW's moments."""
 
 
+ACTIVATIONS = ("recompute", "keep", "host", "disk")
+"""What the backward pass finds of a layer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadSettings:
     """How a model is offloaded; the meaning of each is in ``stronghold.offload``.
@@ -57,8 +61,14 @@ class OffloadSettings:
                 f"micro_batch must be a number of samples, 1 or more (got {self.micro_batch!r}); pass None to run each "
                 "layer over the whole batch, or 'auto'"
             )
-        if self.activations not in ("recompute", "keep", "host", "auto"):
-            raise ValueError(f"activations must be 'recompute', 'keep', 'host' or 'auto' (got {self.activations!r})")
+        if self.activations not in (*ACTIVATIONS, "auto"):
+            words = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"activations must be {words} or 'auto' (got {self.activations!r})")
+        if self.activations == "disk" and not self.directories:
+            raise ValueError(
+                "activations='disk' keeps the layers' inputs in the store's directory (got store='ram'); pass store=, "
+                "a directory on a disk, or activations='host'"
+            )
         if self.resident != "auto" and (
             not isinstance(self.resident, int) or isinstance(self.resident, bool) or self.resident < 0
         ):
@@ -84,9 +94,25 @@ class OffloadSettings:
         return self.micro_batch
 
     @property
+    def inputs_host_bytes(self) -> int:
+        """What of ``host_memory`` is left to the layers' inputs: none where nobody knows what these will take."""
+        return 0
+
+    @property
     def directories(self) -> list[str]:
         """The directories of a store on disk; none for one in host memory."""
         return [] if self.store == "ram" else str(self.store).split(os.pathsep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSettings(OffloadSettings):
+    """Those that were planned for inputs, with the bytes of the host's memory that layers' inputs will take."""
+
+    kept_inputs_bytes: int = 0
+
+    @property
+    def inputs_host_bytes(self) -> int:
+        return self.kept_inputs_bytes
 
 
 def check_optimizer(states: str, update: str, nonfinite: str, max_grad_norm: float | None) -> None:

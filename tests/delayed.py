@@ -78,6 +78,9 @@ class DelayedDevice(CpuDevice):
     def stream(self, name: str) -> Stream:
         return DelayedStream(name, self.delays)
 
+    def host_stream(self, name: str) -> Stream:
+        return self.stream(name)
+
     def compute_wait(self, event: Event) -> None:
         self.lag.wait(event)
         event.wait()

@@ -5,6 +5,7 @@ Where there is no GPU, ``device="cuda"`` is the CPU; /mnt is a folder of the tes
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -48,6 +49,15 @@ def samples(count: int) -> list[dict[str, Any]]:
     return [{"input_ids": ids, "labels": ids} for ids in torch.randint(64, (count, 8))]
 
 
+def example(name: str) -> types.ModuleType:
+    """Returns a program of examples/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def namespace(folder: Path) -> dict[str, Any]:
     """Returns the names that every page has; what it reads lies in ``folder``."""
     build().save_pretrained(folder / "Qwen3-8B")
@@ -65,6 +75,7 @@ def namespace(folder: Path) -> dict[str, Any]:
         "build": build,
         "config": CONFIG,
         "data": samples(16),
+        "flux": example("flux"),
         "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
         "loader": torch.utils.data.DataLoader(samples(8), batch_size=4),  # type: ignore[arg-type]
         "math": math,

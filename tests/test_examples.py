@@ -11,7 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize("name", ["loop.py", "trainer.py", "dpo.py"])
+@pytest.mark.parametrize("name", ["loop.py", "trainer.py", "dpo.py", "flux.py"])
 def test_it_runs_and_the_loss_falls(name):
     done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -111,12 +111,13 @@ def test_losses_are_those_of_plain_pytorch(accumulate):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_placement_is_bitwise_the_same(dtype):
+def test_every_placement_is_bitwise_the_same(dtype, tmp_path):
     losses, parameters = train(12, window=1, dtype=dtype, clip=False)
     for settings in (
         *({"window": window} for window in range(2, SMALL.layers + 1)),
         {"window": 2, "activations": "keep"},
         {"window": 2, "activations": "host"},
+        {"window": 2, "activations": "disk", "store": tmp_path / "store"},
         {"window": 2, "update": "in_backward"},
         {"window": 3, "threads": 1},
         {"window": 3, "micro_batch": 4},
@@ -125,6 +126,15 @@ def test_every_placement_is_bitwise_the_same(dtype):
         assert other_losses == losses, settings
         for one, other in zip(parameters, other_parameters, strict=True):
             assert torch.equal(one, other), settings
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_inputs_on_disk_are_those_of_the_device_in_micro_batches(accumulate, tmp_path):
+    same = {"micro_batch": 2, "accumulate": accumulate, "clip": False}
+    losses, parameters = train(12, window=2, **same)
+    got, others = train(12, window=1, activations="disk", store=[tmp_path / "one", tmp_path / "other"], **same)
+    assert got == losses
+    assert all(map(torch.equal, others, parameters))
 
 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])

@@ -63,6 +63,8 @@ def train(device: DelayedDevice | str, *, disk=False, replicas=1, **settings):
         if disk and isinstance(device, DelayedDevice):
             stack.enter_context(mock.patch.object(disk_module, "Disk", lambda threads: DelayedDisk(_own.device)))
             settings["store"] = stack.enter_context(tempfile.TemporaryDirectory())
+        elif settings.get("activations") == "disk" and "store" not in settings:
+            settings["activations"] = "recompute"  # without a disk it is to be the same
         if settings.get("load"):
             settings["load"] = stack.enter_context(tempfile.TemporaryDirectory())
         if replicas == 1:
@@ -174,6 +176,7 @@ SETTINGS = {
     "in_backward": {"update": "in_backward"},
     "keep": {"activations": "keep"},
     "host": {"activations": "host"},
+    "inputs on disk": {"disk": True, "activations": "disk"},
     "reading": {"read": True},
     "clipped accumulation": {"accumulate": 3, "clip": True},
     "clipped by the optimizer": {"norm": 0.1},
@@ -225,8 +228,10 @@ PROFILES = {
     "disk late": {"disk": 4e-3, "weights": 4e-3},
     "disk and computation late": {"disk": 3e-3, "weights": 3e-3, "compute": 3e-3, "fetches": 2e-3},
     "weights from disk late": {"weights": 2e-2},
+    "inputs to disk late": {"inputs": 4e-3},
+    "inputs late, and from disk": {"inputs": 2e-3, "fetches": 4e-3, "gradients": 1e-3},
 }
-OF_A_DISK = {"reads", "disk", "weights"}
+OF_A_DISK = {"reads", "disk", "weights", "inputs"}
 """Who is late only where there is one."""
 
 
@@ -250,6 +255,8 @@ LIKELY = {
     "GRADIENT_UPDATE": "in_backward",
     "ROOT_GRADIENT": "clipped by the optimizer",
     "SHARE_UPDATED": "replicas",
+    "INPUT_STAGED": "inputs on disk",
+    "INPUT_STAGING_FREE": "inputs on disk",
 }
 
 
@@ -308,7 +315,8 @@ NO_EVENTS = {
     "checkpoint/loading.py: optimizer.wait",  # these go through Wait.UPDATE_READ
     "engine/updates.py: optimizer.wait",
     "optim/host_adamw.py: self.wait",
-    "store/disk.py: file.wait",  # and these are for transfers that the same thread has submitted
+    "store/input_file.py: transfer.wait",  # and these are for transfers that the same thread has submitted
+    "store/disk.py: file.wait",
     "store/ring.py: chunk.file.wait",
     "store/ring.py: self.written.wait",
     "store/unit_file.py: self.wait",

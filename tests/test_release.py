@@ -25,6 +25,7 @@ SETTINGS = {
     "resident": {"resident": 2},
     "micro_batch": {"micro_batch": 2},
     "disk": {"store": "disk"},
+    "inputs on disk": {"store": "disk", "activations": "disk"},
     "in_backward": {"update": "in_backward"},
     "all": {"store": "disk", "update": "in_backward", "activations": "keep", "resident": 1},
 }
@@ -167,7 +168,7 @@ class OldNorm(Residual):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("setting", ["window", "keep", "host", "resident", "disk"])
+@pytest.mark.parametrize("setting", ["window", "keep", "host", "resident", "disk", "inputs on disk"])
 @pytest.mark.parametrize("build_it", [Remembers, OldNorm], ids=lambda build_it: build_it.__name__)
 def test_a_module_that_keeps_a_graph_goes_as_well(build_it, setting, uncollected, tmp_path):
     kind = copy.copy(KINDS["residual"])

@@ -43,7 +43,9 @@ class Wait(Enum):
     ROOT_UPLOADED = "a computation reads a root parameter: its upload must be complete"
     INPUT_SLOT_FREE = "a computation refills an activation slot: its last copy down must be complete"
     INPUT_WRITTEN = "a copy down reads an activation slot: the computation must have filled it"
-    INPUT_DOWN = "a copy up reads the host's activations: their copy down must be complete"
+    INPUT_STAGED = "the disk is given a layer's inputs from staging: their copy down must be complete"
+    INPUT_STAGING_FREE = "inputs refill staging: the disk must have been given those before, and they copied up"
+    INPUT_DOWN = "a copy up reads the host's activations: their copy down, or read, must be complete"
     INPUT_SLOT_READ = "a copy up overwrites an activation slot: the computation with it must have ended"
     INPUT_UP = "a computation reads an activation slot: its copy up must be complete"
 

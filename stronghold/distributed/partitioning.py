@@ -108,8 +108,8 @@ def read_stages(path: str | os.PathLike[str], activations: str | None) -> tuple[
     """Returns the layers of each stage in vPipe's file at ``path``, and how many of them, from its end, are recomputed.
 
     ``activations`` is what the user asks for: of those that are recomputed, for the file says which they are. Raises
-    ParallelError for "keep" where the file has any recomputed, and for "host" where it has none; ValueError where there
-    is no partition in it.
+    ParallelError for "keep" where the file has any recomputed, and for "host" and "disk" where it has none; ValueError
+    where there is no partition in it.
     """
     if isinstance(path, str) and not Path(path).exists():
         raise ParallelError(
@@ -117,7 +117,7 @@ def read_stages(path: str | os.PathLike[str], activations: str | None) -> tuple[
             f"{path!r}, and there is no such file); pass one of them"
         )
     file = read_partition(os.fspath(path))
-    if activations == ("keep" if any(file.recomputed) else "host"):
+    if activations in (("keep",) if any(file.recomputed) else ("host", "disk")):
         raise ParallelError(
             f"activations must be what the partition asks for (got activations={activations!r} and "
             f"recompute_ratio={list(file.recompute_ratio)} in {str(path)!r}, by which {sum(file.recomputed)} of "

@@ -66,8 +66,8 @@ def pipeline(
             ``"layers"`` takes as many layers in each stage, measuring nothing; ``[26, 23]`` are the layers of each. The
             path of a file of vPipe's, ``{"partition": [26, 23], "recompute_ratio": [1, 1]}``, is read by the first
             process. A ratio is the part of a stage's layers that is recomputed in the backward pass, from the stage's
-            end and rounded down to whole layers; the others keep what autograd saves. ``activations="host"`` is then of
-            those that are recomputed, and ``"keep"`` is refused where there are any.
+            end and rounded down to whole layers; the others keep what autograd saves. ``activations="host"`` and
+            ``"disk"`` are then of those that are recomputed, and ``"keep"`` is refused where there are any.
         schedule: ``"GPipe"``, ``"1F1B"`` or ``"Interleaved1F1B"``; by default 1F1B with one stage on each process, else
             interleaved.
         inputs: A batch like those that will come, to measure with.

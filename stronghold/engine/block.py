@@ -25,7 +25,7 @@ from stronghold.engine.saved import Saved, stale_error, unwritten
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit, as_written, bound, check_mixed, opaque
-from stronghold.window import Accumulators, HostActivations, Window, accumulators_of
+from stronghold.window import Accumulators, Activations, Window, accumulators_of
 
 
 class Run:
@@ -60,7 +60,7 @@ class Runner(Protocol):
 
     device: Device
     window: Window
-    activations: HostActivations | None
+    activations: Activations | None
     micro_batch: int | None
     turns: Turns
 
@@ -254,7 +254,7 @@ class Block:
         compute = functools.partial(_compute, weakref.ref(self), self.unit.name, again)
         with ExitStack() as stack:
             if self.engine.activations is not None:
-                stack.enter_context(self.engine.activations.inputs())
+                stack.enter_context(self.engine.activations.inputs(self.unit.name, tensors))
             return checkpoint(compute, *tensors, use_reentrant=False)
 
 
@@ -375,7 +375,10 @@ def _there(reference: weakref.ref[_T], layer: str) -> _T:
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
-    """Replaces the tensors in the argument containers by places; copies everything else that a run may change."""
+    """Replaces the tensors in the argument containers by places; copies everything else that a run may change.
+
+    They are put into ``tensors``, in their order.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
         return _Place(len(tensors) - 1)

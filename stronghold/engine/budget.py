@@ -171,6 +171,8 @@ def choose_disk(
     """Marks what of each unit is on disk; ``numbers`` are those of the units in ``model``."""
     budget = settings.host_memory
     assert budget is None or isinstance(budget, int)
+    if budget is not None:
+        budget = max(0, budget - settings.inputs_host_bytes)
     order, processes = [numbers[unit] for unit in units], units[0].replicas.local_world_size
     parts = parts_on_disk(model, order, resident, BUFFERS, budget, processes=processes)
     for unit in units:
@@ -197,11 +199,12 @@ def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device)
     in_memory = [unit for unit in trained if unit.lives("moments") == "host"]
     states = sum(lay_out_moments(unit, unit.gradients.indices, "8bit").total_bytes for unit in in_memory) // count
     ring = RING_BYTES if len(in_memory) < len(trained) else 0
-    total = weights + gradients + states + ring
+    total = weights + gradients + states + ring + settings.inputs_host_bytes
+    inputs = f", layers' inputs {format_bytes(settings.inputs_host_bytes)}" if settings.inputs_host_bytes else ""
     if total > budget:
         raise BudgetError(
             f"host memory must hold {format_bytes(total)} (got host_memory={format_bytes(budget)}): weights "
-            f"{format_bytes(weights)}, gradients {format_bytes(gradients)} and AdamW's states "
+            f"{format_bytes(weights)}{inputs}, gradients {format_bytes(gradients)} and AdamW's states "
             f"{format_bytes(states + ring)}, with states='8bit' and update='in_backward'; raise host_memory, freeze "
             "parameters, or train a smaller model"
         )

@@ -46,7 +46,7 @@ from stronghold.unit import (
     settle,
 )
 from stronghold.weights import Source, give_values
-from stronghold.window import Accumulators, DeviceGradients, Gradients, HostActivations, Window
+from stronghold.window import Accumulators, DeviceGradients, Gradients, Window, activations_of
 
 
 def _no_run() -> Run | None:
@@ -101,7 +101,7 @@ class Engine:
         self.window = Window(self.layers, placement.window, device, self.store, self.waits)
         self.gradients = Gradients(self.layers, device, self.waits, replicas)
         self.device_gradients = DeviceGradients(device, self.waits)
-        self.activations = HostActivations(device, self.waits) if settings.activations == "host" else None
+        self.activations = activations_of(settings.activations, self.window)
         self.updates = Updates(device, self.store, self.waits, replicas)
         self.held.on_device(self.window, self.gradients)
         self.stopwatch = Stopwatch(
@@ -109,7 +109,7 @@ class Engine:
         )
         self._hooks = Hooks(self._expect, self.gradients, self.device_gradients)
         self._take_over(model, placement, weights, keep=settings.activations == "keep")
-        streams = device.streams + ([self.updates.written_back] if self.updates.written_back is not None else [])
+        streams = [*device.streams, *self.updates.streams, *(self.activations.streams if self.activations else [])]
         # A replica does not wait for others that may be gone: its threads end by themselves.
         self._end = end_with(self, streams if replicas.world_size == 1 else [], self.store, own=own_device)
 

@@ -70,8 +70,9 @@ def offload(
         micro_batch: Samples over which a layer runs at a time, so that weights cross the bus once however large the
             batch; None for the whole batch, or with ``inputs`` the same as ``"auto"``.
         activations: What the backward pass finds: ``"recompute"`` (each layer runs again from its input), ``"host"``
-            (the same, with the inputs in host memory) or ``"keep"`` (everything autograd saves stays on the device). By
-            default ``"recompute"``, with ``inputs`` ``"auto"``.
+            (the same, with the inputs in host memory), ``"disk"`` (with the inputs in a file in the store's directory,
+            which has no name, so that it ends with the process) or ``"keep"`` (everything autograd saves stays on the
+            device). By default ``"recompute"``, with ``inputs`` ``"auto"``.
         resident: Layers that stay wholly on the device, weights, gradients and states, and are updated there;
             ``"auto"`` for as many as ``device_memory`` holds, or without one half of the free memory, with moments in
             fp32 (it is the optimizer that says later which they are). What is left beside the window goes to root
@@ -80,8 +81,9 @@ def offload(
         device_memory: A budget in bytes, or like ``"24GiB"``: what cannot fit is refused before anything has changed,
             here or when the optimizer is made. It counts slots, gradient slots, the root and resident layers;
             activations depend on the batch and come on top, but with ``inputs`` are known and count.
-        host_memory: The same of weights, gradients and AdamW's states in host memory. With a store on disk it is what
-            may be kept in RAM.
+        host_memory: The same of weights, gradients, AdamW's states and, with ``activations="host"``, the layers' inputs
+            in host memory; these are known beforehand with ``inputs``, and else from the first forward pass on. With a
+            store on disk it is what may be kept in RAM.
         weights: What gives a model its values: the folder of a checkpoint (safetensors, sharded or not, as transformers
             writes it), whose tensors are converted to the parameters' dtypes; or a function that initialises the module
             it is given in place, such as ``model._init_weights`` of a transformers model. It is called for every module

@@ -21,6 +21,7 @@ def report(model: nn.Module) -> Report:
     engine = known_engine(model)
     optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
     unit, device = engine.layers[0], engine.device
+    shelf = engine.activations.shelf if engine.activations is not None else None
     parameters = [p for h in engine.units for p in h.parameters]
     others_host_bytes, others_device_bytes = engine.held.other_optimizers_bytes()
     return Report(
@@ -46,6 +47,9 @@ def report(model: nn.Module) -> Report:
         pageable_host_bytes=device.pageable_bytes,
         process_host_bytes=engine.held.process_bytes,
         beside_host_bytes=engine.held.beside_bytes(),
+        inputs_host_bytes=shelf.host_bytes if shelf is not None else 0,
+        inputs_to_come_bytes=engine.budget.for_inputs,
+        inputs_disk_bytes=shelf.disk_bytes if shelf is not None else 0,
         disk_bytes=engine.store.disk_bytes,
         disk_paths=tuple(map(str, engine.store.paths)),
         on_root_disk=any(path.stat().st_dev == os.stat("/").st_dev for path in engine.store.paths),

@@ -2,6 +2,7 @@
 
 from stronghold.store.directory import forget
 from stronghold.store.disk import DiskStore
+from stronghold.store.input_file import INPUT_STAGING, Extent, InputFile
 from stronghold.store.kept import in_memory
 from stronghold.store.limits import Budget
 from stronghold.store.ram import RamStore
@@ -12,9 +13,12 @@ from stronghold.store.store import Store, UpdateIO
 
 __all__ = [
     "DISK_BUFFERS",
+    "INPUT_STAGING",
     "RING_BYTES",
     "Budget",
     "DiskStore",
+    "Extent",
+    "InputFile",
     "RamStore",
     "Store",
     "UpdateIO",

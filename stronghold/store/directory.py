@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from stronghold.formats.content import parsed
 from stronghold.formats.lock import LOCK, lock_to_change
 from stronghold.formats.manifest import NAME, PARTIAL, Manifest, put_partial, read_manifest, write_partial
 from stronghold.formats.sync import sync_directory
+from stronghold.units import format_bytes
 
 FORMAT = 1
 _INVENTORY = "store.json"
@@ -215,6 +217,18 @@ def check_same(
         f"the store at {path}{there_is} belongs to another model (it has {there}, this model {here}); pass another "
         "directory, or remove that one"
     )
+
+
+def check_free(paths: Sequence[Path], needed_bytes: int, what: str) -> None:
+    """Raises StoreError where the file systems of ``paths`` do not have ``needed_bytes`` left, dealt out over them."""
+    # Units, and stripes of them, are dealt out over the directories, which therefore each take about as much.
+    for path in paths:
+        needed, free = needed_bytes // len(paths), shutil.disk_usage(path).free
+        if needed > free:
+            raise StoreError(
+                f"{what} takes {format_bytes(needed)} at {path}, where {format_bytes(free)} are free; free "
+                f"{format_bytes(needed - free)} more, or pass a directory on a larger disk"
+            )
 
 
 def forget(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,8 @@ from stronghold.formats.manifest import Manifest as Checkpoint
 from stronghold.formats.manifest import UnitFileEntry, name_of
 from stronghold.layout import PAGE_BYTES, Part, lay_out
 from stronghold.native import DISK_THREADS, Disk, DiskCounters, Priority
-from stronghold.store.directory import Directory, Inventory, UnitRecord, check_same
+from stronghold.store.directory import Directory, Inventory, UnitRecord, check_free, check_same
+from stronghold.store.input_file import InputFile
 from stronghold.store.kept import file_name, open_kept, otherwise
 from stronghold.store.limits import Budget
 from stronghold.store.ram import InPlace
@@ -26,7 +26,6 @@ from stronghold.store.staging import AHEAD, DiskStaging, Read, staging_bytes
 from stronghold.store.store import Store, UpdateIO
 from stronghold.store.unit_file import UnitFile
 from stronghold.unit import Kind, Unit
-from stronghold.units import format_bytes
 
 
 class DiskStore(Store):
@@ -70,13 +69,14 @@ class DiskStore(Store):
         """Whether all units were there when the directory was taken over: it can be reopened with these alone."""
         self._files: dict[int, UnitFile] = {}
         """By the unit's number."""
+        self._inputs: list[InputFile] = []
         self.reopened: Checkpoint | None = None
         """What was reopened, until its optimizer's states are in use as well."""
         self._directory = Directory(paths, ours=False)
         self._replicas.from_rank0(lambda: self._begin(reopen))
         # Not a method: it would keep the store alive.
         owned = self._files if self._replicas.local_rank == 0 else {}
-        self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, owned, os.getpid())
+        self._finalizer = weakref.finalize(self, _close, self._directory, self.disk, owned, self._inputs, os.getpid())
         if self.reopened is not None:
             try:
                 files = [(unit.name, self._paths(unit), capacity_bytes(unit)) for unit in units]
@@ -104,14 +104,11 @@ class DiskStore(Store):
     def check_space(self, needed_bytes: int, what: str) -> None:
         """Raises StoreError where the directories' file systems do not have ``needed_bytes`` left."""
         needed_bytes -= sum(file.used_bytes - file.taken_bytes for file in self._files.values())  # kept, not yet taken
-        # Units are dealt out over the directories, which therefore each take about as much.
-        for path in self.paths:
-            needed, free = needed_bytes // len(self.paths), shutil.disk_usage(path).free
-            if needed > free:
-                raise StoreError(
-                    f"{what} takes {format_bytes(needed)} at {path}, where {format_bytes(free)} are free; free "
-                    f"{format_bytes(needed - free)} more, or pass a directory on a larger disk"
-                )
+        check_free(self.paths, needed_bytes, what)
+
+    def input_file(self) -> InputFile:
+        self._inputs.append(InputFile(self.disk, self.device, self.paths))
+        return self._inputs[-1]
 
     def take_in(self, unit: Unit) -> None:
         super().take_in(unit)
@@ -374,9 +371,13 @@ def _record(number: int, unit: Unit) -> UnitRecord:
     )
 
 
-def _close(directory: Directory, disk: Disk, units: dict[int, UnitFile], process: int) -> None:
+def _close(
+    directory: Directory, disk: Disk, units: dict[int, UnitFile], inputs: Sequence[InputFile], process: int
+) -> None:
     if os.getpid() == process:  # a child of fork has neither the disk's threads nor the directory
         disk.close()
+        for one in inputs:
+            one.close()
         if not directory.is_ours:
             return
         if not directory.sealed:

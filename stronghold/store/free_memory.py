@@ -8,7 +8,7 @@ from stronghold import native
 from stronghold.device import available_host_bytes
 from stronghold.units import format_bytes
 
-_REMEDIES = "use states='8bit' or update='in_backward', freeze parameters, or train a smaller model"
+REMEDIES = "use states='8bit' or update='in_backward', freeze parameters, or train a smaller model"
 
 
 class HostMemory:
@@ -21,20 +21,20 @@ class HostMemory:
     def __init__(self) -> None:
         self._warned = False
 
-    def check(self, needed_bytes: int, held_bytes: int, what: str) -> None:
+    def check(self, needed_bytes: int, held_bytes: int, what: str, remedies: str = REMEDIES) -> None:
         """Raises MemoryError where ``needed_bytes`` can never be had beside the ``held_bytes`` of this model."""
         needed, held = format_bytes(needed_bytes), format_bytes(held_bytes)
         if needed_bytes > (most := native.most_host_bytes(held_bytes)):
             raise MemoryError(
                 f"{what} takes {needed} of host memory beside {held} that are held already, and the machine, its "
-                f"container (cgroup) or the process's limit (ulimit -v) leaves {format_bytes(most)}; {_REMEDIES}"
+                f"container (cgroup) or the process's limit (ulimit -v) leaves {format_bytes(most)}; {remedies}"
             )
         if needed_bytes > (available := available_host_bytes()) and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{what} takes {needed} of host memory, and the system has {format_bytes(available)} available now: "
                 "unless it gets more, or other programs give some back, the system may swap or end this process. "
-                f"Close what else takes memory, or {_REMEDIES}",
+                f"Close what else takes memory, or {remedies}",
                 RuntimeWarning,
                 stacklevel=7,
             )

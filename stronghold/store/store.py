@@ -13,6 +13,7 @@ from torch import Tensor
 from stronghold.device import Buffer, Device, Event
 from stronghold.layout import Part
 from stronghold.native import DiskCounters, Segment
+from stronghold.store.input_file import InputFile
 from stronghold.store.limits import Budget
 from stronghold.unit import Kind, Unit
 
@@ -97,6 +98,15 @@ class Store(ABC):
         self.check_space(disk_bytes, what)
         if self._budget is not None:
             self._budget.check(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
+
+    def check_inputs(self, *, host_bytes: int, what: str) -> None:
+        """Raises BudgetError where the layers' inputs do not fit the budget; MemoryError where they never can."""
+        if self._budget is not None:
+            self._budget.check_inputs(host_bytes, what)
+
+    def input_file(self) -> InputFile:
+        """Returns a file for layers' inputs, of a store that is on disk."""
+        raise AssertionError(f"{type(self).__name__} has no files: the settings refuse activations='disk' with it")
 
     @abstractmethod
     def allocate(self, unit: Unit, length_bytes: int, kind: Kind) -> Buffer:

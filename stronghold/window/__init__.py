@@ -1,6 +1,7 @@
 """The window: layers in slots, gradients and inputs on their way."""
 
-from stronghold.window.activations import HostActivations
+from stronghold.window.activations import SLOTS as INPUT_SLOTS
+from stronghold.window.activations import Activations, activations_of, input_sizes
 from stronghold.window.device_gradients import DeviceGradients
 from stronghold.window.grad_offload import RING
 from stronghold.window.gradients import Gradients, gradient_slot_bytes
@@ -9,15 +10,18 @@ from stronghold.window.traffic import Traffic
 from stronghold.window.window import Window
 
 __all__ = [
+    "INPUT_SLOTS",
     "RING",
     "Accumulators",
+    "Activations",
     "DeviceGradients",
     "Gradients",
-    "HostActivations",
     "OfSums",
     "Parts",
     "Traffic",
     "Window",
     "accumulators_of",
+    "activations_of",
     "gradient_slot_bytes",
+    "input_sizes",
 ]

@@ -1,8 +1,9 @@
-"""``activations="host"``: the layers' inputs wait in host memory for the backward pass."""
+"""``activations="host"`` and ``"disk"``: the layers' inputs wait beside the device for the backward pass."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stronghold.device import Device, Event, HostBuffer, Wait, Waits
-from stronghold.layout import ALIGNMENT_BYTES
+from stronghold.device import Device, Event, Stream, Wait, Waits
 from stronghold.unit import opaque
+from stronghold.window.shelves import DiskShelf, HostShelf, Inputs, Shelf
+from stronghold.window.traffic import Traffic
+from stronghold.window.window import Window
 
 SLOTS = 2
 """Device buffers in each direction: one for the layer that computes, one in transit."""
@@ -23,33 +26,21 @@ class _InputSlot:
     flat: Tensor
     event: Event | None = None
     used_bytes: int = 0
-    inputs: weakref.ref[_Inputs] | None = None
-
-
-class _Inputs:
-    """The inputs of one run of a layer, which come up together; they live as long as autograd keeps one of them."""
-
-    def __init__(self) -> None:
-        self.kept: list[weakref.ref[_KeptInput]] = []
-        self.length_bytes = 0
-        self.slot: _InputSlot | None = None
-        """The slot that holds them on the device, or soon will."""
+    inputs: weakref.ref[Inputs] | None = None
 
 
 class _KeptInput:
-    """One input that lies in host memory; it gives its memory back when autograd lets go of it."""
+    """One of the inputs of a run, that is not on the device."""
 
-    def __init__(self, tensor: Tensor, buffer: HostBuffer, inputs: _Inputs) -> None:
+    def __init__(self, tensor: Tensor, inputs: Inputs) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         # Dense, in the order of the tensor's own dimensions: a channels-last input stays one.
         self.stride = torch.empty_like(tensor, device="meta").stride()
-        self.length_bytes = tensor.numel() * tensor.element_size()
-        self.buffer = buffer
-        self.down: Event | None = None
         self.inputs = inputs
-        self.offset = inputs.length_bytes
-        inputs.kept.append(weakref.ref(self))
-        inputs.length_bytes += -(-self.length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        layout, number = inputs.layout, inputs.kept
+        inputs.kept += 1
+        self.offset, self.length_bytes = layout.offsets[number], layout.sizes[number]
+        assert self.length_bytes == tensor.numel() * tensor.element_size()
 
     def view(self, flat: Tensor, offset: int) -> Tensor:
         """Returns the tensor that lies at ``offset`` bytes in ``flat``."""
@@ -57,37 +48,45 @@ class _KeptInput:
         return torch.as_strided(span, self.shape, self.stride)
 
 
-class HostActivations:
-    """Saved-tensor hooks that keep the inputs of layers on the host, and bring the next ones up ahead of time.
+class Activations:
+    """Saved-tensor hooks that keep the inputs of layers off the device, and bring the next ones up ahead of time.
 
-    Each input is copied into a device slot and from there to the host, so that autograd may free it at once; on the
-    way back all inputs of a run lie in one slot, which itself is what the layer computes with. Host buffers are reused
-    from step to step.
+    Each input is copied into a device slot and from there to the shelf's memory on the host, so that autograd may free
+    it at once; on the way back all inputs of a run lie in one slot, which itself is what the layer computes with.
     """
 
-    def __init__(self, device: Device, waits: Waits) -> None:
+    def __init__(self, device: Device, waits: Waits, shelf: Shelf, traffic: Traffic) -> None:
         self.device = device
         self.waits = waits
+        self.shelf = shelf
+        self._traffic = traffic
         self._outgrown: list[_InputSlot] = []
         self._down: list[_InputSlot] = []
         self._up: list[_InputSlot] = []
-        self._runs: list[weakref.ref[_Inputs]] = []
-        self._pool: list[HostBuffer] = []
+        self._runs: list[weakref.ref[Inputs]] = []
+        self._slots: weakref.WeakKeyDictionary[Inputs, _InputSlot] = weakref.WeakKeyDictionary()
+        """The slots that hold runs' inputs on the device, or soon will."""
 
-    def inputs(self) -> AbstractContextManager[None]:
-        """Returns the hooks under which autograd saves the inputs of one run of a layer."""
-        inputs = _Inputs()
+    @property
+    def streams(self) -> list[Stream]:
+        return self.shelf.streams
+
+    def inputs(self, layer: str, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Returns the hooks under which autograd saves ``tensors``, the inputs of one run of ``layer``."""
+        inputs = Inputs(layer, self.shelf.layout(input_sizes([t for t in tensors if self._goes(t)])))
         self._runs = [reference for reference in self._runs if reference() is not None]
         self._runs.append(weakref.ref(inputs))
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(inputs, tensor), self._unpack)
 
+    def _goes(self, tensor: Tensor) -> bool:
+        return tensor.device == self.device.torch_device
+
     @opaque
-    def _pack(self, inputs: _Inputs, tensor: Tensor) -> Any:
+    def _pack(self, inputs: Inputs, tensor: Tensor) -> Any:
         """Sends a layer's input down; tensors without gradient (masks, positions) stay where they are."""
-        if not tensor.requires_grad or tensor.device != self.device.torch_device or not tensor.numel():
+        if not self._goes(tensor) or not input_sizes([tensor]):
             return tensor
-        kept = _KeptInput(tensor, self._take(tensor.numel() * tensor.element_size()), inputs)
-        weakref.finalize(kept, self._pool.append, kept.buffer)
+        room, kept = self.shelf.room(inputs), _KeptInput(tensor, inputs)
         slot = self._next(self._down, kept.length_bytes)
         # The copy down of the input that used this slot before must have read it.
         self.waits.compute(slot.event, Wait.INPUT_SLOT_FREE)
@@ -95,8 +94,9 @@ class HostActivations:
         down = self.device.gradients
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
         self.waits.stream(down, self.device.record_event(), Wait.INPUT_WRITTEN)
-        down.copy(kept.buffer.flat[: kept.length_bytes], slot.flat[: kept.length_bytes])
-        slot.event = kept.down = down.record()
+        down.copy(room[kept.offset : kept.offset + kept.length_bytes], slot.flat[: kept.length_bytes])
+        slot.event = down.record()
+        self.shelf.arrived(inputs, kept.offset, kept.length_bytes, slot.event)
         return kept
 
     @opaque
@@ -105,32 +105,44 @@ class HostActivations:
         if isinstance(packed, Tensor):
             return packed
         inputs = packed.inputs
-        if inputs.slot is None:
+        if inputs not in self._slots:
             self._bring_up(inputs)
-        slot = inputs.slot
-        # The layer must not compute with its input before it has arrived.
-        self.waits.compute(slot.event, Wait.INPUT_UP)
+        slot = self._slots[inputs]
+        self._wait_for(inputs, slot)
         alive = [run for reference in self._runs if (run := reference()) is not None and run.kept]
         place = next((i for i, run in enumerate(alive) if run is inputs), 0)
-        if place and alive[place - 1].slot is None:
-            self._bring_up(alive[place - 1])
+        coming = alive[:place][::-1]
+        if coming and coming[0] not in self._slots:
+            self._bring_up(coming[0])
+        self.shelf.expect(coming)
         return packed.view(slot.flat, packed.offset)
 
-    def _bring_up(self, inputs: _Inputs) -> None:
-        slot = self._next(self._up, inputs.length_bytes)
+    def _wait_for(self, inputs: Inputs, slot: _InputSlot) -> None:
+        begin = self.device.stamp()
+        # The layer must not compute with its input before it has arrived.
+        self.waits.compute(slot.event, Wait.INPUT_UP)
+        end = self.device.stamp()
+        (self._traffic.disk_waits if self.shelf.on_disk else self._traffic.fetch_waits).append((begin, end))
+        if (timeline := self.device.timeline) is not None:
+            timeline.add("waits", f"for the inputs of {inputs.layer}", begin, end)
+
+    def _bring_up(self, inputs: Inputs) -> None:
+        length = inputs.layout.total_bytes
+        slot = self._next(self._up, length)
         if slot.inputs is not None and (before := slot.inputs()) is not None:
-            before.slot = None  # the backward pass is past it; should it come back, it is brought up again
+            self._slots.pop(before, None)  # the backward pass is past it; should it come back, it is brought up again
         up = self.device.fetches
         self.device.computed([slot.flat[: slot.used_bytes]], 0, backward=True)
         # The computation with the slot's last inputs has been issued in full: the backward pass is past it.
         self.waits.stream(up, self.device.record_event(), Wait.INPUT_SLOT_READ)
-        for kept in (kept for reference in inputs.kept if (kept := reference()) is not None):
-            # The host must have the input before it is copied up again.
-            self.waits.stream(up, kept.down, Wait.INPUT_DOWN)
-            place = slice(kept.offset, kept.offset + kept.length_bytes)
-            up.copy(slot.flat[place], kept.buffer.flat[: kept.length_bytes])
+        source, there = self.shelf.source(inputs)
+        # The host must have the inputs before they are copied up again.
+        self.waits.stream(up, there, Wait.INPUT_DOWN)
+        up.copy(slot.flat[:length], source[:length])
         slot.event = up.record()
-        slot.inputs, inputs.slot, slot.used_bytes = weakref.ref(inputs), slot, inputs.length_bytes
+        self.shelf.copied_up(inputs, slot.event)
+        slot.inputs, slot.used_bytes = weakref.ref(inputs), length
+        self._slots[inputs] = slot
 
     def _next(self, slots: list[_InputSlot], length: int) -> _InputSlot:
         if not slots or slots[0].flat.numel() < length:
@@ -140,11 +152,15 @@ class HostActivations:
         slots.append(slots.pop(0))
         return slots[-1]
 
-    def _take(self, length: int) -> HostBuffer:
-        # What may still be on its way up from a buffer in the pool, nobody waits for any more.
-        fitting = [buffer for buffer in self._pool if buffer.length_bytes >= length]
-        if not fitting:
-            return self.device.host_buffer(length, private=True)
-        buffer = min(fitting, key=lambda buffer: buffer.length_bytes)
-        self._pool.remove(buffer)
-        return buffer
+
+def input_sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns the bytes of those of a run's inputs that are kept off the device: the ones that get gradients."""
+    return [t.numel() * t.element_size() for t in tensors if t.requires_grad and t.numel()]
+
+
+def activations_of(kind: str, window: Window) -> Activations | None:
+    """Returns what keeps inputs off the device in ``activations=kind``, beside a window; None where they stay there."""
+    if kind not in ("host", "disk"):
+        return None
+    shelf: Shelf = (HostShelf if kind == "host" else DiskShelf)(window.device, window.waits, window.store)
+    return Activations(window.device, window.waits, shelf, window.traffic)

@@ -75,7 +75,9 @@ def test_nothing_races_and_the_bits_are_the_hosts(name):
     assert seen == expected
 
 
-@pytest.mark.parametrize("name", ["deferred", "in_backward", "host", "disk", "disk, in_backward in bf16"])
+@pytest.mark.parametrize(
+    "name", ["deferred", "in_backward", "host", "disk", "inputs on disk", "disk, in_backward in bf16"]
+)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_late_kernels_and_copies_change_nothing(name, seed):
     SOFT.late(0.3, 3000, seed)
@@ -125,6 +127,8 @@ FIRST = {
     "INPUT_DOWN": "host",
     "INPUT_SLOT_READ": "host",
     "INPUT_UP": "host",
+    "INPUT_STAGED": "inputs on disk",
+    "INPUT_STAGING_FREE": "inputs on disk",
     "WEIGHTS_READ": "reading",
 }
 """Where the lack of a wait is seen first, to be done sooner."""

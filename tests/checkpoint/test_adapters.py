@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import stronghold
+from stronghold.errors import OffloadedModelError
 from stronghold.unit import unit_of
 from tests.reference import CASES, train
 
@@ -144,3 +145,33 @@ def test_a_merged_model_is_saved_whole(tmp_path):
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "llama"
     again = type(merged).from_pretrained(tmp_path / "ours")
     assert_same(dict(again.state_dict()), dict(merged.state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_adapters_are_merged_where_the_base_is(tmp_path, store, dtype):
+    store = store if store == "ram" else str(tmp_path / "store")
+    plain, given = (adapted(lora(init_lora_weights=False)).to(dtype).eval() for _ in range(2))
+    model = stronghold.offload(given, device="cpu", window=2, store=store)
+    before, (batch,) = logits(model), CASE.batches(1)
+    for one in (model, plain):
+        one.merge_adapter()
+    merged = logits(model)
+    assert torch.equal(merged, logits(plain)) and not torch.equal(merged, before)
+    weights = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): weight
+        for name, weight in model.state_dict().items()
+        if "lora_" not in name
+    }
+    model.get_base_model().save_pretrained(tmp_path / "merged", state_dict=weights)
+    whole = plain.merge_and_unload()
+    assert_same(dict(type(whole).from_pretrained(tmp_path / "merged").state_dict()), dict(whole.state_dict()))
+    model.merge_and_unload()
+    with pytest.raises(OffloadedModelError, match=r"nothing may go or be replaced .*q_proj was another module"):
+        model(**batch)
+
+
+@torch.no_grad()
+def logits(model):
+    (batch,) = CASE.batches(1)
+    return model(**batch).logits

@@ -23,7 +23,7 @@ from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.search import ENOUGH, Space
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.probing import DTYPES, glance, kept_machine
-from stronghold.settings import OffloadSettings
+from stronghold.settings import OffloadSettings, PlannedSettings
 
 _LOG = logging.getLogger("stronghold")
 _LEFT_OPEN = {**vars(OffloadSettings()), **dict.fromkeys(("resident", "micro_batch", "activations"), "auto")}
@@ -48,11 +48,11 @@ def settled(
     """
     if plan is None:
         assert inputs is not None
-        found, steps = _planned(model, settings, device, inputs, layers=layers, dtype=dtype)
+        found, steps, inputs_host_bytes = _planned(model, settings, device, inputs, layers=layers, dtype=dtype)
         said = {"micro_batch": None, **found.settings, "store": settings.store, "host_memory": settings.host_memory}
-        if settings.activations == "host":
-            said["activations"] = "host"
-        return replace(settings, **said), steps
+        if settings.activations in ("host", "disk"):
+            said["activations"] = settings.activations
+        return PlannedSettings(**{**vars(settings), **said}, kept_inputs_bytes=inputs_host_bytes), steps
     if inputs is not None:
         raise ValueError("a plan is for inputs of its own (got plan= and inputs=); leave out one of them")
     found = plan if isinstance(plan, TrainingPlan) else TrainingPlan.read(plan)
@@ -82,10 +82,11 @@ def _planned(
     *,
     layers: str | Sequence[str] | None,
     dtype: torch.dtype | None,
-) -> tuple[TrainingPlan, PlannedSteps]:
+) -> tuple[TrainingPlan, PlannedSteps, int]:
     """Plans what ``settings`` leave to ``"auto"``, for AdamW with moments in fp32 and updates behind the backward pass.
 
-    Where the gradients do not all fit, it is for updates in the backward pass alone. Nothing is changed. A model that
+    Where the gradients do not all fit, it is for updates in the backward pass alone. Third is what layers' inputs will
+    take of the host's memory. Nothing is changed. A model that
     fits is left resident where nothing else is faster by more than a little. The machine is the one that
     ``stronghold.probe`` has kept, or else is glanced at, once in a process. Raises ValueError for a model that cannot
     be planned for, BudgetError where nothing fits.
@@ -97,11 +98,15 @@ def _planned(
         )
     directories = [os.path.realpath(path) for path in settings.directories]
     machine = _machine(device, directories, _dtypes(model, dtype))
-    # With their inputs in host memory layers are recomputed as well.
-    activations = {"auto": None, "host": "recompute"}.get(settings.activations, settings.activations)
+    # With their inputs in host memory or on disk layers are recomputed as well.
+    activations = {"auto": None, "host": "recompute", "disk": "recompute"}.get(
+        settings.activations, settings.activations
+    )
     window, resident = (None if one == "auto" else one for one in (settings.window, settings.resident))
     assert not isinstance(window, str) and not isinstance(resident, str)
-    found = PlannedModel(model, machine, inputs, layers=layers, dtype=dtype, directories=directories)
+    found = PlannedModel(
+        model, machine, inputs, layers=layers, dtype=dtype, directories=directories, activations=settings.activations
+    )
     count = len(found.memory.units.layers)
     space = Space(
         layers=count,
@@ -126,8 +131,9 @@ def _planned(
                 plan = all_resident
     step, update = plan.planned(), plan.optimizer["update"]
     _LOG.info("%s on %s: %s; %s", plan.model, plan.machine, step.chosen, step.reason)
+    inputs_host_bytes = found.inputs_host_bytes(plan.settings.get("micro_batch"))
     if update == "in_backward":
-        return plan, PlannedSteps(in_backward=step)
+        return plan, PlannedSteps(in_backward=step), inputs_host_bytes
     chosen = replace(
         space,
         windows=(plan.settings["window"],),
@@ -136,7 +142,7 @@ def _planned(
         micro_batches=(plan.settings.get("micro_batch"),),
     )
     in_backward = found.best(replace(chosen, updates=("in_backward",)), most)
-    return plan, PlannedSteps(deferred=step, in_backward=in_backward.planned())
+    return plan, PlannedSteps(deferred=step, in_backward=in_backward.planned()), inputs_host_bytes
 
 
 def _least_asked(found: PlannedModel, space: Space, most: Limits) -> tuple[TrainingPlan, Space]:

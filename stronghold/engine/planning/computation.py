@@ -23,6 +23,7 @@ from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
 from stronghold.engine.replay import structural_copy
 from stronghold.planner.op_costs import Op
+from stronghold.window import input_sizes
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 
@@ -105,6 +106,17 @@ class ModelComputation:
         if key not in self._passes:
             self._passes[key] = self._run_passes(*key)
         return self._passes[key]
+
+    def runs(self, samples: int | None) -> list[list[int]]:
+        """Returns the bytes of the inputs that get gradients, of each run of a layer over a micro-batch in a step."""
+        samples, found = min(samples or self.batch, self.batch), []
+        with _told(self._model), self._mode, torch.enable_grad():
+            for group in self.group_of:
+                for piece in split(*self._calls[group], samples):
+                    tensors: list[Tensor] = []
+                    flatten(piece, tensors)
+                    found.append(input_sizes(tensors))
+        return found
 
     def kind_of(self, number: int, differentiable: tuple[bool, ...]) -> int:
         """Returns the first layer that computes the same, of whose inputs the same ones get gradients."""

@@ -48,7 +48,7 @@ class ModelMemory:
         self._given = model, layers, dtype
         self.replicas = replicas
         self.is_host = is_host
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self.units = self._units(ALIGNMENT_BYTES)
         self._in_memory = self._bytes(self.units)
         self._scratch: dict[tuple[str, str], list[int]] = {}
@@ -125,7 +125,7 @@ class ModelMemory:
                 sizes += [size for trained, size in each if trained]
             elif counted.is_root:
                 sizes += [size for _, size in each]
-        return self._block_bytes + sum(-size % self._block_bytes for size in sizes)
+        return self.block_bytes + sum(-size % self.block_bytes for size in sizes)
 
     def scratch(self, choice: Choice, numbers: Iterable[int], device_type: str) -> int:
         """Returns what updates of the units of these numbers take on the device while they run."""

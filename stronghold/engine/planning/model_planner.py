@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from stronghold.engine.planning.kept_inputs import KeptInputs, kept_inputs
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, machine_of, message_rates, op_rates
@@ -40,7 +41,8 @@ class ModelPlanner:
     """Answers for one model on one machine, choice by choice, what a step takes: the work, and the bytes.
 
     Of the ``replicas`` of ``memory``, all on the machine, it answers for one, of whose part of the batch
-    ``computation`` is.
+    ``computation`` is. Layers that are recomputed have their inputs where ``activations`` says, as for ``offload``; to
+    bring these there and back is in no step's time.
     """
 
     def __init__(
@@ -50,9 +52,12 @@ class ModelPlanner:
         machine: MachineFile,
         limits: Limits,
         directories: Sequence[str] = (),
+        *,
+        activations: str = "recompute",
     ) -> None:
         self._memory, self._computation, self._machine, self._limits = memory, computation, machine, limits
-        self._directories = directories
+        self._directories, self._recompute = directories, activations
+        self._inputs: dict[int | None, KeptInputs] = {}
         self._rates: dict[Pace, OpRates] = {}
         self._seconds: dict[tuple[Pace, int], float] = {}
         self._activations: dict[tuple[int | None, int], int] = {}
@@ -87,13 +92,23 @@ class ModelPlanner:
                 most = max(most, kept + max(within, root.after_bytes[number]))
         return most
 
+    def inputs(self, choice: Choice) -> KeptInputs:
+        """Returns what layers' inputs take that are not kept on the device."""
+        pieces = choice.micro_batch
+        if pieces not in self._inputs:
+            runs = self._computation.runs(pieces) if self._recompute in ("host", "disk") else []
+            self._inputs[pieces] = kept_inputs(runs, self._recompute, self._memory.block_bytes)
+        return self._inputs[pieces]
+
     def placed(self, choice: Choice) -> tuple[Placed, StepBytes, int]:
         """Returns where units are, what they take, and what activations, updates and rounding take on top in a step."""
         if choice not in self._placed:
-            activations = self.activation_bytes(choice)
+            activations, inputs = self.activation_bytes(choice), self.inputs(choice)
             device, host = self.budgets(choice, activations)
             placed = self._memory.placed(choice, device_memory=device, host_memory=host)
-            self._placed[choice] = placed, self._memory.taken(choice, placed), self._with_updates(choice, placed)
+            taken = self._memory.taken(choice, placed)
+            taken = replace(taken, pinned=taken.pinned + inputs.host, disk=taken.disk + inputs.disk)
+            self._placed[choice] = placed, taken, self._with_updates(choice, placed)
         return self._placed[choice]
 
     def _with_updates(self, choice: Choice, placed: Placed) -> int:
@@ -112,6 +127,7 @@ class ModelPlanner:
         device = self._machine.device
         activations = self.activation_bytes(choice) + self._memory.scratch(choice, beside, device)
         on_top = max(activations, self._memory.scratch(choice, placed.resident - beside, device))
+        on_top += self.inputs(choice).device
         return on_top + self._memory.rounding(choice, placed.resident)
 
     def budgets(self, choice: Choice, activations: int) -> tuple[int | None, int | None]:
@@ -119,13 +135,17 @@ class ModelPlanner:
         sizes, count = self._memory.of(choice), len(self._memory.units.layers)
         trained = {number for number, unit in enumerate(sizes.root, count) if unit.trained}  # these may all be resident
         rounding = self._memory.rounding(choice, trained.union(spread(count, choice.resident)))
-        beside = activations + rounding + sum(unit.root_gradient for unit in sizes.root)
+        inputs = self.inputs(choice)
+        beside = activations + inputs.device + rounding + sum(unit.root_gradient for unit in sizes.root)
         device = None if self._limits.device is None else max(0, self._limits.device - beside)
         if choice.store == "ram":
             return device, None
         if not self._limits.fills_ram:
-            return device, self._limits.in_ram
-        return device, self._limits.host - self._limits.process - (activations if self._memory.is_host else 0)
+            in_ram = self._limits.in_ram
+            return device, None if in_ram is None else max(0, in_ram - inputs.host)
+        return device, self._limits.host - self._limits.process - inputs.host - (
+            activations if self._memory.is_host else 0
+        )
 
     def bytes_of(self, choice: Choice) -> Mapping[str, int]:
         """Returns what a choice takes of each place in a step."""
@@ -148,7 +168,8 @@ class ModelPlanner:
         """Returns what a step writes to disk."""
         placed, _, _ = self.placed(choice)
         sizes = self._memory.of(choice)
-        return sum(self._moved(sizes, placed, choice, number)["ring_bytes"] for number in placed.on_disk)
+        updated = sum(self._moved(sizes, placed, choice, number)["ring_bytes"] for number in placed.on_disk)
+        return updated + self.inputs(choice).disk
 
     # Time.
 

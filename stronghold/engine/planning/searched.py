@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stronghold.engine.planning.kept_inputs import kept_inputs
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.model_planner import Limits, ModelPlanner
 from stronghold.errors import BudgetError
@@ -28,8 +29,9 @@ class PlannedModel:
     """A model, on the meta device or not, with the inputs of a step and the machine that it is planned for.
 
     ``directories`` are real paths that the machine was probed with, ``sequence`` the tokens of a sample. Of so many
-    ``replicas`` on the machine it is one, and the ``inputs`` are its part of a step's. Raises ValueError for a model
-    that cannot be planned for.
+    ``replicas`` on the machine it is one, and the ``inputs`` are its part of a step's. Layers that are recomputed have
+    their inputs where ``activations`` says, ``"host"`` or ``"disk"`` as for ``offload``, else on the device. Raises
+    ValueError for a model that cannot be planned for.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class PlannedModel:
         sequence: int | None = None,
         name: str | None = None,
         replicas: int = 1,
+        activations: str = "recompute",
     ) -> None:
         # Here, since what it imports takes seconds that training does without.
         from stronghold.engine.planning.computation import ModelComputation
 
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._model, self._machine, self._directories = model, machine, directories
+        self._recompute = activations
         self._sequence, self._name = sequence, name or type(model).__name__
         is_host, block_bytes = machine.is_host, 1 if machine.is_host else BLOCK_BYTES
         self.memory = ModelMemory(
@@ -68,7 +72,9 @@ class PlannedModel:
         that does not fit: under ``in_backward`` layers that are not keep no gradients. Replicas, which have layers in
         RAM in common, each keep a copy of what is resident.
         """
-        planner = ModelPlanner(self.memory, self.computation, self._machine, limits, self._directories)
+        planner = ModelPlanner(
+            self.memory, self.computation, self._machine, limits, self._directories, activations=self._recompute
+        )
         spaces = [space]
         alone = self.memory.replicas == 1
         if self._machine.is_host and alone and "disk" not in space.stores and space.layers in space.residents:
@@ -78,6 +84,10 @@ class PlannedModel:
             if found.plans:
                 return self._told(planner, found, limits, tokens)
         raise _nothing_fits(found.refused)
+
+    def inputs_host_bytes(self, micro_batch: int | None) -> int:
+        """Returns what of the host's memory the layers' inputs take that are not kept on the device."""
+        return kept_inputs(self.computation.runs(micro_batch), self._recompute).host
 
     def _told(self, planner: ModelPlanner, found: Found, limits: Limits, tokens: int) -> TrainingPlan:
         told = _Told(planner, self._directories, self.memory)

@@ -13,6 +13,7 @@ from stronghold.lab.cli.shared_arguments import Group, path, source, whole
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.settings import DTYPES, SCHEDULERS
 from stronghold.lab.finetuning.tokens import LOSSES
+from stronghold.settings import ACTIVATIONS
 
 DEFAULTS: dict[str, Any] = {
     "seq": 1024,
@@ -143,7 +144,7 @@ def _add_placement(place: Group) -> None:
     )
     place.add_argument(
         "--activations",
-        choices=("recompute", "keep", "host"),
+        choices=ACTIVATIONS,
         help="what the backward pass finds (default: planned, or recompute)",
     )
     place.add_argument(

@@ -5,6 +5,7 @@ import argparse
 from stronghold.distributed.partitioning import BALANCES
 from stronghold.lab.cli.shared_arguments import Group, add_schedule, add_shape, numbers, path, source, whole
 from stronghold.lab.methods import METHODS
+from stronghold.settings import ACTIVATIONS
 
 ALL = "all"
 """What --method takes besides the methods' names: each of them, one after another."""
@@ -134,9 +135,9 @@ def _add_step(place: Group) -> None:
     )
     place.add_argument(
         "--activations",
-        choices=("recompute", "keep", "host"),
+        choices=ACTIVATIONS,
         help="what the backward pass needs: computed again, kept, or computed again from inputs kept in host "
-        "memory (default: recompute)",
+        "memory or on the store's disk (default: recompute)",
     )
     place.add_argument(
         "--update",

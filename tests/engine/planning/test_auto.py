@@ -14,6 +14,7 @@ from stronghold.errors import BudgetError
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.planner.machine_file import DISK, Spread
 from stronghold.probing.operator_speed import dtype_name
+from stronghold.units import format_bytes
 from tests.planner.machines import about, laptop, machine
 from tests.probing.small import make_short
 
@@ -261,3 +262,69 @@ def test_a_step_as_planned_names_no_number_to_measure_again():
     )
     low_s, likely_s, high_s = Spread(planned.low_s, planned.likely_s, planned.high_s)
     assert low_s <= likely_s <= high_s
+
+
+def one_step(model):
+    optimizer = stronghold.AdamW(model.parameters())
+    before = stronghold.report(model)
+    trained(model, optimizer, steps=1)
+    return before, stronghold.report(model)
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+@pytest.mark.parametrize("activations", ["host", "disk"])
+def test_layers_inputs_beside_the_device_are_planned_to_the_byte(here, tmp_path, activations, micro_batch):
+    settings = {"window": 2, "resident": 1, "activations": activations}
+    settings |= {"micro_batch": micro_batch or 4}  # 4 samples: whole
+    there = machine()
+    if activations == "disk":
+        there = machine(disks={str(tmp_path): dict.fromkeys(DISK, about(1e9))})
+        settings["store"] = tmp_path
+    model = on_a_gpu(here, gpt(), there=there, inputs=inputs(), **settings)
+    planned, of_inputs = stronghold.report(model).planned, stronghold.report(model).inputs_to_come_bytes
+    assert of_inputs > 0
+    before, after = one_step(model)
+    assert (before.inputs_host_bytes, before.inputs_to_come_bytes) == (0, of_inputs)
+    assert (after.inputs_host_bytes, after.inputs_to_come_bytes) == (of_inputs, 0)
+    assert ("", "layers' inputs", f"{format_bytes(of_inputs)} more") in before.rows()
+    assert after.host_bytes == before.host_bytes + of_inputs
+    # The process counts as 300 MiB here.
+    assert planned.host_bytes == after.host_bytes + 300 * 2**20
+    inputs_bytes = 6 * 4 * 32 * 64 * 4  # of six layers, four samples of 32 tokens of 64 numbers
+    assert (after.inputs_host_bytes if activations == "host" else after.inputs_disk_bytes) == inputs_bytes
+    stronghold.close(model)
+
+
+def test_a_budget_that_layers_inputs_would_overrun_is_refused_before_anything_is_placed(here):
+    settings = {"window": 2, "resident": 0, "micro_batch": 4}
+    needed = {}
+    for activations in ("recompute", "host"):
+        plain = gpt()
+        with pytest.raises(BudgetError, match="host memory must hold at least") as refused:
+            on_a_gpu(here, plain, inputs=inputs(), host_memory=1, activations=activations, **settings)
+        needed[activations] = refused.value.needed["host"]
+        assert type(plain.layers[0].forward).__name__ == "method"
+    assert needed["host"] - needed["recompute"] == 6 * 4 * 32 * 64 * 4
+
+
+def test_and_so_is_an_optimizer_that_leaves_them_no_room(here):
+    settings = {"window": 2, "resident": 0, "micro_batch": 4, "activations": "host"}
+    _, after = one_step(on_a_gpu(here, gpt(), inputs=inputs(), **settings))
+    fits = on_a_gpu(here, gpt(), inputs=inputs(), host_memory=after.host_bytes, **settings)
+    assert one_step(fits)[1].host_bytes == after.host_bytes
+    model = on_a_gpu(here, gpt(), inputs=inputs(), host_memory=after.host_bytes - 1, **settings)
+    with pytest.raises(BudgetError, match="held already and 192 KiB for layers' inputs"):
+        stronghold.AdamW(model.parameters())
+
+
+def test_beside_a_store_on_disk_the_budget_leaves_room_for_layers_inputs(here, tmp_path):
+    there = machine(disks={str(tmp_path): dict.fromkeys(DISK, about(1e9))})
+    settings = {"window": 2, "resident": 0, "micro_batch": 4, "store": tmp_path, "host_memory": "195MiB"}
+    found = {}
+    for activations in ("recompute", "host"):
+        model = on_a_gpu(here, gpt(), there=there, inputs=inputs(), activations=activations, **settings)
+        _, found[activations] = one_step(model)
+        assert found[activations].host_bytes <= 195 * 2**20
+        stronghold.close(model)
+    assert found["host"].inputs_host_bytes == 6 * 4 * 32 * 64 * 4
+    assert found["recompute"].weights_on_disk == 0 < found["host"].weights_on_disk < 6
