@@ -34,8 +34,9 @@ def groups(model: nn.Module, **muon: Any) -> list[dict[str, Any]]:
 class TorchMuon:
     """``torch.optim.Muon`` over the matrices and AdamW over the rest, on fp32 masters.
 
-    With ``by_torch`` that is ``torch.optim.AdamW``, with these arguments; without, its step in the kernel's order of operations, which
-    ``tests/native_reference.py`` has: a rounding apart, which Newton and Schulz's iteration would enlarge.
+    With ``by_torch``, its arguments, that is ``torch.optim.AdamW``. Without, its step is in the kernel's order of
+    operations, which ``tests/native_reference.py`` has: they are a rounding apart, and Newton and Schulz's iteration
+    enlarges that.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ PART = 2**18
 
 
 def newton_schulz(matrix: Tensor, *, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Returns ``matrix``, bf16 of two dimensions, made nearly orthogonal; what was in ``matrix`` is overwritten.
+    """Returns ``matrix``, contiguous bf16 of two dimensions, made nearly orthogonal; its memory is overwritten.
 
     The quintic iteration of Newton and Schulz, operation for operation and in the dtype of ``torch.optim.Muon`` (its
     ``_zeropower_via_newtonschulz``): all singular values come near to 1. It needs three numbers in ``coefficients``.
@@ -30,11 +30,17 @@ def newton_schulz(matrix: Tensor, *, coefficients: Sequence[float], steps: int, 
     turned = matrix.size(0) > matrix.size(1)
     result = matrix.T if turned else matrix
     result.div_(result.norm().clamp(min=eps))  # no singular value is above 1
+    if not steps:
+        return matrix
+    gram, change = matrix.new_empty(2, len(result), len(result))
+    # What the first step reads the later ones may write, as if it lay the other way.
+    free, other = matrix.new_empty(result.shape), matrix.view(result.shape)
     for _ in range(steps):
-        gram = result @ result.T
-        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        result = torch.addmm(result, gram, result, beta=a)
-    return result.T if turned else result
+        torch.mm(result, result.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=change)
+        torch.addmm(result, change, result, beta=a, out=free)
+        result, free, other = free, other, free
+    return free.view(matrix.shape).copy_(result.T) if turned else result
 
 
 def newton_schulz_bytes(shape: Sequence[int]) -> int:
@@ -90,7 +96,7 @@ class Direction:
         values = self.values
         there = values if self._device is None else values.to(self._device.torch_device, non_blocking=True)
         result = newton_schulz(there, coefficients=self._coefficients, steps=self._steps, eps=self._eps)
-        values.copy_(result.contiguous(), non_blocking=self._device is not None)
+        values.copy_(result, non_blocking=self._device is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
