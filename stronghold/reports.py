@@ -88,7 +88,8 @@ class Report(Shown):
     hold there is ``resident_device_bytes``. ``root_device_bytes`` is what buffers and the other root parameters take.
 
     Not counted on the device: ``root_gradients_device_bytes``, which autograd holds from ``backward()`` to
-    ``zero_grad()``, and for a moment twice where weights are tied; activations; and what the operation under way needs.
+    ``zero_grad()``, and for a moment twice where weights are tied; ``update_device_bytes``, which Muon's iteration
+    takes while it runs; activations; and what the operation under way needs.
     Where device and host are one memory, all of that is on the host, with what the C library keeps of it for the next
     step. ``beside_host_bytes`` is what it has come to by now: the process's memory in RAM that is no file's, less what
     was there before and what is counted. It says nothing before the first step, which first touches what is counted.
@@ -132,6 +133,7 @@ class Report(Shown):
     others_host_bytes: int = 0
     others_device_bytes: int = 0
     root_gradients_device_bytes: int = 0
+    update_device_bytes: int = 0
     beside_host_bytes: int = 0
     resident_root: int = 0
     inputs_host_bytes: int = 0
@@ -173,6 +175,7 @@ class Report(Shown):
                 "in a step",
                 f"{format_bytes(self.root_gradients_device_bytes)} more for the root's gradients, and activations",
             ),
+            *([("", "in an update", f"{format_bytes(more)} more")] if (more := self.update_device_bytes) else []),
             ("", "peak", format_bytes(self.peak_device_bytes) if self.peak_device_bytes else "not counted"),
             ("host", "pinned", format_bytes(self.pinned_host_bytes)),
             ("", "pageable", format_bytes(self.pageable_host_bytes)),

@@ -74,6 +74,7 @@ class DelayedDevice(CpuDevice):
         self.races: list[str] = []
         super().__init__()
         self.lag = self.stream("compute")
+        self.iterations = self.stream("beside")
 
     def stream(self, name: str) -> Stream:
         return DelayedStream(name, self.delays)
@@ -103,6 +104,10 @@ class DelayedDevice(CpuDevice):
         self.lag.record().wait()  # autograd computes at once: it would not wait for what happens late
         task()
 
+    def beside(self, task) -> Event:
+        self.iterations.run(task)
+        return self.iterations.record()
+
     def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
         for buffer in reads:
             before = buffer.clone()
@@ -115,7 +120,7 @@ class DelayedDevice(CpuDevice):
 
     def settle(self) -> None:
         """Waits until all streams have done what they were given, and raises RaceError for what was seen."""
-        for stream in (self.reads, self.fetches, self.root, self.gradients, self.updates, self.lag):
+        for stream in (self.reads, self.fetches, self.root, self.gradients, self.updates, self.iterations, self.lag):
             stream.record().wait()
         if self.races:
             raise RaceError(f"{len(self.races)} races: {self.races[0]}")

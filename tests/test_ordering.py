@@ -110,6 +110,7 @@ def _train(
     wait=False,
     load=False,
     replicas=None,
+    muon=False,
     **kwargs,
 ):
     """Returns all that was seen in a few steps: losses, norms, weights right after the step, parameters at the end."""
@@ -123,9 +124,13 @@ def _train(
         copies = model.parameters() if replicas.local_rank else ()
         everyone = replicas.everyone
         engine_of(model).join(everyone, shared=(), copies=copies, model="Model", passes=1, here=everyone.world_size)
-    optimizer = stronghold.AdamW(
-        model.parameters(), lr=0.05, update=update, threads=1, states=states, max_grad_norm=norm
-    )
+    settings = {"lr": 0.05, "update": update, "threads": 1, "max_grad_norm": norm}
+    if muon:
+        parameters = list(model.parameters())
+        matrices, vectors = ([p for p in parameters if (p.ndim == 2) == kind] for kind in (True, False))
+        optimizer = stronghold.Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], **settings)
+    else:
+        optimizer = stronghold.AdamW(model.parameters(), states=states, **settings)
     generator = torch.Generator().manual_seed(1)
     raw = [_numbers_at(model.layers[i].up.weight) for i in range(LAYERS) if wait]
     for number in range(4):
@@ -202,6 +207,8 @@ SETTINGS = {
     "disk, in_backward in bf16": {"disk": True, "update": "in_backward", "dtype": torch.bfloat16},
     "disk, accumulation and evaluation": {"disk": True, "accumulate": 2, "evaluate": True},
     "disk, writing": {"disk": True, "write": True, "window": 1},
+    "muon": {"muon": True},
+    "muon, disk": {"muon": True, "disk": True, "update": "in_backward", "dtype": torch.bfloat16},
     "waited for": {"wait": True},
     "loading": {"load": True, "evaluate": True},
     "disk, loading": {"disk": True, "load": True, "evaluate": True, "window": 1},
@@ -220,6 +227,7 @@ PROFILES = {
     "fetches late": {"fetches": 3e-3},
     "gradients late": {"gradients": 4e-3},
     "updates late": {"updates": 4e-3},
+    "iterations late": {"beside": 4e-3},
     "root late": {"root": 6e-3},
     "computation late": {"compute": 4e-3},
     "copies late, computation more": {"compute": 4e-3, "fetches": 1e-3, "gradients": 1e-3},
@@ -233,6 +241,7 @@ PROFILES = {
 }
 OF_A_DISK = {"reads", "disk", "weights", "inputs"}
 """Who is late only where there is one."""
+OF_MUON = "iterations late"
 
 
 OF_REPLICAS = ("gradients late", "updates late", "all late", "disk late")
@@ -243,6 +252,8 @@ def devices(setting: str):
     """Yields a device for every profile that makes a difference to ``setting``."""
     for seed, (name, profile) in enumerate(PROFILES.items()):
         disk, replicas = (SETTINGS[setting].get(what) for what in ("disk", "replicas"))
+        if name == OF_MUON and not SETTINGS[setting].get("muon"):
+            continue
         if (disk or not OF_A_DISK.intersection(profile)) and (name in OF_REPLICAS or not replicas):
             yield DelayedDevice(seed, **profile)
 
@@ -250,6 +261,7 @@ def devices(setting: str):
 # Where the lack of a wait shows first: where to look first, to be done sooner.
 LIKELY = {
     "UPDATE_READ": "waited for",
+    "DIRECTION": "muon",
     "FILE_READ": "disk, each step twice",
     "GRADIENT_ADDED": "clipped accumulation",
     "GRADIENT_UPDATE": "in_backward",

@@ -21,13 +21,15 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stronghold.checkpoint.file_writing import manifest_of
-from stronghold.checkpoint.unit_tensors import MOMENTS, Names, names_of, persistent_buffers, step_of
+from stronghold.checkpoint.unit_tensors import Names, names_of, persistent_buffers, step_of
 from stronghold.engine import Engine
 from stronghold.engine.adamw import AdamW
 from stronghold.formats.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
 from stronghold.formats.manifest import Manifest, ParameterEntry, content_of
 from stronghold.native import Blocks
+from stronghold.optim import HostMuon
 from stronghold.optim.blocks import decode
+from stronghold.optim.states import ADAMW_MOMENTS
 from stronghold.unit import ProcessGroup, Unit, from_rank0
 
 T = TypeVar("T")
@@ -60,6 +62,11 @@ def own_content(
     the parameters in each of the optimizer's groups, in all processes, and ``rest`` is what :func:`settings_of`
     returned.
     """
+    if isinstance(optimizer, HostMuon):
+        raise ValueError(
+            "format='dcp' keeps the moments of AdamW (got a stronghold.Muon, whose momentum no other program's loader "
+            "asks for); pass format='safetensors'"
+        )
     names, states = names_of(model), optimizer.state  # which waits for the updates under way
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     weights: dict[str, Tensor] = {}
@@ -76,8 +83,8 @@ def own_content(
             take[f"{MODEL}.{name}"] = partial(_master, engine, unit, index)
             if step is None and not (parameter in trained and parameter.requires_grad):
                 continue
-            moments[name] = {"step": torch.tensor(step or 0.0), **dict.fromkeys(MOMENTS, like)}
-            for key in MOMENTS:  # torch's own programs have moments before a first step, too
+            moments[name] = {"step": torch.tensor(step or 0.0), **dict.fromkeys(ADAMW_MOMENTS, like)}
+            for key in ADAMW_MOMENTS:  # torch's own programs have moments before a first step, too
                 taken = partial(_moment, engine, unit, states.get(parameter), key, parameter.shape)
                 take[f"{OPTIMIZER}.state.{name}.{key}"] = taken
     for alias, name in _aliases(model, names).items():

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from stronghold.checkpoint.unit_tensors import MOMENTS, step_of
+from stronghold.checkpoint.unit_tensors import step_of
 from stronghold.engine.adamw import AdamW
 from stronghold.formats.manifest import FileEntry, name_of
 from stronghold.native import Blocks
+from stronghold.optim.states import moments_of
 from stronghold.unit import Unit
 
 
@@ -71,9 +72,8 @@ def _state(unit: Unit, optimizer: AdamW) -> tuple[Any, ...]:
     states = optimizer.state
     found: list[Any] = []
     for parameter in unit.parameters:
-        state = states.get(parameter)
-        for key in MOMENTS if state else ():
-            assert state is not None
+        state = states.get(parameter) or {}
+        for key in moments_of(state):
             moment = state[key]
             found += [
                 m._version for m in ((moment.codes, moment.exponents) if isinstance(moment, Blocks) else (moment,))

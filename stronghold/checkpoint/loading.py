@@ -32,7 +32,9 @@ from stronghold.formats.lock import locked_to_read
 from stronghold.formats.manifest import Manifest, UnitFileEntry, name_of
 from stronghold.formats.reader import Checkpoint
 from stronghold.formats.reader import verify as verify_files
-from stronghold.optim.groups import check_saved_group, check_saved_step, is_number
+from stronghold.optim import HostMuon
+from stronghold.optim.groups import check_saved_step, is_number
+from stronghold.optim.muon_groups import check_saved, is_muon
 
 if TYPE_CHECKING:
     from stronghold.formats.dcp import DistributedCheckpoint
@@ -83,6 +85,11 @@ def load(
         StoreError: A directory that is in use, or to be loaded in place into a store that is placed otherwise.
     """
     check_format(format)
+    if format == "dcp" and isinstance(optimizer, HostMuon):
+        raise ValueError(
+            "format='dcp' has the moments of AdamW (got a stronghold.Muon); load a checkpoint that was saved with "
+            "format='safetensors'"
+        )
     model = uncompiled(model)
     engine = engine_for(model, optimizer)
     processes, directory = engine.processes, Path(os.path.abspath(directory))
@@ -250,13 +257,13 @@ def _check_settings(manifest: Manifest) -> None:
     try:
         for group in manifest.optimizer["groups"]:
             if group:  # none is known where a checkpoint of another program has no states of its parameters
-                check_saved_group(from_plain(group))
+                check_saved(from_plain(group))
         for name, entry in manifest.parameters.items():
             check_saved_step(0 if entry.step is None else entry.step, name)
     except ValueError as error:
         raise CheckpointError(
-            f"a checkpoint must be of AdamW ({error}, in {manifest.directory}); another optimizer saved it, or it was "
-            "altered"
+            f"a checkpoint must be of AdamW ({error}, in {manifest.directory}), or of Muon in groups with use_muon; "
+            "another optimizer saved it, or it was altered"
         ) from None
 
 
@@ -275,7 +282,15 @@ def _check_optimizer(manifest: Manifest, optimizer: AdamW, here: list[set[str]])
                 f"{'only there' if name in one else 'only here'} in group {number}, there being "
                 f"{manifest.directory}); build it with the same groups"
             )
-    for group, saved_group in zip(optimizer.param_groups, manifest.optimizer["groups"], strict=True):
+    for number, (group, saved_group) in enumerate(
+        zip(optimizer.param_groups, manifest.optimizer["groups"], strict=True)
+    ):
+        if is_muon(group) != is_muon(saved_group):
+            by = ["Muon" if is_muon(one) else "AdamW" for one in (group, saved_group)]
+            raise CheckpointError(
+                f"a group must be updated by what it was saved with (got {by[0]} for group {number}, and {by[1]} in "
+                f"{manifest.directory}); set its use_muon as it was"
+            )
         for key, value in from_plain(saved_group).items():
             if isinstance(group.get(key), Tensor) and not is_number(value):
                 raise CheckpointError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.checkpoint.links import remember
-from stronghold.checkpoint.unit_tensors import MOMENTS, tensors_of
+from stronghold.checkpoint.unit_tensors import tensors_of
 from stronghold.engine import Engine
 from stronghold.engine.adamw import AdamW
 from stronghold.errors import CheckpointError
@@ -17,6 +17,7 @@ from stronghold.formats.moments import wrong_moment
 from stronghold.formats.reader import Checkpoint, UnitReader
 from stronghold.native import BLOCK, Blocks
 from stronghold.optim.blocks import decode
+from stronghold.optim.states import moments_of
 from stronghold.split import join
 from stronghold.unit import Unit
 
@@ -77,7 +78,7 @@ def _load_master(file: UnitReader | DistributedTensors, unit: Unit, index: int, 
 
 
 def _load_moments(file: UnitReader | DistributedTensors, state: dict[str, Any], name: str) -> None:
-    for key in MOMENTS:
+    for key in moments_of(state):
         moment, codes = state[key], f"{name}/{key}"
         exponents = f"{codes}/exponents"
         if isinstance(moment, Blocks):
@@ -95,7 +96,7 @@ def _load_moments(file: UnitReader | DistributedTensors, state: dict[str, Any], 
 
 def _check(name: str, key: str, values: Tensor) -> None:
     if rule := wrong_moment(values, key):
-        raise CheckpointError(f"{key} of {name} {rule}, and AdamW would make weights of it")
+        raise CheckpointError(f"{key} of {name} {rule}, and the optimizer would make weights of it")
 
 
 def _decode(codes: Tensor, exponents: Tensor, moment: Tensor, *, signed: bool) -> None:

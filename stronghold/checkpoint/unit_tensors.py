@@ -12,9 +12,9 @@ from stronghold.engine import Engine, engine_of
 from stronghold.engine.adamw import AdamW
 from stronghold.errors import OffloadedModelError
 from stronghold.native import Blocks
+from stronghold.optim.states import moments_of
 from stronghold.unit import ProcessGroup, Unit, all_parameters, index_of, unit_of
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Names = dict[Unit, list[str]]
 """The names of a unit's parameters, by index."""
 Format = Literal["safetensors", "dcp"]
@@ -101,17 +101,16 @@ def holds(engine: Engine, directory: Path) -> bool:
 def tensors_of(unit: Unit, names: list[str], states: Mapping[Tensor, dict[str, Any]]) -> dict[str, Tensor]:
     """Returns what is kept of a unit, by the names in its file; the tensors are the unit's own memory.
 
-    A weight has its parameter's name; ``/remainder``, ``/exp_avg`` and ``/exp_avg_sq`` follow it where there is one,
-    and ``/exponents`` these where their moment is in eight bits.
+    A weight has its parameter's name; ``/remainder``, ``/exp_avg`` and ``/exp_avg_sq``, or Muon's ``/momentum_buffer``,
+    follow it where there is one, and ``/exponents`` these where their moment is in eight bits.
     """
     found: dict[str, Tensor] = {}
     for index, (name, parameter) in enumerate(zip(names, unit.parameters, strict=True)):
         found[name] = unit.weight[index]
         if index in unit.masters.remainders:
             found[f"{name}/remainder"] = unit.masters.remainders[index]
-        state = states.get(parameter)
-        for key in MOMENTS if state else ():
-            assert state is not None
+        state = states.get(parameter) or {}
+        for key in moments_of(state):
             moment = state[key]
             if isinstance(moment, Blocks):
                 found[f"{name}/{key}"], found[f"{name}/{key}/exponents"] = moment.codes, moment.exponents
@@ -121,7 +120,7 @@ def tensors_of(unit: Unit, names: list[str], states: Mapping[Tensor, dict[str, A
 
 
 def step_of(parameter: Tensor, states: Mapping[Tensor, dict[str, Any]]) -> float | None:
-    """Returns how many steps AdamW has taken with a parameter, None where it has no moments."""
+    """Returns how many steps the optimizer has taken with a parameter, None where it has no moments."""
     state = states.get(parameter)
     return float(state["step"]) if state else None
 

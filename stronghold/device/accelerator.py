@@ -165,6 +165,7 @@ class AcceleratorDevice(Device):
         self.root = AcceleratorStream("root", accelerator)
         self.gradients = AcceleratorStream("gradients", accelerator)
         self._copies = [self.fetches.of_torch, self.root.of_torch, self.gradients.of_torch]
+        self._beside: torch.Stream | None = None
         self.updates = self.host_stream("updates")
         self.disk = self.host_stream("disk")
         self.reads = self.host_stream("reads")
@@ -210,6 +211,16 @@ class AcceleratorDevice(Device):
             target.add_(source.detach())
         else:  # to the host, too, behind which the engine waits once for all
             target.copy_(source.detach(), non_blocking=True)
+
+    def beside(self, task: Task) -> Event:
+        if self._beside is None:  # few optimizers ask for it
+            self._beside = self._accelerator.stream()
+        event = AcceleratorEvent(self._accelerator.event())
+        with self._accelerator.within(self._beside):
+            task()
+        event.of_torch.record(self._beside)
+        event.happen()
+        return event
 
     def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
         pass

@@ -117,6 +117,14 @@ class Device(ABC):
         """The same for work that what the caller computes next depends on; it moves ``moved_bytes`` on the device."""
         task()
 
+    def beside(self, task: Task) -> Event:
+        """Gives the device ``task``, of the host's updates, beside the computation and behind those given before.
+
+        Returns the event after which it is done. Where the host computes, the calling thread carries it out.
+        """
+        task()
+        return self.record_event()
+
     @abstractmethod
     def computed(self, reads: Sequence[Tensor], parameters: int, *, backward: bool) -> None:
         """Tells that a computation has been issued that reads these buffers, of a layer of ``parameters`` elements.

@@ -32,6 +32,7 @@ class Wait(Enum):
     GRADIENT_UPDATE = "an update reads a gradient that comes down, to staging or of the root: the copy must be complete"
     STAGING_FREE = "a copy down refills the host's staging: what read it must be complete"
     BUFFER_FREE = "a disk is read into staging: the copy from it, or the read before, must be complete"
+    DIRECTION = "an update moves weights along a direction that comes down from the device: the copy must be complete"
     UPDATE_WRITTEN_BACK = "a layer is read ahead from its file: what its update wrote must have arrived there"
     READ_AHEAD = "a fetch copies from staging: the layer must have been read"
     FILE_READ = "an update writes a layer's file: reads of it must be complete"

@@ -12,7 +12,7 @@ from torch import Tensor
 from stronghold.engine.taking_in import take_in_new
 from stronghold.engine.updates import take_step
 from stronghold.optim import HostAdamW, Threads
-from stronghold.optim.groups import check_torch_arguments
+from stronghold.optim.groups import TORCH_DEFAULTS, check_torch_arguments
 from stronghold.unit import ConsumedGradient, gradient_of, opaque, set_gradient
 
 if TYPE_CHECKING:
@@ -81,23 +81,21 @@ class AdamW(HostAdamW):
         **of_torch: Any,
     ) -> None:
         check_torch_arguments(of_torch)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_DEFAULTS}
+        kept = {"states": states, "max_grad_norm": max_grad_norm, "nonfinite": nonfinite}
+        self._open(params, defaults, update=update, threads=threads, **kept)
+
+    def _open(
+        self, params: Iterable[Any], defaults: dict[str, Any], *, update: str, threads: int | None, **settings: Any
+    ) -> None:
+        """Makes it the optimizer of the parameters' model, with all that it needs; ``settings`` are HostAdamW's."""
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
             raise ValueError(
                 f"threads must be a whole number of at least 1 (got {threads!r}); pass None for all usable cores"
             )
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            states=states,
-            max_grad_norm=max_grad_norm,
-            update="deferred" if update == "auto" else update,
-            nonfinite=nonfinite,
-        )
+        super().__init__(params, defaults, update="deferred" if update == "auto" else update, **settings)
         engine = self._engine
-        if update == "auto" and max_grad_norm is None:
+        if update == "auto" and settings["max_grad_norm"] is None:
             self.in_backward = engine.planned.gain_in_backward()
         self.kernel_threads = engine.update_threads() if threads is None else Threads(threads)
         self.reserve(engine.units, engine.device, sums_gradients=engine.sums_gradients)

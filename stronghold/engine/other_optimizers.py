@@ -53,7 +53,8 @@ def _check_exact(optimizer: Optimizer, unit: Unit, indices: list[int]) -> None:
         raise OffloadedModelError(
             "an optimizer must step the fp32 masters of a model that computes in bf16, and only stronghold.AdamW does "
             f"(got {name_of(optimizer)} over the bf16 weights of {unit.name}); use stronghold.AdamW or "
-            "offload(dtype=torch.float32), or convert the model to bf16 before offload() to train it without masters"
+            "stronghold.Muon, or offload(dtype=torch.float32), or convert the model to bf16 before offload() to train "
+            "it without masters"
         )
 
 

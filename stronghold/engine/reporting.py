@@ -42,6 +42,7 @@ def report(model: nn.Module) -> Report:
         root_device_bytes=engine.held.root_bytes,
         resident_device_bytes=engine.held.resident_bytes(),
         root_gradients_device_bytes=engine.held.root_gradient_bytes(),
+        update_device_bytes=optimizer.scratch_bytes() if optimizer is not None else 0,
         peak_device_bytes=device.peak_bytes(),
         pinned_host_bytes=device.pinned_bytes,
         pageable_host_bytes=device.pageable_bytes,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from stronghold.errors import CheckpointError
+from stronghold.formats.moments import ADAMW, MUON, NAMES
 from stronghold.layout import BLOCK, PAGE_BYTES
 
 BUFFERS = "buffers.safetensors"
@@ -32,7 +33,7 @@ _QUANTISED = ("uint8", "int8", "int32", "float16", "float8_e4m3fn", "float8_e5m2
 _NUMBERS = 2**63
 """What the system's and torch's own whole numbers are below."""
 
-_KINDS = ("", "/remainder", *(f"/{m}{e}" for m in ("exp_avg", "exp_avg_sq") for e in ("", "/exponents")))
+_KINDS = ("", "/remainder", *(f"/{m}{e}" for m in NAMES for e in ("", "/exponents")))
 """What follows a parameter's name in the names of its tensors."""
 
 Check = Callable[[Any, str], None]
@@ -84,8 +85,10 @@ def _check(content: Any, *, files: bool) -> None:
     for number, process in enumerate(processes):
         _each(_text, _anything)(process, f"random.processes[{number}]")
     if files:
+        groups = zip(content["optimizer"]["groups"], content["optimizer"]["group_names"], strict=True)
+        by_muon = {name for group, names in groups if group.get("use_muon") is True for name in names}
         for name, parameter in content["parameters"].items():
-            _check_parameter(name, parameter, content)
+            _check_parameter(name, parameter, content, (MUON,) if name in by_muon else ADAMW)
         for name, buffer in content["buffers"].items():
             _check_buffer(name, buffer, content["files"])
     else:
@@ -163,7 +166,7 @@ def _check_optimizer(optimizer: dict[str, Any], parameters: Collection[str]) -> 
         seen.update(names)
 
 
-def _check_parameter(name: str, parameter: dict[str, Any], content: dict[str, Any]) -> None:
+def _check_parameter(name: str, parameter: dict[str, Any], content: dict[str, Any], moments: Sequence[str]) -> None:
     where, files, count = f"parameters.{name}", content["files"], math.prod(parameter["shape"])
     found: dict[str, Any] = {}
     for key in ("file", "beside"):
@@ -179,7 +182,7 @@ def _check_parameter(name: str, parameter: dict[str, Any], content: dict[str, An
     if f"{name}/remainder" in found:
         of[name] = (("bfloat16",), parameter["shape"])
         of[f"{name}/remainder"] = (("int16",), parameter["shape"])
-    for moment in ("exp_avg", "exp_avg_sq") if parameter["step"] is not None else ():
+    for moment in moments if parameter["step"] is not None else ():
         key = f"{name}/{moment}"
         if content["states"] == "fp32":
             of[key] = (("float32",), parameter["shape"])

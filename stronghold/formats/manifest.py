@@ -77,7 +77,7 @@ class UnitFileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterEntry:
-    """One parameter: its file, and the steps that AdamW has taken with it, None where it has no moments.
+    """One parameter: its file, and the steps that the optimizer took with it, None where it has no moments.
 
     Where ``file`` is a unit's in a store, ``beside`` has what the store held in memory, if it did.
     """

@@ -60,6 +60,10 @@ class Segment:
     grad_scale: float = 1.0
     first: int = 0
 
+    @property
+    def elements(self) -> int:
+        return self.weight.numel()
+
     def part(self, begin: int, end: int) -> Segment:
         """Returns the elements from ``begin`` to ``end``; with 8-bit moments ``begin`` is a multiple of BLOCK."""
 

@@ -1,7 +1,8 @@
 """The host's optimizer: its states, and what a step updates."""
 
 from stronghold.optim.host_adamw import HostAdamW
+from stronghold.optim.host_muon import HostMuon
 from stronghold.optim.threads import Threads
 from stronghold.optim.update import Update, gradients_of, updates_of
 
-__all__ = ["HostAdamW", "Threads", "Update", "gradients_of", "updates_of"]
+__all__ = ["HostAdamW", "HostMuon", "Threads", "Update", "gradients_of", "updates_of"]

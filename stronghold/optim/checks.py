@@ -16,7 +16,7 @@ from stronghold.native import Blocks
 from stronghold.unit import Unit
 
 if TYPE_CHECKING:
-    from stronghold.optim.update import Change
+    from stronghold.optim.change import Change
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _MOMENTS = (torch.float32,)
@@ -77,7 +77,7 @@ def _operands(unit: Unit, change: Change) -> Iterator[tuple[str, Tensor, tuple[t
     yield "gradient", change.gradient.values, _FLOATS, count
     if (low := change.gradient.remainder) is not None:
         yield "gradient's remainder", low, _LOW, count
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in change.moments:
         moment = change.state[name]
         if isinstance(moment, Blocks):
             yield f"{name}'s codes", moment.codes, _CODES, count

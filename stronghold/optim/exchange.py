@@ -1,8 +1,9 @@
-"""State dictionaries in torch.optim.AdamW's format: checked whole before anything is taken from them."""
+"""State dictionaries as torch.optim.AdamW and Muon have them: checked whole before anything is taken from them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,8 @@ from stronghold.formats.moments import wrong_moment
 from stronghold.native import Blocks
 from stronghold.optim.blocks import LARGEST, decode, encode
 from stronghold.optim.groups import check_saved_group, check_saved_step
-from stronghold.optim.states import Moment
-
-_ENTRIES = ("step", "exp_avg", "exp_avg_sq")
+from stronghold.optim.muon_groups import check_saved_muon_group, is_muon
+from stronghold.optim.states import ADAMW_MOMENTS, MUON_MOMENTS, Moment, as_state, moments_of
 
 
 def checked_states(
@@ -23,7 +23,7 @@ def checked_states(
     """Returns the states by the number of their parameter, counted through ``groups``.
 
     ``eight_bits`` is what their moments are to go into. Raises ValueError where the dictionary's groups, entries,
-    shapes or dtypes are not those of AdamW for these groups, or the values of a moment cannot be.
+    shapes or dtypes are not those of AdamW, or of Muon, for these groups, or the values of a moment cannot be.
     """
     try:
         states, saved = dict(state_dict["state"]), [dict(group) for group in state_dict["param_groups"]]
@@ -40,8 +40,9 @@ def checked_states(
             f"the state dictionary must have this optimizer's parameter groups (got groups of {lengths} parameters for "
             f"groups of {wanted}); build the optimizer with the groups it was saved from"
         )
-    for group in saved:
-        check_saved_group(group)
+    for group, own in zip(saved, groups, strict=True):
+        (check_saved_muon_group if is_muon(own) else check_saved_group)(group)
+    by_muon = [is_muon(group) for group in groups for _ in group["params"]]
     parameters = [p for group in groups for p in group["params"]]
     try:
         numbers = {key: i for i, key in enumerate(key for group in keys for key in group)}
@@ -55,18 +56,23 @@ def checked_states(
     for key, state in states.items():
         if key not in numbers:
             raise ValueError(f"the state dictionary has a state for parameter {key!r}, which none of its groups has")
-        loaded[numbers[key]] = _checked_state(key, state, parameters[numbers[key]], eight_bits=eight_bits)
+        number = numbers[key]
+        names = MUON_MOMENTS if by_muon[number] else ADAMW_MOMENTS
+        loaded[number] = _checked_state(key, state, parameters[number], names, eight_bits=eight_bits)
     return loaded
 
 
-def _checked_state(key: Any, state: Any, parameter: Tensor, *, eight_bits: bool) -> dict[str, Any]:
+def _checked_state(
+    key: Any, state: Any, parameter: Tensor, moments: Sequence[str], *, eight_bits: bool
+) -> dict[str, Any]:
+    entries, optimizer = ("step", *moments) if len(moments) > 1 else moments, "AdamW" if len(moments) > 1 else "Muon"
     names = sorted(map(str, state)) if isinstance(state, dict) else [type(state).__name__]
-    if names != sorted(_ENTRIES):
+    if names != sorted(entries):
         raise ValueError(
-            f"the state of parameter {key} must have {', '.join(_ENTRIES)} (got {', '.join(names)}); it was saved by "
-            "another optimizer than AdamW"
+            f"the state of parameter {key} must have {', '.join(entries)} (got {', '.join(names)}); it was saved by "
+            f"another optimizer than {optimizer}"
         )
-    for name in _ENTRIES[1:]:
+    for name in moments:
         moment = state[name]
         fits = (
             isinstance(moment, Tensor)
@@ -83,28 +89,29 @@ def _checked_state(key: Any, state: Any, parameter: Tensor, *, eight_bits: bool)
             )
         if wrong := wrong_moment(moment, name, largest=LARGEST if eight_bits else math.inf):
             raise ValueError(
-                f"{name} of parameter {key} {wrong}, and AdamW would make weights of it; load a state that was saved "
-                "before"
+                f"{name} of parameter {key} {wrong}, and {optimizer} would make weights of it; load a state that was "
+                "saved before"
             )
-    check_saved_step(state["step"], key)
+    check_saved_step(state.get("step", 0), key)
     return state
 
 
 def as_saved(state: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
-    """Returns one parameter's state as torch.optim.AdamW has it: 8-bit moments as copies in fp32."""
+    """Returns one parameter's state as torch.optim has it: 8-bit moments as copies in fp32, and no step of Muon's."""
+    if moments_of(state) == MUON_MOMENTS:
+        return {name: state[name] for name in MUON_MOMENTS}
     if not isinstance(state["exp_avg"], Blocks):
         return state
     exp_avg, exp_avg_sq = decode(state["exp_avg"], signed=True), decode(state["exp_avg_sq"], signed=False)
     return {**state, "exp_avg": exp_avg.view(shape), "exp_avg_sq": exp_avg_sq.view(shape)}
 
 
-def take_saved(saved: dict[str, Any], moments: tuple[Moment, Moment]) -> dict[str, Any]:
+def take_saved(saved: dict[str, Any], moments: tuple[Moment, ...]) -> dict[str, Any]:
     """Copies one parameter's saved state into ``moments``; returns the state that holds them."""
-    for moment, name in zip(moments, _ENTRIES[1:], strict=True):
+    for moment, name in zip(moments, moments_of(saved), strict=True):
         if isinstance(moment, Blocks):
             values = saved[name].detach().to(moment.codes.device, torch.float32).contiguous().view(-1)
             encode(values, moment, signed=name == "exp_avg", step=None)
         else:
             moment.copy_(saved[name].detach())
-    step = torch.tensor(float(saved["step"]), dtype=torch.float32)
-    return {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    return as_state(torch.tensor(float(saved.get("step", 0)), dtype=torch.float32), moments)

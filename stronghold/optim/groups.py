@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stronghold.errors import OffloadedModelError
+from stronghold.unit import Unit, unit_of
 
 TORCH_DEFAULTS = {
     "amsgrad": False,
@@ -65,6 +66,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name, supported in _KINDS:
         if bool(group.get(name, supported)) is not supported:
             raise ValueError(f"{name}={not supported} is not supported (got it in a parameter group); leave it out")
+    if group.get("use_muon", False):
+        raise ValueError("use_muon=True is for stronghold.Muon (got it in a parameter group of AdamW); use that class")
 
 
 _KINDS = (("amsgrad", False), ("maximize", False), ("differentiable", False), ("decoupled_weight_decay", True))
@@ -78,22 +81,29 @@ _STEPS = 2**53
 
 def check_saved_group(group: Mapping[str, Any]) -> None:
     """Raises ValueError for a group, from wherever it was saved, that is not one of AdamW's."""
-    if missing := [name for name in _SETTINGS if name not in group]:
-        raise ValueError(
-            f"every group of the state dictionary must have {', '.join(_SETTINGS)} (got one without "
-            f"{', '.join(missing)}); it was saved by another optimizer than AdamW"
-        )
     if group.get("amsgrad") or group.get("maximize") or not group.get("decoupled_weight_decay", True):
         raise ValueError(
             "a state dictionary with amsgrad, maximize or decoupled_weight_decay=False (Adam's) cannot be taken over "
             "by this optimizer"
         )
+    check_saved_settings(group, _SETTINGS, check_group, "AdamW")
+
+
+def check_saved_settings(
+    group: Mapping[str, Any], names: Sequence[str], check: Callable[[Mapping[str, Any]], None], optimizer: str
+) -> None:
+    """Raises ValueError for a saved group that lacks one of ``names``, or that ``check`` refuses."""
+    if missing := [name for name in names if name not in group]:
+        raise ValueError(
+            f"every group of the state dictionary must have {', '.join(names)} (got one without "
+            f"{', '.join(missing)}); it was saved by another optimizer than {optimizer}"
+        )
     try:
-        check_group(group)
+        check(group)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"the settings in the state dictionary's groups must be AdamW's numbers ({error}); it was saved by another "
-            "optimizer, or altered"
+            f"the settings in the state dictionary's groups must be {optimizer}'s numbers ({error}); it was saved by "
+            "another optimizer, or altered"
         ) from None
 
 
@@ -110,15 +120,40 @@ def check_saved_step(step: Any, parameter: object) -> None:
         )
 
 
-def check_groups(groups: Sequence[dict[str, Any]], numbers: Mapping[int, int]) -> None:
-    """Checks the groups as they are now: the user may write into them at any time.
+def units_of(params: Sequence[Any], owner: object | None) -> list[Unit]:
+    """Returns the unit of each of ``params``, which are parameters, or pairs of a name and one.
+
+    Raises TypeError for anything else, OffloadedModelError where they do not all belong to one model: that of
+    ``owner``, if it is given.
+    """
+    units: list[Unit] = []
+    for item in params:
+        parameter = item[1] if isinstance(item, tuple) else item
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameters must be tensors, or pairs of a name and one (got {type(item).__name__})")
+        unit = unit_of(parameter) if isinstance(parameter, nn.Parameter) else None
+        if unit is None or unit.owner is None or (owner is not None and unit.owner is not owner):
+            raise OffloadedModelError(
+                f"every parameter must belong to one offloaded model (got one of shape {tuple(parameter.shape)} "
+                f"that belongs to {'no offloaded model' if unit is None else 'another'}); call "
+                "stronghold.offload(model) first, and pass that model's parameters()"
+            )
+        owner = unit.owner
+        units.append(unit)
+    return units
+
+
+def check_groups(
+    groups: Sequence[dict[str, Any]], numbers: Mapping[int, int], check: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """Checks the groups as they are now, each by ``check``: the user may write into them at any time.
 
     ``numbers`` has the group of each parameter, by its id, as the optimizer was told. Raises ValueError, and
     OffloadedModelError where the groups have other parameters.
     """
     known = 0
     for number, group in enumerate(groups):
-        check_group(group)
+        check(group)
         known += sum(numbers.get(id(parameter)) == number for parameter in group["params"])
     given = sum(len(group["params"]) for group in groups)
     if known != given or known != len(numbers):

@@ -12,29 +12,29 @@ from torch import Tensor, nn
 
 from stronghold.device import Device, check_process, forks
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
+from stronghold.optim.change import AdamWChange, Change
 from stronghold.optim.exchange import as_saved, checked_states, take_saved
-from stronghold.optim.groups import TORCH_DEFAULTS, check_group, check_groups
-from stronghold.optim.states import Moments
+from stronghold.optim.groups import check_group, check_groups, units_of
+from stronghold.optim.states import Moments, as_state
 from stronghold.optim.threads import Threads
 from stronghold.optim.update import Update
 from stronghold.settings import check_optimizer
-from stronghold.unit import Unit, closed_error, unit_of
+from stronghold.unit import HostGrad, Unit, closed_error, unit_of
 
 
 class HostAdamW(torch.optim.Optimizer):
     """Says what a step of :class:`stronghold.AdamW`, which is one, updates, and has its states; carries nothing out.
 
-    Its arguments are those of that class.
+    ``defaults`` are what a group has that does not say otherwise; the other arguments are those of that class.
     """
+
+    called = "AdamW"
 
     def __init__(
         self,
         params: Iterable[Any],
+        defaults: dict[str, Any],
         *,
-        lr: float | Tensor,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
         states: str,
         max_grad_norm: float | None,
         update: str,
@@ -56,11 +56,10 @@ class HostAdamW(torch.optim.Optimizer):
         self._closed = False
         self._born = forks()
         self._groups: dict[int, int] = {}
-        self._moments = Moments(states)
+        self._moments = self._no_moments()
         self._checked = False
         """Whether the settings were checked since the last step."""
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_DEFAULTS}
-        check_group(defaults)
+        self.check_group(defaults)
         super().__init__(params, defaults)
 
     @property
@@ -91,20 +90,10 @@ class HostAdamW(torch.optim.Optimizer):
         """Adds a group; its parameters must belong to the offloaded model of the others."""
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
-        for item in params:
-            parameter = item[1] if isinstance(item, tuple) else item
-            if not isinstance(parameter, Tensor):
-                raise TypeError(f"parameters must be tensors, or pairs of a name and one (got {type(item).__name__})")
-            unit = unit_of(parameter) if isinstance(parameter, nn.Parameter) else None
-            if unit is None or unit.owner is None or (self._owner is not None and unit.owner is not self._owner):
-                raise OffloadedModelError(
-                    f"every parameter must belong to one offloaded model (got one of shape {tuple(parameter.shape)} "
-                    f"that belongs to {'no offloaded model' if unit is None else 'another'}); call "
-                    "stronghold.offload(model) first, and pass that model's parameters()"
-                )
-            self._owner = unit.owner
-            self._units[unit] = None
-        check_group({**self.defaults, **param_group})
+        units = units_of(params, self._owner)
+        self._units.update(dict.fromkeys(units))
+        self._owner = units[0].owner if units else self._owner
+        self.check_group({**self.defaults, **param_group})
         super().add_param_group({**param_group, "params": params})
         for parameter in self.param_groups[-1]["params"]:
             self._groups[id(parameter)] = len(self.param_groups) - 1
@@ -113,8 +102,7 @@ class HostAdamW(torch.optim.Optimizer):
         """Returns the state in ``torch.optim.AdamW``'s format; 8-bit moments as copies in fp32."""
         result = super().state_dict()
         parameters = list(self._parameters())
-        states = result["state"].items()
-        return {**result, "state": {n: as_saved(state, parameters[n].shape) for n, state in states}}
+        return {**result, "state": {n: as_saved(state, parameters[n].shape) for n, state in result["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dictionary of this class or of ``torch.optim.AdamW``.
@@ -156,9 +144,8 @@ class HostAdamW(torch.optim.Optimizer):
         self.wait()
         self._state = defaultdict(dict)
         for parameter, unit, index in placed:
-            exp_avg, exp_avg_sq = self._moments.of(unit, index)
             step = torch.tensor(steps[parameter], dtype=torch.float32)
-            self._state[parameter] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            self._state[parameter] = as_state(step, self._moments.of(unit, index))
         if not zeroed:
             self._moments.distrust()
 
@@ -166,7 +153,7 @@ class HostAdamW(torch.optim.Optimizer):
         """Gives the memory of the states back: called when the model is closed."""
         self._closed = True
         self._state = defaultdict(dict)
-        self._moments = Moments(self.states)
+        self._moments = self._no_moments()
         self.in_order.clear()
         self._units.clear()
 
@@ -178,7 +165,7 @@ class HostAdamW(torch.optim.Optimizer):
         kept = [unit for unit in units if self._keeps_gradients(unit, sums_gradients)]
         gradient_bytes = sum(unit.gradients.layout.total_bytes for unit in kept if unit.gradients.buffer is None)
         trained = {unit: self._trained(unit) for unit in units}
-        self._check_memory(units[0], trained, gradient_bytes, "AdamW, its states and gradients,")
+        self._check_memory(units[0], trained, gradient_bytes, f"{self.called}, its states and gradients,")
         before = [unit for unit in units if unit.gradients.buffer is None]
         try:
             for unit in units:
@@ -188,11 +175,11 @@ class HostAdamW(torch.optim.Optimizer):
         except BaseException as error:
             for unit in before:
                 unit.gradients.release()
-            self._moments = Moments(self.states)  # gives back what was had
+            self._moments = self._no_moments()  # gives back what was had
             if not isinstance(error, MemoryError):
                 raise
             raise MemoryError(
-                f"AdamW's states and gradients could not be had: {error}; use states='8bit' or "
+                f"{self.called}'s states and gradients could not be had: {error}; use states='8bit' or "
                 "update='in_backward', or freeze parameters"
             ) from error
 
@@ -201,7 +188,7 @@ class HostAdamW(torch.optim.Optimizer):
         missing = {unit: its for unit, its in indices.items() if self._moments.missing_bytes(unit, its)}
         if not missing:
             return
-        what = f"AdamW's state of {', '.join(unit.name for unit in missing)[:200]}"
+        what = f"{self.called}'s state of {', '.join(unit.name for unit in missing)[:200]}"
         self._check_memory(next(iter(missing)), missing, 0, what)
         for unit, its in missing.items():
             self._moments.allocate(unit, its)
@@ -220,6 +207,10 @@ class HostAdamW(torch.optim.Optimizer):
         sums = not self.in_backward or sums_gradients
         return bool(self._trained(unit)) and not unit.resident and (unit.has_device_copy if unit.is_root else sums)
 
+    def scratch_bytes(self) -> int:
+        """Returns what an update takes on the device at most while it runs, beside the libraries' own workspaces."""
+        return 0
+
     # What a step updates.
 
     def updates(self, unit: Unit, index: int) -> bool:
@@ -234,10 +225,18 @@ class HostAdamW(torch.optim.Optimizer):
         if once and self._checked:
             return
         self._checked = False
-        check_groups(self.param_groups, self._groups)
+        check_groups(self.param_groups, self._groups, self.check_group)
         update = "in_backward" if self.in_backward else "deferred"
         check_optimizer(self.states, update, self.nonfinite, self.max_grad_norm)
         self._checked = once
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError for settings that are out of range, or that the update would not heed."""
+        check_group(group)
+
+    def change(self, unit: Unit, index: int, gradient: HostGrad) -> Change:
+        """Notes what one parameter's update needs, with its group's settings as they are now."""
+        return AdamWChange.of(index, gradient, self.state_of(unit, index), self.group_of(unit, index))
 
     def begun(self, updates: Iterable[Update]) -> None:
         """Notes the states of parameters that had none: nothing refuses ``updates`` any more."""
@@ -278,13 +277,15 @@ class HostAdamW(torch.optim.Optimizer):
         """Returns the state of a parameter, or a first one that is not in use yet."""
         if state := self._state.get(unit.parameters[index]):
             return state
-        exp_avg, exp_avg_sq = self._moments.begin(unit, index)
-        return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return as_state(torch.zeros((), dtype=torch.float32), self._moments.begin(unit, index))
 
     def group_of(self, unit: Unit, index: int) -> dict[str, Any]:
         """Returns the group that a parameter is in."""
         group: dict[str, Any] = self.param_groups[self._groups[id(unit.parameters[index])]]
         return group
+
+    def _no_moments(self) -> Moments:
+        return Moments(self.states)
 
     def _trained(self, unit: Unit) -> list[int]:
         parameters = enumerate(unit.parameters)

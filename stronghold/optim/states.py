@@ -1,8 +1,9 @@
-"""The moments of AdamW: one buffer a unit, one view a parameter, where the unit lives."""
+"""The moments of AdamW, and Muon's momentum: one buffer a unit, one view a parameter, where the unit lives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,21 @@ from stronghold.optim.blocks import exponents_of
 from stronghold.unit import Unit
 
 Moment = Tensor | Blocks
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+MUON_MOMENTS = ("momentum_buffer",)
+
+
+def moments_of(state: dict[str, Any] | None) -> tuple[str, ...]:
+    """Returns the names of the moments in a parameter's state, which is None or empty where there is none."""
+    if not state:
+        return ()
+    return MUON_MOMENTS if MUON_MOMENTS[0] in state else ADAMW_MOMENTS
+
+
+def as_state(step: Tensor, moments: tuple[Moment, ...]) -> dict[str, Any]:
+    """Returns a parameter's state, of AdamW with two moments, of Muon with one."""
+    names = MUON_MOMENTS if len(moments) == 1 else ADAMW_MOMENTS
+    return {"step": step, **dict(zip(names, moments, strict=True))}
 
 
 def lay_out_moments(unit: Unit, indices: Iterable[int], states: str) -> Layout:
@@ -30,28 +46,53 @@ def lay_out_moments(unit: Unit, indices: Iterable[int], states: str) -> Layout:
     return lay_out([size for array in arrays for size in array], unit.alignment)
 
 
-class Moments:
-    """``exp_avg`` and ``exp_avg_sq`` of the parameters that are trained.
+def lay_out_momentum(unit: Unit, indices: Iterable[int]) -> Layout:
+    """Returns how Muon's momentum of the parameters at ``indices`` lies in one buffer: 4 bytes per parameter."""
+    return lay_out([4 * unit.parameters[index].numel() for index in indices], unit.alignment)
 
-    Memory that a unit's frozen parameters would need is not taken; a parameter that is unfrozen later gets its own.
+
+def _nowhere(unit: Unit, index: int) -> bool:
+    return False
+
+
+class Moments:
+    """``exp_avg`` and ``exp_avg_sq`` of the parameters that are trained, or the one ``momentum_buffer``.
+
+    The latter is of those that ``by_muon`` names. Memory that a unit's frozen parameters would need is not taken; a
+    parameter that is unfrozen later gets its own.
     """
 
-    def __init__(self, states: str) -> None:
+    def __init__(self, states: str, by_muon: Callable[[Unit, int], bool] = _nowhere) -> None:
         self.states = states
+        self._by_muon = by_muon
         self._buffers: list[Buffer] = []
-        self._moments: dict[tuple[int, int], tuple[Moment, Moment]] = {}
+        self._moments: dict[tuple[int, int], tuple[Moment, ...]] = {}
         self._used: set[tuple[int, int]] = set()
 
     def missing_bytes(self, unit: Unit, indices: Iterable[int]) -> int:
         """Returns what :meth:`allocate` would take."""
-        indices = [index for index in indices if (id(unit), index) not in self._moments]
-        return lay_out_moments(unit, indices, self.states).total_bytes
+        by_adamw, by_muon = self._missing(unit, indices)
+        return lay_out_moments(unit, by_adamw, self.states).total_bytes + lay_out_momentum(unit, by_muon).total_bytes
+
+    def _missing(self, unit: Unit, indices: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Returns those of ``indices`` that have no moments yet: AdamW's, and Muon's."""
+        missing = [index for index in indices if (id(unit), index) not in self._moments]
+        by_muon = [index for index in missing if self._by_muon(unit, index)]
+        return [index for index in missing if index not in by_muon], by_muon
 
     def allocate(self, unit: Unit, indices: Iterable[int]) -> None:
         """Allocates moments, all zero, for the parameters at ``indices`` of ``unit`` that have none yet."""
-        indices = [index for index in indices if (id(unit), index) not in self._moments]
-        if not indices:
-            return
+        by_adamw, by_muon = self._missing(unit, indices)
+        if by_muon:
+            layout = lay_out_momentum(unit, by_muon)
+            buffer = unit.allocate(layout.total_bytes, "moments")
+            self._buffers.append(buffer)
+            for index, offset in zip(by_muon, layout.offsets, strict=True):
+                self._moments[id(unit), index] = (buffer.view(offset, unit.shapes[index], torch.float32),)
+        if by_adamw:
+            self._allocate_pairs(unit, by_adamw)
+
+    def _allocate_pairs(self, unit: Unit, indices: list[int]) -> None:
         layout = lay_out_moments(unit, indices, self.states)
         buffer = unit.allocate(layout.total_bytes, "moments")
         self._buffers.append(buffer)
@@ -68,7 +109,7 @@ class Moments:
             blocks = [Blocks(codes=c, exponents=e) for c, e in zip(codes, scales, strict=True)]
             self._moments[id(unit), index] = (blocks[0], blocks[1])
 
-    def begin(self, unit: Unit, index: int) -> tuple[Moment, Moment]:
+    def begin(self, unit: Unit, index: int) -> tuple[Moment, ...]:
         """Returns the moments of a parameter without state: all zero, though it had one that was since dropped."""
         used = (id(unit), index) in self._used
         moments = self.of(unit, index)
@@ -87,8 +128,8 @@ class Moments:
         """Called when moments without a state have been written: their memory need not be zero."""
         self._used.update(self._moments)
 
-    def of(self, unit: Unit, index: int) -> tuple[Moment, Moment]:
-        """Returns (exp_avg, exp_avg_sq) of one parameter, in its shape or as blocks."""
+    def of(self, unit: Unit, index: int) -> tuple[Moment, ...]:
+        """Returns (exp_avg, exp_avg_sq) of one parameter, in its shape or as blocks, or (momentum_buffer,)."""
         self.allocate(unit, [index])
         self._used.add((id(unit), index))
         return self._moments[id(unit), index]

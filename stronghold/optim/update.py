@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,56 +11,29 @@ from torch import Tensor
 from stronghold import native
 from stronghold.errors import OffloadedModelError
 from stronghold.layout import Part
-from stronghold.native import Blocks
 from stronghold.optim.adamw_on_device import adamw_on_device
+from stronghold.optim.change import Change, Segment
 from stronghold.optim.checks import check_changes
+from stronghold.optim.muon_step import MomentumSegment, StepSegment
 from stronghold.unit import ConsumedGradient, HostGrad, Unit, grad_meta_of, gradient_of, note_gradient
 
 if TYPE_CHECKING:
     from stronghold.optim.host_adamw import HostAdamW
     from stronghold.optim.threads import Threads
 
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """One parameter's update. The settings are copies: a scheduler may change the group before the update runs."""
-
-    index: int
-    gradient: HostGrad
-    state: dict[str, Any]
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-    def operands(self, unit: Unit) -> list[Tensor]:
-        """Returns what the update reads and writes beside the gradient."""
-        tensors = [unit.weight[self.index]]
-        if (remainder := unit.remainder(self.index)) is not None:
-            tensors.append(remainder)
-        for moment in (self.state["exp_avg"], self.state["exp_avg_sq"]):
-            tensors += [moment] if isinstance(moment, Tensor) else [moment.codes, moment.exponents]
-        return tensors
-
-    @property
-    def moved_bytes(self) -> int:
-        """What the update reads and writes of the host's memory."""
-        values, moment = self.gradient.values, self.state["exp_avg"]
-        per_element = 4 * 2 + values.element_size()  # the master, whole or as two halves, and the gradient
-        per_element += 2 if self.gradient.remainder is not None else 0
-        per_element += 2 * 2 if isinstance(moment, Blocks) else 4 * 2 * 2
-        return per_element * values.numel()
+_Of = TypeVar("_Of")
 
 
 class Update:
-    """The update of one unit's parameters, or of this process's share of them, in one call of the kernel.
+    """The update of one unit's parameters, or of this process's share of them.
 
-    ``operands`` are what it reads and writes of every parameter in turn, beside the gradient, and ``parts`` what of
-    them is updated here. With ``checked``, nothing is updated where a gradient is not finite. Raises
-    OffloadedModelError for what it does not take; nothing is written.
+    ``operands`` are what it reads and writes of every segment in turn, beside the gradient, and ``parts`` what of them
+    is updated here. First come the first segments of all parameters, then the second ones of those that have two. With
+    ``checked``, nothing is updated where a gradient is not finite. Raises OffloadedModelError for what it does not
+    take; nothing is written.
     """
 
-    def __init__(self, unit: Unit, changes: list[Change], *, threads: Threads, checked: bool = False) -> None:
+    def __init__(self, unit: Unit, changes: Sequence[Change], *, threads: Threads, checked: bool = False) -> None:
         self.unit = unit
         self.changes = changes
         self.threads = threads
@@ -69,8 +41,11 @@ class Update:
         self.scale = 1.0
         """What the gradients are multiplied with."""
         check_changes(unit, changes)
-        self.operands: Sequence[Sequence[Tensor]] = [change.operands(unit) for change in changes]
-        self.parts: Sequence[Part] = [Part(number, *unit.share(change.index)) for number, change in enumerate(changes)]
+        operands = _in_turn((change, change.operands(unit)) for change in changes)
+        self.operands: Sequence[Sequence[Tensor]] = [tensors for _, tensors in operands]
+        self._owners = [change for change, _ in operands]
+        """The change that each segment is of."""
+        self.parts: Sequence[Part] = [Part(n, *unit.share(change.index)) for n, change in enumerate(self._owners)]
 
     @property
     def moved_bytes(self) -> int:
@@ -82,7 +57,7 @@ class Update:
         """Whether all gradients are finite; waits for them."""
         return all(bool(torch.isfinite(change.gradient.squares)) for change in self.changes)
 
-    def segments(self) -> list[native.Segment] | None:
+    def segments(self) -> list[Segment] | None:
         """Counts the step and returns what is to be updated, or None where a gradient is not finite.
 
         Called in the update's turn. They are whole parameters, of which ``parts`` are to be updated.
@@ -91,35 +66,27 @@ class Update:
             change.gradient.note()
         if self.checked and self.unit.weight[0].is_cpu and not self.finite:
             return None
-        segments = []
         for change in self.changes:
             change.state["step"] += 1
-            segments.append(
-                native.Segment(
-                    weight=self.unit.weight[change.index],
-                    remainder=self.unit.remainder(change.index),
-                    grad=change.gradient.values,
-                    grad_remainder=change.gradient.remainder,
-                    exp_avg=change.state["exp_avg"],
-                    exp_avg_sq=change.state["exp_avg_sq"],
-                    lr=change.lr,
-                    beta1=change.betas[0],
-                    beta2=change.betas[1],
-                    eps=change.eps,
-                    weight_decay=change.weight_decay,
-                    step=int(change.state["step"]),
-                    grad_scale=self.scale,
-                )
-            )
-        return segments
+        scale, checked = self.scale, self.checked
+        segments = _in_turn((c, c.segments(self.unit, scale=scale, checked=checked)) for c in self.changes)
+        return [segment for _, segment in segments]
 
-    def kernel(self, segments: list[native.Segment]) -> None:
+    def kernel(self, segments: list[Segment]) -> None:
         """Updates the segments, where they are."""
-        if self.unit.weight[0].is_cpu:
-            self.threads.run(lambda threads: native.adamw(segments, threads=threads), segments)
-            return
-        for segment, change in zip(segments, self.changes, strict=True):
-            adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
+        on_host = self.unit.weight[0].is_cpu
+        for segment in segments:
+            if isinstance(segment, MomentumSegment):
+                segment.run()
+        adamw = [segment for segment in segments if isinstance(segment, native.Segment)]
+        if on_host and adamw:  # while the device is at the matrices
+            self.threads.run(lambda threads: native.adamw(adamw, threads=threads), adamw)
+        for segment, change in () if on_host else zip(segments, self._owners, strict=True):
+            if isinstance(segment, native.Segment):
+                adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
+        for segment in segments:
+            if isinstance(segment, StepSegment):
+                segment.run()
 
     def done(self) -> None:
         """Called when all segments are updated."""
@@ -169,20 +136,12 @@ def updates_of(
     optimizer.provide({unit: [p for p in its if not optimizer.has_state(unit, p)] for unit, its in found.items()})
     # What the computation itself updates comes last, so that the host is at work meanwhile.
     for unit, gradients in sorted(found.items(), key=lambda item: item[0].resident):
-        changes = [_change(optimizer, unit, index, gradient) for index, gradient in gradients.items()]
+        changes = [optimizer.change(unit, index, gradient) for index, gradient in gradients.items()]
         yield Update(unit, changes, threads=optimizer.kernel_threads, checked=checked)
 
 
-def _change(optimizer: HostAdamW, unit: Unit, index: int, gradient: HostGrad) -> Change:
-    """Notes what one parameter's update needs, with its group's settings as they are now."""
-    group = optimizer.group_of(unit, index)
-    beta1, beta2 = group["betas"]
-    return Change(
-        index=index,
-        gradient=gradient,
-        state=optimizer.state_of(unit, index),
-        lr=float(group["lr"]),
-        betas=(float(beta1), float(beta2)),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-    )
+def _in_turn(given: Iterable[tuple[Change, Sequence[_Of]]]) -> list[tuple[Change, _Of]]:
+    """Returns what changes have for each of their segments: the first of all, then the second of those with two."""
+    pairs = list(given)
+    longest = max((len(its) for _, its in pairs), default=0)
+    return [(change, its[turn]) for turn in range(longest) for change, its in pairs if turn < len(its)]

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from stronghold.device import Buffer, over
 from stronghold.layout import Part
-from stronghold.native import Segment
-from stronghold.store.store import Kernel, Store, UpdateIO
+from stronghold.store.store import Kernel, Piece, Store, UpdateIO
 from stronghold.unit import Kind, Unit
 
 
@@ -62,7 +61,7 @@ class InPlace:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
 
-    def run(self, segments: list[Segment], kernel: Kernel) -> None:
+    def run(self, segments: Sequence[Piece], kernel: Kernel) -> None:
         own = [_cut(segments[part.number], part) for part in self.parts]
         if own := [segment for segment in own if segment is not None]:
             kernel(own)
@@ -71,10 +70,11 @@ class InPlace:
         pass
 
 
-def _cut(segment: Segment, part: Part) -> Segment | None:
+def _cut(segment: Piece, part: Part) -> Piece | None:
     """Returns what of a segment is updated here, None where others update all of it."""
-    if part.end - part.begin == segment.weight.numel():
+    if part.end - part.begin == segment.elements:
         return segment
     if part.begin == part.end:
         return None
-    return segment.mapped(over).part(part.begin, part.end)
+    cut: Piece = segment.mapped(over).part(part.begin, part.end)
+    return cut

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from stronghold.device import Buffer, Device, over
 from stronghold.layout import Part
-from stronghold.native import BLOCK, Priority, Segment, Transfer
+from stronghold.native import BLOCK, Priority, Transfer
 from stronghold.store.chunks import Array, chunks, spans
-from stronghold.store.store import Kernel
+from stronghold.store.store import Kernel, Piece
 from stronghold.store.unit_file import UnitFile
 
 SLOTS = 4
@@ -189,7 +189,7 @@ class DiskUpdateIO:
         ]
         ring.add(self.chunks)
 
-    def run(self, segments: list[Segment], kernel: Kernel) -> None:
+    def run(self, segments: Sequence[Piece], kernel: Kernel) -> None:
         for chunk in self.chunks:
             self.ring.take(chunk)
             kernel([segments[p.number].mapped(over).part(p.begin, p.end).mapped(chunk.twin) for p in chunk.parts])

@@ -6,24 +6,39 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from stronghold.device import Buffer, Device, Event
 from stronghold.layout import Part
-from stronghold.native import DiskCounters, Segment
+from stronghold.native import DiskCounters
 from stronghold.store.input_file import InputFile
 from stronghold.store.limits import Budget
 from stronghold.unit import Kind, Unit
 
-Kernel = Callable[[list[Segment]], None]
+
+class Piece(Protocol):
+    """Elements of one parameter as an update's kernel takes them: a stronghold.native.Segment, or what is like one."""
+
+    @property
+    def elements(self) -> int: ...
+
+    def part(self, begin: int, end: int) -> Any:
+        """Returns the elements from ``begin`` to ``end``."""
+
+    def mapped(self, of: Callable[[Tensor], Tensor]) -> Any:
+        """Returns the piece with ``of`` applied to its tensors."""
+
+
+Kernel = Callable[[list[Any]], None]
+"""What updates such pieces, all those of one call; a parameter's are given in their order."""
 
 
 class UpdateIO(Protocol):
     """Reads and writes what one update of a unit needs."""
 
-    def run(self, segments: list[Segment], kernel: Kernel) -> None:
+    def run(self, segments: Sequence[Piece], kernel: Kernel) -> None:
         """Calls ``kernel`` on its parts of ``segments``, in one piece or several, where it can read and write them."""
 
     def cancel(self) -> None:
@@ -137,8 +152,9 @@ class Store(ABC):
     def update_io(self, unit: Unit, operands: Sequence[Sequence[Tensor]], parts: Sequence[Part]) -> UpdateIO:
         """Prepares an update of ``unit`` that is about to be submitted.
 
-        ``operands`` are what the update reads and writes of every parameter in turn, beside its gradient, and ``parts``
-        what of them is updated here.
+        ``operands`` are what the update reads and writes of every segment in turn, beside its gradient, and ``parts``
+        what of them is updated here, by the segment's number. Where an update needs a parameter twice, it has a segment
+        for each time.
         """
 
     @abstractmethod

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stronghold import native
 from stronghold.device import ACCELERATORS, Accelerator, Event, HostBuffer, Stream, streams
 from stronghold.native import Blocks, Segment, Transfer
+from stronghold.optim.muon_step import MomentumSegment, StepSegment
 from tests.accelerator import soft
 
 
@@ -152,6 +153,21 @@ def _note_kernels() -> None:
     native.adamw, native.squared_norms, native.accumulate = noted_adamw, noted_squared_norms, noted_accumulate
 
 
+def _note_matrices() -> None:
+    """Notes what Muon's updates touch of the host's memory, by torch's operators in a stream's thread."""
+    of_momentum = MomentumSegment, ("grad", "grad_remainder"), ("momentum_buffer", "values")
+    of_step = StepSegment, ("values",), ("weight", "remainder")
+    for kind, reads, writes in (of_momentum, of_step):
+
+        def noted(self, run=kind._run, reads=reads, writes=writes):
+            for name in (*reads, *writes):
+                if (tensor := getattr(self, name)) is not None and tensor.is_cpu:
+                    soft.touch(tensor, write=name in writes, by="muon")
+            run(self)
+
+        kind._run = noted  # type: ignore[method-assign]
+
+
 def _note_transfers() -> None:
     submit, wait, done = native.Disk._submit, Transfer.wait, Transfer.done
     ends: weakref.WeakKeyDictionary[Transfer, soft.Told] = weakref.WeakKeyDictionary()
@@ -203,4 +219,5 @@ ACCELERATORS[soft.NAME] = Soft
 _watch_buffers()
 _order_threads()
 _note_kernels()
+_note_matrices()
 _note_transfers()
