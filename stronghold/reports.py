@@ -94,7 +94,8 @@ class Report(Shown):
     ``weights_on_disk`` and ``states_on_disk`` are numbers of layers. ``other_optimizers`` are those of other kinds than
     ours that have stepped the model, and ``others_host_bytes`` and ``others_device_bytes`` what their states take.
     ``step`` is None before the first step; ``stages`` are this process's, of a model in stages that computed a batch.
-    ``planned`` is what was planned for, where ``offload`` was given a plan or made one.
+    ``planned`` is what was planned for, where ``offload`` was given a plan or made one. Of the layers that are to be
+    compiled ``compiled`` ran compiled in their last call, and ``not_compiled`` eagerly.
     """
 
     parameters: int
@@ -129,6 +130,8 @@ class Report(Shown):
     resident_root: int = 0
     stages: tuple[StageTimes, ...] = ()
     planned: PlannedStep | None = None
+    compiled: int = 0
+    not_compiled: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -150,6 +153,7 @@ class Report(Shown):
         rows = [
             ("model", "parameters", parameters),
             ("", "layers", f"{self.layers}{resident}, {self.window} at a time on {self.device}"),
+            *([("", "compiled layers", self._compiled())] if self.compiled or self.not_compiled else []),
             ("", "compute type", self.dtype),
             ("", "moments", ", ".join(filter(None, (self.states, *self.other_optimizers))) or "none yet"),
             ("device", "slots", format_bytes(self.slots_device_bytes)),
@@ -213,6 +217,10 @@ class Report(Shown):
         named = (("layers", self.resident), ("root parameters", self.resident_root))
         found = " and ".join(name for name, count in named if count)
         return found and f"resident {found}"
+
+    def _compiled(self) -> str:
+        eagerly = f"; {self.not_compiled} ran eagerly, as a warning has said" if self.not_compiled else ""
+        return f"{self.compiled} in their last call{eagerly}"
 
     def _disk_rows(self) -> list[tuple[str, str, str]]:
         there = f"weights of {self.weights_on_disk} and states of {self.states_on_disk} of {self.layers} layers"

@@ -22,6 +22,7 @@ def report(model: nn.Module) -> Report:
     optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
     unit, device = engine.layers[0], engine.device
     parameters = [p for h in engine.units for p in h.parameters]
+    ran = [block.compiled.ran for block in engine.blocks if block.compiled is not None]
     others_host_bytes, others_device_bytes = engine.held.other_optimizers_bytes()
     return Report(
         parameters=sum(map(count_of, parameters)),
@@ -58,6 +59,8 @@ def report(model: nn.Module) -> Report:
         planned=engine.planned.of(in_backward=optimizer is not None and optimizer.in_backward),
         stages=getattr(model, "stage_times", tuple)(),  # a model in stages tells of them
         states_on_disk=sum(unit.trainable and unit.lives("moments") == "disk" for unit in engine.layers),
+        compiled=ran.count(True),
+        not_compiled=ran.count(False),
     )
 
 

@@ -1,6 +1,6 @@
 """The window: layers in slots, gradients and inputs on their way."""
 
-from stronghold.window.activations import HostActivations
+from stronghold.window.activations import HostActivations, KeptInput
 from stronghold.window.device_gradients import DeviceGradients
 from stronghold.window.grad_offload import RING
 from stronghold.window.gradients import Gradients, gradient_slot_bytes
@@ -14,6 +14,7 @@ __all__ = [
     "DeviceGradients",
     "Gradients",
     "HostActivations",
+    "KeptInput",
     "OfSums",
     "Parts",
     "Traffic",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +31,13 @@ class _Inputs:
     """The inputs of one run of a layer, which come up together; they live as long as autograd keeps one of them."""
 
     def __init__(self) -> None:
-        self.kept: list[weakref.ref[_KeptInput]] = []
+        self.kept: list[weakref.ref[KeptInput]] = []
         self.length_bytes = 0
         self.slot: _InputSlot | None = None
         """The slot that holds them on the device, or soon will."""
 
 
-class _KeptInput:
+class KeptInput:
     """One input that lies in host memory; it gives its memory back when autograd lets go of it."""
 
     def __init__(self, tensor: Tensor, buffer: HostBuffer, inputs: _Inputs) -> None:
@@ -76,17 +77,39 @@ class HostActivations:
 
     def inputs(self) -> AbstractContextManager[None]:
         """Returns the hooks under which autograd saves the inputs of one run of a layer."""
+        inputs = self._begun()
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(inputs, tensor), self._unpack)
+
+    def sending(self, inputs: Iterable[Tensor]) -> Callable[[Tensor], KeptInput | None]:
+        """Returns what sends a tensor down that autograd saves in a run of a layer with these ``inputs``.
+
+        It returns None for one that stays where it is: one that is not in the memory of an input with a gradient.
+        """
+        run = self._begun()
+        places = {tensor.data_ptr() for tensor in inputs if self._goes(tensor)}
+
+        def send(tensor: Tensor) -> KeptInput | None:
+            there = tensor.device == self.device.torch_device and bool(tensor.numel())
+            return self._send(run, tensor) if there and tensor.data_ptr() in places else None
+
+        return send
+
+    def _begun(self) -> _Inputs:
         inputs = _Inputs()
         self._runs = [reference for reference in self._runs if reference() is not None]
         self._runs.append(weakref.ref(inputs))
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(inputs, tensor), self._unpack)
+        return inputs
+
+    def _goes(self, tensor: Tensor) -> bool:
+        """Whether an input goes down: tensors without gradient (masks, positions) stay where they are."""
+        return tensor.requires_grad and tensor.device == self.device.torch_device and bool(tensor.numel())
 
     @opaque
     def _pack(self, inputs: _Inputs, tensor: Tensor) -> Any:
-        """Sends a layer's input down; tensors without gradient (masks, positions) stay where they are."""
-        if not tensor.requires_grad or tensor.device != self.device.torch_device or not tensor.numel():
-            return tensor
-        kept = _KeptInput(tensor, self._take(tensor.numel() * tensor.element_size()), inputs)
+        return self._send(inputs, tensor) if self._goes(tensor) else tensor
+
+    def _send(self, inputs: _Inputs, tensor: Tensor) -> KeptInput:
+        kept = KeptInput(tensor, self._take(tensor.numel() * tensor.element_size()), inputs)
         weakref.finalize(kept, self._pool.append, kept.buffer)
         slot = self._next(self._down, kept.length_bytes)
         # The copy down of the input that used this slot before must have read it.
@@ -101,13 +124,15 @@ class HostActivations:
 
     @opaque
     def _unpack(self, packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else self.value(packed)
+
+    def value(self, packed: KeptInput) -> Tensor:
         """Returns the input on the device, and begins to bring up those that the backward pass needs next."""
-        if isinstance(packed, Tensor):
-            return packed
         inputs = packed.inputs
         if inputs.slot is None:
             self._bring_up(inputs)
         slot = inputs.slot
+        assert slot is not None
         # The layer must not compute with its input before it has arrived.
         self.waits.compute(slot.event, Wait.INPUT_UP)
         alive = [run for reference in self._runs if (run := reference()) is not None and run.kept]
