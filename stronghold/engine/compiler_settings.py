@@ -88,13 +88,11 @@ class Backend:
         return hash(Backend)
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        import torch._functorch.config as functorch_config
         import torch._inductor.config as inductor_config
 
         # Inductor has random numbers of its own, and dropout would be another than PyTorch's.
         as_eager = {} if "fallback_random" in getattr(self.inner, "config", {}) else {"fallback_random": True}
-        # A buffer that is given away in the backward pass is not there for a second one: retain_graph.
-        with functorch_config.patch(donated_buffer=False), inductor_config.patch(as_eager):
+        with inductor_config.patch(as_eager):
             return self.inner(graph, inputs)
 
 

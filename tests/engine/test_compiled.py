@@ -153,16 +153,25 @@ def test_gradients_that_are_kept_between_passes_make_no_other_graph():
     assert loop.graphs[4:] == [1] * 4
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
-def test_a_graph_is_kept_for_a_second_backward_pass(activations):
-    def twice(model, optimizer, batches):
-        loss = model(batches[0])
-        loss.backward(retain_graph=True)
-        loss.backward()
+def twice(model, optimizer, batches):
+    for retain in (False, True):
+        loss = model(batches[retain])
+        loss.backward(retain_graph=retain)
+        if retain:
+            loss.backward()
         optimizer.step()
-        return loss.detach()
+        optimizer.zero_grad()
+    return loss.detach()
 
-    follow(Residual, numbers(1), twice, window=1, compile=GRAPHS, activations=activations)
+
+@pytest.mark.parametrize(("window", "activations"), [(1, "recompute"), (1, "host"), (1, "keep"), ("auto", "keep")])
+def test_a_second_backward_pass_of_a_graph_is_torchs_own_error_or_setting(window, activations):
+    settings = {"window": window, "compile": GRAPHS, "activations": activations}
+    with pytest.raises(RuntimeError, match=r"retain_graph=False.*donated_buffer=False"):
+        follow(Residual, numbers(2), twice, **settings)
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(donated_buffer=False):
+        follow(Residual, numbers(2), twice, **settings)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
