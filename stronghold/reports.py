@@ -102,7 +102,8 @@ class Report(Shown):
     ``weights_on_disk`` and ``states_on_disk`` are numbers of layers. ``other_optimizers`` are those of other kinds than
     ours that have stepped the model, and ``others_host_bytes`` and ``others_device_bytes`` what their states take.
     ``step`` is None before the first step; ``stages`` are this process's, of a model in stages that computed a batch.
-    ``planned`` is what was planned for, where ``offload`` was given a plan or made one.
+    ``planned`` is what was planned for, where ``offload`` was given a plan or made one. Of the layers that are to be
+    compiled ``compiled`` ran compiled in their last call, and ``not_compiled`` eagerly.
     """
 
     parameters: int
@@ -141,6 +142,8 @@ class Report(Shown):
     inputs_disk_bytes: int = 0
     stages: tuple[StageTimes, ...] = ()
     planned: PlannedStep | None = None
+    compiled: int = 0
+    not_compiled: int = 0
 
     @property
     def device_bytes(self) -> int:
@@ -162,6 +165,7 @@ class Report(Shown):
         rows = [
             ("model", "parameters", parameters),
             ("", "layers", f"{self.layers}{resident}, {self.window} at a time on {self.device}"),
+            *([("", "compiled layers", self._compiled())] if self.compiled or self.not_compiled else []),
             ("", "compute type", self.dtype),
             ("", "moments", ", ".join(filter(None, (self.states, *self.other_optimizers))) or "none yet"),
             ("device", "slots", format_bytes(self.slots_device_bytes)),
@@ -243,6 +247,10 @@ class Report(Shown):
         now = f"{format_bytes(self.inputs_host_bytes)} of it" if self.inputs_host_bytes else ""
         to_come = f"{format_bytes(self.inputs_to_come_bytes)} more" if self.inputs_to_come_bytes else ""
         return ", ".join(filter(None, (now, to_come)))
+
+    def _compiled(self) -> str:
+        eagerly = f"; {self.not_compiled} ran eagerly, as a warning has said" if self.not_compiled else ""
+        return f"{self.compiled} in their last call{eagerly}"
 
     def _disk_rows(self) -> list[tuple[str, str, str]]:
         there = f"weights of {self.weights_on_disk} and states of {self.states_on_disk} of {self.layers} layers"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any, NoReturn
 
 from stronghold.units import parse_bytes
 
@@ -33,6 +34,7 @@ class OffloadSettings:
     resident: int | str = 0
     device_memory: int | str | None = None
     host_memory: int | str | None = None
+    compile: bool | str | Mapping[str, Any] = False
 
     def __post_init__(self) -> None:
         if self.window != "auto" and (not isinstance(self.window, int) or isinstance(self.window, bool)):
@@ -77,6 +79,7 @@ class OffloadSettings:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value))
+        compile_arguments(self.compile)
 
     def check_known(self) -> None:
         """Raises ValueError where the inputs of a step would have to be known."""
@@ -113,6 +116,35 @@ class PlannedSettings(OffloadSettings):
     @property
     def inputs_host_bytes(self) -> int:
         return self.kept_inputs_bytes
+
+
+def compile_arguments(asked: bool | str | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of torch.compile that ``offload(compile=asked)`` means; None for False.
+
+    Raises ValueError for what is no such thing, and for CUDA graphs.
+    """
+    if isinstance(asked, bool):
+        return {} if asked else None
+    arguments = {"backend": asked} if isinstance(asked, str) else asked
+    if not isinstance(arguments, Mapping) or not arguments.keys() <= _COMPILE:
+        raise ValueError(
+            f"compile must be True, a backend's name, or a dictionary of torch.compile's {', '.join(sorted(_COMPILE))} "
+            f"(got {asked!r}); pass compile=True"
+        )
+    if (mode := arguments.get("mode")) in ("reduce-overhead", "max-autotune"):
+        refuse_cuda_graphs(f"mode={mode!r}")
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+_COMPILE = frozenset({"backend", "mode", "options", "dynamic", "fullgraph"})
+
+
+def refuse_cuda_graphs(got: str) -> NoReturn:
+    """Raises ValueError."""
+    raise ValueError(
+        "a CUDA graph reads weights where they were when it was recorded, and a layer comes into another slot in each "
+        f"pass (got {got}); compile without CUDA graphs: mode='default', or 'max-autotune-no-cudagraphs'"
+    )
 
 
 def check_optimizer(states: str, update: str, nonfinite: str, max_grad_norm: float | None) -> None:

@@ -7,7 +7,6 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar
 
 import torch
@@ -17,15 +16,18 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 from stronghold.device import Device
+from stronghold.engine.arguments import fill, flatten, nodes_of
+from stronghold.engine.compiled import Compiling, is_compile_error, refuse_saved
+from stronghold.engine.compiler_settings import CompilerSettings
 from stronghold.engine.forward_hooks import ForwardHooks
 from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import batch_of, join, split
-from stronghold.engine.replay import State, requiring_grad, structural_copy
+from stronghold.engine.replay import State, requiring_grad
 from stronghold.engine.saved import Saved, stale_error, unwritten
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
-from stronghold.unit import Unit, as_written, bound, check_mixed, opaque
-from stronghold.window import Accumulators, Activations, Window, accumulators_of
+from stronghold.unit import Unit, as_written, bound, check_mixed, opaque, unit_of
+from stronghold.window import Accumulators, Activations, KeptInput, Window, accumulators_of
 
 
 class Run:
@@ -36,13 +38,6 @@ class Run:
         self.generation = generation
         self.batch = batch
         """How many samples the layer's input has."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for the tensor of this number in an argument list."""
-
-    number: int
 
 
 class _SlotTensor(NamedTuple):
@@ -63,6 +58,7 @@ class Runner(Protocol):
     activations: Activations | None
     micro_batch: int | None
     turns: Turns
+    compiling: Compiling
 
     def enter(self, block: Block) -> list[int]:
         """Called when a forward computation begins; returns the layers that a backward pass would compute again."""
@@ -72,9 +68,6 @@ class Runner(Protocol):
 
     def updates_in_backward(self) -> bool:
         """Whether layers are updated during a backward pass."""
-
-    def compiled(self) -> None:
-        """Called when torch.compile meets a layer, which it leaves alone."""
 
     def begin_backward(self) -> None:
         """Called when a backward pass comes to a layer, before any that is within that one."""
@@ -114,6 +107,7 @@ class Block:
         self._own: Callable[..., Any] = own.__func__ if self._is_method else own  # type: ignore[attr-defined]
         self._enter_backward = functools.partial(_enter_backward, weakref.ref(self), unit.name)
         self._look_at(module)
+        self.compiled = engine.compiling.layer(module, self._own, is_method=self._is_method)
         self._own_accumulators: tuple[list[bool], list[Node | None]] = [], []
         """Of a resident layer, with which of its parameters were trained then: its weights do not move."""
         module.forward = _Forward(self)  # type: ignore[method-assign]
@@ -143,6 +137,21 @@ class Block:
         """The layer's own ``forward``."""
         return self._own.__get__(self.module) if self._is_method else self._own
 
+    def compile(self, **arguments: Any) -> None:
+        """Has the layer compiled from now on; ``arguments`` are torch.compile's."""
+        compiling, settings = self.engine.compiling, CompilerSettings.of(arguments)
+        assert settings is not None
+        settings.check_activations(compiling.activations)
+        self.compiled = compiling.compile(self.module, self._own, settings, is_method=self._is_method)
+
+    @opaque
+    def met_by_compiler(self) -> None:
+        """Called when torch.compile, around the layer, meets it."""
+        compiling = self.engine.compiling
+        self.compiled = compiling.layer(self.module, self._own, is_method=self._is_method) or self.compiled
+        if self.compiled is None:
+            compiling.met()
+
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.turns.taken():
@@ -157,8 +166,8 @@ class Block:
         nodes, returning = set(), False
         try:
             by_itself = self.is_kept_by_itself
-            output = self._pieces(run, args, kwargs, by_itself) if training else self._bare(*args, **kwargs)
-            nodes = _nodes(output) if training else set()
+            output = self._pieces(run, args, kwargs, by_itself) if training else self._evaluated(args, kwargs)
+            nodes = nodes_of(output) if training else set()
             if returning := bool(nodes):
                 accumulators = Accumulators(self.unit, run, nodes=self._accumulators(), hold=by_itself)
         except RuntimeError as error:
@@ -194,18 +203,39 @@ class Block:
 
     def _bare(self, *args: Any, **kwargs: Any) -> Any:
         if not self._beside:
-            return self._uncached(*args, **kwargs)
+            return self._uncached(self.forward, args, kwargs)
         with bound(self._beside):
-            return self._uncached(*args, **kwargs)
+            return self._uncached(self.forward, args, kwargs)
 
-    def _uncached(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.compiled is not None and (graph := self.compiled.forward(args, kwargs)) is not None:
+            try:
+                return self._compiled(graph, args, kwargs)
+            except Exception as error:
+                self._fall_back(error)
+        return self._bare(*args, **kwargs)
+
+    def _compiled(self, graph: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A parameter that waits when it is looked at would break the graph.
+        units = {unit for parameter in self._elsewhere if (unit := unit_of(parameter)) is not None}
+        with bound([*units]):
+            return self._uncached(graph, args, kwargs)
+
+    def _fall_back(self, error: Exception) -> None:
+        """Returns where the layer is to run eagerly, for it could not be compiled; raises any other ``error``."""
+        if not is_compile_error(error):
+            raise error
+        assert self.compiled is not None
+        self.compiled.failed(error)
+
+    def _uncached(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Autocast caches the casts of weights by their identity for as long as it is active: cleared at both ends, it
         # neither keeps every layer's cast weights on the device nor makes the second run differ from the first.
         if not torch.is_autocast_enabled(self._device_type):
-            return self.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         torch.clear_autocast_cache()
         try:
-            return self.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         finally:
             torch.clear_autocast_cache()
 
@@ -215,28 +245,58 @@ class Block:
         return self.keep and self.unit.resident and not self.engine.updates_in_backward()
 
     def _pieces(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], by_itself: bool) -> Any:
-        one = self._alone if by_itself else self._kept if self.keep else self._recomputed
         if self.engine.micro_batch is None:
-            return one(run, args, kwargs)
+            return self._piece(run, args, kwargs, by_itself)
         pieces = split(args, kwargs, self.engine.micro_batch)
-        outputs = [one(run, *piece) for piece in pieces]
+        outputs = [self._piece(run, *piece, by_itself) for piece in pieces]
         if len(outputs) == 1:
             return outputs[0]
         leaders = [leader.shape for piece in pieces if (leader := batch_of(*piece)) is not None]
         return join(outputs, leaders)
 
-    def _alone(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._bare(*args, **kwargs)
+    def _piece(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], by_itself: bool) -> Any:
+        if self.compiled is not None and (graph := self.compiled.forward(args, kwargs)) is not None:
+            # Its backward graph computes again what is to be: checkpointed as a whole, it would save as much and run
+            # to its end, for it is one node.
+            compute = functools.partial(self._compiled, graph, args, kwargs)
+            try:
+                output = compute() if by_itself else self._saved_by_hooks(run, compute, args, kwargs)
+            except Exception as error:
+                self._fall_back(error)
+            else:
+                if not by_itself:
+                    self._check_saved(output)
+                return output
+        if by_itself:
+            return self._bare(*args, **kwargs)
+        if self.keep:
+            return self._saved_by_hooks(run, functools.partial(self._bare, *args, **kwargs), args, kwargs)
+        return self._recomputed(run, args, kwargs)
 
-    def _kept(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # The layer is in its slot while it computes.
+    def _saved_by_hooks(
+        self, run: Run, compute: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns what ``compute`` does, with what autograd saves fetched again where it lies in the layer's slot."""
         begin, length = self.engine.window.place_of(self.layer), self.unit.layout.total_bytes
+        keep: Callable[[Tensor], Any] = Saved.of
+        if (host := self.engine.activations) is not None:
+            inputs: list[Tensor] = []
+            flatten((args, kwargs), inputs)
+            keep = functools.partial(_keep_on_host, host.sending(self.unit.name, inputs))
         pack, unpack = (
-            functools.partial(_pack, run, begin, length),
+            functools.partial(_pack, run, begin, length, keep),
             functools.partial(_unpack, weakref.ref(self), self.unit.name),
         )
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return self._bare(*args, **kwargs)
+            return compute()
+
+    def _check_saved(self, output: Any) -> None:
+        """Raises OffloadedModelError where a compiled layer holds a weight that autograd's hooks have not seen."""
+        begin, length = self.engine.window.place_of(self.layer), self.unit.layout.total_bytes
+        for node in nodes_of(output):
+            for tensor in getattr(node, "_tensors_no_vc_check", ()):
+                if begin <= tensor.data_ptr() < begin + length:
+                    refuse_saved(self.unit.name)
 
     def _versions_elsewhere(self) -> list[int]:
         """Returns the versions of the parameters that the layer uses and that are not in its unit."""
@@ -292,18 +352,27 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
 
 
 @opaque
-def _pack(run: Run, begin: int, length: int, tensor: Tensor) -> _SlotTensor | Saved:
+def _pack(
+    run: Run, begin: int, length: int, keep: Callable[[Tensor], Any], tensor: Tensor
+) -> _SlotTensor | KeptInput | Saved:
     offset = tensor.data_ptr() - begin
     if not 0 <= offset < length:
-        return Saved.of(tensor)
+        return keep(tensor)
     return _SlotTensor(run, tensor.dtype, offset // tensor.element_size(), tensor.shape, tensor.stride())
 
 
+def _keep_on_host(send: Callable[[Tensor], KeptInput | None], tensor: Tensor) -> KeptInput | Saved:
+    return send(tensor) or Saved.of(tensor)
+
+
 @opaque
-def _unpack(block: weakref.ref[Block], layer: str, packed: _SlotTensor | Saved) -> Tensor:
+def _unpack(block: weakref.ref[Block], layer: str, packed: _SlotTensor | KeptInput | Saved) -> Tensor:
     if isinstance(packed, Saved):
         return packed.value(layer)
     engine = _there(block, layer).engine
+    if isinstance(packed, KeptInput):
+        assert engine.activations is not None
+        return engine.activations.value(packed)
     engine.return_to(packed.run)
     return engine.window.part(packed.run.layer, *packed[1:])
 
@@ -345,7 +414,7 @@ class _Forward:
     @as_written
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if callable(get_eval_frame_callback()):  # the compiler would have had this call
-            self._block.engine.compiled()
+            self._block.met_by_compiler()
         return self._block(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Callable[..., Any]:
@@ -372,40 +441,3 @@ def _there(reference: weakref.ref[_T], layer: str) -> _T:
             "the model until backward() has returned"
         )
     return found
-
-
-def flatten(value: Any, tensors: list[Tensor]) -> Any:
-    """Replaces the tensors in the argument containers by places; copies everything else that a run may change.
-
-    They are put into ``tensors``, in their order.
-    """
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-    if type(value) in (list, tuple):
-        return type(value)(flatten(item, tensors) for item in value)
-    if type(value) is dict:
-        return {key: flatten(item, tensors) for key, item in value.items()}
-    return structural_copy(value)
-
-
-def fill(value: Any, tensors: tuple[Tensor, ...]) -> Any:
-    """Puts ``tensors`` in their places; again nothing is shared that a run may change."""
-    if type(value) is _Place:
-        return tensors[value.number]
-    if type(value) in (list, tuple):
-        return type(value)(fill(item, tensors) for item in value)
-    if type(value) is dict:
-        return {key: fill(item, tensors) for key, item in value.items()}
-    return structural_copy(value)
-
-
-def _nodes(output: Any) -> set[Node]:
-    """Returns where the backward pass enters the layer, as far as its output shows."""
-    if isinstance(output, Tensor):
-        return set() if output.grad_fn is None else {output.grad_fn}
-    if isinstance(output, (list, tuple)):
-        return {node for item in output for node in _nodes(item)}
-    if isinstance(output, dict):
-        return {node for item in output.values() for node in _nodes(item)}
-    return set()

@@ -14,7 +14,7 @@ from stronghold import native
 from stronghold.device import Device, Wait, Waits, check_process, forks, keep_freed_memory, return_free_memory
 from stronghold.engine.block import Block, Run
 from stronghold.engine.closing import end_with
-from stronghold.engine.compiled import warn_of_compiling
+from stronghold.engine.compiled import Compiling
 from stronghold.engine.held_memory import HeldMemory
 from stronghold.engine.hooks import Hooks
 from stronghold.engine.members import refuse_changes
@@ -94,7 +94,7 @@ class Engine:
         self._opened_for: Callable[[], Run | None] = _no_run
         """The run whose weights the backward pass has asked for in the layer that is open."""
         self._backward_open = False
-        self._told_of_compiling = False
+        self.compiling = Compiling(self.kind, settings.compile, settings.activations)
         self.held = HeldMemory(model, device, self.units, placement.root_bytes)
         self.budget = Budget(settings, self.held.held_bytes, processes=replicas.local_world_size)
         self.store = self._placed(placement, settings, weights)
@@ -263,12 +263,6 @@ class Engine:
 
     def updates_in_backward(self) -> bool:
         return (optimizer := self.own_optimizer) is not None and optimizer.in_backward
-
-    @opaque
-    def compiled(self) -> None:
-        if not self._told_of_compiling:
-            self._told_of_compiling = True
-            warn_of_compiling(self.kind)
 
     def return_to(self, run: Run) -> None:
         self.check_open()  # most often the layer is open: it has a dozen saved tensors

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +15,7 @@ from stronghold.device import Device, Timeline, open_device, return_free_memory
 from stronghold.engine.closing import close_engine
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.engine import Engine
+from stronghold.engine.methods import Apply, Compile
 from stronghold.engine.placement import plan as place
 from stronghold.engine.reopening import Reopened, kept_on_disk
 from stronghold.engine.taking_in import live
@@ -40,6 +40,7 @@ def offload(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     weights: Weights | None = None,
+    compile: bool | str | Mapping[str, Any] = False,
     inputs: Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
     plan: TrainingPlan | str | os.PathLike[str] | None = None,
 ) -> nn.Module:
@@ -91,6 +92,12 @@ def offload(
             model outside the layers, are in memory (of the modules that hold layers: their own parameters); what it
             leaves without numbers is an error. A shared parameter is initialised with the first part that has it;
             parameters that have values keep them.
+        compile: Whether layers are compiled, one graph for each class of layer: True for torch.compile as it is by
+            default, a backend's name, or a dictionary of its ``backend``, ``mode``, ``options``, ``dynamic`` and
+            ``fullgraph``. ``layer.compile(...)`` of single layers does the same, before and after. Without
+            ``dynamic=True`` each shape has graphs of its own. What ``activations`` has computed again is computed again
+            in the backward graph. A layer that cannot be compiled runs eagerly, which a warning says once and the
+            report counts; with ``fullgraph=True`` it is an error.
         inputs: A batch such as the model will be trained with, its arguments by name or in order; sizes alone count,
             so that tensors may be on the meta device. What is ``"auto"`` is then planned, as by ``stronghold.plan``,
             for the machine that ``stronghold.probe`` has kept, or that is glanced at for some seconds, and for
@@ -122,6 +129,7 @@ def offload(
         resident=resident if resident is not None else "auto" if is_open else 0,
         device_memory=device_memory,
         host_memory=host_memory,
+        compile=compile,
     )
     return _offload(model, settings, device, dtype, layers, weights, ONE_REPLICA, inputs=inputs, plan=plan)
 
@@ -184,7 +192,9 @@ def _offload(
     model.__dict__["_stronghold"] = engine
     live.add(engine)
     for module in model.modules():
-        module._apply = _Apply(module, engine)  # type: ignore[method-assign]
+        module._apply = Apply(module, engine)  # type: ignore[method-assign]
+    for block in engine.blocks:
+        block.module.compile = Compile(block.module, block)  # type: ignore[method-assign]
     return_free_memory()  # the parameters' own, which the store has taken over
     return given
 
@@ -193,37 +203,6 @@ def _same_directory(weights: Weights | None, settings: OffloadSettings) -> bool:
     if not isinstance(weights, (str, os.PathLike)) or not settings.directories:
         return False
     return os.path.realpath(weights) == os.path.realpath(settings.directories[0])
-
-
-class _Apply:
-    """Stands for ``nn.Module._apply``: ``.to(device)`` on an offloaded model changes nothing, or is refused.
-
-    Trainers move their model to the device as a matter of course.
-    """
-
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
-        self._module = weakref.ref(module)
-        self._engine = weakref.ref(engine)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        return getattr(memo.get(id(self._module())), "_apply", None)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._module(), "_apply")
-
-    def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module | None:
-        engine, module = self._engine(), self._module()
-        if engine is not None:
-            engine.check_open()
-            for dtype in sorted({dtype for unit in engine.units for dtype in unit.dtypes}, key=str):
-                probe = torch.empty(0, dtype=dtype, device=engine.device.torch_device)
-                result = function(probe)
-                if result.device != probe.device or result.dtype != probe.dtype:
-                    raise OffloadedModelError(
-                        f"an offloaded model stays on {probe.device} with dtype {probe.dtype} (got a move to "
-                        f"{result.device}, {result.dtype}); build it anew and pass device= and dtype= to offload()"
-                    )
-        return module
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -23,6 +23,7 @@ def report(model: nn.Module) -> Report:
     unit, device = engine.layers[0], engine.device
     shelf = engine.activations.shelf if engine.activations is not None else None
     parameters = [p for h in engine.units for p in h.parameters]
+    ran = [block.compiled.ran for block in engine.blocks if block.compiled is not None]
     others_host_bytes, others_device_bytes = engine.held.other_optimizers_bytes()
     return Report(
         parameters=sum(map(count_of, parameters)),
@@ -63,6 +64,8 @@ def report(model: nn.Module) -> Report:
         planned=engine.planned.of(in_backward=optimizer is not None and optimizer.in_backward),
         stages=getattr(model, "stage_times", tuple)(),  # a model in stages tells of them
         states_on_disk=sum(unit.trainable and unit.lives("moments") == "disk" for unit in engine.layers),
+        compiled=ran.count(True),
+        not_compiled=ran.count(False),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from stronghold.errors import OffloadedModelError
 from stronghold.unit.calls import ALIASES, FACTS, hands_out, key_of, walk, written
@@ -116,7 +117,25 @@ class OffloadedParameter(_Parameter):
 
 
 class BoundParameter(_Parameter):
-    """What a parameter is while its layer is on the device: a plain one, but for a backward pass that has failed."""
+    """What a parameter is while its layer is on the device: a plain one, but for a backward pass that has failed.
+
+    While a compiler traces it, it has no gradient: of that the compiler would make a likeness, on the parameter's own
+    device, where a gradient that the user keeps is on the host.
+    """
+
+    @property
+    @opaque
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        if TracingContext.try_get() is not None:
+            return None
+        _end_failed_backward(self)
+        return gradient_of(self)
+
+    @grad.setter
+    @opaque
+    def grad(self, value: Tensor | None) -> None:
+        _end_failed_backward(self)
+        set_gradient(self, value)
 
     def set_(self, *source: Any, **more: Any) -> Tensor:
         """Counts no write where the tensor is set to itself, as ``torch.nn.utils.parametrize`` does for PEFT."""

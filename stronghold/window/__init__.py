@@ -1,7 +1,7 @@
 """The window: layers in slots, gradients and inputs on their way."""
 
 from stronghold.window.activations import SLOTS as INPUT_SLOTS
-from stronghold.window.activations import Activations, activations_of, input_sizes
+from stronghold.window.activations import Activations, KeptInput, activations_of, input_sizes
 from stronghold.window.device_gradients import DeviceGradients
 from stronghold.window.grad_offload import RING
 from stronghold.window.gradients import Gradients, gradient_slot_bytes
@@ -16,6 +16,7 @@ __all__ = [
     "Activations",
     "DeviceGradients",
     "Gradients",
+    "KeptInput",
     "OfSums",
     "Parts",
     "Traffic",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -29,17 +29,15 @@ class _InputSlot:
     inputs: weakref.ref[Inputs] | None = None
 
 
-class _KeptInput:
-    """One of the inputs of a run, that is not on the device."""
+class KeptInput:
+    """One of the inputs of a run, the one of this ``number``, that is not on the device; or what shares its memory."""
 
-    def __init__(self, tensor: Tensor, inputs: Inputs) -> None:
+    def __init__(self, tensor: Tensor, inputs: Inputs, number: int) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         # Dense, in the order of the tensor's own dimensions: a channels-last input stays one.
         self.stride = torch.empty_like(tensor, device="meta").stride()
         self.inputs = inputs
-        layout, number = inputs.layout, inputs.kept
-        inputs.kept += 1
-        self.offset, self.length_bytes = layout.offsets[number], layout.sizes[number]
+        self.offset, self.length_bytes = inputs.layout.offsets[number], inputs.layout.sizes[number]
         assert self.length_bytes == tensor.numel() * tensor.element_size()
 
     def view(self, flat: Tensor, offset: int) -> Tensor:
@@ -73,20 +71,48 @@ class Activations:
 
     def inputs(self, layer: str, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Returns the hooks under which autograd saves ``tensors``, the inputs of one run of ``layer``."""
+        inputs = self._begun(layer, tensors)
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(inputs, tensor), self._unpack)
+
+    def sending(self, layer: str, tensors: Sequence[Tensor]) -> Callable[[Tensor], KeptInput | None]:
+        """Returns what sends a tensor down that autograd saves in a run of ``layer`` with these inputs.
+
+        It returns None for one that stays where it is: one that is not the memory of an input with a gradient.
+        """
+        inputs = self._begun(layer, tensors)
+        numbers = {t.data_ptr(): number for number, t in enumerate(t for t in tensors if self._goes(t))}
+        sent: set[int] = set()
+
+        def send(tensor: Tensor) -> KeptInput | None:
+            if tensor.device != self.device.torch_device or not tensor.numel():
+                return None
+            number = numbers.get(tensor.data_ptr())
+            if number is None or inputs.layout.sizes[number] != tensor.numel() * tensor.element_size():
+                return None
+            if number in sent:
+                return KeptInput(tensor, inputs, number)
+            sent.add(number)
+            return self._send(inputs, tensor, number)
+
+        return send
+
+    def _begun(self, layer: str, tensors: Sequence[Tensor]) -> Inputs:
         inputs = Inputs(layer, self.shelf.layout(input_sizes([t for t in tensors if self._goes(t)])))
         self._runs = [reference for reference in self._runs if reference() is not None]
         self._runs.append(weakref.ref(inputs))
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(inputs, tensor), self._unpack)
+        return inputs
 
     def _goes(self, tensor: Tensor) -> bool:
-        return tensor.device == self.device.torch_device
+        """Whether an input goes down: tensors without gradient (masks, positions) stay where they are."""
+        return tensor.device == self.device.torch_device and bool(input_sizes([tensor]))
 
     @opaque
     def _pack(self, inputs: Inputs, tensor: Tensor) -> Any:
-        """Sends a layer's input down; tensors without gradient (masks, positions) stay where they are."""
-        if not self._goes(tensor) or not input_sizes([tensor]):
-            return tensor
-        room, kept = self.shelf.room(inputs), _KeptInput(tensor, inputs)
+        return self._send(inputs, tensor, inputs.kept) if self._goes(tensor) else tensor
+
+    def _send(self, inputs: Inputs, tensor: Tensor, number: int) -> KeptInput:
+        room, kept = self.shelf.room(inputs), KeptInput(tensor, inputs, number)
+        inputs.kept += 1
         slot = self._next(self._down, kept.length_bytes)
         # The copy down of the input that used this slot before must have read it.
         self.waits.compute(slot.event, Wait.INPUT_SLOT_FREE)
@@ -101,9 +127,10 @@ class Activations:
 
     @opaque
     def _unpack(self, packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else self.value(packed)
+
+    def value(self, packed: KeptInput) -> Tensor:
         """Returns the input on the device, and begins to bring up those that the backward pass needs next."""
-        if isinstance(packed, Tensor):
-            return packed
         inputs = packed.inputs
         if inputs not in self._slots:
             self._bring_up(inputs)

@@ -1,0 +1,73 @@
+"""Methods of an offloaded model's modules that do something else there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.errors import OffloadedModelError
+
+if TYPE_CHECKING:
+    from stronghold.engine.block import Block
+    from stronghold.engine.engine import Engine
+
+
+class _Method:
+    """Stands for a method of ``module``; a copy of the module, in memory or in a file, gets its own back."""
+
+    name: ClassVar[str]
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return getattr(memo.get(id(self._module())), self.name, None)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), self.name)
+
+
+class Apply(_Method):
+    """Stands for ``nn.Module._apply``: ``.to(device)`` on an offloaded model changes nothing, or is refused.
+
+    Trainers move their model to the device as a matter of course.
+    """
+
+    name = "_apply"
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        super().__init__(module)
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module | None:
+        engine, module = self._engine(), self._module()
+        if engine is not None:
+            engine.check_open()
+            for dtype in sorted({dtype for unit in engine.units for dtype in unit.dtypes}, key=str):
+                probe = torch.empty(0, dtype=dtype, device=engine.device.torch_device)
+                result = function(probe)
+                if result.device != probe.device or result.dtype != probe.dtype:
+                    raise OffloadedModelError(
+                        f"an offloaded model stays on {probe.device} with dtype {probe.dtype} (got a move to "
+                        f"{result.device}, {result.dtype}); build it anew and pass device= and dtype= to offload()"
+                    )
+        return module
+
+
+class Compile(_Method):
+    """Stands for ``nn.Module.compile`` of a layer, which has the engine compile what is inside of it."""
+
+    name = "compile"
+
+    def __init__(self, module: nn.Module, block: Block) -> None:
+        super().__init__(module)
+        self._block = weakref.ref(block)
+
+    def __call__(self, **arguments: Any) -> None:
+        """Raises ValueError for what a layer cannot be compiled with."""
+        if (block := self._block()) is not None:
+            block.compile(**arguments)
