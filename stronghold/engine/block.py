@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import Node
-from torch.utils.checkpoint import checkpoint
 
 from stronghold.device import Device
+from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.forward_hooks import ForwardHooks
 from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import batch_of, join, split
@@ -255,7 +255,7 @@ class Block:
         with ExitStack() as stack:
             if self.engine.activations is not None:
                 stack.enter_context(self.engine.activations.inputs())
-            return checkpoint(compute, *tensors, use_reentrant=False)
+            return checkpointed(compute, *tensors)
 
 
 class _Again(NamedTuple):

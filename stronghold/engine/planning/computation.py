@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.checkpoint import checkpoint
 
+from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.microbatch import batch_of, split
 from stronghold.engine.planning.layer_passes import LayerPasses, LayerRecorder
 from stronghold.engine.planning.recording import Recording
@@ -159,7 +159,7 @@ class ModelComputation:
     ) -> LayerPasses:
         module = self._modules[number]
         trained = self._trained(module)
-        compute = module if kept else partial(checkpoint, module, use_reentrant=False, preserve_rng_state=False)
+        compute = module if kept else partial(checkpointed, module, preserve_rng_state=False)
         with (
             _told(self._model),
             self._without_values(module),
