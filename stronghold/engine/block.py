@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import Node
-from torch.utils.checkpoint import checkpoint
 
 from stronghold.device import Device
 from stronghold.engine.arguments import fill, flatten, nodes_of
+from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.compiled import Compiling, is_compile_error, refuse_saved
 from stronghold.engine.compiler_settings import CompilerSettings
 from stronghold.engine.forward_hooks import ForwardHooks
@@ -315,7 +315,7 @@ class Block:
         with ExitStack() as stack:
             if self.engine.activations is not None:
                 stack.enter_context(self.engine.activations.inputs(self.unit.name, tensors))
-            return checkpoint(compute, *tensors, use_reentrant=False)
+            return checkpointed(compute, *tensors)
 
 
 class _Again(NamedTuple):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.checkpoint import checkpoint
 
 from stronghold.engine.arguments import fill, flatten
+from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.microbatch import batch_of, split
 from stronghold.engine.planning.even_routing import routed_evenly
 from stronghold.engine.planning.layer_passes import LayerPasses, LayerRecorder
@@ -232,7 +232,7 @@ def _computed_again(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = first.pop() if first else fill(arguments, tensors)
         return module(*given[0], **given[1])
 
-    return checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return checkpointed(compute, *tensors, preserve_rng_state=False)
 
 
 @contextmanager
