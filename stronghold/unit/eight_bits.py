@@ -29,7 +29,10 @@ class EightBits:
         return "in eight bits"
 
     def cells(self, module: nn.Module, parameter: Any) -> Iterator[Cell]:
-        yield Cell("int8.SCB", module.state, "SCB")
+        for holder in (module.state, parameter):  # it is the weight's until the first call
+            if isinstance(getattr(holder, "SCB", None), Tensor):
+                yield Cell("int8.SCB", holder, "SCB")
+                return
 
     def settle(self, module: nn.Module, parameter: Any, device: torch.device) -> None:
         save_by_autograd(module)

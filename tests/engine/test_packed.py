@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import accelerate.hooks
 import bitsandbytes
 import peft
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 import stronghold
 from stronghold.errors import CheckpointError
 from tests.adapters import PLACES, base, batches, offload, train, trained, with_adapters
+from tests.planner.machines import laptop
 from tests.reference import differences, snapshot
 
 LORA = peft.LoraConfig(r=2, target_modules="all-linear")
@@ -318,6 +320,39 @@ def test_files_that_lack_a_part_of_a_quantised_weight_are_refused(tmp_path: Path
     config.write_text(config.read_text().replace('"bitsandbytes"', '"gptq"'))
     with pytest.raises(ValueError, match=r"where they are bitsandbytes' \(got .*quantised by 'gptq'\)"):
         stronghold.load(tmp_path / "quantised", device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_modules_with_hooks_of_accelerate_compute_the_same(kind: str) -> None:
+    few = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    plain, model = (packed(kind == "nf4", kind) for _ in range(2))
+    seen = []
+
+    class Seen(accelerate.hooks.ModelHook):
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            seen.append(type(module))
+            return args, kwargs
+
+    for layer in model.model.layers:
+        accelerate.hooks.add_hook_to_module(layer.mlp.down_proj, Seen())
+    gradients = []
+    for one in (with_adapters(plain, few), stronghold.offload(with_adapters(model, few), device="cpu", window=1)):
+        ids = batches(1)[0]
+        one(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([parameter.grad for parameter in trained(one)])
+    assert len(seen) == 8  # the second run too
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_plan_of_it_is_refused(kind: str) -> None:
+    model = packed(kind=kind).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"without inputs= or plan=") as refusal:
+        stronghold.plan(model, machine=laptop(), inputs={"input_ids": batches(1)[0]})
+    assert (
+        f"got model.layers.0.self_attn.q_proj.weight, of weights in {'four' if kind == 'nf4' else 'eight'} bits"
+        in str(refusal.value)
+    )
 
 
 def test_other_kinds_and_models_without_linear_layers_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.model_planner import Limits
 from stronghold.planner.machine_file import MachineFile
 from stronghold.settings import check_one_of
+from stronghold.unit import all_parameters
 from stronghold.units import parse_bytes
 
 UPDATES = ("deferred", "in_backward")
@@ -45,7 +46,8 @@ def limits(
 def process_bytes(model: nn.Module) -> int:
     """Returns what the process has in memory but for the model's parameters, which the store takes over."""
     return_free_memory()  # the process is to count as what it holds
-    own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if p.is_cpu}
+    parameters = [parameter for _, parameter in all_parameters(model) if parameter.is_cpu]
+    own = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
     return max(0, psutil.Process().memory_info().rss - sum(own.values()))
 
 

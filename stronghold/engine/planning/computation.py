@@ -23,6 +23,7 @@ from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
 from stronghold.engine.replay import structural_copy
 from stronghold.planner.op_costs import Op
+from stronghold.unit import all_parameters, part_of
 from stronghold.window import input_sizes
 
 Inputs = Mapping[str, Any] | Sequence[Any]
@@ -49,7 +50,7 @@ class ModelComputation:
     ``block_bytes`` is what the device's allocator rounds each tensor's memory up to; ``fused`` tells that dropout is
     one kernel there.
 
-    Raises ValueError where the model cannot be run without values.
+    Raises ValueError where the model cannot be run without values, as one with quantised weights cannot.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ModelComputation:
         block_bytes: int = 1,
         fused: bool = False,
     ) -> None:
+        _refuse_quantised(model)
         self._block_bytes = block_bytes
         self._mode, self._fused = FakeTensorMode(allow_non_fake_inputs=True), fused
         self._model, self._dtype = model, dtype
@@ -233,6 +235,16 @@ def _computed_again(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module(*given[0], **given[1])
 
     return checkpointed(compute, *tensors, preserve_rng_state=False)
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    for name, parameter in all_parameters(model):
+        if (part := part_of(parameter)) is not None:
+            raise ValueError(
+                "a plan runs the model on tensors of shapes without values, which kernels of quantised weights need "
+                f"(got {name}, of weights {part.title}); offload it by window=, activations= and micro_batch= "
+                "without inputs= or plan=, and read what it takes from stronghold.report"
+            )
 
 
 @contextmanager
