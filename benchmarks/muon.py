@@ -76,7 +76,7 @@ def step(model: nn.Module, optimizers: Optimizers, tokens: Tensor) -> float:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    return float(loss)
+    return float(loss.item())
 
 
 def settle(optimizers: Optimizers, device: str) -> None:

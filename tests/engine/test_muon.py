@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.engine import engine_of
+from stronghold.engine import engine_of, offload_shared
 from stronghold.errors import BudgetError, CheckpointError, NonFiniteGradientError, OffloadedModelError
-from stronghold.unit import unit_of
+from stronghold.unit import OneProcess, unit_of
 from tests.muon import ADAMW, MUON, TorchMuon, different, groups, seen, split_up, train
 from tests.reference import CASES
+from tests.replicas import in_threads
 from tests.small import Residual, numbers
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -387,3 +388,19 @@ def test_groups_added_later_are_checked_before_anything_changes():
     assert not {"momentum", "ns_steps"} & optimizer.param_groups[1].keys()
     step(model, optimizer, numbers(1)[0])
     assert optimizer.state_dict()["state"].keys() == set(range(len(matrices(model)) + 1))
+
+
+def test_a_model_in_several_processes_is_refused():
+    def build(one):
+        model = CASES["gpt"].model()
+        offload_shared(model, one, device="cpu", window=2)
+        with pytest.raises(OffloadedModelError, match="stages or replicas"):
+            stronghold.Muon(groups(model))
+
+    in_threads(2, build)
+    model = CASES["gpt"].model()
+    stronghold.offload(model, device="cpu", window=2)
+    everyone = OneProcess()  # as those of a model in stages, which has fewer layers here
+    engine_of(model).join(everyone, shared=(), copies=(), model="GPT", passes=1, here=1)
+    with pytest.raises(OffloadedModelError, match="stages or replicas"):
+        stronghold.Muon(groups(model))
