@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stronghold.engine.arguments import flatten
 from stronghold.engine.compiler_settings import RECOMPILES, CompilerSettings, NotCompiledError, recomputing
 from stronghold.errors import OffloadedModelError
+from stronghold.unit import is_packed
 
 
 class Compiling:
@@ -95,6 +96,7 @@ class CompiledLayer:
         self._graphs = graphs
         self.settings = settings
         self._class = graphs, tuple(type(inner) for inner in module.modules())
+        self._packed = any(map(is_packed, module.parameters()))
         self.ran: bool | None = None
         """Whether the last call ran compiled; None before the first."""
 
@@ -119,6 +121,8 @@ class CompiledLayer:
     def _obstacle(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         if self._graphs is None:
             return "its forward is its own, not its class's; a graph for each layer would be compiled"
+        if self._packed:
+            return "it has packed weights, and a graph would keep them where the window takes them back"
         for value in (*args, *kwargs.values()):
             if (state := _state_in(value)) is not None:
                 return (

@@ -359,3 +359,22 @@ def test_other_kinds_and_models_without_linear_layers_are_refused(tmp_path: Path
     base().save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=r"quantize must be 'nf4', 'nf4_nested' or 'int8' \(got 'int3'\)"):
         stronghold.load(tmp_path / "model", quantize="int3", device="cpu")
+
+
+def test_packed_layers_are_not_compiled_which_is_said() -> None:
+    found = []
+    for compiled in (False, "aot_eager"):
+        model = with_adapters(packed(), LORA)
+        model.config.use_cache = False  # type: ignore[union-attr]
+        model = stronghold.offload(model, device="cpu", window=1, compile=compiled)
+        optimizer = stronghold.AdamW(trained(model), lr=1e-2)
+        if compiled:
+            with pytest.warns(UserWarning, match="a LlamaDecoderLayer is not compiled.*packed weights"):
+                losses = train(model, optimizer, 2)
+        else:
+            losses = train(model, optimizer, 2)
+        found.append((losses, snapshot(model, optimizer)))
+    report = stronghold.report(model)
+    assert report.compiled == 0 < report.not_compiled
+    assert found[0][0] == found[1][0]
+    assert differences(found[0][1], found[1][1]) == []

@@ -203,10 +203,11 @@ def test_a_device_of_another_kind_than_the_kept_one_is_glanced_at(here, monkeypa
 def test_a_plan_gives_the_settings_and_is_shown_beside_what_was_measured(here, tmp_path):
     plan = stronghold.plan(gpt(), machine=this_machine(here), batch=4, sequence=32)
     plan.write(tmp_path / "plan.json")
-    for given in (plan, tmp_path / "plan.json"):
-        model = stronghold.offload(gpt(), device="cpu", plan=given)
+    for given, compiled in ((plan, False), (tmp_path / "plan.json", "aot_eager")):
+        model = stronghold.offload(gpt(), device="cpu", plan=given, compile=compiled)
         assert stronghold.report(model).planned == plan.planned()
         trained(model, stronghold.AdamW(model.parameters()), steps=2)
+        assert bool(stronghold.report(model).compiled) == bool(compiled)
         rows = stronghold.report(model).rows()
         begin = next(number for number, row in enumerate(rows) if row[0] == "plan")
         assert rows[begin] == ("plan", "settings", plan.planned().chosen)
