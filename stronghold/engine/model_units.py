@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from stronghold.engine.experts_part import ExpertsPart
 from stronghold.engine.find_layers import Layer, find_layers
 from stronghold.engine.parameters import check_parameters
-from stronghold.engine.split_experts import ExpertsPart
 from stronghold.unit import Unit, all_parameters, is_packed, parameters_and_owners
 
 _BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

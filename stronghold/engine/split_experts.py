@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.engine.block import Block, block_of
+from stronghold.engine.experts_part import COUNT, ExpertsPart, are_experts
 from stronghold.engine.saved import Saved
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import unit_of
 
-_COUNT = "num_experts"
 SMALL = 1 / 8
 """What is smaller than so much of a part stays on the device."""
 _IN_ORDER = (None, "eager")
@@ -58,11 +56,11 @@ def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
                 places.setdefault(module, []).append((parent, name))
     if not places:
         raise ValueError(
-            f"split_experts needs a module with stacked experts: every parameter's first dimension its {_COUNT} (got "
+            f"split_experts needs a module with stacked experts: every parameter's first dimension its {COUNT} (got "
             f"none in {type(model).__name__}); experts that are modules of their own need no splitting, for layers= of "
             "offload() can name their containers"
         )
-    fewest = min(getattr(experts, _COUNT) for experts in places)
+    fewest = min(getattr(experts, COUNT) for experts in places)
     if not 1 <= experts_per_part <= fewest:
         raise ValueError(
             f"experts_per_part must be between 1 and the number of experts of a layer (got {experts_per_part}, a layer "
@@ -74,15 +72,6 @@ def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
         for parent, name in owners:
             parent._modules[name] = split
     return model
-
-
-def are_experts(module: nn.Module | None) -> TypeGuard[nn.Module]:
-    """Whether a module has experts stacked in its parameters, and is called with tokens, their experts and weights."""
-    count = getattr(module, _COUNT, None)
-    if module is None or not isinstance(count, int) or count < 2 or not module._parameters:
-        return False
-    stacked = all(p.ndim and p.shape[0] == count for p in module.parameters())
-    return stacked and len(inspect.signature(module.forward).parameters) >= 3
 
 
 def parts_of(layer: nn.Module) -> list[tuple[str, nn.Module]] | None:
@@ -117,58 +106,6 @@ def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-class ExpertsPart(nn.Module):
-    """Some of a layer's experts: a unit of its own."""
-
-    has_samples = False
-    """The first dimension of its input is not the batch."""
-
-    def __init__(self, experts: nn.Module, begin: int, end: int) -> None:
-        super().__init__()
-        self.experts = _some(experts, begin, end)
-        self._kind = type(experts)
-
-    def forward(self, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-        """Returns what the experts make of ``rows``, times ``weights``.
-
-        Of ``rows`` (pairs, hidden) each goes to one expert, ``numbers`` (pairs,) from this part's first on, and
-        ``weights`` (pairs,) in the type of the router's.
-        """
-        self.check()
-        if not len(rows):
-            # Zeros for gradients, as the whole tensor's have where no token came.
-            parameters = [p.flatten(1) for p in self.experts.parameters() if p.requires_grad]
-            nothing = [nn.functional.linear(p.new_zeros(0, p.shape[1]), p).sum() for p in parameters]
-            return sum(nothing, rows * weights[:, None])
-        ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
-        output: Tensor = self.experts(rows, numbers[:, None], ones)
-        return output * weights[:, None]
-
-    def check(self) -> None:
-        """Raises OffloadedModelError where something was put around the experts."""
-        if type(self.experts) is not self._kind:
-            raise OffloadedModelError(
-                f"experts in parts have no adapters of their own (got a {type(self.experts).__name__} around the "
-                f"{self._kind.__name__} of a part): its names would be a part's, and no whole model could load them; "
-                "name other layers by target_modules=, such as the attention's, or do not split the experts"
-            )
-
-
-def _some(experts: nn.Module, begin: int, end: int) -> nn.Module:
-    """Returns a module as ``experts``, with those from ``begin`` to ``end`` alone, in memory of their own."""
-    part = copy.copy(experts)
-    for name, value in vars(experts).items():
-        if isinstance(value, dict):
-            vars(part)[name] = copy.copy(value)
-    setattr(part, _COUNT, end - begin)
-    for name, parameter in experts._parameters.items():
-        assert parameter is not None
-        some = nn.Parameter(parameter.detach()[begin:end].clone(), requires_grad=parameter.requires_grad)
-        some.__dict__.update(parameter.__dict__)
-        part._parameters[name] = some
-    return part
-
-
 class SplitExperts(nn.Module):
     """Stands for a layer's experts: sends each token to those of its parts that have an expert for it.
 
@@ -178,7 +115,7 @@ class SplitExperts(nn.Module):
 
     def __init__(self, experts: nn.Module, experts_per_part: int) -> None:
         super().__init__()
-        self.num_experts: int = getattr(experts, _COUNT)
+        self.num_experts: int = getattr(experts, COUNT)
         self.experts_per_part = experts_per_part
         self.config = getattr(experts, "config", None)
         self._names = [*experts._parameters]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.engine.split_experts import are_experts, bounds_of
+from stronghold.engine.experts_part import are_experts
+from stronghold.engine.split_experts import bounds_of
 
 
 @contextmanager

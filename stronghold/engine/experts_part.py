@@ -1,0 +1,76 @@
+"""Stacked experts, and some of them as a module of their own."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from stronghold.errors import OffloadedModelError
+
+COUNT = "num_experts"
+"""The attribute in which a module with stacked experts has their number."""
+
+
+def are_experts(module: nn.Module | None) -> TypeGuard[nn.Module]:
+    """Whether a module has experts stacked in its parameters, and is called with tokens, their experts and weights."""
+    count = getattr(module, COUNT, None)
+    if module is None or not isinstance(count, int) or count < 2 or not module._parameters:
+        return False
+    stacked = all(p.ndim and p.shape[0] == count for p in module.parameters())
+    return stacked and len(inspect.signature(module.forward).parameters) >= 3
+
+
+class ExpertsPart(nn.Module):
+    """Some of a layer's experts: a unit of its own."""
+
+    has_samples = False
+    """The first dimension of its input is not the batch."""
+
+    def __init__(self, experts: nn.Module, begin: int, end: int) -> None:
+        super().__init__()
+        self.experts = _some(experts, begin, end)
+        self._kind = type(experts)
+
+    def forward(self, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Returns what the experts make of ``rows``, times ``weights``.
+
+        Of ``rows`` (pairs, hidden) each goes to one expert, ``numbers`` (pairs,) from this part's first on, and
+        ``weights`` (pairs,) in the type of the router's.
+        """
+        self.check()
+        if not len(rows):
+            # Zeros for gradients, as the whole tensor's have where no token came.
+            parameters = [p.flatten(1) for p in self.experts.parameters() if p.requires_grad]
+            nothing = [nn.functional.linear(p.new_zeros(0, p.shape[1]), p).sum() for p in parameters]
+            return sum(nothing, rows * weights[:, None])
+        ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
+        output: Tensor = self.experts(rows, numbers[:, None], ones)
+        return output * weights[:, None]
+
+    def check(self) -> None:
+        """Raises OffloadedModelError where something was put around the experts."""
+        if type(self.experts) is not self._kind:
+            raise OffloadedModelError(
+                f"experts in parts have no adapters of their own (got a {type(self.experts).__name__} around the "
+                f"{self._kind.__name__} of a part): its names would be a part's, and no whole model could load them; "
+                "name other layers by target_modules=, such as the attention's, or do not split the experts"
+            )
+
+
+def _some(experts: nn.Module, begin: int, end: int) -> nn.Module:
+    """Returns a module as ``experts``, with those from ``begin`` to ``end`` alone, in memory of their own."""
+    part = copy.copy(experts)
+    for name, value in vars(experts).items():
+        if isinstance(value, dict):
+            vars(part)[name] = copy.copy(value)
+    setattr(part, COUNT, end - begin)
+    for name, parameter in experts._parameters.items():
+        assert parameter is not None
+        some = nn.Parameter(parameter.detach()[begin:end].clone(), requires_grad=parameter.requires_grad)
+        some.__dict__.update(parameter.__dict__)
+        part._parameters[name] = some
+    return part
