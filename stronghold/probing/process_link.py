@@ -135,9 +135,11 @@ def _several(device: torch.device) -> bool:
 
 
 def _child(folder: str, rank: int, device_type: str) -> subprocess.Popen[str]:
+    # What answers has a descriptor of its own: gloo writes to standard output, under PyTorch 2.9 that it is connected.
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from stronghold.probing.process_link import serve; "
-        f"serve({folder!r}, {rank}, {device_type!r}, sys.stdin, sys.stdout)"
+        f"import os, sys; answers = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1); sys.path[:] = {sys.path!r}; "
+        "from stronghold.probing.process_link import serve; "
+        f"serve({folder!r}, {rank}, {device_type!r}, sys.stdin, answers)"
     )
     with Path(folder, f"{rank}.err").open("w") as errors:
         return subprocess.Popen(

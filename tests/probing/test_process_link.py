@@ -32,6 +32,26 @@ def test_two_processes_are_measured_again_and_again_and_end_with_the_block():
         assert 1e6 < one["processes", "bytes_per_s"] < 1e12
 
 
+def test_what_a_library_prints_is_no_answer(monkeypatch, tmp_path):
+    """gloo tells that it is connected on standard output, under PyTorch 2.9."""
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import os, sys, threading, time
+
+def tell():  # as soon as torch.distributed is imported
+    while "torch.distributed.distributed_c10d" not in sys.modules:
+        time.sleep(0.001)
+    for _ in range(3):
+        os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks.\\n")
+
+threading.Thread(target=tell, daemon=True).start()
+"""
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with process_link(CPU) as (measure,):
+        assert set(measure.sample()) == {("processes", name) for name in PROCESSES}
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_the_processes_end_with_an_error_too(error):
     before = children()
