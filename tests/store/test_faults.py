@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -98,17 +99,17 @@ def test_a_start_that_does_not_fit_is_refused_with_the_bytes_and_leaves_nothing(
 
 
 def test_too_little_space_is_told_before_anything_is_written(tmp_path, monkeypatch):
-    real = disk_module.shutil.disk_usage
-    monkeypatch.setattr(disk_module.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
     plain = build()
     before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     with pytest.raises(StoreError, match=r"takes .* KiB at .*, where 1000 B are free; free .* more"):
         stronghold.offload(plain, store=tmp_path / "store", window=2, device="cpu")
     assert not (tmp_path / "store").exists()
     assert all(torch.equal(tensor, before[name]) for name, tensor in plain.state_dict().items())
-    monkeypatch.setattr(disk_module.shutil, "disk_usage", real)
+    monkeypatch.setattr(shutil, "disk_usage", real)
     model = stronghold.offload(build(), store=tmp_path / "store", window=2, device="cpu")
-    monkeypatch.setattr(disk_module.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
     with pytest.raises(StoreError, match="AdamW, its states and gradients, takes"):
         stronghold.AdamW(model.parameters())
 
