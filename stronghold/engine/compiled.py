@@ -121,6 +121,8 @@ class CompiledLayer:
     def _obstacle(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         if self._graphs is None:
             return "its forward is its own, not its class's; a graph for each layer would be compiled"
+        if not getattr(module, "has_samples", True):
+            return "experts in parts get another number of rows in each call, and each would be compiled for itself"
         if self._packed:
             return "it has packed weights, and a graph would keep them where the window takes them back"
         for value in (*args, *kwargs.values()):

@@ -183,6 +183,22 @@ def test_adapters_on_the_experts_of_parts_are_refused():
         of(input_ids=batches(1)[0])
 
 
+def test_attention_is_compiled_beside_parts_that_run_eagerly_and_inputs_may_go_to_disk(tmp_path):
+    first, steps = model(), batches(3)
+    of = stronghold.offload(stronghold.split_experts(copy.deepcopy(first), 3), device="cpu", window=2)
+    expected = train(of, stronghold.AdamW(of.parameters(), lr=1e-3), steps)
+    split = stronghold.split_experts(copy.deepcopy(first), 3)
+    with pytest.warns(UserWarning, match="ExpertsPart is not compiled .*another number of rows"):
+        of = stronghold.offload(split, device="cpu", window=2, compile="aot_eager")
+        losses = train(of, stronghold.AdamW(of.parameters(), lr=1e-3), steps)
+    report = stronghold.report(of)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert (report.compiled, report.not_compiled) == (2, 6)
+    split = stronghold.split_experts(first, 3)
+    of = stronghold.offload(split, device="cpu", window=2, store=tmp_path, activations="disk")
+    assert train(of, stronghold.AdamW(of.parameters(), lr=1e-3), steps) == expected
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_have_the_names_and_values_of_the_whole(family, tmp_path):
     whole = model(family)
