@@ -103,6 +103,7 @@ def test_windows_stores_updates_and_ways_to_keep_activations_change_no_bit(tmp_p
             {"window": 2, "update": "in_backward"},
             {"window": 1, "store": str(tmp_path / "disk")},
             {"window": 2, "store": str(tmp_path / "disk 2"), "activations": "keep"},
+            {"window": 2, "store": str(tmp_path / "disk 3"), "activations": "disk"},
         ]
     ):
         got = trained(compile=GRAPHS, dtype=torch.bfloat16, **settings)
