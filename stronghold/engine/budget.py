@@ -130,6 +130,8 @@ def choose_window(
     assert budget is None or isinstance(budget, int)
     beside = " and resident layers" if layers < len(units) else ""
     needed = f"root, gradient slots{beside} take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
+    stacked = any(len(shape) == 3 for unit in units for shape in unit.shapes)  # as a mixture's experts are
+    smaller = ", or cut its experts apart by stronghold.split_experts" if stacked else ""
     if isinstance(settings.window, int):
         window = settings.window
         if not 1 <= window <= len(units):
@@ -143,7 +145,11 @@ def choose_window(
             raise BudgetError(
                 f"a window of {window} needs {format_bytes(fixed + window * slot)} on the device before activations "
                 f"(got device_memory={format_bytes(budget)}; {needed}); "
-                + (f"pass window={fits} or less" if fits >= 1 else "not even a window of 1 fits: raise device_memory")
+                + (
+                    f"pass window={fits} or less"
+                    if fits >= 1
+                    else f"not even a window of 1 fits: raise device_memory{smaller}"
+                )
             )
         return window
     if not layers:
@@ -151,7 +157,7 @@ def choose_window(
     if budget is not None and fixed + slot > budget:
         raise BudgetError(
             f"a window of 1 needs {format_bytes(fixed + slot)} on the device before activations (got "
-            f"device_memory={format_bytes(budget)}; {needed}); raise device_memory, or use a smaller dtype"
+            f"device_memory={format_bytes(budget)}; {needed}); raise device_memory, or use a smaller dtype" + smaller
         )
     limit = budget if budget is not None else device.free_bytes()
     if limit is None:

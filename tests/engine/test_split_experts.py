@@ -130,8 +130,9 @@ def test_tokens_that_were_written_in_between_are_refused():
 def test_a_window_holds_a_part_where_the_layer_does_not_fit():
     whole = stronghold.report(stronghold.offload(model(frozen=True), device="cpu", window=1)).slots_device_bytes
     budget = whole // 2 + 8192  # beside the root
-    with pytest.raises(BudgetError):
-        stronghold.offload(model(frozen=True), device="cpu", window=1, device_memory=budget)
+    for window in (1, "auto"):
+        with pytest.raises(BudgetError, match="split_experts"):
+            stronghold.offload(model(frozen=True), device="cpu", window=window, device_memory=budget)
     of = stronghold.offload(
         stronghold.split_experts(model(frozen=True), 1), device="cpu", window=2, device_memory=budget
     )
