@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from stronghold.formats.adapter_names import base_of, modules_of_base
 from stronghold.formats.conversion import into_model, remember
 from stronghold.formats.pieces import Group
 from stronghold.formats.quantised_files import QuantisedFiles
@@ -98,14 +99,16 @@ class FromCheckpoint:
     """The values in a checkpoint's files, each read when its unit is placed.
 
     A value is converted to its parameter's dtype, as ``load_state_dict`` does: bf16 and fp16 exactly to fp32. Of a
-    parameter with several names one is enough. What is neither in the files nor on the meta device keeps its value.
+    parameter with several names one is enough. What is neither in the files nor on the meta device keeps its value:
+    PEFT's adapters, whose files are those of the model that they are around.
     """
 
     def __init__(self, model: nn.Module, checkpoint: WeightFiles) -> None:
         self._checkpoint = checkpoint
+        model = base_of(model)
         named: dict[str, Tensor] = {}
         persistent = []
-        for prefix, module in model.named_modules(remove_duplicate=False):
+        for prefix, module in modules_of_base(model):
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None and name not in module._non_persistent_buffers_set:
                     named[f"{prefix}.{name}" if prefix else name] = tensor

@@ -1,5 +1,6 @@
 """Models with adapters of PEFT's are saved as PEFT saves them, from wherever they live."""
 
+import copy
 import json
 import os
 
@@ -175,3 +176,31 @@ def test_adapters_are_merged_where_the_base_is(tmp_path, store, dtype):
 def logits(model):
     (batch,) = CASE.batches(1)
     return model(**batch).logits
+
+
+@pytest.mark.parametrize("config", [lora(), lora(use_dora=True), peft.IA3Config(target_modules=TARGETS)])
+def test_the_files_of_a_base_stream_into_a_model_with_adapters(tmp_path, config):
+    """Its parameters are on the meta device, and have other names than in the files; the adapters have their values."""
+    base = CASE.model(3)
+    base.save_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(base, config)
+    model = copy.deepcopy(plain)
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    for parameter in [*model.parameters()]:
+        if id(parameter) not in trained:
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False))
+    model = stronghold.offload(model, weights=tmp_path / "base", device="cpu", window=2)
+    losses = [
+        train(one, torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=1e-2), CASE.batches(3))
+        for one in (model, plain)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_adapters_without_values_are_refused_where_the_base_streams_in(tmp_path):
+    CASE.model(3).save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        model = peft.get_peft_model(CASE.model(3), lora())
+    with pytest.raises(ValueError, match=r"missing .*lora_A"):
+        stronghold.offload(model, weights=tmp_path / "base", device="cpu", window=2)

@@ -21,7 +21,7 @@ from stronghold.lab.finetuning.adapters import add_adapters
 from stronghold.lab.finetuning.settings import AdapterSettings, FinetuneSettings
 from stronghold.lab.models.files import longest_sequence_of
 from stronghold.lab.models.gpt import MODEL_TYPE
-from stronghold.weights import Weights, give_values, open_weights
+from stronghold.weights import give_values
 
 _COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -93,16 +93,15 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
     """
     if settings.adapters is not None and settings.adapters.quantize is not None:
         return _place_quantised(model, settings, settings.adapters, settings.adapters.quantize)
-    weights: Weights = settings.model
     dtype = torch.bfloat16 if settings.dtype == "bf16" else None
     if settings.adapters is not None:
-        weights, dtype = _reader(model, settings.model), None  # the base's type is its own, adapters stay fp32
+        dtype = None  # the base's type is its own, adapters stay fp32
         with _weightless(model):
             model = add_adapters(model, settings.adapters, seed=settings.seed)
     given = {
         name: value for name, value in vars(settings.offload).items() if inputs is None or value not in _OPEN[name]
     }
-    return offload(model, device=settings.device, dtype=dtype, weights=weights, inputs=inputs, **given)
+    return offload(model, device=settings.device, dtype=dtype, weights=settings.model, inputs=inputs, **given)
 
 
 def _place_quantised(model: nn.Module, settings: FinetuneSettings, adapters: AdapterSettings, kind: str) -> nn.Module:
@@ -143,22 +142,6 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         problem = str(error)
     raise ValueError(f"a model's config.json must be one that can be read (at {file}: {problem}); mend it")
-
-
-def _reader(model: nn.Module, folder: str) -> Weights:
-    """Returns what gives a module of ``model``, wherever it is by then, its parameters' values from ``folder``."""
-    source = open_weights(model, folder)
-    for module, name, value in source.buffers():
-        module._buffers[name] = value
-    mine = {id(parameter) for parameter in model.parameters()}
-
-    def read(module: nn.Module) -> None:
-        own = [p for p in module._parameters.values() if p is not None and id(p) in mine]
-        for _, values in source.units([own], []):
-            for parameter, value in zip(own, values, strict=True):
-                parameter.copy_(value)
-
-    return read
 
 
 @contextmanager
