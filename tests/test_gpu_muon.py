@@ -8,7 +8,7 @@ import torch
 import stronghold
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from tests.gpu import DEVICE, SOFT, needs_device
-from tests.muon import groups, split_up
+from tests.muon_groups import groups, split_up
 
 pytestmark = [pytest.mark.gpu, needs_device]
 

@@ -236,7 +236,7 @@ PROFILES = {
     "disk late": {"disk": 4e-3, "weights": 4e-3},
     "disk and computation late": {"disk": 3e-3, "weights": 3e-3, "compute": 3e-3, "fetches": 2e-3},
     "weights from disk late": {"weights": 2e-2},
-    "inputs to disk late": {"inputs": 4e-3},
+    "inputs to disk late": {"inputs": 4e-2},
     "inputs late, and from disk": {"inputs": 2e-3, "fetches": 4e-3, "gradients": 1e-3},
 }
 OF_A_DISK = {"reads", "disk", "weights", "inputs"}

@@ -36,5 +36,5 @@ class HostMemory:
                 "unless it gets more, or other programs give some back, the system may swap or end this process. "
                 f"Close what else takes memory, or {remedies}",
                 RuntimeWarning,
-                stacklevel=7,
+                stacklevel=8,
             )

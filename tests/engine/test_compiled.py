@@ -534,5 +534,7 @@ def test_models_are_compiled(name, dtype, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_models_are_compiled_by_inductor(name, dtype):
-    settings = [{"window": window, "activations": way} for way in ("recompute", "keep", "host") for window in (1, 2)]
-    compare(MODELS[name], settings, dtype=dtype, steps=6, backend="inductor")
+    # What is computed again is other code, fused in another way, than what is kept.
+    for ways in (("recompute", "host"), ("keep",)):
+        settings = [{"window": window, "activations": way} for way in ways for window in (1, 2)]
+        compare(MODELS[name], settings, dtype=dtype, steps=6, backend="inductor")

@@ -12,7 +12,8 @@ import stronghold
 from stronghold.engine import engine_of, offload_shared
 from stronghold.errors import BudgetError, CheckpointError, NonFiniteGradientError, OffloadedModelError
 from stronghold.unit import OneProcess, unit_of
-from tests.muon import ADAMW, MUON, TorchMuon, different, groups, seen, split_up, train
+from tests.muon import TorchMuon, different, seen, train
+from tests.muon_groups import ADAMW, MUON, groups, split_up
 from tests.reference import CASES
 from tests.replicas import in_threads
 from tests.small import Residual, numbers

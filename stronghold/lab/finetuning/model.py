@@ -129,6 +129,7 @@ _OPEN: dict[str, tuple[Any, ...]] = {
     "resident": ("auto",),
     "device_memory": (None,),
     "host_memory": (None,),
+    "compile": (),
 }
 """What of the settings leaves it to the planner."""
 
