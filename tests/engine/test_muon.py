@@ -21,7 +21,7 @@ from tests.small import Residual, numbers
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the models are tiny
