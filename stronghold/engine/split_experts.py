@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -174,8 +174,8 @@ class SplitExperts(nn.Module):
         """The first expert of each part, and the number of all."""
         return [*range(0, self.num_experts, self.experts_per_part), self.num_experts]
 
-    def _needed(self, bounds: Sequence[int]) -> Iterator[tuple[int, int, nn.Module]]:
-        """Yields the parts that run, with the experts from which to which each has; ``bounds`` are those of its pairs.
+    def _needed(self, bounds: Sequence[int]) -> list[tuple[int, int, nn.Module]]:
+        """Returns the parts that run, with the experts from which to which each has; ``bounds`` are those of its pairs.
 
         Where the window does not hold them, it fetches them from now on, and no others.
         """
@@ -188,8 +188,10 @@ class SplitExperts(nn.Module):
                 passed_over.append(part)
         if blocks := _blocks(self.parts):
             left_out, among = ([block.layer for block in some] for some in (_blocks(passed_over), blocks))
-            blocks[0].engine.window.leave_out(left_out, among)
-        return iter(needed)
+            engine = blocks[0].engine
+            with engine.turns.taken():
+                engine.window.leave_out(left_out, among)
+        return needed
 
 
 def _blocks(parts: Iterable[nn.Module]) -> list[Block]:
@@ -210,10 +212,10 @@ def bounds_of(numbers: Tensor, edges: Sequence[int], experts: int) -> list[int]:
 def _gathered_again(rows: Tensor, source: Tensor, token: Tensor) -> saved_tensors_hooks:
     """Has autograd keep of ``rows``, which are ``source[token]``, how to gather them again."""
     kept = Saved.of(source)
-    place, shape = _place(rows), rows.shape
+    place = _place(rows)
 
     def pack(tensor: Tensor) -> Callable[[], Tensor]:
-        if _place(tensor) == place and tensor.shape == shape and len(token):
+        if _place(tensor) == place and len(token):
             return lambda: kept.value("the tokens of experts")[token]
         saved = Saved.of(tensor)
         return lambda: saved.value("experts")
@@ -221,9 +223,10 @@ def _gathered_again(rows: Tensor, source: Tensor, token: Tensor) -> saved_tensor
     return saved_tensors_hooks(pack, lambda value: value())
 
 
-def _place(tensor: Tensor) -> tuple[int, int | torch.SymInt]:
-    storage: int = tensor.untyped_storage()._cdata  # a tensor without values has no address
-    return storage, tensor.storage_offset()
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns what two tensors have in common that are the same elements of the same memory."""
+    # Not by its address, which a tensor without values has none of.
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _join(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -117,6 +117,17 @@ def test_the_rows_that_a_part_gets_are_not_kept():
     assert torch.equal(source.grad, expected)
 
 
+def test_rows_that_are_saved_the_other_way_round_stay_so():
+    """As many rows as numbers in each: their shape does not tell."""
+    source, token = torch.randn(6, 3, requires_grad=True), torch.tensor([5, 0, 2])
+    rows, weights = source[token], torch.randn(3, 3)
+    with _gathered_again(rows, source, token):
+        output = (rows.t().square() * weights).sum()
+    output.backward()
+    expected = torch.zeros(6, 3).index_add(0, token, 2 * source.detach()[token] * weights.t())
+    assert torch.equal(source.grad, expected)
+
+
 def test_tokens_that_were_written_in_between_are_refused():
     source, token = torch.randn(6, 4, requires_grad=True).clone(), torch.tensor([5, 0])
     rows = source[token]
