@@ -1,6 +1,6 @@
 """Fine-tunes layers of 128 experts by LoRA, whole and in parts, from disk, and says what memory each takes.
 
-    python benchmarks/experts_memory.py --directory /mnt/nvme/experts [--layers 4] [--parts 16] [--tokens 64]
+    python -m benchmarks.experts_memory --directory /mnt/nvme/experts [--layers 4] [--parts 16] [--tokens 64]
 
 A checkpoint of a Qwen3-30B-A3B of fewer layers with random weights in bf16 is written there first, 1.2 GB a layer, if
 there is none. Then processes of their own read it by ``stronghold.load`` into a store on the same disk, once with its
@@ -34,44 +34,17 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def write_checkpoint(folder: Path, layers: int) -> None:
-    """Writes a model with random weights, experts apart as on hubs, a layer in a file."""
+def write(folder: Path, layers: int) -> None:
+    """Writes a model with random weights, experts apart as on hubs."""
     import torch
     import transformers
-    from safetensors.torch import save_file
+
+    from benchmarks.random_checkpoint import write_checkpoint
 
     config = transformers.Qwen3MoeConfig(num_hidden_layers=layers, dtype="bfloat16", **SHAPE)
     with torch.device("meta"):
         model = transformers.Qwen3MoeForCausalLM(config)
-    folder.mkdir(parents=True)
-    parts: dict[str, dict[str, torch.Size]] = {}
-    for name, parameter in model.named_parameters():
-        number = name.split(".layers.")[1].split(".")[0] if ".layers." in name else "root"
-        into = parts.setdefault(number, {})
-        prefix, _, kind = name.rpartition(".experts.")
-        if not prefix:
-            into[name] = parameter.shape
-            continue
-        count, rows, columns = parameter.shape
-        for expert in range(count):
-            for of in ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",):
-                size = (rows // 2, columns) if kind == "gate_up_proj" else (rows, columns)
-                into[f"{prefix}.experts.{expert}.{of}.weight"] = torch.Size(size)
-    index: dict[str, str] = {}
-    for number, shapes in parts.items():
-        file = f"model-{number}.safetensors"
-        values = {
-            name: torch.ones(shape, dtype=torch.bfloat16)
-            if len(shape) == 1
-            else torch.empty(shape, dtype=torch.bfloat16).normal_(0, config.initializer_range)
-            for name, shape in shapes.items()
-        }
-        save_file(values, folder / file, metadata={"format": "pt"})
-        index.update(dict.fromkeys(values, file))
-        print(f"written {file}", flush=True)
-    whole = {"metadata": {"total_size": 2 * sum(p.numel() for p in model.parameters())}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(whole))
-    config.save_pretrained(folder)
+    write_checkpoint(folder, config, model)
 
 
 def run(directory: Path, experts_per_part: int | None, steps: int, tokens: int) -> None:
@@ -137,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     folder = options.directory / "model"
     if not (folder / "config.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
-        write_checkpoint(folder, options.layers)
+        write(folder, options.layers)
     expected = None
     for parts in (0, options.parts):
         command = [sys.executable, __file__, "--inner", "--directory", str(options.directory), "--parts", str(parts)]

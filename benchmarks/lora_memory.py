@@ -1,6 +1,6 @@
 """Fine-tunes a model of 7 B parameters by LoRA over a base in four bits on disk, and says what memory that takes.
 
-    python benchmarks/lora_memory.py --directory /mnt/nvme/lora [--layers 32] [--steps 3] [--tokens 64]
+    python -m benchmarks.lora_memory --directory /mnt/nvme/lora [--layers 32] [--steps 3] [--tokens 64]
 
 A checkpoint of a Llama of 7 B's shape with random weights in bf16 is written there first, 13.5 GB, if there is none.
 Then a process of its own reads it by ``stronghold.load(quantize="nf4_nested")`` into a store on the same disk, 4 GB,
@@ -29,35 +29,17 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def write_checkpoint(folder: Path, layers: int) -> None:
-    """Writes a Llama with random weights, a layer in a file, so that none but one layer is in memory."""
+def write(folder: Path, layers: int) -> None:
+    """Writes a Llama with random weights."""
     import torch
     import transformers
-    from safetensors.torch import save_file
+
+    from benchmarks.random_checkpoint import write_checkpoint
 
     config = transformers.LlamaConfig(num_hidden_layers=layers, dtype="bfloat16", **SHAPE)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    folder.mkdir(parents=True)
-    parts: dict[str, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        number = name.split(".layers.")[1].split(".")[0] if ".layers." in name else "root"
-        parts.setdefault(number, {})[name] = parameter
-    index: dict[str, str] = {}
-    for number, parameters in parts.items():
-        file = f"model-{number}.safetensors"
-        values = {
-            name: torch.ones(p.shape, dtype=torch.bfloat16)
-            if p.ndim == 1
-            else torch.empty(p.shape, dtype=torch.bfloat16).normal_(0, config.initializer_range)
-            for name, p in parameters.items()
-        }
-        save_file(values, folder / file, metadata={"format": "pt"})
-        index.update(dict.fromkeys(values, file))
-        print(f"written {file}", flush=True)
-    whole = {"metadata": {"total_size": 2 * sum(p.numel() for p in model.parameters())}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(whole))
-    config.save_pretrained(folder)
+    write_checkpoint(folder, config, model)
 
 
 def run(directory: Path, steps: int, tokens: int) -> None:
@@ -119,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     folder = options.directory / "model"
     if not (folder / "config.json").is_file():
         shutil.rmtree(folder, ignore_errors=True)
-        write_checkpoint(folder, options.layers)
+        write(folder, options.layers)
     command = [sys.executable, __file__, "--inner", "--directory", str(options.directory)]
     command += ["--steps", str(options.steps), "--tokens", str(options.tokens)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
