@@ -123,19 +123,13 @@ class BoundParameter(_Parameter):
     device, where a gradient that the user keeps is on the host.
     """
 
-    @property
+    @_Parameter.grad.getter  # type: ignore[attr-defined, untyped-decorator]
     @opaque
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         if TracingContext.try_get() is not None:
             return None
         _end_failed_backward(self)
         return gradient_of(self)
-
-    @grad.setter
-    @opaque
-    def grad(self, value: Tensor | None) -> None:
-        _end_failed_backward(self)
-        set_gradient(self, value)
 
     def set_(self, *source: Any, **more: Any) -> Tensor:
         """Counts no write where the tensor is set to itself, as ``torch.nn.utils.parametrize`` does for PEFT."""
