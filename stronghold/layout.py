@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 ALIGNMENT_BYTES = 256
-"""Every tensor begins at a multiple of this, as those that CUDA allocates do: which kernel a matrix product takes there may
-depend on the alignment of its operands, up to this one, and on the kernel the bits of its result."""
+"""Every tensor begins at a multiple of this, as those that CUDA allocates do: which kernel a matrix product takes there
+may depend on the alignment of its operands, up to this one, and on the kernel the bits of its result."""
 PAGE_BYTES = 4096
 """What tensors on disk begin at a multiple of: memory is mapped in pages, and disks are read past the cache in blocks
 of no more."""

@@ -53,6 +53,7 @@ class _SlotTensor(NamedTuple):
 class Runner(Protocol):
     """What a block needs of the engine."""
 
+    closed: bool
     device: Device
     window: Window
     activations: Activations | None

@@ -22,6 +22,7 @@ from stronghold.engine.placement import Placement, copy_to_device
 from stronghold.engine.reopening import Reopened
 from stronghold.engine.root import Root
 from stronghold.engine.stale import check_same
+from stronghold.engine.state_dicts import off_the_window
 from stronghold.engine.taking_in import Additions, take_in_additions
 from stronghold.engine.timing import Stopwatch
 from stronghold.engine.turns import Turns
@@ -164,6 +165,8 @@ class Engine:
             weakref.ref(Block(module, unit, self, keep=keep, beside=[beside[number]] if number in beside else []))
             for number, (module, unit) in enumerate(layers)
         ]
+        for module in placement.modules:
+            module.register_state_dict_post_hook(off_the_window)
         self._root = Root(self._hooks, self.units)
         self._root.add(placement.root)
         self._root.find_versions()

@@ -146,6 +146,12 @@ class Window:
         """Returns the address of the first byte of the slot that holds ``layer``."""
         return self._where[layer].begin
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in a slot."""
+        if tensor.device.type != self.device.torch_device.type or tensor.layout != torch.strided:
+            return False
+        return any(slot.begin <= tensor.data_ptr() < slot.begin + slot.flat.numel() for slot in self.slots)
+
     def is_bound(self, layer: int) -> bool:
         return layer in self._bound
 

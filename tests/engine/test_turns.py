@@ -1,6 +1,7 @@
 """Several threads at one model: they take turns, or are told to; no number is wrong."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -65,6 +66,41 @@ def test_threads_that_train_at_once_are_right_or_refused():
     for one in (plain, model):
         one(numbers(1)[0]).backward()
     assert_same_models(model, plain)
+
+
+@pytest.mark.parametrize("keep_vars", [False, True])
+@pytest.mark.parametrize("settings", [{"window": 1}, {"window": 2}, {"resident": 2}, {"store": "disk"}], ids=str)
+def test_a_state_dict_that_another_thread_takes_amid_a_layer_has_its_values(settings, keep_vars, tmp_path):
+    """What the layer computes with is in a slot, into which another layer's weights come next."""
+    if "store" in settings:
+        settings = {"window": 1, "store": tmp_path}
+    plain, model = pair(Residual, **settings)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(module, args):
+        begun.set()
+        assert go_on.wait(timeout=30)
+
+    model.layers[1].up.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(2) as pool, torch.no_grad():
+        output = pool.submit(model, numbers(1)[0])
+        assert begun.wait(timeout=30)
+        taken = pool.submit(model.state_dict, keep_vars=keep_vars)
+        time.sleep(0.1)  # it has come to the layer by now
+        go_on.set()
+        output.result(timeout=30)
+        found = taken.result(timeout=30)
+        model(numbers(1)[0])
+    expected = plain.state_dict()
+    assert list(found) == list(expected)
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+def test_a_state_dict_within_a_layers_own_computation_is_refused():
+    model = pair(Residual)[1]
+    model.layers[1].up.register_forward_pre_hook(lambda module, args: model.state_dict() and None)
+    with pytest.raises(OffloadedModelError, match=r"got one of layers\.1 within its own computation"):
+        model(numbers(1)[0])
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
