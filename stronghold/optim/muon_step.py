@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,12 +65,22 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, shape: Sequence[int]) -> fl
     return lr * math.sqrt(max(1, rows / columns))
 
 
+class InCommon(Protocol):
+    """The directions of one update whose matrices a machine's replicas have in common."""
+
+    def take(self) -> None:
+        """Blocks until every replica's share is there and all directions are orthogonal."""
+
+
 class Direction:
     """The direction in which one matrix moves: what the momentum says, and then that made orthogonal.
 
     ``values`` is bf16, of the matrix's shape. With ``waits`` it is on the host, and the iteration runs on their device,
-    beside the computation; without, where ``values`` are, at once.
+    beside the computation; without, where ``values`` are, at once. With ``in_common``, which an update sets, the
+    replicas write a share of ``values`` each, and that says who iterates.
     """
+
+    in_common: InCommon | None = None
 
     def __init__(
         self, values: Tensor, waits: Waits | None = None, *, coefficients: Sequence[float], steps: int, eps: float
@@ -80,14 +91,26 @@ class Direction:
         self._done: Event | None = None
 
     def begin(self) -> None:
-        """Called when all ``values`` are there: begins the iteration."""
+        """Called when all ``values`` are there that this process writes: begins the iteration if those are all."""
+        if self.in_common is None:
+            self.iterate()
+
+    def take(self) -> None:
+        """Blocks until the orthogonal ``values`` are there."""
+        if self.in_common is None:
+            self.wait_iterated()
+        else:
+            self.in_common.take()
+
+    def iterate(self) -> None:
+        """Begins the iteration, with ``waits`` on their device."""
         if self._device is None:
             self._iterate()
         else:
             self._done = self._device.beside(self._iterate)
 
-    def take(self) -> None:
-        """Blocks until the orthogonal ``values`` are there."""
+    def wait_iterated(self) -> None:
+        """Blocks until the iteration that this process has begun is complete."""
         if self.waits is not None:
             # The host moves weights along what comes down from the iteration: the copy must be complete.
             self.waits.host(self._done, Wait.DIRECTION)

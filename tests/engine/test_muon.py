@@ -11,7 +11,7 @@ from torch import nn
 import stronghold
 from stronghold.engine import engine_of, offload_shared
 from stronghold.errors import BudgetError, CheckpointError, NonFiniteGradientError, OffloadedModelError
-from stronghold.unit import OneProcess, unit_of
+from stronghold.unit import ONE_REPLICA, unit_of
 from tests.muon import TorchMuon, different, seen, train
 from tests.muon_groups import ADAMW, MUON, groups, split_up
 from tests.reference import CASES
@@ -391,17 +391,58 @@ def test_groups_added_later_are_checked_before_anything_changes():
     assert optimizer.state_dict()["state"].keys() == set(range(len(matrices(model)) + 1))
 
 
-def test_a_model_in_several_processes_is_refused():
+SHARED = {
+    "two replicas": {},
+    "in bf16": {"dtype": BF16},
+    "on disk": {"store": True},
+    "on disk, in bf16, in_backward": {"store": True, "dtype": BF16, "muon": {"update": "in_backward"}},
+    "resident": {"resident": 2, "window": 1},
+    "clipped": {"muon": {"max_grad_norm": 0.05}},
+}
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_replicas_are_one_process_to_the_bit(shared, tmp_path, monkeypatch):
+    """Each replica of a machine has a share of every matrix, and all of them together iterate it as a whole.
+
+    All have the same batches, and the mean of the same gradients is these. A share on disk passes in several chunks.
+    """
+    from stronghold.store import ring
+
+    monkeypatch.setattr(ring, "SLOT_BYTES", 8 * 4096)
+    settings = dict(SHARED[shared])
+    muon = settings.pop("muon", {})
+    batches = CASES["gpt"].batches(4)
+    plain = CASES["gpt"].model().eval()
+    stronghold.offload(plain, device="cpu", window=2, dtype=settings.get("dtype"))
+    optimizer = stronghold.Muon(groups(plain), **{**muon, "update": "deferred"})
+    expected = train(plain, optimizer, batches), seen(plain, optimizer)
+    if settings.get("store"):
+        settings["store"] = str(tmp_path)
+    models = [CASES["gpt"].model().eval() for _ in range(2)]
+
+    def run(one):
+        model = models[one.rank]
+        offload_shared(model, one, device="cpu", **{"window": 2, **settings})
+        optimizer = stronghold.Muon(groups(model), **muon)
+        losses = train(model, optimizer, batches)
+        one.main.barrier()
+        return losses, seen(model, optimizer)
+
+    for losses, found in in_threads(2, run):
+        assert losses == expected[0]
+        assert different(found, expected[1]) == []
+
+
+def test_what_one_process_of_several_sees_is_refused_in_all():
+    """A head that is tied to an embedding is no embedding in the process that has the head alone."""
+
     def build(one):
-        model = CASES["gpt"].model()
-        offload_shared(model, one, device="cpu", window=2)
-        with pytest.raises(OffloadedModelError, match="stages or replicas"):
-            stronghold.Muon(groups(model))
+        model = CASES["gpt"].model() if one.rank else Residual()
+        offload_shared(model, ONE_REPLICA, device="cpu", window=2)
+        engine_of(model).join(one.everyone, shared=(), copies=(), model="GPT", passes=1, here=1)
+        embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+        with pytest.raises(ValueError, match="not for an embedding"):
+            stronghold.Muon(embeddings or [model.layers[0].up.weight])
 
     in_threads(2, build)
-    model = CASES["gpt"].model()
-    stronghold.offload(model, device="cpu", window=2)
-    everyone = OneProcess()  # as those of a model in stages, which has fewer layers here
-    engine_of(model).join(everyone, shared=(), copies=(), model="GPT", passes=1, here=1)
-    with pytest.raises(OffloadedModelError, match="stages or replicas"):
-        stronghold.Muon(groups(model))
