@@ -44,7 +44,7 @@ class Muon(AdamW, HostMuon):
         max_grad_norm: As of :class:`stronghold.AdamW`; so are the next three.
         update: ``"deferred"``, ``"in_backward"`` or ``"auto"``.
         nonfinite: ``"raise"`` or ``"skip"``.
-        threads: The cores of AdamW's updates; Muon's take PyTorch's.
+        threads: The cores of the host's updates.
 
     Raises:
         ValueError: Settings out of range; a parameter of Muon's that is no matrix, or an embedding.

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stronghold import native
 from stronghold.device import Event, Wait, Waits
 from stronghold.split import join, split
 
@@ -63,6 +64,11 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, shape: Sequence[int]) -> fl
     if adjust_lr_fn == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
     return lr * math.sqrt(max(1, rows / columns))
+
+
+def _has_kernel(values: Tensor, other: Tensor) -> bool:
+    """Whether the host's kernels, which compute the same bits, take tensors of this place and dtype."""
+    return values.is_cpu and other.dtype in (torch.float32, torch.bfloat16)
 
 
 class InCommon(Protocol):
@@ -161,12 +167,28 @@ class MomentumSegment:
             momentum_buffer=of(self.momentum_buffer),
         )
 
-    def run(self) -> None:
+    def run(self, threads: int = 1) -> None:
         """Updates the momentum, and begins the matrix's iteration if these are its last elements."""
-        for begin in range(0, self.elements, PART):
-            self.part(begin, min(begin + PART, self.elements))._run()
+        if self.squares is None and _has_kernel(self.values, self.grad):
+            piece = native.Momentum(
+                direction=self.values,
+                grad=self.grad,
+                grad_remainder=self.grad_remainder,
+                momentum_buffer=self.momentum_buffer,
+                momentum=self.momentum,
+                nesterov=self.nesterov,
+                grad_scale=self.grad_scale,
+            )
+            native.muon_momentum(piece, threads=threads)
+        else:
+            self.run_in_torch()
         if self.last:
             self.direction.begin()
+
+    def run_in_torch(self) -> None:
+        """Does the same by PyTorch's operations, wherever the tensors are."""
+        for begin in range(0, self.elements, PART):
+            self.part(begin, min(begin + PART, self.elements))._run()
 
     def _run(self) -> None:
         grad = self.grad.float() if self.grad_remainder is None else join(self.grad, self.grad_remainder)
@@ -212,9 +234,19 @@ class StepSegment:
             remainder=None if self.remainder is None else of(self.remainder),
         )
 
-    def run(self) -> None:
+    def run(self, threads: int = 1) -> None:
         """Moves the weights, once their direction is there."""
         self.direction.take()
+        if self.squares is None and _has_kernel(self.values, self.weight):
+            piece = native.Moved(
+                direction=self.values, weight=self.weight, remainder=self.remainder, lr=self.lr, decay=self.decay
+            )
+            native.muon_move(piece, threads=threads)
+        else:
+            self.run_in_torch()
+
+    def run_in_torch(self) -> None:
+        """Does the same by PyTorch's operations, wherever the tensors are."""
         for begin in range(0, self.elements, PART):
             self.part(begin, min(begin + PART, self.elements))._run()
 

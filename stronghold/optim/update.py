@@ -83,7 +83,7 @@ class Update:
         on_host = self.unit.weight[0].is_cpu
         for segment in segments:
             if isinstance(segment, MomentumSegment):
-                segment.run()
+                segment.run(self.threads.count)
         adamw = [segment for segment in segments if isinstance(segment, native.Segment)]
         if on_host and adamw:  # while the device is at the matrices
             self.threads.run(lambda threads: native.adamw(adamw, threads=threads), adamw)
@@ -92,7 +92,7 @@ class Update:
                 adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
         for segment in segments:
             if isinstance(segment, StepSegment):
-                segment.run()
+                segment.run(self.threads.count)
 
     def end(self) -> None:
         """Called when this process has updated its parts of the segments; waits where replicas read those in common."""
