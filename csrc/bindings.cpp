@@ -12,6 +12,7 @@
 #include "bindings.h"
 #include "gradients.h"
 #include "isa.h"
+#include "muon.h"
 #include "stream.h"
 
 namespace py = pybind11;
@@ -20,6 +21,8 @@ namespace {
 
 using stronghold::Addition;
 using stronghold::Address;
+using stronghold::Momentum;
+using stronghold::Move;
 using stronghold::Segment;
 using stronghold::Span;
 using stronghold::at;
@@ -68,6 +71,30 @@ std::vector<double> accumulate(const std::vector<AdditionTuple>& tuples, int thr
   return norms;
 }
 
+// direction, grad, its remainder, grad_bf16, momentum_buffer, n, momentum, nesterov, grad_scale
+using MomentumTuple =
+    std::tuple<Address, Address, Address, bool, Address, std::int64_t, double, bool, double>;
+// direction, weight, its remainder, n, lr, decay
+using MoveTuple = std::tuple<Address, Address, Address, std::int64_t, double, double>;
+
+void muon_momentum(const std::vector<MomentumTuple>& tuples, int threads, const std::string& isa) {
+  std::vector<Momentum> matrices;
+  matrices.reserve(tuples.size());
+  for (const auto& [direction, grad, grad_remainder, grad_bf16, buffer, n, momentum, nesterov, grad_scale] : tuples)
+    matrices.push_back({at<std::uint16_t>(direction), at<const void>(grad), at<const std::int16_t>(grad_remainder),
+                        grad_bf16, at<float>(buffer), n, momentum, nesterov, grad_scale});
+  unlocked([&] { stronghold::muon_momentum(matrices, threads, isa_named(isa)); });
+}
+
+void muon_move(const std::vector<MoveTuple>& tuples, int threads, const std::string& isa) {
+  std::vector<Move> matrices;
+  matrices.reserve(tuples.size());
+  for (const auto& [direction, weight, remainder, n, lr, decay] : tuples)
+    matrices.push_back(
+        {at<const std::uint16_t>(direction), at<void>(weight), at<std::int16_t>(remainder), n, lr, decay});
+  unlocked([&] { stronghold::muon_move(matrices, threads, isa_named(isa)); });
+}
+
 void stream(Address weight, Address grad, Address exp_avg, Address exp_avg_sq, std::int64_t n, int threads,
             const std::string& isa) {
   unlocked([&] {
@@ -83,6 +110,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("adamw", &adamw, py::arg("segments"), py::arg("threads"), py::arg("isa"));
   module.def("squared_norms", &squared_norms, py::arg("spans"), py::arg("threads"), py::arg("isa"));
   module.def("accumulate", &accumulate, py::arg("additions"), py::arg("threads"), py::arg("isa"));
+  module.def("muon_momentum", &muon_momentum, py::arg("matrices"), py::arg("threads"), py::arg("isa"));
+  module.def("muon_move", &muon_move, py::arg("matrices"), py::arg("threads"), py::arg("isa"));
   module.def("stream", &stream, py::arg("weight"), py::arg("grad"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
              py::arg("n"), py::arg("threads"), py::arg("isa"));
   module.def("available_isas", &stronghold::available_isas);

@@ -46,7 +46,7 @@ class TorchMuon:
     @torch.no_grad()
     def step(self) -> None:
         for parameter, master in self.masters.items():
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         self.muon.step()
         if self.by_torch:
             self.adamw.step()

@@ -209,6 +209,8 @@ SETTINGS = {
     "disk, writing": {"disk": True, "write": True, "window": 1},
     "muon": {"muon": True},
     "muon, disk": {"muon": True, "disk": True, "update": "in_backward", "dtype": torch.bfloat16},
+    "replicas, muon": {"replicas": 2, "muon": True},
+    "replicas, muon, disk": {"replicas": 2, "muon": True, "disk": True, "update": "in_backward"},
     "waited for": {"wait": True},
     "loading": {"load": True, "evaluate": True},
     "disk, loading": {"disk": True, "load": True, "evaluate": True, "window": 1},
@@ -363,7 +365,11 @@ def test_no_wait_goes_past_the_place_of_all():
 
 @pytest.mark.parametrize(
     ("kind", "method", "setting"),
-    [(Lane, "barrier", "replicas"), (Replicas, "agree", "replicas, gradients looked at")],
+    [
+        (Lane, "barrier", "replicas"),
+        (Lane, "barrier", "replicas, muon"),
+        (Replicas, "agree", "replicas, gradients looked at"),
+    ],
 )
 def test_replicas_wait_for_one_another(kind, method, setting, monkeypatch):
     """Takes their meetings away, behind an update or a backward pass: what a late replica brings is then missing."""

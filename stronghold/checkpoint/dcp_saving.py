@@ -27,9 +27,9 @@ from stronghold.engine.adamw import AdamW
 from stronghold.formats.dcp import BUFFERS, MODEL, OPTIMIZER, OWN, RECORD
 from stronghold.formats.manifest import Manifest, ParameterEntry, content_of
 from stronghold.native import Blocks
-from stronghold.optim import HostMuon
 from stronghold.optim.blocks import decode
-from stronghold.optim.states import ADAMW_MOMENTS
+from stronghold.optim.muon_groups import is_muon
+from stronghold.optim.states import ADAMW_MOMENTS, MUON_MOMENTS
 from stronghold.unit import ProcessGroup, Unit, from_rank0
 
 T = TypeVar("T")
@@ -62,13 +62,12 @@ def own_content(
     the parameters in each of the optimizer's groups, in all processes, and ``rest`` is what :func:`settings_of`
     returned.
     """
-    if isinstance(optimizer, HostMuon):
-        raise ValueError(
-            "format='dcp' keeps the moments of AdamW (got a stronghold.Muon, whose momentum no other program's loader "
-            "asks for); pass format='safetensors'"
-        )
     names, states = names_of(model), optimizer.state  # which waits for the updates under way
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    moments_of = {
+        parameter: MUON_MOMENTS if is_muon(group) else ADAMW_MOMENTS
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     weights: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     parameters: dict[str, ParameterEntry] = {}
@@ -81,10 +80,12 @@ def own_content(
             parameters[name] = ParameterEntry(shape=list(parameter.shape), file="", step=step)
             weights[name] = like
             take[f"{MODEL}.{name}"] = partial(_master, engine, unit, index)
-            if step is None and not (parameter in trained and parameter.requires_grad):
+            keys = moments_of.get(parameter)
+            if keys is None or (step is None and not parameter.requires_grad):
                 continue
-            moments[name] = {"step": torch.tensor(step or 0.0), **dict.fromkeys(ADAMW_MOMENTS, like)}
-            for key in ADAMW_MOMENTS:  # torch's own programs have moments before a first step, too
+            counted = {"step": torch.tensor(step or 0.0)} if keys == ADAMW_MOMENTS else {}  # Muon has no use for it
+            moments[name] = {**counted, **dict.fromkeys(keys, like)}
+            for key in keys:  # torch's own programs have moments before a first step, too
                 taken = partial(_moment, engine, unit, states.get(parameter), key, parameter.shape)
                 take[f"{OPTIMIZER}.state.{name}.{key}"] = taken
     for alias, name in _aliases(model, names).items():

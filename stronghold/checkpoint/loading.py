@@ -32,7 +32,6 @@ from stronghold.formats.lock import locked_to_read
 from stronghold.formats.manifest import Manifest, UnitFileEntry, name_of
 from stronghold.formats.reader import Checkpoint
 from stronghold.formats.reader import verify as verify_files
-from stronghold.optim import HostMuon
 from stronghold.optim.groups import check_saved_step, is_number
 from stronghold.optim.muon_groups import check_saved, is_muon
 
@@ -72,7 +71,7 @@ def load(
             is with moments that no update can have left, such as NaN.
         format: ``"dcp"`` for one of ``torch.distributed.checkpoint``: one that :func:`save` wrote so, or one that
             another program did, with the parameters' and moments' names under prefixes of any kind ("model." and
-            "optimizer.state."). Of that one the learning rates, betas, eps and weight decays are taken too, and the
+            "optimizer.state."). Of that one the settings of AdamW's groups, and of Muon's, are taken too, and the
             random states left as they are. It has no checksums, and a pickle in it is run: load what you trust.
 
     Returns:
@@ -85,11 +84,6 @@ def load(
         StoreError: A directory that is in use, or to be loaded in place into a store that is placed otherwise.
     """
     check_format(format)
-    if format == "dcp" and isinstance(optimizer, HostMuon):
-        raise ValueError(
-            "format='dcp' has the moments of AdamW (got a stronghold.Muon); load a checkpoint that was saved with "
-            "format='safetensors'"
-        )
     model = uncompiled(model)
     engine = engine_for(model, optimizer)
     processes, directory = engine.processes, Path(os.path.abspath(directory))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stronghold.engine.adamw import AdamW
-from stronghold.errors import OffloadedModelError
+from stronghold.engine.engine import Engine
 from stronghold.optim import HostMuon
 from stronghold.optim.muon_groups import COEFFICIENTS, check_matrices
 from stronghold.unit import ONE_PROCESS, unit_of
@@ -19,9 +19,10 @@ class Muon(AdamW, HostMuon):
 
     Muon is that of ``torch.optim.Muon`` (Jordan et al., 2024), operation for operation: the momentum of a matrix is
     made nearly orthogonal by five steps of Newton and Schulz's iteration in bf16, and the matrix moves in that
-    direction. Matrices are never cut or flattened. The momentum is kept in the store, 4 bytes per parameter, and the
-    masters are exact, as AdamW's. Momentum and weights are updated on the host's cores; the direction, 2 bytes per
-    parameter, goes to the device for the iteration and comes back, beside the computation.
+    direction. Matrices are never cut or flattened, neither in stages, which have whole layers, nor in replicas:
+    those of a machine iterate some of a layer's matrices each. The momentum is kept in the store, 4 bytes per
+    parameter, and the masters are exact, as AdamW's. Momentum and weights are updated on the host's cores; the
+    direction, 2 bytes per parameter, goes to the device for the iteration and comes back, beside the computation.
 
     Each group is Muon's, unless it says ``use_muon=False``: then it is as one of :class:`stronghold.AdamW`, with the
     defaults of ``torch.optim.AdamW``. That is for embeddings, heads, norms and biases. What is said there of
@@ -43,11 +44,12 @@ class Muon(AdamW, HostMuon):
         max_grad_norm: As of :class:`stronghold.AdamW`; so are the next three.
         update: ``"deferred"``, ``"in_backward"`` or ``"auto"``.
         nonfinite: ``"raise"`` or ``"skip"``.
-        threads: The cores of AdamW's updates; Muon's take PyTorch's.
+        threads: The cores of the host's updates.
 
     Raises:
         ValueError: Settings out of range; a parameter of Muon's that is no matrix, or an embedding.
-        OffloadedModelError: Parameters that are not all of one offloaded model; a model in several processes.
+        OffloadedModelError: Parameters that are not all of one offloaded model.
+        ParallelError: What another of the model's processes refuses.
         BudgetError: States that do not fit the model's budgets; MemoryError and StoreError as AdamW raises them.
     """
 
@@ -79,25 +81,42 @@ class Muon(AdamW, HostMuon):
             "adjust_lr_fn": adjust_lr_fn,
         }
         kept = {"states": "fp32", "max_grad_norm": max_grad_norm, "nonfinite": nonfinite}
-        self._open(params, defaults, update=update, threads=threads, **kept)
+        groups = [{"params": params}] if isinstance(params, Tensor) else _as_groups(params)
+        owner = next((owner for group in groups for owner in _owners(group)), None)
+        if owner is not None and owner.processes is not ONE_PROCESS:  # one may see an embedding that another does not
+            owner.processes.run_on_all(lambda: _check(groups))
+        self._open(groups, defaults, update=update, threads=threads, **kept)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, Muon's unless it says ``use_muon=False``; its parameters must belong to the others' model.
 
-        Raises ValueError for a parameter of Muon's that is no matrix, or an embedding; OffloadedModelError for a model
-        in several processes.
+        Raises ValueError for a parameter of Muon's that is no matrix, or an embedding.
         """
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        its = [item[1] if isinstance(item, tuple) else item for item in params]
-        owners = {id(unit.owner): unit.owner for p in its if isinstance(p, nn.Parameter) and (unit := unit_of(p))}
-        for engine in (owner for owner in owners.values() if owner is not None):
-            if engine.replicas.world_size > 1 or engine.processes is not ONE_PROCESS:
-                raise OffloadedModelError(
-                    "stronghold.Muon updates whole matrices of a model in one process (got one in stages or replicas, "
-                    "which cut them up or have them in common); use stronghold.AdamW"
-                )
-        if param_group.get("use_muon", True):
-            owner = next(iter(owners.values()), None)
-            check_matrices([p for p in its if isinstance(p, Tensor)], owner.model() if owner is not None else None)
-        super().add_param_group({**param_group, "params": params})
+        (group,) = _as_groups([param_group])
+        _check([group])
+        super().add_param_group(group)
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Returns what torch.optim makes groups of as groups, each with a list of its parameters."""
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return [{**group, "params": [its] if isinstance(its := group["params"], Tensor) else list(its)} for group in groups]
+
+
+def _tensors(group: dict[str, Any]) -> list[Any]:
+    return [item[1] if isinstance(item, tuple) else item for item in group["params"]]
+
+
+def _owners(group: dict[str, Any]) -> list[Engine]:
+    """Returns whose a group's parameters are, in their order."""
+    units = (unit_of(p) for p in _tensors(group) if isinstance(p, nn.Parameter))
+    return [unit.owner for unit in units if unit is not None and unit.owner is not None]
+
+
+def _check(groups: list[dict[str, Any]]) -> None:
+    for group in groups:
+        owner = next(iter(_owners(group)), None)
+        model = None if owner is None else owner.model()
+        if group.get("use_muon", True):
+            check_matrices([p for p in _tensors(group) if isinstance(p, Tensor)], model)

@@ -123,6 +123,7 @@ class Updates:
                 update_io.cancel()
                 return
             update_io.run(segments, update.kernel)
+            update.end()
             if not shared:
                 update.done()
 

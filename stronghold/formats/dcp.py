@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from stronghold.errors import CheckpointError
 from stronghold.formats.manifest import BufferEntry, Manifest, ParameterEntry, manifest_from, name_of
-from stronghold.formats.moments import wrong_moment
+from stronghold.formats.moments import ADAMW, MUON, NAMES, wrong_moment
 
 T = TypeVar("T")
 
@@ -33,7 +33,9 @@ OWN, RECORD, BUFFERS = "stronghold", "manifest", "buffers"
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _KINDS = ("amsgrad", "maximize", "decoupled_weight_decay")
 """What tells AdamW from other optimizers of its family, where it is kept."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MUON_SETTINGS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+_OF_MUON = "ns_steps"
+"""What a group of torch.optim.Muon has and no other's, of which SGD has a momentum_buffer as well."""
 
 
 class DistributedCheckpoint:
@@ -54,12 +56,14 @@ class DistributedCheckpoint:
         self._states = self._told(self._states_prefix)
         own = f"{OWN}.{RECORD}" in self._entries
         self.manifest = self._recorded() if own else self._told(lambda: self._found(buffers, groups))
+        of_groups = zip(self.manifest.optimizer["groups"], self.manifest.optimizer["group_names"], strict=True)
+        self._by_muon = {name for group, its in of_groups if group.get("use_muon") is True for name in its}
         self._told(self._check)
 
     def unit(self, names: Iterable[str]) -> DistributedTensors:
         """Returns the tensors of the parameters called ``names``, by the names that our own files have for them."""
         keys = {name: self._model + name for name in names}
-        keys |= {f"{name}/{moment}": f"{self._states}{name}.{moment}" for name in names for moment in _MOMENTS}
+        keys |= {f"{name}/{moment}": f"{self._states}{name}.{moment}" for name in names for moment in NAMES}
         return DistributedTensors(self, {name: key for name, key in keys.items() if key in self._entries})
 
     def buffers(self) -> DistributedTensors:
@@ -76,12 +80,18 @@ class DistributedCheckpoint:
         """
         trained = [name for name, entry in self.manifest.parameters.items() if entry.step is not None]
         for name in trained[first::every]:
-            for moment in _MOMENTS:
+            for moment in self._moments_of(name):
                 if rule := wrong_moment(self.read(f"{self._states}{name}.{moment}"), moment):
                     raise CheckpointError(
-                        f"{moment} of {name} {rule}, in {self._directory}, and AdamW would make weights of it; load "
-                        "another checkpoint"
+                        f"{moment} of {name} {rule}, in {self._directory}, and {self._optimizer_of(name)} would make "
+                        "weights of it; load another checkpoint"
                     )
+
+    def _moments_of(self, name: str) -> tuple[str, ...]:
+        return (MUON,) if name in self._by_muon else ADAMW
+
+    def _optimizer_of(self, name: str) -> str:
+        return "Muon" if name in self._by_muon else "AdamW"
 
     def entry(self, key: str) -> TensorStorageMetadata:
         return self._entries[key]  # type: ignore[return-value]
@@ -148,8 +158,8 @@ class DistributedCheckpoint:
         """Returns what stands before the names of the parameters that have moments."""
         names, found = set(self._names), Counter[str]()
         for key in self._entries:
-            if key.endswith(".exp_avg"):
-                state = key.removesuffix(".exp_avg")
+            state, _, last = key.rpartition(".")
+            if last in (ADAMW[0], MUON):
                 found.update(state.removesuffix(tail) for tail in _tails(state) if tail in names)
         usual = f"{OPTIMIZER}.state."
         return usual if usual in found or not found else found.most_common(1)[0][0]
@@ -159,11 +169,11 @@ class DistributedCheckpoint:
         for name, parameter in self.manifest.parameters.items():
             keys = [self._model + name]
             if parameter.step is not None:
-                keys += [f"{self._states}{name}.{moment}" for moment in _MOMENTS]
+                keys += [f"{self._states}{name}.{moment}" for moment in self._moments_of(name)]
             for key in keys:
                 entry = self._entries.get(key)
                 if not isinstance(entry, TensorStorageMetadata):
-                    self._refuse(f"must have weights and moments of AdamW (got no tensor {key})")
+                    self._refuse(f"must have weights and moments of {self._optimizer_of(name)} (got no tensor {key})")
                 if list(entry.size) != parameter.shape:
                     self._refuse(f"must have moments like their weights (got {key} of shape {list(entry.size)})")
                 if entry.properties.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -181,15 +191,20 @@ class DistributedCheckpoint:
 
     def _found(self, buffers: Iterable[str], groups: Sequence[Sequence[str]]) -> Manifest:
         """Returns what can be known of a checkpoint that another program saved."""
-        trained = [name for name in self._names if f"{self._states}{name}.exp_avg" in self._entries]
+        by_adamw, by_muon = (
+            [name for name in self._names if f"{self._states}{name}.{moment}" in self._entries]
+            for moment in (ADAMW[0], MUON)
+        )
+        trained = [*by_adamw, *by_muon]
         if not trained:
             self._refuse("must have the optimizer's states under the parameters' names (got none)")
-        steps = self._read({f"{self._states}{name}.step": None for name in trained})
+        read = self._read({f"{self._states}{name}.step": None for name in by_adamw})
+        # Muon counts no steps.
+        steps = dict.fromkeys(by_muon, 0.0) | {name: float(read[f"{self._states}{name}.step"]) for name in by_adamw}
         parameters = {}
         for name in self._names:
-            step = steps.get(f"{self._states}{name}.step")
             shape = list(getattr(self._entries[self._model + name], "size", ()))
-            parameters[name] = ParameterEntry(shape=shape, file="", step=None if step is None else float(step))
+            parameters[name] = ParameterEntry(shape=shape, file="", step=steps.get(name))
         present = {name: self.entry(key) for name in buffers if (key := self._model + name) in self._entries}
         names, settings = self._groups(groups, trained)
         return Manifest(
@@ -230,13 +245,19 @@ class DistributedCheckpoint:
         return [list(group) for group in wanted], settings
 
     def _settings(self, places: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns what stands at each of ``places``."""
+        """Returns what stands at each of ``places``: AdamW's settings, or Muon's, which say so."""
+        by_muon = {place for place in places if place + _OF_MUON in self._entries}
         kept = {
-            place: [*_SETTINGS, *(setting for setting in _KINDS if place + setting in self._entries)]
+            place: _MUON_SETTINGS
+            if place in by_muon
+            else [*_SETTINGS, *(setting for setting in _KINDS if place + setting in self._entries)]
             for place in places
         }
         found = self._read({place + setting: None for place, settings in kept.items() for setting in settings})
-        return [{setting: found[place + setting] for setting in settings} for place, settings in kept.items()]
+        return [
+            {setting: found[place + setting] for setting in settings} | ({"use_muon": True} if place in by_muon else {})
+            for place, settings in kept.items()
+        ]
 
 
 class DistributedTensors:

@@ -30,6 +30,7 @@ from stronghold.native.kernels import (
     squared_norms,
     stream,
 )
+from stronghold.native.muon_kernels import Momentum, Moved, muon_momentum, muon_move
 from stronghold.native.processor import usable_cores
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
     "DiskCounters",
     "DiskFile",
     "Fault",
+    "Momentum",
+    "Moved",
     "Priority",
     "Segment",
     "Transfer",
@@ -55,6 +58,8 @@ __all__ = [
     "checksums",
     "crc32c",
     "most_host_bytes",
+    "muon_momentum",
+    "muon_move",
     "squared_norms",
     "stream",
     "usable_cores",

@@ -113,8 +113,8 @@ def adamw(segments: Sequence[Segment], *, threads: int, isa: str = "auto") -> No
     its errors: 1.5 ulp of a moment, and of a weight 2 ulp of the larger of itself and 8 times its update. Decoupled
     weight decay after Loshchilov & Hutter, ICLR 2019.
     """
-    _check_threads(threads)
-    isa = _resolve(isa)
+    check_threads(threads)
+    isa = resolve(isa)
     _C.adamw([_arguments(segment, f"segment {index}: ") for index, segment in enumerate(segments)], threads, isa)
 
 
@@ -123,10 +123,10 @@ def squared_norms(tensors: Sequence[Tensor], *, threads: int, isa: str = "auto")
 
     It is finite if and only if every element is: NaN and infinities show.
     """
-    _check_threads(threads)
-    isa = _resolve(isa)
+    check_threads(threads)
+    isa = resolve(isa)
     spans = [
-        (_address(f"tensor {index}", tensor, _FLOATS, tensor.numel()), tensor.dtype is torch.bfloat16, tensor.numel())
+        (address(f"tensor {index}", tensor, _FLOATS, tensor.numel()), tensor.dtype is torch.bfloat16, tensor.numel())
         for index, tensor in enumerate(tensors)
     ]
     return _C.squared_norms(spans, threads, isa)
@@ -137,15 +137,15 @@ def accumulate(additions: Sequence[Addition], *, threads: int, isa: str = "auto"
 
     The sums are float64, the same bits as :func:`squared_norms` gives for the new values as float32 tensors.
     """
-    _check_threads(threads)
-    isa = _resolve(isa)
+    check_threads(threads)
+    isa = resolve(isa)
     calls = []
     for index, addition in enumerate(additions):
         prefix, n = f"addition {index}: ", addition.target.numel()
-        target, remainder = _halves(prefix, "target", addition.target, "remainder", addition.remainder, n)
+        target, remainder = halves(prefix, "target", addition.target, "remainder", addition.remainder, n)
         if addition.target.dtype is torch.bfloat16 and addition.remainder is None:
-            raise ValueError(_LACKS_REMAINDER.format(f"{prefix}target"))
-        source = _address(f"{prefix}source", addition.source, (addition.target.dtype,), n)
+            raise ValueError(LACKS_REMAINDER.format(f"{prefix}target"))
+        source = address(f"{prefix}source", addition.source, (addition.target.dtype,), n)
         calls.append((target, remainder, source, n))
     return _C.accumulate(calls, threads, isa)
 
@@ -158,14 +158,14 @@ def stream(
     Cut and scheduled as :func:`adamw` is, it takes the time that 28 bytes an element need at least. Written values
     stay finite and normal however often it is called, as long as ``grad`` is finite.
     """
-    _check_threads(threads)
-    isa = _resolve(isa)
+    check_threads(threads)
+    isa = resolve(isa)
     n = weight.numel()
     _C.stream(
-        _address("weight", weight, _FLOAT32, n),
-        _address("grad", grad, _FLOAT32, n),
-        _address("exp_avg", exp_avg, _FLOAT32, n),
-        _address("exp_avg_sq", exp_avg_sq, _FLOAT32, n),
+        address("weight", weight, FLOAT32, n),
+        address("grad", grad, FLOAT32, n),
+        address("exp_avg", exp_avg, FLOAT32, n),
+        address("exp_avg_sq", exp_avg_sq, FLOAT32, n),
         n,
         threads,
         isa,
@@ -186,12 +186,12 @@ _AVAILABLE = tuple(_C.available_isas())
 _BEST = _C.best_isa()
 
 
-def _check_threads(threads: int) -> None:
+def check_threads(threads: int) -> None:
     if not isinstance(threads, int) or threads < 1:
         raise ValueError(f"threads must be an integer of 1 or more (got {threads!r}); pass usable_cores()")
 
 
-def _resolve(isa: str) -> str:
+def resolve(isa: str) -> str:
     if isa == "auto":
         return _BEST
     if isa not in _AVAILABLE:
@@ -201,21 +201,21 @@ def _resolve(isa: str) -> str:
     return isa
 
 
-_FLOAT32 = (torch.float32,)
+FLOAT32 = (torch.float32,)
 _FLOATS = (torch.float32, torch.bfloat16)
 _INT16 = (torch.int16,)
 _UINT8 = (torch.uint8,)
-_LACKS_REMAINDER = "{0} is bfloat16 and needs a remainder, the low half of its float32 master; pass both, or float32"
+LACKS_REMAINDER = "{0} is bfloat16 and needs a remainder, the low half of its float32 master; pass both, or float32"
 
 
 def _arguments(segment: Segment, prefix: str) -> tuple[object, ...]:
     """Returns what the extension takes for ``segment``. ``prefix`` begins the message if it is refused."""
     weight, grad, exp_avg, exp_avg_sq = segment.weight, segment.grad, segment.exp_avg, segment.exp_avg_sq
     n = weight.numel()
-    halves = _halves(prefix, "weight", weight, "remainder", segment.remainder, n)
+    weight_halves = halves(prefix, "weight", weight, "remainder", segment.remainder, n)
     if weight.dtype is torch.bfloat16 and segment.remainder is None:
-        raise ValueError(_LACKS_REMAINDER.format(f"{prefix}weight"))
-    grad_halves = _halves(prefix, "grad", grad, "grad_remainder", segment.grad_remainder, n)
+        raise ValueError(LACKS_REMAINDER.format(f"{prefix}weight"))
+    grad_halves = halves(prefix, "grad", grad, "grad_remainder", segment.grad_remainder, n)
     if isinstance(exp_avg, Blocks) != isinstance(exp_avg_sq, Blocks):
         kinds = [type(moment).__name__ for moment in (exp_avg, exp_avg_sq)]
         raise ValueError(
@@ -228,7 +228,7 @@ def _arguments(segment: Segment, prefix: str) -> tuple[object, ...]:
     if segment.step < 1:
         raise ValueError(f"{prefix}step counts from 1 (got {segment.step}); increase it before the update")
     return (
-        *halves,
+        *weight_halves,
         *grad_halves,
         grad.dtype is torch.bfloat16,
         *moments,
@@ -244,29 +244,27 @@ def _arguments(segment: Segment, prefix: str) -> tuple[object, ...]:
     )
 
 
-def _halves(
-    prefix: str, name: str, tensor: Tensor, low_name: str, low: Tensor | None, elements: int
-) -> tuple[int, int]:
+def halves(prefix: str, name: str, tensor: Tensor, low_name: str, low: Tensor | None, elements: int) -> tuple[int, int]:
     """Returns the addresses of a tensor and of its low half, 0 where it has none."""
-    address = _address(prefix + name, tensor, _FLOATS, elements)
+    high = address(prefix + name, tensor, _FLOATS, elements)
     if low is None:
-        return address, 0
+        return high, 0
     if tensor.dtype is not torch.bfloat16:
         raise ValueError(
             f"{prefix}{low_name} is the low half of a bfloat16 {name} (got a {name} of {tensor.dtype}); leave it out"
         )
-    return address, _address(prefix + low_name, low, _INT16, elements)
+    return high, address(prefix + low_name, low, _INT16, elements)
 
 
 def _moment(name: str, moment: Tensor | Blocks, elements: int) -> tuple[int, int]:
     """Returns the addresses of a moment and of its exponents, 0 where it has none."""
     if isinstance(moment, Tensor):
-        return _address(name, moment, _FLOAT32, elements), 0
-    codes = _address(f"{name}.codes", moment.codes, _UINT8, elements)
-    return codes, _address(f"{name}.exponents", moment.exponents, _UINT8, -(-elements // BLOCK))
+        return address(name, moment, FLOAT32, elements), 0
+    codes = address(f"{name}.codes", moment.codes, _UINT8, elements)
+    return codes, address(f"{name}.exponents", moment.exponents, _UINT8, -(-elements // BLOCK))
 
 
-def _address(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], elements: int) -> int:
+def address(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], elements: int) -> int:
     """Returns where the tensor's elements are. Raises ValueError for the first rule that it breaks."""
     if not tensor.is_cpu:
         raise ValueError(f"{name} must be on the CPU (got {tensor.device}); copy it to the host first")

@@ -131,7 +131,8 @@ class HostMuon(HostAdamW):
         units[0].memory.check_memory(
             host_bytes=needed - have, device_bytes=self.scratch_bytes(), what="Muon's iteration"
         )
-        self._directions = self._device.host_buffer(needed, private=True)
+        memory = units[0].replicas.memory(needed)
+        self._directions = self._device.host_buffer(needed, private=True, memory=memory)
 
     def _lay_out(self, unit: Unit) -> Layout:
         matrices = self._matrices(unit)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from stronghold import native
 from stronghold.device import Event, Wait, Waits
 from stronghold.split import join, split
 
@@ -64,12 +66,27 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, shape: Sequence[int]) -> fl
     return lr * math.sqrt(max(1, rows / columns))
 
 
+def _has_kernel(values: Tensor, other: Tensor) -> bool:
+    """Whether the host's kernels, which compute the same bits, take tensors of this place and dtype."""
+    return values.is_cpu and other.dtype in (torch.float32, torch.bfloat16)
+
+
+class InCommon(Protocol):
+    """The directions of one update whose matrices a machine's replicas have in common."""
+
+    def take(self) -> None:
+        """Blocks until every replica's share is there and all directions are orthogonal."""
+
+
 class Direction:
     """The direction in which one matrix moves: what the momentum says, and then that made orthogonal.
 
     ``values`` is bf16, of the matrix's shape. With ``waits`` it is on the host, and the iteration runs on their device,
-    beside the computation; without, where ``values`` are, at once.
+    beside the computation; without, where ``values`` are, at once. With ``in_common``, which an update sets, the
+    replicas write a share of ``values`` each, and that says who iterates.
     """
+
+    in_common: InCommon | None = None
 
     def __init__(
         self, values: Tensor, waits: Waits | None = None, *, coefficients: Sequence[float], steps: int, eps: float
@@ -80,14 +97,26 @@ class Direction:
         self._done: Event | None = None
 
     def begin(self) -> None:
-        """Called when all ``values`` are there: begins the iteration."""
+        """Called when all ``values`` are there that this process writes: begins the iteration if those are all."""
+        if self.in_common is None:
+            self.iterate()
+
+    def take(self) -> None:
+        """Blocks until the orthogonal ``values`` are there."""
+        if self.in_common is None:
+            self.wait_iterated()
+        else:
+            self.in_common.take()
+
+    def iterate(self) -> None:
+        """Begins the iteration, with ``waits`` on their device."""
         if self._device is None:
             self._iterate()
         else:
             self._done = self._device.beside(self._iterate)
 
-    def take(self) -> None:
-        """Blocks until the orthogonal ``values`` are there."""
+    def wait_iterated(self) -> None:
+        """Blocks until the iteration that this process has begun is complete."""
         if self.waits is not None:
             # The host moves weights along what comes down from the iteration: the copy must be complete.
             self.waits.host(self._done, Wait.DIRECTION)
@@ -138,12 +167,28 @@ class MomentumSegment:
             momentum_buffer=of(self.momentum_buffer),
         )
 
-    def run(self) -> None:
+    def run(self, threads: int = 1) -> None:
         """Updates the momentum, and begins the matrix's iteration if these are its last elements."""
-        for begin in range(0, self.elements, PART):
-            self.part(begin, min(begin + PART, self.elements))._run()
+        if self.squares is None and _has_kernel(self.values, self.grad):
+            piece = native.Momentum(
+                direction=self.values,
+                grad=self.grad,
+                grad_remainder=self.grad_remainder,
+                momentum_buffer=self.momentum_buffer,
+                momentum=self.momentum,
+                nesterov=self.nesterov,
+                grad_scale=self.grad_scale,
+            )
+            native.muon_momentum(piece, threads=threads)
+        else:
+            self.run_in_torch()
         if self.last:
             self.direction.begin()
+
+    def run_in_torch(self) -> None:
+        """Does the same by PyTorch's operations, wherever the tensors are."""
+        for begin in range(0, self.elements, PART):
+            self.part(begin, min(begin + PART, self.elements))._run()
 
     def _run(self) -> None:
         grad = self.grad.float() if self.grad_remainder is None else join(self.grad, self.grad_remainder)
@@ -189,9 +234,19 @@ class StepSegment:
             remainder=None if self.remainder is None else of(self.remainder),
         )
 
-    def run(self) -> None:
+    def run(self, threads: int = 1) -> None:
         """Moves the weights, once their direction is there."""
         self.direction.take()
+        if self.squares is None and _has_kernel(self.values, self.weight):
+            piece = native.Moved(
+                direction=self.values, weight=self.weight, remainder=self.remainder, lr=self.lr, decay=self.decay
+            )
+            native.muon_move(piece, threads=threads)
+        else:
+            self.run_in_torch()
+
+    def run_in_torch(self) -> None:
+        """Does the same by PyTorch's operations, wherever the tensors are."""
         for begin in range(0, self.elements, PART):
             self.part(begin, min(begin + PART, self.elements))._run()
 

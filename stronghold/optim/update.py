@@ -14,6 +14,7 @@ from stronghold.layout import Part
 from stronghold.optim.adamw_on_device import adamw_on_device
 from stronghold.optim.change import Change, Segment
 from stronghold.optim.checks import check_changes
+from stronghold.optim.muon_in_common import DirectionsInCommon
 from stronghold.optim.muon_step import MomentumSegment, StepSegment
 from stronghold.unit import ConsumedGradient, HostGrad, Unit, grad_meta_of, gradient_of, note_gradient
 
@@ -40,6 +41,7 @@ class Update:
         self.checked = checked
         self.scale = 1.0
         """What the gradients are multiplied with."""
+        self._in_common: DirectionsInCommon | None = None
         check_changes(unit, changes)
         operands = _in_turn((change, change.operands(unit)) for change in changes)
         self.operands: Sequence[Sequence[Tensor]] = [tensors for _, tensors in operands]
@@ -69,15 +71,19 @@ class Update:
         for change in self.changes:
             change.state["step"] += 1
         scale, checked = self.scale, self.checked
-        segments = _in_turn((c, c.segments(self.unit, scale=scale, checked=checked)) for c in self.changes)
-        return [segment for _, segment in segments]
+        in_turn = _in_turn((c, c.segments(self.unit, scale=scale, checked=checked)) for c in self.changes)
+        segments = [segment for _, segment in in_turn]
+        directions = [segment.direction for segment in segments if isinstance(segment, StepSegment)]
+        if directions and self.unit.replicas.local_world_size > 1 and not self.unit.resident:
+            self._in_common = DirectionsInCommon(directions, self.unit.replicas)
+        return segments
 
     def kernel(self, segments: list[Segment]) -> None:
         """Updates the segments, where they are."""
         on_host = self.unit.weight[0].is_cpu
         for segment in segments:
             if isinstance(segment, MomentumSegment):
-                segment.run()
+                segment.run(self.threads.count)
         adamw = [segment for segment in segments if isinstance(segment, native.Segment)]
         if on_host and adamw:  # while the device is at the matrices
             self.threads.run(lambda threads: native.adamw(adamw, threads=threads), adamw)
@@ -86,7 +92,13 @@ class Update:
                 adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
         for segment in segments:
             if isinstance(segment, StepSegment):
-                segment.run()
+                segment.run(self.threads.count)
+
+    def end(self) -> None:
+        """Called when this process has updated its parts of the segments; waits where replicas read those in common."""
+        if self._in_common is not None:
+            self._in_common.end()
+            self._in_common = None
 
     def done(self) -> None:
         """Called when all segments are updated."""

@@ -246,6 +246,15 @@ def residual() -> nn.Sequential:
     )
 
 
+def optimizer_of(model: nn.Module, *, muon: bool = False, **settings: Any) -> stronghold.AdamW:
+    """Returns AdamW, or Muon for the matrices and AdamW for the rest."""
+    if not muon:
+        return stronghold.AdamW(model.parameters(), lr=1e-2, **settings)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim != 2]
+    return stronghold.Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], lr=1e-2, **settings)
+
+
 def bits(folder: str) -> list[str]:
     """Trains stages beside the same model in one process, micro-batch after micro-batch; returns what is not equal."""
     unequal = []
@@ -267,11 +276,9 @@ def bits(folder: str) -> list[str]:
             resident=case.get("resident", 0),
             **({"store": f"{folder}/{number}"} if case.get("disk") else {}),
         )
-        states, update = case.get("states", "fp32"), case.get("update", "deferred")
-        optimizers = [
-            stronghold.AdamW(whole.parameters(), lr=1e-2, states=states),
-            stronghold.AdamW(stages.parameters(), lr=1e-2, states=states, update=update),
-        ]
+        update = case.get("update", "deferred")
+        optimizing = {name: case[name] for name in ("states", "muon") if name in case}
+        optimizers = [optimizer_of(whole, **optimizing), optimizer_of(stages, **optimizing, update=update)]
         for step in range(4):
             x, y = torch.randn(8, 3, 4, dtype=dtype), torch.randint(5, (8,))
             losses = []
@@ -303,6 +310,8 @@ BITS = [
     {"stages": 2, "schedule": "GPipe", "update": "in_backward", "bf16": True, "disk": True},
     {"stages": 2, "schedule": "1F1B", "update": "in_backward", "bf16": True, "resident": 2},
     {"stages": 4, "schedule": "Interleaved1F1B", "update": "in_backward", "states": "8bit"},
+    {"stages": 2, "schedule": "1F1B", "muon": True},
+    {"stages": 4, "schedule": "Interleaved1F1B", "update": "in_backward", "bf16": True, "disk": True, "muon": True},
 ]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import stronghold
 from stronghold.distributed import watch
 from stronghold.engine import engine_of
-from tests.distributed.cases import machines, residual
+from tests.distributed.cases import machines, optimizer_of, residual
 from tests.small import SIZE
 
 BITS: list[dict[str, Any]] = [
@@ -31,6 +31,8 @@ BITS: list[dict[str, Any]] = [
     {"resident": 3, "update": "in_backward"},
     {"bf16": True},
     {"bf16": True, "resident": 3},
+    {"muon": True, "max_grad_norm": 0.05},
+    {"muon": True, "update": "in_backward", "disk": True, "bf16": True},
 ]
 """Ways to train that are the same to the bit in two replicas and with two halves of each batch in one process."""
 
@@ -38,6 +40,7 @@ APART: list[dict[str, Any]] = [
     {"max_grad_norm": 0.05},
     {"update": "in_backward", "states": "8bit", "disk": True},
     {"resident": 3, "disk": True, "bf16": True},
+    {"muon": True, "resident": 3},
 ]
 """The same on two machines."""
 
@@ -47,7 +50,7 @@ def bits(folder: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
     unequal, bytes_, fetches = [], [], 0
     for number, case in enumerate(cases):
         settings = dict(case)
-        optimizing = {k: settings.pop(k) for k in ("states", "update", "max_grad_norm") if k in settings}
+        optimizing = {k: settings.pop(k) for k in ("states", "update", "max_grad_norm", "muon") if k in settings}
         dtype = torch.bfloat16 if settings.pop("bf16", False) else None
         if settings.pop("disk", False):
             settings["store"] = f"{folder}/{number}"
@@ -58,8 +61,8 @@ def bits(folder: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
                 parameter.add_(int(os.environ["RANK"]))  # the first one's values are taken
         stronghold.replicate(model, device="cpu", dtype=dtype, **{"window": 1, **settings})
         optimizers = [
-            stronghold.AdamW(whole.parameters(), lr=1e-2, **{**optimizing, "update": "deferred"}),
-            stronghold.AdamW(model.parameters(), lr=1e-2, **optimizing),
+            optimizer_of(whole, **{**optimizing, "update": "deferred"}),
+            optimizer_of(model, **optimizing),
         ]
         if case == cases[0]:
             bytes_ = [stronghold.report(one).pageable_host_bytes for one in (whole, model)]

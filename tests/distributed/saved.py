@@ -55,7 +55,17 @@ def in_layout(layout: str, states: str, dtype: torch.dtype | None = None) -> tup
     settings = dict(LAYOUTS[layout])
     processes = Processes(torch.device("cpu"), wanted=2, replicas=settings.pop("replicas", 1))
     model = in_stages(LayeredGPT(gpt()), processes, micro_batches=4, dtype=dtype, **settings)
-    return model, stronghold.AdamW(groups(model), lr=1e-3, states=states)
+    return model, optimizer_of(model, states)
+
+
+def optimizer_of(model: nn.Module, states: str) -> stronghold.AdamW:
+    """Returns AdamW with moments in ``states``; of ``"muon"`` Muon for the layers' matrices, and AdamW for the rest."""
+    if states != "muon":
+        return stronghold.AdamW(groups(model), lr=1e-3, states=states)
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.ndim == 2 and "embedding" not in name]
+    others = [p for name, p in named if p.ndim != 2 or "embedding" in name]
+    return stronghold.Muon([{"params": matrices}, {"params": others, "use_muon": False, "lr": 1e-3}], lr=2e-3)
 
 
 def train(model: nn.Module, optimizer: stronghold.AdamW, steps: slice) -> list[float]:

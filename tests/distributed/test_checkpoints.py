@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 def alone(states: str):
     model = saved.gpt()
     stronghold.offload(model, device="cpu", window=2, dtype=torch.bfloat16 if states == "8bit" else None)
-    return model, stronghold.AdamW(saved.groups(model), lr=1e-3, states=states)
+    return model, saved.optimizer_of(model, states)
 
 
 def entries(folder) -> dict:
@@ -24,7 +24,16 @@ def entries(folder) -> dict:
     return {name: getattr(entry, "size", None) for name, entry in found.items()}
 
 
-@pytest.mark.parametrize(("states", "format"), [("fp32", "safetensors"), ("8bit", "safetensors"), ("fp32", "dcp")])
+@pytest.mark.parametrize(
+    ("states", "format"),
+    [
+        ("fp32", "safetensors"),
+        ("8bit", "safetensors"),
+        ("fp32", "dcp"),
+        ("muon", "dcp"),
+        ("muon", "safetensors"),
+    ],
+)
 def test_a_checkpoint_loads_in_every_layout_to_the_bit(tmp_path, states, format):
     model, optimizer = alone(states)
     saved.train(model, optimizer, slice(0, 3))

@@ -11,7 +11,7 @@ from torch import nn
 import stronghold
 from stronghold.engine import engine_of, offload_shared
 from stronghold.errors import BudgetError, CheckpointError, NonFiniteGradientError, OffloadedModelError
-from stronghold.unit import OneProcess, unit_of
+from stronghold.unit import ONE_REPLICA, unit_of
 from tests.muon import TorchMuon, different, seen, train
 from tests.muon_groups import ADAMW, MUON, groups, split_up
 from tests.reference import CASES
@@ -47,21 +47,32 @@ def test_training_is_torchs_to_the_bit(name, dtype):
     assert different(seen(model, optimizer), seen(plain, reference)) == []
 
 
-def test_training_is_torchs_with_its_own_adamw():
-    """50 steps, clipped. AdamW's last bits are others, as those of torch's own implementations are to one another."""
-    batches = CASES["gpt"].batches(50)
+@pytest.mark.parametrize(
+    ("name", "clip"),
+    [("gpt", None), ("gpt", 0.5), ("llama", None), pytest.param("bert", 0.5, marks=pytest.mark.long)],
+)
+def test_training_is_torchs_with_its_own_adamw(name, clip):
+    """50 steps. AdamW's last bits are others, as those of torch's own implementations are to one another.
 
-    def torchs(**implementation):
-        plain = CASES["gpt"].model()
-        return train(plain, TorchMuon(plain, by_torch=implementation), batches, clip=0.5)
+    The iteration enlarges them. Where the losses are more than 1e-5 apart they are as near to those in float64 as
+    torch's two are, which are as far from one another: no fp32 run is nearer.
+    """
+    batches = CASES[name].batches(50)
+
+    def torchs(dtype=F32, **implementation):
+        plain = CASES[name].model().to(dtype)
+        given = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
+        optimizer = TorchMuon(plain, dtype=dtype, by_torch=implementation)
+        return train(plain, optimizer, given, clip=clip)
 
     def apart(ours, theirs):
         return max(abs(one - other) / other for one, other in zip(ours, theirs, strict=True))
 
     expected = torchs(foreach=False)
-    got = train(*offloaded(), batches, clip=0.5)
-    if (off := apart(got, expected)) > 1e-5:
-        assert off <= 3 * apart(torchs(fused=True), expected)
+    got = train(*offloaded(name), batches, clip=clip)
+    if apart(got, expected) > 1e-5:
+        exact = torchs(torch.float64, foreach=False)
+        assert apart(got, exact) <= 2 * max(apart(expected, exact), apart(torchs(fused=True), exact)) <= 1.2e-4
 
 
 PLACES = {
@@ -98,6 +109,27 @@ def test_no_place_changes_a_bit(place, dtype, usual, tmp_path):
     losses, expected = usual[dtype]
     assert train(model, optimizer, CASES["gpt"].batches(5)) == losses
     assert different(seen(model, optimizer), expected) == []
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", BF16), ("bert", F32)])
+def test_no_window_store_or_way_of_updating_changes_a_bit(name, dtype, tmp_path):
+    """Those of the models whose fifty steps are torch's; each pair of a window, a store and a way is there."""
+    batches = CASES[name].batches(4)
+    model, optimizer = offloaded(name, dtype=dtype)
+    losses, expected = train(model, optimizer, batches), seen(model, optimizer)
+    for number, (window, disk, update) in enumerate(
+        [
+            (1, False, "in_backward"),
+            (1, True, "deferred"),
+            (2, True, "in_backward"),
+            (4, False, "deferred"),
+            (4, True, "in_backward"),
+        ]
+    ):
+        store = {"store": str(tmp_path / str(number))} if disk else {}
+        model, optimizer = offloaded(name, dtype=dtype, window=window, muon={"update": update}, **store)
+        assert train(model, optimizer, batches) == losses, (window, disk, update)
+        assert different(seen(model, optimizer), expected) == [], (window, disk, update)
 
 
 def test_chunks_of_a_disk_change_no_bit(usual, tmp_path, monkeypatch):
@@ -233,8 +265,6 @@ def test_a_checkpoint_is_of_the_optimizer_that_saved_it(tmp_path):
     model, optimizer = offloaded()
     train(model, optimizer, CASES["gpt"].batches(1))
     stronghold.checkpoint.save(tmp_path / "saved", model, optimizer)
-    with pytest.raises(ValueError, match="format='dcp' keeps the moments of AdamW"):
-        stronghold.checkpoint.save(tmp_path / "dcp", model, optimizer, format="dcp")
     other, _ = offloaded()
     matrices, rest = split_up(other)
     adamw = stronghold.AdamW([{"params": matrices}, {"params": rest}])
@@ -391,17 +421,58 @@ def test_groups_added_later_are_checked_before_anything_changes():
     assert optimizer.state_dict()["state"].keys() == set(range(len(matrices(model)) + 1))
 
 
-def test_a_model_in_several_processes_is_refused():
+SHARED = {
+    "two replicas": {},
+    "in bf16": {"dtype": BF16},
+    "on disk": {"store": True},
+    "on disk, in bf16, in_backward": {"store": True, "dtype": BF16, "muon": {"update": "in_backward"}},
+    "resident": {"resident": 2, "window": 1},
+    "clipped": {"muon": {"max_grad_norm": 0.05}},
+}
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_replicas_are_one_process_to_the_bit(shared, tmp_path, monkeypatch):
+    """Each replica of a machine has a share of every matrix, and all of them together iterate it as a whole.
+
+    All have the same batches, and the mean of the same gradients is these. A share on disk passes in several chunks.
+    """
+    from stronghold.store import ring
+
+    monkeypatch.setattr(ring, "SLOT_BYTES", 8 * 4096)
+    settings = dict(SHARED[shared])
+    muon = settings.pop("muon", {})
+    batches = CASES["gpt"].batches(4)
+    plain = CASES["gpt"].model().eval()
+    stronghold.offload(plain, device="cpu", window=2, dtype=settings.get("dtype"))
+    optimizer = stronghold.Muon(groups(plain), **{**muon, "update": "deferred"})
+    expected = train(plain, optimizer, batches), seen(plain, optimizer)
+    if settings.get("store"):
+        settings["store"] = str(tmp_path)
+    models = [CASES["gpt"].model().eval() for _ in range(2)]
+
+    def run(one):
+        model = models[one.rank]
+        offload_shared(model, one, device="cpu", **{"window": 2, **settings})
+        optimizer = stronghold.Muon(groups(model), **muon)
+        losses = train(model, optimizer, batches)
+        one.main.barrier()
+        return losses, seen(model, optimizer)
+
+    for losses, found in in_threads(2, run):
+        assert losses == expected[0]
+        assert different(found, expected[1]) == []
+
+
+def test_what_one_process_of_several_sees_is_refused_in_all():
+    """A head that is tied to an embedding is no embedding in the process that has the head alone."""
+
     def build(one):
-        model = CASES["gpt"].model()
-        offload_shared(model, one, device="cpu", window=2)
-        with pytest.raises(OffloadedModelError, match="stages or replicas"):
-            stronghold.Muon(groups(model))
+        model = CASES["gpt"].model() if one.rank else Residual()
+        offload_shared(model, ONE_REPLICA, device="cpu", window=2)
+        engine_of(model).join(one.everyone, shared=(), copies=(), model="GPT", passes=1, here=1)
+        embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+        with pytest.raises(ValueError, match="not for an embedding"):
+            stronghold.Muon(embeddings or [model.layers[0].up.weight])
 
     in_threads(2, build)
-    model = CASES["gpt"].model()
-    stronghold.offload(model, device="cpu", window=2)
-    everyone = OneProcess()  # as those of a model in stages, which has fewer layers here
-    engine_of(model).join(everyone, shared=(), copies=(), model="GPT", passes=1, here=1)
-    with pytest.raises(OffloadedModelError, match="stages or replicas"):
-        stronghold.Muon(groups(model))
