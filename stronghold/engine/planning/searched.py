@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from stronghold.planner.machine_rates import Pace
 from stronghold.planner.other_plans import Alternative, Refused
 from stronghold.planner.search import Choice, Found, Plan, Refusal, Space, search
 from stronghold.planner.step import step_time
+from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.units import format_bytes
 
@@ -30,8 +33,9 @@ class PlannedModel:
 
     ``directories`` are real paths that the machine was probed with, ``sequence`` the tokens of a sample. Of so many
     ``replicas`` on the machine it is one, and the ``inputs`` are its part of a step's. Layers that are recomputed have
-    their inputs where ``activations`` says, ``"host"`` or ``"disk"`` as for ``offload``, else on the device. Raises
-    ValueError for a model that cannot be planned for.
+    their inputs where ``activations`` says, ``"host"`` or ``"disk"`` as for ``offload``, else on the device. With
+    ``by_muon`` it is for ``stronghold.Muon``, and all choices must be of its momentum. Raises ValueError for a model
+    that cannot be planned for.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class PlannedModel:
         name: str | None = None,
         replicas: int = 1,
         activations: str = "recompute",
+        by_muon: bool = False,
     ) -> None:
         # Here, since what it imports takes seconds that training does without.
         from stronghold.engine.planning.computation import ModelComputation
@@ -57,13 +62,26 @@ class PlannedModel:
         self._recompute = activations
         self._sequence, self._name = sequence, name or type(model).__name__
         is_host, block_bytes = machine.is_host, 1 if machine.is_host else BLOCK_BYTES
-        self.memory = ModelMemory(
-            model, layers=layers, dtype=dtype, is_host=is_host, replicas=replicas, block_bytes=block_bytes
+        memory_of = partial(
+            ModelMemory,
+            model,
+            layers=layers,
+            dtype=dtype,
+            is_host=is_host,
+            replicas=replicas,
+            block_bytes=block_bytes,
         )
+        self.memory, self._memory_of = memory_of(by_muon=by_muon), memory_of
         modules = self.memory.units.modules
         self.computation = ModelComputation(
             model, modules, inputs, dtype=dtype, loss=loss, block_bytes=block_bytes, fused=not is_host
         )
+
+    def for_muon(self) -> PlannedModel:
+        """Returns the same model with ``stronghold.Muon`` as its optimizer."""
+        other = copy.copy(self)
+        other.memory = self._memory_of(by_muon=True)
+        return other
 
     def best(self, space: Space, limits: Limits, *, tokens: int = 10**9) -> TrainingPlan:
         """Returns the plan of the shortest step. Raises BudgetError where nothing fits.
@@ -129,6 +147,9 @@ class PlannedModel:
             others=[told.alternative(other) for other in found.plans[1:]],
             refused=[told.refused(one) for one in found.refused],
             spans=best.step.spans,
+            updated_by="AdamW" if best.choice.states != MUON else "Muon",
+            update_bytes=planner.update_bytes(best.choice),
+            assumed=planner.assumed(best.choice),
         )
 
 
@@ -155,7 +176,8 @@ class _Told:
         return found
 
     def optimizer(self, choice: Choice) -> dict[str, Any]:
-        return {"states": choice.states, "update": choice.update}
+        states = {} if choice.states == MUON else {"states": choice.states}
+        return {**states, "update": choice.update}
 
     def step_s(self, choice: Choice, pace: Pace) -> float:
         work = self._planner.work_of(choice, pace)
