@@ -114,7 +114,7 @@ def plan(
         space = Space(
             layers=count,
             **sizes(memory, window, resident),
-            kepts=kepts(activations, count),
+            kepts=kepts(activations, count, may_keep=planned.may_keep),
             micro_batches=micro_batches(micro_batch, planned.computation.batch, memory),
             updates=UPDATES if update is None else (one_of("update", update, UPDATES),),
             states=formats,

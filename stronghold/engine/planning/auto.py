@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stronghold.device import Device
 from stronghold.engine.planning.asked import RESERVED, UPDATES, kepts, limits, micro_batches, sizes
 from stronghold.engine.planning.given import check_plan
-from stronghold.engine.planning.model_planner import Limits
+from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.errors import BudgetError
 from stronghold.planned import MUON as BY_MUON
@@ -115,7 +115,7 @@ def _planned(
     space = Space(
         layers=count,
         **sizes(found.memory, window, resident),
-        kepts=kepts(activations, count),
+        kepts=kepts(activations, count, may_keep=found.may_keep),
         micro_batches=micro_batches(settings.micro_batch, found.computation.batch, found.memory),
         updates=("deferred",),
         stores=("disk",) if directories else ("ram",),

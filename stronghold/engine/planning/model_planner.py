@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stronghold.engine.planning.kept_inputs import KeptInputs, kept_inputs
+from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.most_alive import most_alive
 from stronghold.engine.planning.muon_work import muon_assumed
@@ -22,21 +23,6 @@ from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSett
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What may be taken, in bytes; ``process`` of the host's memory is taken already.
-
-    Beside a store on disk all that is left stays in RAM, unless ``fills_ram`` is false: then it is ``in_ram``, or
-    nothing.
-    """
-
-    device: int | None
-    host: int
-    process: int
-    fills_ram: bool = True
-    in_ram: int | None = None
 
 
 class ModelPlanner:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.engine.planning.kept_inputs import kept_inputs
+from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
-from stronghold.engine.planning.model_planner import Limits, ModelPlanner
+from stronghold.engine.planning.model_planner import ModelPlanner
 from stronghold.errors import BudgetError
 from stronghold.planner.machine_file import MachineFile, Spread
 from stronghold.planner.machine_rates import Pace
@@ -22,6 +23,7 @@ from stronghold.planner.search import Choice, Found, Plan, Refusal, Space, searc
 from stronghold.planner.step import step_time
 from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
+from stronghold.unit import all_parameters, count_of
 from stronghold.units import format_bytes
 
 BLOCK_BYTES = 512
@@ -56,9 +58,10 @@ class PlannedModel:
     ) -> None:
         # Here, since what it imports takes seconds that training does without.
         from stronghold.engine.planning.computation import ModelComputation
+        from stronghold.engine.planning.quantised_layers import with_rates
 
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
-        self._model, self._machine, self._directories = model, machine, directories
+        self._model, self._directories = model, directories
         self._recompute = activations
         self._sequence, self._name = sequence, name or type(model).__name__
         is_host, block_bytes = machine.is_host, 1 if machine.is_host else BLOCK_BYTES
@@ -76,6 +79,13 @@ class PlannedModel:
         self.computation = ModelComputation(
             model, modules, inputs, dtype=dtype, loss=loss, block_bytes=block_bytes, fused=not is_host
         )
+        computes = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self._machine, self._assumed = with_rates(machine, self.computation.quantised, computes)
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether layers in the window may keep their activations: not where weights are saved as dequantised."""
+        return all(one.may_be_kept for one in self.computation.quantised)
 
     def for_muon(self) -> PlannedModel:
         """Returns the same model with ``stronghold.Muon`` as its optimizer."""
@@ -115,7 +125,7 @@ class PlannedModel:
         parameters = list(self._model.parameters())
         return TrainingPlan(
             model=self._name,
-            parameters=sum(p.numel() for p in parameters),
+            parameters=sum(count_of(p) for _, p in all_parameters(self._model)),
             trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             layers=len(self.memory.units.layers),
             samples=self.computation.batch * self.memory.replicas,
@@ -149,7 +159,7 @@ class PlannedModel:
             spans=best.step.spans,
             updated_by="AdamW" if best.choice.states != MUON else "Muon",
             update_bytes=planner.update_bytes(best.choice),
-            assumed=planner.assumed(best.choice),
+            assumed=[*self._assumed, *planner.assumed(best.choice)],
         )
 
 
