@@ -145,7 +145,7 @@ class TrainingPlan(Shown):
         for one in self.refused[:1]:
             lacks = f"needs {format_bytes(one.needed_bytes)} of {one.place}, where {format_bytes(one.limit_bytes)} are"
             found.append(f"{self._differing(one)} {lacks}")
-        return "; ".join(found)
+        return "; ".join([*found, *(f"assumed: {text}" for text in self.assumed)])
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns the table's lines: (section, name, value)."""

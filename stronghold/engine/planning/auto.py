@@ -30,6 +30,8 @@ from stronghold.settings import OffloadSettings, PlannedSettings
 _LOG = logging.getLogger("stronghold")
 _LEFT_OPEN = {**vars(OffloadSettings()), **dict.fromkeys(("resident", "micro_batch", "activations"), "auto")}
 """What settings are where the user has not set them beside a plan."""
+COMPILED = "layers take as long as eager ones, where compiled ones are to take less"
+"""What a plan with ``compile`` assumes."""
 _glances: dict[tuple[str, bool, tuple[str, ...], tuple[torch.dtype, ...]], MachineFile] = {}
 """What was seen of a machine that was never probed, in this process."""
 
@@ -73,6 +75,8 @@ def settled(
                 f"a plan holds for its own settings (got {name}={value!r} beside one with {said[name]!r}); leave out "
                 f"{name}, or plan with it"
             )
+    if settings.compile:
+        found = replace(found, assumed=[*found.assumed, COMPILED])
     return replace(settings, **said), PlannedSteps(
         {(BY_MUON if found.updated_by == "Muon" else "") + found.optimizer["update"]: found.planned()}
     )
@@ -111,6 +115,10 @@ def _planned(
     found = PlannedModel(
         model, machine, inputs, layers=layers, dtype=dtype, directories=directories, activations=settings.activations
     )
+    if settings.compile:
+        found.assume(COMPILED)
+    if settings.activations in ("host", "disk"):
+        found.assume(f"layers' inputs take no time on their way to {settings.activations} and back")
     count = len(found.memory.units.layers)
     space = Space(
         layers=count,

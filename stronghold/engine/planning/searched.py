@@ -82,6 +82,10 @@ class PlannedModel:
         computes = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._machine, self._assumed = with_rates(machine, self.computation.quantised, computes)
 
+    def assume(self, text: str) -> None:
+        """Has plans say that they assume what ``text`` says."""
+        self._assumed.append(text)
+
     @property
     def may_keep(self) -> bool:
         """Whether layers in the window may keep their activations: not where weights are saved as dequantised."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import stronghold
 from stronghold.device.throttled import Speed, ThrottledDevice
@@ -329,3 +330,18 @@ def test_beside_a_store_on_disk_the_budget_leaves_room_for_layers_inputs(here, t
         stronghold.close(model)
     assert found["host"].inputs_host_bytes == 6 * 4 * 32 * 64 * 4
     assert found["recompute"].weights_on_disk == 0 < found["host"].weights_on_disk < 6
+
+
+def test_what_a_plan_assumes_of_compiled_layers_and_of_inputs_on_the_host_is_said(monkeypatch):
+    monkeypatch.setattr("stronghold.engine.planning.auto.kept_machine", lambda device: laptop())
+    reasons = []
+    for settings in ({}, {"compile": "aot_eager"}, {"activations": "host"}):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        model = stronghold.offload(model, device="cpu", inputs=(torch.empty(4, 16),), **settings)
+        planned = stronghold.report(model).planned
+        assert planned is not None
+        reasons.append(planned.reason)
+        stronghold.close(model)
+    assert "assumed" not in reasons[0]
+    assert "assumed: layers take as long as eager ones" in reasons[1]
+    assert "assumed: layers' inputs take no time on their way to host and back" in reasons[2]
