@@ -48,6 +48,10 @@ class Case:
     root_on_device: bool
     """Whether root parameters are updated on the device."""
     seconds: dict[str, float] = field(default_factory=dict)
+    by_muon: bool = False
+    """Whether Muon updates the layers."""
+    tokens: int = 1
+    """Of a step: the more, the less Muon's iterations take beside the layers."""
 
 
 def draw(seed: int, *, layers: int = 16, on_disk: bool = False) -> Case:
@@ -149,13 +153,13 @@ def _trained(case: Case, paced: bool) -> Iterator[tuple[Speed, Engine, list[floa
     elements = 2 * SIZE**2 * sum(case.widths) / len(case.widths)
     weight_bytes, seconds = elements * case.dtype.itemsize, case.seconds
     speed = Speed(
-        flops=2 * elements / seconds["forward"],
+        flops=2 * elements * case.tokens / seconds["forward"],
         up=weight_bytes / seconds["fetch"],
         down=weight_bytes / seconds["gradients"],
         host=math.inf if case.on_disk else moved_bytes(case.dtype) * elements / seconds["update"],
         device=moved_bytes(case.dtype) * elements / seconds["update_on_device"],
     )
-    device = ThrottledDevice(speed, tokens=1, paced=paced, keeps=case.activations == "keep")
+    device = ThrottledDevice(speed, tokens=case.tokens, paced=paced, keeps=case.activations == "keep")
     with ExitStack() as stack:
         store = "ram"
         if case.on_disk:
@@ -180,7 +184,7 @@ def _trained(case: Case, paced: bool) -> Iterator[tuple[Speed, Engine, list[floa
         )
         engine: Engine = model.__dict__["_stronghold"]
         stack.callback(engine.release)
-        optimizer = stronghold.AdamW(model.parameters(), lr=1e-3, update=case.update, threads=1)
+        optimizer = _optimizer(case, model)
         x = torch.randn(4, SIZE).to(case.dtype)
         clocks, walls = [], []
 
@@ -200,6 +204,22 @@ def _trained(case: Case, paced: bool) -> Iterator[tuple[Speed, Engine, list[floa
         yield speed, engine, clocks[WARM_UP:], walls[WARM_UP:] if paced else [0.0], timeline.spans()
 
 
+def _optimizer(case: Case, model: nn.Module) -> stronghold.AdamW:
+    if not case.by_muon:
+        return stronghold.AdamW(model.parameters(), lr=1e-3, update=case.update, threads=1)
+    inner = {id(p) for layer in model.get_submodule("layers").modules() for p in layer._parameters.values()}
+    root = [p for p in model.parameters() if id(p) not in inner]
+    groups: list[dict[str, object]] = [{"params": [p for p in model.parameters() if id(p) in inner]}]
+    groups += [{"params": root, "use_muon": False}] if root else []
+    return stronghold.Muon(groups, lr=1e-3, update=case.update, threads=1)
+
+
+def iteration_flops(width: int) -> int:
+    """Returns the operations of five iterations of both matrices of a layer: what torch counts of its products."""
+    short, long = SIZE, width * SIZE
+    return 2 * 5 * 2 * (2 * short * short * long + short**3)
+
+
 def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
     """Returns what the step model says of the case, from the units' bytes and the machine's rates alone."""
     itemsize, backward = case.dtype.itemsize, 4 if case.activations == "keep" else 6
@@ -207,15 +227,17 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
     update_s = case.seconds["update"] / (2 * SIZE**2 * sum(case.widths) / len(case.widths))
     layers = [
         LayerWork(
-            forward_s=2 * unit.elements / speed.flops,
-            backward_s=backward * unit.elements / speed.flops,
+            forward_s=2 * unit.elements * case.tokens / speed.flops,
+            backward_s=backward * unit.elements * case.tokens / speed.flops,
             weight_bytes=unit.layout.total_bytes,
             gradient_bytes=unit.gradients.layout.total_bytes,
             elements=unit.elements,
             on_disk=case.on_disk and not unit.resident,
             ring_bytes=states_bytes * unit.elements if case.on_disk else 0,
+            matrices=2 * case.by_muon,
+            iteration_s=iteration_flops(width) / speed.flops if case.by_muon else 0.0,
         )
-        for unit in engine.layers
+        for width, unit in zip(case.widths, engine.layers, strict=True)
     ]
     root = [
         RootWork(

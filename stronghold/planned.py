@@ -16,6 +16,7 @@ PARTS = {
     "waiting for disk": ("disk_wait_s", "the disk's: read, write"),
 }
 """The parts of a step, by what a run calls them, and the numbers of a machine that they follow from."""
+MUON = "muon "
 _ALIKE = 0.02
 """Steps that differ by no more than this share are alike: nothing is taken upon for the shorter one."""
 _SMALL = 0.005
@@ -75,14 +76,20 @@ class PlannedStep:
 
 
 class PlannedSteps(dict[str, PlannedStep]):
-    """A model's planned step by AdamW's ``update``: of one that was planned for, of both, or of none."""
+    """A model's planned step by AdamW's ``update``, or ``MUON`` and Muon's: of one that was planned for, or of more."""
 
-    def of(self, *, in_backward: bool) -> PlannedStep | None:
+    def of(self, *, in_backward: bool, by_muon: bool = False) -> PlannedStep | None:
         """Returns the one under which the model is trained, as far as it is there."""
-        return self.get("in_backward" if in_backward else "deferred") or next(iter(self.values()), None)
+        steps = self._of(by_muon) or self
+        return steps.get("in_backward" if in_backward else "deferred") or next(iter(steps.values()), None)
 
-    def gain_in_backward(self) -> bool:
+    def gain_in_backward(self, *, by_muon: bool = False) -> bool:
         """Whether the step is shorter, by more than a little, where layers are updated in the backward pass."""
-        if len(self) < 2:
-            return "in_backward" in self
-        return (1 + _ALIKE) * self["in_backward"].likely_s < self["deferred"].likely_s
+        steps = self._of(by_muon)
+        if len(steps) < 2:
+            return "in_backward" in steps
+        return (1 + _ALIKE) * steps["in_backward"].likely_s < steps["deferred"].likely_s
+
+    def _of(self, by_muon: bool) -> Mapping[str, PlannedStep]:
+        """Returns the steps of one optimizer by its ``update``."""
+        return {name.removeprefix(MUON): step for name, step in self.items() if name.startswith(MUON) == by_muon}

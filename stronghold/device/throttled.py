@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from stronghold.device.cpu import CpuDevice
 from stronghold.device.events import Event
@@ -30,7 +31,9 @@ class ThrottledDevice(CpuDevice):
     """Runs the real engine on small layers and charges the time that large ones would take.
 
     Every parameter counts as ``scale`` parameters, each layer's computation as 2 FLOP per parameter and token in the
-    forward pass and 6 in the backward pass (4, and 2 to recompute, which ``keeps`` leaves out). Streams and computation
+    forward pass and 6 in the backward pass (4, and 2 to recompute, which ``keeps`` leaves out). What the device
+    iterates beside an update of n matrices begins when 1/2n of the update's own work is done, and the last 1/2n waits
+    for it; its matrix products count as they are. Streams and computation
     keep clocks in seconds: an operation begins when the one before it and all that it waits for have ended, and events
     carry the time from stream to stream. With ``paced`` every thread also sleeps until its clock, so that the wall
     clock shows what the engine's own overhead adds; without, the clocks alone tell, the same on every run. What takes
@@ -49,6 +52,7 @@ class ThrottledDevice(CpuDevice):
         self.keeps = keeps
         self.clock_s = 0.0
         self.busy_s = {"compute": 0.0, "fetches": 0.0, "root": 0.0, "gradients": 0.0, "updates": 0.0}
+        self.busy_s["iterations"] = 0.0
         """Seconds of work given to each resource so far."""
         self._origin_s = time.perf_counter()
         super().__init__()
@@ -73,8 +77,23 @@ class ThrottledDevice(CpuDevice):
         self._compute(flops / self.speed.flops)
 
     def compute_now(self, task: Task, moved_bytes: int = 0) -> None:
-        task()
-        self._compute(moved_bytes * self.scale / self.speed.device)
+        iterations_s = self._products_s(task)
+        self._compute(moved_bytes * self.scale / self.speed.device + iterations_s)
+
+    def beside(self, task: Task) -> Event:
+        iteration_s = self._products_s(task)
+        self.busy_s["iterations"] += iteration_s
+        assert isinstance(self.updates, _ThrottledStream)
+        self.updates.iterations_s.append(iteration_s)
+        done = Event()
+        done.happen()  # what waits for it is charged with the update
+        return done
+
+    def _products_s(self, task: Task) -> float:
+        """Carries ``task`` out; returns the seconds of its matrix products, as PyTorch counts their operations."""
+        with FlopCounterMode(display=False) as counter:
+            task()
+        return counter.get_total_flops() / self.speed.flops
 
     def _compute(self, spent_s: float) -> None:
         self.busy_s["compute"] += spent_s
@@ -98,6 +117,8 @@ class _ThrottledStream(Stream):
     def __init__(self, name: str, device: ThrottledDevice) -> None:
         self._device = device
         self._clock_s = 0.0
+        self.iterations_s: list[float] = []
+        """Of the update that is under way."""
         super().__init__(name)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -143,7 +164,12 @@ class _ThrottledStream(Stream):
             self._device.busy_s[self.name] += spent_s
 
         def timed() -> None:
+            self.iterations_s.clear()
             task()
-            self._clock_s = self._device.paced_until(self._clock_s + spent_s)
+            taken_s = spent_s
+            if self.iterations_s:
+                end_s = spent_s / (2 * len(self.iterations_s))
+                taken_s = 2 * end_s + max(sum(self.iterations_s), spent_s - 2 * end_s)
+            self._clock_s = self._device.paced_until(self._clock_s + taken_s)
 
         super().submit(timed)

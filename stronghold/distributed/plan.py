@@ -17,6 +17,7 @@ from stronghold.engine.planning.given import machine_given, model_given, token_i
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.search import Space
+from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.settings import STATES
 
@@ -43,6 +44,7 @@ def plan(
     tokens: int = 10**9,
     name: str | None = None,
     processes: int = 1,
+    optimizer: str = "adamw",
 ) -> TrainingPlan:
     """Returns the settings under which a step of ``model`` is the shortest, with what it takes.
 
@@ -77,6 +79,8 @@ def plan(
             plan, ``parallel`` and ``settings`` are what ``stronghold.pipeline`` takes, or ``settings`` alone
             ``stronghold.replicate``. ``device_memory`` and ``host_memory`` are what each process may take, the latter
             by default an equal part.
+        optimizer: ``"adamw"``, or ``"muon"`` for ``stronghold.Muon``, of one process: it updates the matrices of the
+            layers, but embeddings, and AdamW all else, with moments in fp32.
 
     Raises:
         BudgetError: Nothing fits; it tells what lacks least.
@@ -104,12 +108,13 @@ def plan(
             sequence=sequence,
             name=name,
             replicas=replicas,
+            by_muon=by_muon,
         )
         memory, count = planned.memory, len(planned.memory.units.layers)
         space = Space(
             layers=count,
             **sizes(memory, window, resident),
-            kepts=kepts(activations, count),
+            kepts=kepts(activations, count, may_keep=planned.may_keep),
             micro_batches=micro_batches(micro_batch, planned.computation.batch, memory),
             updates=UPDATES if update is None else (one_of("update", update, UPDATES),),
             states=formats,
@@ -117,7 +122,19 @@ def plan(
         )
         return planned.best(space, limits(machine, model, device_memory, host_memory, replicas), tokens=tokens)
 
+    by_muon = one_of("optimizer", optimizer, ("adamw", "muon")) == "muon"
+    if by_muon and processes > 1:
+        raise ValueError(
+            f"a plan of several processes is for AdamW (got optimizer='muon' with processes={processes}); plan one "
+            "process, or for optimizer='adamw'"
+        )
     formats = [one_of("states", one, STATES) for one in ([states] if isinstance(states, str) else states)]
+    if by_muon:
+        if formats != ["fp32"]:
+            raise ValueError(
+                f"Muon's momentum is in fp32, and AdamW's moments beside it (got states={states!r}); leave out states"
+            )
+        formats = [MUON]
     if processes == 1:
         return best(1)
     most = limits(machine, model, device_memory, host_memory, processes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stronghold.engine.taking_in import take_in_new
 from stronghold.engine.updates import take_step
-from stronghold.optim import HostAdamW, Threads
+from stronghold.optim import HostAdamW, HostMuon, Threads
 from stronghold.optim.groups import TORCH_DEFAULTS, check_torch_arguments
 from stronghold.unit import ConsumedGradient, gradient_of, opaque, set_gradient
 
@@ -96,7 +96,7 @@ class AdamW(HostAdamW):
         super().__init__(params, defaults, update="deferred" if update == "auto" else update, **settings)
         engine = self._engine
         if update == "auto" and settings["max_grad_norm"] is None:
-            self.in_backward = engine.planned.gain_in_backward()
+            self.in_backward = engine.planned.gain_in_backward(by_muon=isinstance(self, HostMuon))
         self.kernel_threads = engine.update_threads() if threads is None else Threads(threads)
         self.reserve(engine.units, engine.device, sums_gradients=engine.sums_gradients)
         engine.adopt(self)

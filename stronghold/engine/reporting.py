@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from stronghold.engine.offload import known_engine
+from stronghold.optim import HostMuon
 from stronghold.optim.held import name_of
 from stronghold.reports import Report
 from stronghold.unit import Unit, count_of, part_of
@@ -61,7 +62,9 @@ def report(model: nn.Module) -> Report:
         skipped_steps=optimizer.skipped_steps if optimizer is not None else 0,
         step=engine.stopwatch.last(),
         weights_on_disk=sum(unit.lives("weights") == "disk" for unit in engine.layers),
-        planned=engine.planned.of(in_backward=optimizer is not None and optimizer.in_backward),
+        planned=engine.planned.of(
+            in_backward=optimizer is not None and optimizer.in_backward, by_muon=isinstance(optimizer, HostMuon)
+        ),
         stages=getattr(model, "stage_times", tuple)(),  # a model in stages tells of them
         states_on_disk=sum(unit.trainable and unit.lives("moments") == "disk" for unit in engine.layers),
         compiled=ran.count(True),

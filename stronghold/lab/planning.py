@@ -40,6 +40,7 @@ class PlanSettings:
     store: str | Sequence[str] = "ram"
     states: Sequence[str] = ("fp32",)
     update: str | None = None
+    optimizer: str = "adamw"
     activations: str | None = None
     micro_batch: int | str | None = "auto"
     window: int | None = None
@@ -78,6 +79,7 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
         store=settings.store,
         states=settings.states,
         update=settings.update,
+        optimizer=settings.optimizer,
         activations=settings.activations,
         micro_batch=settings.micro_batch,
         window=settings.window,
@@ -97,7 +99,8 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
             start = f"torchrun --nproc-per-node {found.processes} -m stronghold"
         if found.processes > 1 and found.is_host:  # else torchrun gives each process one core
             start = f"OMP_NUM_THREADS={max(1, machine.cores // found.processes)} {start}"
-        console.print(f"{settings.output}: the plan; to train by it: {start} train --plan", soft_wrap=True)
+        by = f"{start} train --plan" if found.updated_by == "AdamW" else "stronghold.offload(model, plan=…)"
+        console.print(f"{settings.output}: the plan; to train by it: {by}", soft_wrap=True)
     if settings.picture is not None:
         notes = write_plan_page(
             settings.picture,

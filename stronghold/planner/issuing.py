@@ -240,13 +240,30 @@ class _Issuing:
 
     def _update(self, unit: int, after: list[int | None]) -> int:
         after = [*after, self._reading.get(unit)]
-        for part in range(max(1, self.shape.chunks[unit])):
-            done = self._issue(Resource.UPDATES, Kind.UPDATE, unit, part, after=after)
+        done, iterated = self._update_by_muon(unit, after) if unit in self.shape.iterated else (None, None)
+        if done is None:
+            done = self._update_parts(unit, range(max(1, self.shape.chunks[unit])), after)
         if self.shape.chunks[unit]:
-            done = self._issue(Resource.SETTLED, Kind.SETTLE, unit, after=[done])
+            done = self._issue(Resource.SETTLED, Kind.SETTLE, unit, after=[done, iterated])
         if unit < self.layers:
             self._updated[unit] = done
         return done
+
+    def _update_by_muon(self, unit: int, after: list[int | None]) -> tuple[int, int]:
+        """Updates a unit with the device's iterations in between; returns the last operation, and the iterations."""
+        if chunks := self.shape.chunks[unit]:
+            # Masters come through the ring behind all momenta, whose iterations must be over by then.
+            half = (chunks + 1) // 2
+            done = self._update_parts(unit, range(half), after)
+            iterated = self._issue(Resource.ITERATIONS, Kind.ITERATE, unit, after=[done])
+            return self._update_parts(unit, range(half, chunks), [iterated]) if chunks > 1 else done, iterated
+        first = self._issue(Resource.UPDATES, Kind.MOMENTUM, unit, after=after)
+        iterated = self._issue(Resource.ITERATIONS, Kind.ITERATE, unit, after=[first])
+        others = self._update_parts(unit, range(1), [])
+        return self._issue(Resource.UPDATES, Kind.STEP, unit, after=[others, iterated]), iterated
+
+    def _update_parts(self, unit: int, parts: Iterable[int], after: list[int | None]) -> int:
+        return [self._issue(Resource.UPDATES, Kind.UPDATE, unit, part, after=after) for part in parts][-1]
 
     # How anything is issued.
 

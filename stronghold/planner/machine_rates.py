@@ -8,7 +8,8 @@ from typing import Literal
 
 from stronghold.planner.machine_file import DISK_BESIDE_COMPUTE, PROCESSES, MachineFile, Spread
 from stronghold.planner.op_costs import OpRates, Rate
-from stronghold.planner.step_costs import LINK_UP_IS_ONE, Machine, Resource
+from stronghold.planner.step_bytes import MUON
+from stronghold.planner.step_costs import DEVICE_IS_ONE, LINK_UP_IS_ONE, Machine, Resource
 
 Pace = Literal["slow", "likely", "fast"]
 """Which of what was measured: the quartile that makes a step longer, the median, or the one that makes it shorter."""
@@ -31,6 +32,8 @@ def op_rates(machine: MachineFile, pace: Pace = "likely") -> OpRates:
         "cached": machine.elementwise_cached,
         "transcendental": machine.transcendental,
     }
+    for dtype in sorted({one.dtype for one in machine.matmul}):  # a type that was not measured takes as long as another
+        flop_per_s.setdefault(("matmul", ""), flop_per_s["matmul", dtype])
     return OpRates(
         flop_per_s=flop_per_s,
         bytes_per_s={
@@ -59,13 +62,15 @@ def machine_of(
 ) -> Machine:
     """Returns what the step model asks for of a machine that was measured.
 
-    ``dtype`` is that in which layers compute and ``states`` the format of AdamW's moments. ``directories`` are those of
-    the store, which layers are dealt out over, and ``layer_ops`` how many operators a layer's computation issues.
+    ``dtype`` is that in which layers compute and ``states`` the format of the optimizer's moments. Muon's updates on
+    the host move as many bytes as AdamW's with moments in fp32, and take as long where they were not measured.
+    ``directories`` are those of the store, which layers are dealt out over, and ``layer_ops`` how many operators a
+    layer's computation issues.
 
     Raises ValueError for what was not measured.
     """
     _check_disks(machine, directories)
-    link, form = machine.link, f"{dtype}+{states}"
+    link, form = machine.link, update_form(machine, dtype, states)
     alone, beside = (_time(_update(machine, form)[name], pace) for name in ("alone", "beside_compute"))
     slowed = dict(LINK_UP_IS_ONE)
     for (one, other), measured, under in (
@@ -75,6 +80,10 @@ def machine_of(
         slowed[one, other] = max(1.0, measured.likely / under.likely)
     slowed[Resource.UPDATES, Resource.COMPUTE] = max(1.0, beside / alone)
     slowed[Resource.COMPUTE, Resource.UPDATES] = max(1.0, machine.compute_beside_update.likely)
+    if states == MUON:
+        slowed |= DEVICE_IS_ONE
+        if machine.is_host:  # both compute on the same cores
+            slowed |= dict.fromkeys(((Resource.UPDATES, Resource.COMPUTE), (Resource.COMPUTE, Resource.UPDATES)), 2.0)
     disks = [machine.disks[path] for path in directories]
     for name, one, other in zip(
         DISK_BESIDE_COMPUTE, (Resource.COMPUTE, Resource.DISK), (Resource.DISK, Resource.COMPUTE), strict=True
@@ -91,10 +100,24 @@ def machine_of(
         device_update_ns=alone if on_device is None else _time(on_device, pace),
         launch_s=layer_ops * _time(machine.launch_s, pace),
         runs_behind=machine.runs_behind,
+        iterates_beside=not machine.is_host,
         disk_read_bytes_per_s=_disk(machine, directories, "read", pace),
         disk_write_bytes_per_s=_disk(machine, directories, "write", pace),
         slowed=slowed,
     )
+
+
+def update_form(machine: MachineFile, dtype: str, states: str) -> str:
+    """Returns the name of the measured updates that stand for those of weights in ``dtype`` with such moments."""
+    form = f"{dtype}+{states}"
+    return f"{dtype}+fp32" if states == MUON and form not in machine.host_update_ns else form
+
+
+def carried_s(machine: MachineFile, pace: Pace, length_bytes: int, copies: int) -> float:
+    """Returns what so many bytes take to the device and back, in so many copies each way."""
+    link = machine.link
+    ways_s = sum(length_bytes / _rate(link[way], pace) for way in ("h2d", "d2h"))
+    return ways_s + 2 * copies * _time(link["copy_s"], pace)
 
 
 def messages_s(machine: MachineFile | None, message_bytes: Sequence[int]) -> list[float]:

@@ -41,6 +41,8 @@ class Rate(NamedTuple):
 class OpRates:
     """What a machine sustains: ``flop_per_s`` by the kind and dtype of operators, ``bytes_per_s`` likewise of others.
 
+    Products of a type that has no rates take those of type "", where there are any.
+
     "other" operators that move no more than ``cache_bytes`` do so at the rate of "cached" ones. Each operator takes
     ``op_s`` at least; where the host computes itself (``is_host``), that is what a call takes, and comes on top.
     """
@@ -57,7 +59,7 @@ class OpRates:
 
     def _seconds(self, op: Op) -> float:
         kind = op.kind.removesuffix(WITHOUT_MASK)
-        known = self._near.get((kind, op.dtype))
+        known = self._near.get((kind, op.dtype)) or self._near.get((kind, ""))
         works_s = self._moves_s(op) if known is None else op.flops / known.at(_shape(op))
         if known is not None and kind != op.kind:
             works_s *= 2  # rates are those under a causal mask

@@ -21,7 +21,10 @@ class Kind(Enum):
     READ = "read"
     GRADIENTS = "gradients"
     PREPARE = "prepare"
+    MOMENTUM = "momentum"
+    ITERATE = "iterate"
     UPDATE = "update"
+    STEP = "step"
     UPDATE_ON_DEVICE = "update on the device"
     SETTLE = "written"
     UPLOAD = "upload"
@@ -50,6 +53,7 @@ class Shape:
     ``trained`` and ``on_disk`` have one entry for each layer, ``root_first`` and ``root_updates`` one for each
     ``RootWork``, which says where it is updated: ``UPDATE``, ``UPDATE_ON_DEVICE``, or None if it is not. ``chunks`` has
     one for each of both, in how many parts an update passes through the ring: 0 where it finds everything in memory.
+    ``iterated`` are those of both that Muon updates, with iterations beside the computation.
     """
 
     window: int
@@ -62,6 +66,7 @@ class Shape:
     in_backward: bool
     staged: bool
     runs_behind: bool
+    iterated: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

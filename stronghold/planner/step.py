@@ -22,7 +22,10 @@ CAUSES = {
     Kind.READ: "disk",
     Kind.SETTLE: "disk",
     Kind.GRADIENTS: "gradients",
+    Kind.MOMENTUM: "update",
+    Kind.ITERATE: "update",
     Kind.UPDATE: "update",
+    Kind.STEP: "update",
     Kind.LAUNCH: "launch",
 }
 """What the computation waits for while an operation is under way that holds it up."""
@@ -163,6 +166,9 @@ def _shape(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings
         in_backward=settings.in_backward,
         staged=settings.staged,
         runs_behind=machine.runs_behind,
+        iterated=frozenset(
+            number for number, unit in enumerate([*layers, *root]) if unit.matrices and machine.iterates_beside
+        ),
     )
 
 
@@ -195,10 +201,20 @@ _SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
     Kind.BACKWARD: lambda unit, *_: unit.backward_s - unit.first_gradient_s,
     Kind.FETCH: lambda layer, machine, _: machine.copy_s + layer.weight_bytes / machine.h2d_bytes_per_s,
     Kind.GRADIENTS: lambda layer, machine, _: machine.down_s(layer.gradient_bytes),
-    Kind.UPDATE: lambda unit, machine, _: unit.elements * machine.host_update_ns * 1e-9 / max(1, _chunks(unit)),
-    Kind.UPDATE_ON_DEVICE: lambda layer, machine, _: layer.elements * machine.device_update_ns * 1e-9,
+    Kind.MOMENTUM: lambda unit, machine, _: machine.parts_s(unit).first_s,
+    Kind.ITERATE: lambda unit, machine, _: machine.parts_s(unit).iterations_s,
+    Kind.UPDATE: lambda unit, machine, _: _update_s(unit, machine),
+    Kind.STEP: lambda unit, machine, _: machine.parts_s(unit).last_s,
+    Kind.UPDATE_ON_DEVICE: lambda layer, machine, _: machine.on_device_s(layer),
     Kind.UPLOAD: lambda root, machine, _: machine.copy_s + root.weight_bytes / machine.h2d_bytes_per_s,
 }
+
+
+def _update_s(unit: UnitWork, machine: Machine) -> float:
+    """Returns what the host takes for each part that passes through the ring, or beside a unit's iterations."""
+    first_s, _, others_s, last_s = machine.parts_s(unit)
+    chunks = _chunks(unit)
+    return (first_s + others_s + last_s) / chunks if chunks else others_s
 
 
 def _chunks(unit: UnitWork) -> int:

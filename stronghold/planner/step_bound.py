@@ -31,15 +31,15 @@ def step_bound(
     streamed = [layer for number, layer in enumerate(layers) if number not in resident]
     trained = [layer for layer in streamed if layer.elements]
     units: list[UnitWork] = [*layers, *root]
-    h2d, host_ns = machine.h2d_bytes_per_s, machine.host_update_ns * 1e-9
+    h2d = machine.h2d_bytes_per_s
     fetches_s = sorted(machine.copy_s + layer.weight_bytes / h2d for layer in streamed)
     first_s = sorted(machine.copy_s + layer.weight_bytes / h2d for layer in trained)
     again_s = sum(fetches_s[: len(streamed) - window]) if window < len(streamed) else 0.0
     gradients_s = [machine.down_s(layer.gradient_bytes) for layer in trained]
-    updates_s = host_ns * sum(layer.elements for layer in trained)
+    updates_s = sum(map(machine.update_s, trained))
     on_host = [one for one in root if not one.resident]
     on_device: list[UnitWork] = [*(layers[number] for number in resident), *(one for one in root if one.resident)]
-    on_device_s = machine.device_update_ns * 1e-9 * sum(unit.elements for unit in on_device)
+    on_device_s = sum(map(machine.on_device_s, on_device))
     forward = {Resource.COMPUTE: sum(unit.forward_s for unit in units)}
     backward = {
         Resource.COMPUTE: sum(unit.backward_s for unit in units) + on_device_s,
@@ -65,7 +65,7 @@ def step_bound(
     whole = {
         Resource.HOST: 2 * len(layers) * settings.pieces * machine.launch_s if machine.runs_behind else 0.0,
         Resource.FETCHES: sum(first_s) + again_s,
-        Resource.UPDATES: updates_s + host_ns * sum(one.elements for one in on_host),
+        Resource.UPDATES: updates_s + sum(map(machine.update_s, on_host)),
         Resource.DISK: ring_bytes / read + ring_bytes / write + sum(reads_s),
     }
     longest_s, resource = max((seconds, one) for one, seconds in whole.items())

@@ -11,6 +11,8 @@ from stronghold.layout import PAGE_BYTES, round_up
 
 Part = Literal["weights", "remainders", "moments"]
 WEIGHTS: frozenset[Part] = frozenset(("weights",))
+MUON = "muon"
+"""The name of Muon's momentum, with AdamW's moments of what it does not update, beside the formats of AdamW's."""
 STATES: frozenset[Part] = frozenset(("remainders", "moments"))
 
 
@@ -19,10 +21,11 @@ class UnitBytes:
     """What the parts of one unit take, wherever they are.
 
     ``slot`` is what its weights take in a slot of the window, ``gradients`` what those of its trained parameters take
-    with their squares, and ``gradient_slot`` the same on the device on their way down. ``moments`` are AdamW's by the
-    name of their format. ``on_device`` is what a root parameter that is not resident takes there: its copy, and its
-    gradient until that is on the host; ``root_gradient`` what autograd holds of that. ``is_copied`` tells that its copy
-    is apart from its host memory.
+    with their squares, and ``gradient_slot`` the same on the device on their way down. ``moments`` are the optimizer's
+    by the name of their format: of Muon's, AdamW's ``moments_apart`` are in a buffer of their own. ``directions`` are
+    what Muon's of the unit's matrices take of the host while it is updated. ``on_device`` is what a root parameter that
+    is not resident takes there: its copy, and its gradient until that is on the host; ``root_gradient`` what autograd
+    holds of that. ``is_copied`` tells that its copy is apart from its host memory.
     """
 
     weights: int
@@ -32,6 +35,8 @@ class UnitBytes:
     gradients: int = 0
     gradient_slot: int = 0
     moments: Mapping[str, int] = field(default_factory=dict)
+    moments_apart: int = 0
+    directions: int = 0
     is_root: bool = False
     is_copied: bool = False
     on_device: int = 0
@@ -205,7 +210,7 @@ def step_bytes(
     in_backward: bool = False,
     replicas: int = 1,
 ) -> StepBytes:
-    """Returns what ``model`` takes where ``placed`` says, with AdamW's moments in the format ``states``.
+    """Returns what ``model`` takes where ``placed`` says, with the optimizer's moments in the format ``states``.
 
     Of what ``replicas`` on one machine have in common each counts its part: units on the host and on disk, and the
     gradients of layers there.
@@ -219,7 +224,8 @@ def step_bytes(
         for part in in_memory:
             size = unit.part(part, states)
             if part in there:
-                on_disk += round_up(size, PAGE_BYTES)
+                apart = unit.moments_apart if (part, states) == ("moments", MUON) else 0
+                on_disk += round_up(size - apart, PAGE_BYTES) + round_up(apart, PAGE_BYTES)
             else:
                 in_memory[part] += size
         through_ring |= "moments" in there and unit.trained
@@ -228,6 +234,8 @@ def step_bytes(
     kept = [unit for _, unit in on_host if (unit.is_copied if unit.is_root else not in_backward)]
     streamed = [unit.gradients for _, unit in on_host if not unit.is_root]
     staging = buffers.gradient_slots * max(streamed, default=0)
+    if states == MUON:
+        staging += max((unit.directions for _, unit in on_host), default=0)
     if not model.is_host:
         staging += buffers.disk_buffers * longest_on_disk
     return StepBytes(

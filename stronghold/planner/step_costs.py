@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Resource(IntEnum):
@@ -14,7 +15,8 @@ class Resource(IntEnum):
     ``HOST`` is the thread that issues everything, where that is not the one that computes. The others have the names
     of the device's streams: ``FETCHES`` and ``ROOT`` copy to the device, ``GRADIENTS`` from there, ``UPDATES`` is the
     optimizer on the host, ``READS`` reads layers from disk before their fetch, ``SETTLED`` waits until what an update
-    wrote has arrived on disk, and ``DISK`` is the disk itself.
+    wrote has arrived on disk, and ``DISK`` is the disk itself. ``ITERATIONS`` is the device at Muon's matrices, beside
+    the computation.
     """
 
     HOST = 0
@@ -26,6 +28,7 @@ class Resource(IntEnum):
     READS = 6
     SETTLED = 7
     DISK = 8
+    ITERATIONS = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,8 @@ class UnitWork:
     goes by before the first gradient is written to a gradient slot. ``weight_bytes`` go to the device: of a layer at
     each fetch, of a root parameter behind its update. ``gradient_bytes`` come down once a step, of a layer with its
     gradients' squares and of a root parameter before its update. ``elements`` are the trained ones, which it updates;
-    ``ring_bytes`` is what that reads from disk and writes back, 0 where it finds everything in memory.
+    ``ring_bytes`` is what that reads from disk and writes back, 0 where it finds everything in memory. ``matrices`` are
+    those that Muon updates, and ``iteration_s`` what the device takes for all their iterations.
 
     Raises ValueError for a number that is negative or infinite.
     """
@@ -49,6 +53,8 @@ class UnitWork:
     gradient_bytes: int = 0
     elements: int = 0
     ring_bytes: int = 0
+    matrices: int = 0
+    iteration_s: float = 0.0
 
     def __post_init__(self) -> None:
         values = vars(self).values()
@@ -80,8 +86,27 @@ class RootWork(UnitWork):
     resident: bool = False
 
 
+DEVICE_IS_ONE = {
+    (Resource.COMPUTE, Resource.ITERATIONS): 2.0,
+    (Resource.ITERATIONS, Resource.COMPUTE): 2.0,
+}
+"""Layers and Muon's iterations share the device's arithmetic."""
 LINK_UP_IS_ONE = {(Resource.FETCHES, Resource.ROOT): 2.0, (Resource.ROOT, Resource.FETCHES): 2.0}
 """Copies of layers and of root parameters share the link to the device."""
+
+
+class UpdateParts(NamedTuple):
+    """The seconds of an update on the host: of AdamW's all are ``others_s``.
+
+    Of Muon's, each matrix's momentum comes before its iteration, and its step behind: the iterations begin when the
+    ``first_s`` momentum is there, the host goes on with ``others_s`` meanwhile, and the ``last_s`` step waits for both.
+    The matrices of a unit count as alike, each with half of its work before its iteration.
+    """
+
+    first_s: float
+    iterations_s: float
+    others_s: float
+    last_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +117,10 @@ class Machine:
     host's and nothing is copied; ``copy_s`` is what each copy takes beside its bytes. ``host_update_ns`` is per element
     and update, with the threads and in the format at hand; ``device_update_ns`` the same for resident layers.
     ``reduce_s`` is what gradients take on their way down beside ``copy_s`` and their bytes, where replicas add them up.
-    ``launch_s`` is what the host needs to issue a layer's computation over one micro-batch, which the device does not
-    wait for where it ``runs_behind`` the host, as a GPU does.
+    ``iterates_beside`` tells that the device iterates Muon's matrices while the host goes on with others; where the
+    host computes, the thread that updates does it itself. ``launch_s`` is what the host needs to issue a layer's
+    computation over one micro-batch, which the device does not wait for where it ``runs_behind`` the host, as a GPU
+    does.
 
     ``slowed`` says how many times as long an operation of the first resource takes while one of the second is under
     way; where several are, the factors multiply.
@@ -107,6 +134,7 @@ class Machine:
     reduce_s: float = 0.0
     launch_s: float = 0.0
     runs_behind: bool = True
+    iterates_beside: bool = True
     disk_read_bytes_per_s: float = math.inf
     disk_write_bytes_per_s: float = math.inf
     slowed: Mapping[tuple[Resource, Resource], float] = field(default_factory=lambda: dict(LINK_UP_IS_ONE))
@@ -120,6 +148,25 @@ class Machine:
                 raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); probe the machine again")
         if any(not 1 <= factor < math.inf for factor in self.slowed.values()):
             raise ValueError(f"slowed must hold factors of 1 or more (got {self.slowed!r}); probe the machine again")
+
+    def parts_s(self, unit: UnitWork) -> UpdateParts:
+        """Returns what an update on the host consists of."""
+        host_s = unit.elements * self.host_update_ns * 1e-9
+        if not unit.matrices:
+            return UpdateParts(0.0, 0.0, host_s, 0.0)
+        if not self.iterates_beside:
+            return UpdateParts(0.0, 0.0, host_s + unit.iteration_s, 0.0)
+        end_s = host_s / (2 * unit.matrices)
+        return UpdateParts(end_s, unit.iteration_s, host_s - 2 * end_s, end_s)
+
+    def on_device_s(self, unit: UnitWork) -> float:
+        """Returns what the update of a resident unit takes of the computation."""
+        return unit.elements * self.device_update_ns * 1e-9 + unit.iteration_s
+
+    def update_s(self, unit: UnitWork) -> float:
+        """Returns the least that it takes from its beginning to its end."""
+        first_s, iterations_s, others_s, last_s = self.parts_s(unit)
+        return first_s + max(iterations_s, others_s) + last_s
 
     def down_s(self, gradient_bytes: int) -> float:
         """Returns what a layer's gradients take on their way to the host."""

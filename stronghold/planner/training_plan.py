@@ -12,7 +12,8 @@ from typing import Any
 from stronghold.planned import PlannedStep
 from stronghold.planner.machine_file import Spread
 from stronghold.planner.other_plans import Alternative, LeftOut, Refused
-from stronghold.settings import OffloadSettings, check_optimizer
+from stronghold.planner.plan_lines import BUDGETS, duration, section, shown
+from stronghold.settings import OffloadSettings, check_one_of, check_optimizer
 from stronghold.spans import Span
 from stronghold.tables import Shown
 from stronghold.units import format_bytes, format_count, format_seconds
@@ -31,21 +32,20 @@ _WAITED = {"fetch": "fetch_wait_s", "update": "update_wait_s", "disk": "disk_wai
 """Those that a run tells apart, by its own names."""
 _FOLLOW = ("balance", "schedule")
 """What of several processes follows from their stages and micro-batches."""
-BUDGETS = ("device_memory", "host_memory")
-"""Settings that follow from the others, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan(Shown):
     """How to train a model on a machine; ``str()`` of it is a table to read.
 
-    ``settings`` are ``stronghold.offload``'s and ``optimizer`` what ``stronghold.AdamW`` is to get. ``step_s`` are the
+    ``settings`` are ``stronghold.offload``'s and ``optimizer`` what ``stronghold.AdamW``, or as ``updated_by`` says
+    ``stronghold.Muon``, is to get. ``assumed`` are what its numbers rest on that was not measured. ``step_s`` are the
     seconds of a step over ``samples`` samples of ``tokens`` tokens together, by the quartiles and the median of what
     the machine was measured to do. ``busy_s`` is what each resource works in a step, ``longest`` the one that works
     most, ``waits_s`` what the computation stands still for. Bytes are those of the report; ``activation_bytes``, with
-    what updates take there, and the root's gradients come on top of them in a step. ``process_bytes`` are the
-    interpreter's and its libraries', ``written_bytes`` what a step writes to disk. ``is_host`` tells that device and
-    host are one memory.
+    what updates take there (``update_bytes`` of them as the report says), and the root's gradients come on top of them
+    in a step. ``process_bytes`` are the interpreter's and its libraries', ``written_bytes`` what a step writes to disk.
+    ``is_host`` tells that device and host are one memory.
 
     Of several ``processes`` on the machine bytes are those of the fullest one, and ``parallel`` is what
     ``stronghold.pipeline`` takes beside the settings: stages, replicas, micro-batches, schedule and the layers of each
@@ -89,6 +89,9 @@ class TrainingPlan(Shown):
     processes: int = 1
     parallel: Mapping[str, Any] = field(default_factory=dict)
     left_out: Sequence[LeftOut] = ()
+    updated_by: str = "AdamW"
+    update_bytes: int = 0
+    assumed: Sequence[str] = ()
     version: int = VERSION
 
     @property
@@ -142,7 +145,7 @@ class TrainingPlan(Shown):
         for one in self.refused[:1]:
             lacks = f"needs {format_bytes(one.needed_bytes)} of {one.place}, where {format_bytes(one.limit_bytes)} are"
             found.append(f"{self._differing(one)} {lacks}")
-        return "; ".join(found)
+        return "; ".join([*found, *(f"assumed: {text}" for text in self.assumed)])
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns the table's lines: (section, name, value)."""
@@ -156,18 +159,19 @@ class TrainingPlan(Shown):
             ("", "layers", f"{self.layers} in {self.dtype}"),
             ("machine", "device", self.device if self.device == self.machine else f"{self.device}, {self.machine}"),
             *self._process_rows(),
-            *_section("offload", {name: _shown(name, value) for name, value in self.settings.items()}),
-            *_section("AdamW", {name: _shown(name, value) for name, value in self.optimizer.items()}),
+            *section("offload", {name: shown(name, value) for name, value in self.settings.items()}),
+            *section(self.updated_by, {name: shown(name, value) for name, value in self.optimizer.items()}),
             ("step", "time", f"{format_seconds(step.likely)} ({between})"),
             ("", "speed", f"{format_count(round(self.tokens_per_s))} tokens/s, {self.samples} samples a step"),
-            ("", f"{format_count(self.asked_tokens)} tokens", _duration(86400 * self.days(self.asked_tokens))),
+            ("", f"{format_count(self.asked_tokens)} tokens", duration(86400 * self.days(self.asked_tokens))),
             *self._busy_rows(),
             *self._memory_rows(),
         ]
         if self.disk_bytes:
             written = f"{format_bytes(self.written_bytes)} a step, {self.written_bytes / 1e9:.3g} TB in a thousand"
             rows += [("disk", "layers and states", format_bytes(self.disk_bytes)), ("", "written", written)]
-        return [*rows, *self._other_rows()]
+        assumed = [("assumed" if not number else "", "", text) for number, text in enumerate(self.assumed)]
+        return [*rows, *self._other_rows(), *assumed]
 
     def _other_rows(self) -> list[tuple[str, str, str]]:
         """Returns the lines of other settings, of which only what differs from those of the plan is told."""
@@ -200,7 +204,7 @@ class TrainingPlan(Shown):
             lines["stages"] += f", of {','.join(map(str, self.parallel['balance']))} layers"
             lines["micro-batches"] = f"{self.parallel['micro_batches']} under {self.parallel['schedule']}"
         lines["memory of each"] = f"{memory}{'' if self.is_host else format_bytes(self.host_bytes)} at most"
-        return _section("processes", lines)
+        return section("processes", lines)
 
     def _differing(self, one: Alternative | Refused) -> str:
         ours = {**self.parallel, **self.settings, **self.optimizer}
@@ -240,7 +244,7 @@ class TrainingPlan(Shown):
         return [
             row
             for title, found in sections
-            for row in _section(title, {name: format_bytes(size) for name, size in found if size})
+            for row in section(title, {name: format_bytes(size) for name, size in found if size})
         ]
 
     def to_json(self) -> str:
@@ -270,7 +274,8 @@ class TrainingPlan(Shown):
             found["spans"] = [Span(lane, name, float(begin), float(end)) for lane, name, begin, end in found["spans"]]
             plan = cls(**found)
             OffloadSettings(**plan.settings)
-            check_optimizer(plan.optimizer["states"], plan.optimizer["update"], "raise", None)
+            check_one_of("updated_by", plan.updated_by, ("AdamW", "Muon"))
+            check_optimizer(plan.optimizer.get("states", "fp32"), plan.optimizer["update"], "raise", None)
             str(plan)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -278,19 +283,3 @@ class TrainingPlan(Shown):
                 "plan.json"
             ) from error
         return plan
-
-
-def _duration(seconds: float) -> str:
-    """Returns a time that people wait for: in days, hours or minutes."""
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return format_seconds(seconds)
-
-
-def _section(title: str, lines: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    return [(title if not number else "", name, value) for number, (name, value) in enumerate(lines.items())]
-
-
-def _shown(name: str, value: Any) -> str:
-    return format_bytes(value) if name in BUDGETS and value is not None else repr(value)

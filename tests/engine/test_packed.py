@@ -18,7 +18,6 @@ from torch import nn
 import stronghold
 from stronghold.errors import CheckpointError
 from tests.adapters import PLACES, base, batches, offload, train, trained, with_adapters
-from tests.planner.machines import laptop
 from tests.reference import differences, snapshot
 
 LORA = peft.LoraConfig(r=2, target_modules="all-linear")
@@ -342,17 +341,6 @@ def test_modules_with_hooks_of_accelerate_compute_the_same(kind: str) -> None:
         gradients.append([parameter.grad for parameter in trained(one)])
     assert len(seen) == 8  # the second run too
     assert all(map(torch.equal, *gradients))
-
-
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_plan_of_it_is_refused(kind: str) -> None:
-    model = packed(kind=kind).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"without inputs= or plan=") as refusal:
-        stronghold.plan(model, machine=laptop(), inputs={"input_ids": batches(1)[0]})
-    assert (
-        f"got model.layers.0.self_attn.q_proj.weight, of weights in {'four' if kind == 'nf4' else 'eight'} bits"
-        in str(refusal.value)
-    )
 
 
 def test_other_kinds_and_models_without_linear_layers_are_refused(tmp_path: Path) -> None:

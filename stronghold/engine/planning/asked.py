@@ -9,8 +9,8 @@ import psutil
 from torch import nn
 
 from stronghold.device import return_free_memory
+from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
-from stronghold.engine.planning.model_planner import Limits
 from stronghold.planner.machine_file import MachineFile
 from stronghold.settings import check_one_of
 from stronghold.unit import all_parameters
@@ -63,9 +63,10 @@ def sizes(memory: ModelMemory, window: int | None, resident: int | None) -> dict
     return {"residents": residents, "windows": None if window is None else (window,)}
 
 
-def kepts(activations: str | None, layers: int) -> tuple[int, ...]:
+def kepts(activations: str | None, layers: int, *, may_keep: bool = True) -> tuple[int, ...]:
+    """Returns how many layers may keep their activations: where they ``may_keep`` them, none or all."""
     if activations is None:
-        return 0, layers
+        return (0, layers) if may_keep else (0,)
     return (0,) if one_of("activations", activations, ("recompute", "keep")) == "recompute" else (layers,)
 
 

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.device import Device
-from stronghold.engine.planning.asked import RESERVED, kepts, limits, micro_batches, sizes
+from stronghold.engine.planning.asked import RESERVED, UPDATES, kepts, limits, micro_batches, sizes
 from stronghold.engine.planning.given import check_plan
-from stronghold.engine.planning.model_planner import Limits
+from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.errors import BudgetError
-from stronghold.planned import PlannedSteps
+from stronghold.planned import MUON as BY_MUON
+from stronghold.planned import PlannedStep, PlannedSteps
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.search import ENOUGH, Space
+from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.probing import DTYPES, glance, kept_machine
 from stronghold.settings import OffloadSettings, PlannedSettings
@@ -28,6 +30,8 @@ from stronghold.settings import OffloadSettings, PlannedSettings
 _LOG = logging.getLogger("stronghold")
 _LEFT_OPEN = {**vars(OffloadSettings()), **dict.fromkeys(("resident", "micro_batch", "activations"), "auto")}
 """What settings are where the user has not set them beside a plan."""
+COMPILED = "layers take as long as eager ones, where compiled ones are to take less"
+"""What a plan with ``compile`` assumes."""
 _glances: dict[tuple[str, bool, tuple[str, ...], tuple[torch.dtype, ...]], MachineFile] = {}
 """What was seen of a machine that was never probed, in this process."""
 
@@ -71,7 +75,11 @@ def settled(
                 f"a plan holds for its own settings (got {name}={value!r} beside one with {said[name]!r}); leave out "
                 f"{name}, or plan with it"
             )
-    return replace(settings, **said), PlannedSteps({found.optimizer["update"]: found.planned()})
+    if settings.compile:
+        found = replace(found, assumed=[*found.assumed, COMPILED])
+    return replace(settings, **said), PlannedSteps(
+        {(BY_MUON if found.updated_by == "Muon" else "") + found.optimizer["update"]: found.planned()}
+    )
 
 
 def _planned(
@@ -107,11 +115,15 @@ def _planned(
     found = PlannedModel(
         model, machine, inputs, layers=layers, dtype=dtype, directories=directories, activations=settings.activations
     )
+    if settings.compile:
+        found.assume(COMPILED)
+    if settings.activations in ("host", "disk"):
+        found.assume(f"layers' inputs take no time on their way to {settings.activations} and back")
     count = len(found.memory.units.layers)
     space = Space(
         layers=count,
         **sizes(found.memory, window, resident),
-        kepts=kepts(activations, count),
+        kepts=kepts(activations, count, may_keep=found.may_keep),
         micro_batches=micro_batches(settings.micro_batch, found.computation.batch, found.memory),
         updates=("deferred",),
         stores=("disk",) if directories else ("ram",),
@@ -132,8 +144,6 @@ def _planned(
     step, update = plan.planned(), plan.optimizer["update"]
     _LOG.info("%s on %s: %s; %s", plan.model, plan.machine, step.chosen, step.reason)
     inputs_host_bytes = found.inputs_host_bytes(plan.settings.get("micro_batch"))
-    if update == "in_backward":
-        return plan, PlannedSteps(in_backward=step), inputs_host_bytes
     chosen = replace(
         space,
         windows=(plan.settings["window"],),
@@ -141,8 +151,20 @@ def _planned(
         kepts=kepts(plan.settings["activations"], count),
         micro_batches=(plan.settings.get("micro_batch"),),
     )
-    in_backward = found.best(replace(chosen, updates=("in_backward",)), most)
-    return plan, PlannedSteps(deferred=step, in_backward=in_backward.planned()), inputs_host_bytes
+    steps = PlannedSteps({update: step, **_by_muon(found, chosen, most)})
+    if update == "deferred":
+        steps["in_backward"] = found.best(replace(chosen, updates=("in_backward",)), most).planned()
+    return plan, steps, inputs_host_bytes
+
+
+def _by_muon(found: PlannedModel, chosen: Space, most: Limits) -> dict[str, PlannedStep]:
+    """Returns the steps with Muon in AdamW's place under the settings that were chosen for that, where they fit."""
+    steps, of_muon = dict[str, PlannedStep](), found.for_muon()
+    for update in UPDATES:
+        with contextlib.suppress(BudgetError):  # then Muon itself refuses it, with the numbers
+            space = replace(chosen, states=(MUON,), updates=(update,))
+            steps[BY_MUON + update] = of_muon.best(space, most).planned()
+    return steps
 
 
 def _least_asked(found: PlannedModel, space: Space, most: Limits) -> tuple[TrainingPlan, Space]:

@@ -19,11 +19,11 @@ from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.microbatch import batch_of, split
 from stronghold.engine.planning.even_routing import routed_evenly
 from stronghold.engine.planning.layer_passes import LayerPasses, LayerRecorder
+from stronghold.engine.planning.quantised_layers import quantised_layers, without_values
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
 from stronghold.engine.replay import structural_copy
 from stronghold.planner.op_costs import Op
-from stronghold.unit import all_parameters, part_of
 from stronghold.window import input_sizes
 
 Inputs = Mapping[str, Any] | Sequence[Any]
@@ -50,7 +50,7 @@ class ModelComputation:
     ``block_bytes`` is what the device's allocator rounds each tensor's memory up to; ``fused`` tells that dropout is
     one kernel there.
 
-    Raises ValueError where the model cannot be run without values, as one with quantised weights cannot.
+    Raises ValueError where the model cannot be run without values.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ModelComputation:
         block_bytes: int = 1,
         fused: bool = False,
     ) -> None:
-        _refuse_quantised(model)
+        self.quantised = quantised_layers(model)
         self._block_bytes = block_bytes
         self._mode, self._fused = FakeTensorMode(allow_non_fake_inputs=True), fused
         self._model, self._dtype = model, dtype
@@ -139,7 +139,7 @@ class ModelComputation:
         try:
             for names, before in held:
                 names.update((name, self._tensors[id(t)]) for name, t in before.items() if t is not None)
-            with routed_evenly(module):
+            with routed_evenly(module), without_values(self.quantised):
                 yield
         finally:
             for names, before in held:
@@ -235,16 +235,6 @@ def _computed_again(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module(*given[0], **given[1])
 
     return checkpointed(compute, *tensors, preserve_rng_state=False)
-
-
-def _refuse_quantised(model: nn.Module) -> None:
-    for name, parameter in all_parameters(model):
-        if (part := part_of(parameter)) is not None:
-            raise ValueError(
-                "a plan runs the model on tensors of shapes without values, which kernels of quantised weights need "
-                f"(got {name}, of weights {part.title}); offload it by window=, activations= and micro_batch= "
-                "without inputs= or plan=, and read what it takes from stronghold.report"
-            )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from stronghold.formats.model_config import build, build_from_config
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.probing import facts_of, kept_machine
+from stronghold.unit import all_parameters, count_of
 
 
 def model_given(model: nn.Module | str | os.PathLike[str] | Any) -> nn.Module:
@@ -50,7 +51,7 @@ def machine_given(machine: MachineFile | str | os.PathLike[str] | None) -> Machi
 
 def check_plan(plan: TrainingPlan, model: nn.Module, device: torch.device) -> None:
     """Raises ValueError where ``plan`` is of another model or another machine."""
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(count_of(p) for _, p in all_parameters(model))
     if parameters != plan.parameters:
         raise ValueError(
             f"a plan is of one model (got the plan of {plan.model}, {plan.parameters:,} parameters, for a "

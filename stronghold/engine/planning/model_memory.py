@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 
 from stronghold.engine.budget import BUFFERS, model_bytes
 from stronghold.engine.model_units import ModelUnits, units_of
+from stronghold.engine.planning.muon_work import MuonUnit, muon_units
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.optim.adamw_on_device import scratch_bytes
 from stronghold.planner.search import Choice
 from stronghold.planner.step_bytes import (
+    MUON,
     ModelBytes,
     Placed,
     StepBytes,
@@ -32,7 +35,8 @@ class ModelMemory:
     ``layers`` and ``dtype`` are as for ``offload``; ``is_host`` tells that the device's memory is the host's, and
     ``block_bytes`` is what its allocator rounds each buffer up to. Bytes are those of one of ``replicas`` on a machine,
     each of which counts its part of what all have in common; by how little more a gradient slot takes whose shares are
-    of equal length is not in them. Raises ValueError for a model that cannot be offloaded.
+    of equal length is not in them. ``by_muon`` tells that the optimizer is ``stronghold.Muon``. Raises ValueError for a
+    model that cannot be offloaded.
     """
 
     def __init__(
@@ -44,7 +48,9 @@ class ModelMemory:
         is_host: bool,
         replicas: int = 1,
         block_bytes: int = 1,
+        by_muon: bool = False,
     ) -> None:
+        self._by_muon = by_muon
         self._given = model, layers, dtype
         self.replicas = replicas
         self.is_host = is_host
@@ -66,7 +72,11 @@ class ModelMemory:
         return True
 
     def _bytes(self, units: ModelUnits) -> ModelBytes:
-        return model_bytes(units.layers, [u for u, _ in units.root], units.buffer_bytes, is_host=self.is_host)
+        model = model_bytes(units.layers, [u for u, _ in units.root], units.buffer_bytes, is_host=self.is_host)
+        if not self._by_muon:
+            return model
+        counted = [one.counted(own) for one, own in zip(muon_units(units), model.units, strict=True)]
+        return replace(model, layers=counted[: len(units.layers)], root=counted[len(units.layers) :])
 
     @cached_property
     def _on_disk(self) -> ModelBytes:
@@ -131,11 +141,22 @@ class ModelMemory:
         """Returns what updates of the units of these numbers take on the device while they run."""
         if self.is_host:
             return 0
-        key = choice.states, device_type
+        key = "fp32" if choice.states == MUON else choice.states, device_type
         if key not in self._scratch:
             self._scratch[key] = self._scratch_by_unit(*key)
         of_unit = self._scratch[key]
         return max((of_unit[number] for number in numbers), default=0)
+
+    @cached_property
+    def muon(self) -> list[MuonUnit]:
+        """What Muon updates of each unit; nothing where the optimizer is AdamW."""
+        return muon_units(self.units) if self._by_muon else [MuonUnit(unit, ()) for unit in self._all]
+
+    def iterations_bytes(self, resident: Collection[int]) -> tuple[int, int]:
+        """Returns what Muon's iterations take on the device: beside updates on the host, and of resident units."""
+        beside = [one.iteration_bytes for number, one in enumerate(self.muon) if number not in resident]
+        there = [self.muon[number] for number in resident if self.muon[number].indices]
+        return max(beside, default=0), max((one.iteration_bytes + one.directions_bytes for one in there), default=0)
 
     def _scratch_by_unit(self, states: str, device_type: str) -> list[int]:
         return [

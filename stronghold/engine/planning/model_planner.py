@@ -4,37 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stronghold.engine.planning.kept_inputs import KeptInputs, kept_inputs
+from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.engine.planning.most_alive import most_alive
+from stronghold.engine.planning.muon_work import muon_assumed
 from stronghold.planner.machine_file import MachineFile
-from stronghold.planner.machine_rates import Pace, machine_of, message_rates, op_rates
+from stronghold.planner.machine_rates import Pace, carried_s, machine_of, message_rates, op_rates
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
 from stronghold.planner.op_costs import Op, OpRates
 from stronghold.planner.search import Choice, Work
-from stronghold.planner.step_bytes import ModelBytes, Placed, StepBytes, spread
+from stronghold.planner.step_bytes import MUON, ModelBytes, Placed, StepBytes, spread
 from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What may be taken, in bytes; ``process`` of the host's memory is taken already.
-
-    Beside a store on disk all that is left stays in RAM, unless ``fills_ram`` is false: then it is ``in_ram``, or
-    nothing.
-    """
-
-    device: int | None
-    host: int
-    process: int
-    fills_ram: bool = True
-    in_ram: int | None = None
 
 
 class ModelPlanner:
@@ -73,24 +61,8 @@ class ModelPlanner:
         key = choice.micro_batch, choice.kept
         if key not in self._activations:
             root_gradients = sum(unit.root_gradient for unit in self._memory.of(choice).root)
-            self._activations[key] = max(0, self._most_alive(choice) - root_gradients)
+            self._activations[key] = max(0, most_alive(self._computation, *key) - root_gradients)
         return self._activations[key]
-
-    def _most_alive(self, choice: Choice) -> int:
-        of, root, count = self._computation, self._computation.root, len(self._computation.group_of)
-        passes = [of.passes(n, choice.micro_batch, kept=n >= count - choice.kept) for n in range(count)]
-        left = [one.saved_bytes if n in root.dropped else one.left_bytes for n, one in enumerate(passes)]
-        most = kept = 0  # what layers before have left
-        for number, own in enumerate(passes):
-            most = max(most, kept + max(root.before_bytes[number], root.given_bytes[number] + own.forward_bytes))
-            kept += left[number]
-        most = max(most, kept + root.behind_bytes)
-        for number, own in reversed([*enumerate(passes)]):
-            kept -= left[number]
-            if number in root.live_bytes:
-                within = root.live_bytes[number] + own.saved_bytes + own.backward_bytes
-                most = max(most, kept + max(within, root.after_bytes[number]))
-        return most
 
     def inputs(self, choice: Choice) -> KeptInputs:
         """Returns what layers' inputs take that are not kept on the device."""
@@ -124,11 +96,27 @@ class ModelPlanner:
             if any(id(parameter) in used_first for parameter in unit.parameters)
         }
         beside = placed.resident - last if choice.update == "in_backward" else frozenset[int]()
-        device = self._machine.device
-        activations = self.activation_bytes(choice) + self._memory.scratch(choice, beside, device)
-        on_top = max(activations, self._memory.scratch(choice, placed.resident - beside, device))
+        activations = self.activation_bytes(choice) + self._on_device_bytes(choice, beside)
+        on_top = max(activations, self._on_device_bytes(choice, placed.resident - beside))
+        on_top += self._memory.iterations_bytes(placed.resident)[0]  # which go on under the next forward pass
         on_top += self.inputs(choice).device
         return on_top + self._memory.rounding(choice, placed.resident)
+
+    def _on_device_bytes(self, choice: Choice, resident: frozenset[int]) -> int:
+        """Returns what updates of so many resident units take on the device while they run."""
+        scratch = self._memory.scratch(choice, resident, self._machine.device)
+        _, iterations = self._memory.iterations_bytes(resident)
+        if not iterations:
+            return scratch
+        return scratch + iterations + max(self._memory.muon[number].part_bytes for number in resident)
+
+    def update_bytes(self, choice: Choice) -> int:
+        """Returns what the report says of an update on the device: Muon's iterations."""
+        return sum(self._memory.iterations_bytes(self.placed(choice)[0].resident))
+
+    def assumed(self, choice: Choice) -> list[str]:
+        """Returns what a plan of the choice rests on that was not measured, in words."""
+        return muon_assumed(self._machine, self.dtype) if choice.states == MUON else []
 
     def budgets(self, choice: Choice, activations: int) -> tuple[int | None, int | None]:
         """Returns what ``device_memory`` and ``host_memory`` are for ``offload``: what is left beside activations."""
@@ -136,7 +124,13 @@ class ModelPlanner:
         trained = {number for number, unit in enumerate(sizes.root, count) if unit.trained}  # these may all be resident
         rounding = self._memory.rounding(choice, trained.union(spread(count, choice.resident)))
         inputs = self.inputs(choice)
-        beside = activations + inputs.device + rounding + sum(unit.root_gradient for unit in sizes.root)
+        beside = (
+            activations
+            + inputs.device
+            + rounding
+            + self._memory.iterations_bytes(())[0]
+            + sum(unit.root_gradient for unit in sizes.root)
+        )
         device = None if self._limits.device is None else max(0, self._limits.device - beside)
         if choice.store == "ram":
             return device, None
@@ -195,6 +189,7 @@ class ModelPlanner:
                     first_gradient_s=again_s + before_s,
                     on_disk="weights" in placed.on_disk.get(number, ()),
                     **self._moved(sizes, placed, choice, number),
+                    **self._iterations(number, pace, resident=number in placed.resident),
                 )
             )
         operators = [sum(of.layer(n, choice.micro_batch).forward.values()) for n in range(count)]
@@ -228,6 +223,7 @@ class ModelPlanner:
                 resident=number in placed.resident,
                 backward_s=self._mean_s(sizes, placed, number),
                 **self._moved(sizes, placed, choice, number),
+                **self._iterations(number, pace, resident=number in placed.resident),
             )
             for number, (unit, _) in enumerate(self._memory.units.root, first)
         ]
@@ -252,6 +248,15 @@ class ModelPlanner:
             "ring_bytes": -(-ring_bytes // replicas) if unit.trained else 0,
         }
 
+    def _iterations(self, number: int, pace: Pace, *, resident: bool) -> dict[str, Any]:
+        """Returns a unit's matrices that Muon updates, and the seconds of their iterations."""
+        if not (one := self._memory.muon[number]).indices:
+            return {}
+        seconds = self._op_s(one.iterations, pace)
+        if not (resident or self._memory.is_host):  # directions go there and back
+            seconds += carried_s(self._machine, pace, one.directions_bytes, len(one.indices))
+        return {"matrices": len(one.indices), "iteration_s": seconds}
+
     def _share(self, machine: Machine) -> Machine:
         """Returns what a replica has of the machine."""
         replicas = self._memory.replicas
@@ -268,22 +273,18 @@ class ModelPlanner:
 
     def _sum_s(self, length_bytes: int, pace: Pace) -> float:
         """Returns what adding so many bytes to as many takes."""
-        return self._of_device * self._rates_at(pace).seconds({Op("other", self.dtype, (), 0, 3 * length_bytes): 1})
+        return self._uncached_s({Op("other", self.dtype, (), 0, 3 * length_bytes): 1}, pace)
 
     def _op_s(self, ops: Counter[Op], pace: Pace) -> float:
         if (pace, id(ops)) not in self._seconds:
-            self._seconds[pace, id(ops)] = self._of_device * self._rates_at(pace).seconds(ops)
+            self._seconds[pace, id(ops)] = self._uncached_s(ops, pace)
         return self._seconds[pace, id(ops)]
 
-    @property
-    def _of_device(self) -> int:
-        """How many processes have the device in common: replicas on the host its cores."""
-        return self._memory.replicas if self._memory.is_host else 1
-
-    def _rates_at(self, pace: Pace) -> OpRates:
+    def _uncached_s(self, ops: Mapping[Op, int], pace: Pace) -> float:
         if pace not in self._rates:
             self._rates[pace] = op_rates(self._machine, pace)
-        return self._rates[pace]
+        of_device = self._memory.replicas if self._memory.is_host else 1  # replicas there have its cores in common
+        return of_device * self._rates[pace].seconds(ops)
 
     @cached_property
     def dtype(self) -> str:

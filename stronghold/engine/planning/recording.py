@@ -193,6 +193,8 @@ def _op(func: Any, args: tuple, kwargs: dict, out: Any, given: list[Tensor], fou
     function = next((part for part in _TRANSCENDENTAL if part in name), None)
     kind = "other" if function is None else f"transcendental {function}{' backward' if 'backward' in name else ''}"
     sizes: tuple[int, ...] = ()
+    if name == "dequantise":
+        kind, moved = f"transcendental {args[-1]}", args[1] + out.numel() * out.element_size()
     if "scaled_dot_product" in name:
         kind = "attention backward" if "backward" in name else "attention"
         query, key = given[1:3] if "backward" in name else given[:2]

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stronghold.engine.planning.kept_inputs import kept_inputs
+from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
-from stronghold.engine.planning.model_planner import Limits, ModelPlanner
+from stronghold.engine.planning.model_planner import ModelPlanner
 from stronghold.errors import BudgetError
 from stronghold.planner.machine_file import MachineFile, Spread
 from stronghold.planner.machine_rates import Pace
 from stronghold.planner.other_plans import Alternative, Refused
 from stronghold.planner.search import Choice, Found, Plan, Refusal, Space, search
 from stronghold.planner.step import step_time
+from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
+from stronghold.unit import all_parameters, count_of
 from stronghold.units import format_bytes
 
 BLOCK_BYTES = 512
@@ -30,8 +35,9 @@ class PlannedModel:
 
     ``directories`` are real paths that the machine was probed with, ``sequence`` the tokens of a sample. Of so many
     ``replicas`` on the machine it is one, and the ``inputs`` are its part of a step's. Layers that are recomputed have
-    their inputs where ``activations`` says, ``"host"`` or ``"disk"`` as for ``offload``, else on the device. Raises
-    ValueError for a model that cannot be planned for.
+    their inputs where ``activations`` says, ``"host"`` or ``"disk"`` as for ``offload``, else on the device. With
+    ``by_muon`` it is for ``stronghold.Muon``, and all choices must be of its momentum. Raises ValueError for a model
+    that cannot be planned for.
     """
 
     def __init__(
@@ -48,22 +54,48 @@ class PlannedModel:
         name: str | None = None,
         replicas: int = 1,
         activations: str = "recompute",
+        by_muon: bool = False,
     ) -> None:
         # Here, since what it imports takes seconds that training does without.
         from stronghold.engine.planning.computation import ModelComputation
+        from stronghold.engine.planning.quantised_layers import with_rates
 
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
-        self._model, self._machine, self._directories = model, machine, directories
+        self._model, self._directories = model, directories
         self._recompute = activations
         self._sequence, self._name = sequence, name or type(model).__name__
         is_host, block_bytes = machine.is_host, 1 if machine.is_host else BLOCK_BYTES
-        self.memory = ModelMemory(
-            model, layers=layers, dtype=dtype, is_host=is_host, replicas=replicas, block_bytes=block_bytes
+        memory_of = partial(
+            ModelMemory,
+            model,
+            layers=layers,
+            dtype=dtype,
+            is_host=is_host,
+            replicas=replicas,
+            block_bytes=block_bytes,
         )
+        self.memory, self._memory_of = memory_of(by_muon=by_muon), memory_of
         modules = self.memory.units.modules
         self.computation = ModelComputation(
             model, modules, inputs, dtype=dtype, loss=loss, block_bytes=block_bytes, fused=not is_host
         )
+        computes = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self._machine, self._assumed = with_rates(machine, self.computation.quantised, computes)
+
+    def assume(self, text: str) -> None:
+        """Has plans say that they assume what ``text`` says."""
+        self._assumed.append(text)
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether layers in the window may keep their activations: not where weights are saved as dequantised."""
+        return all(one.may_be_kept for one in self.computation.quantised)
+
+    def for_muon(self) -> PlannedModel:
+        """Returns the same model with ``stronghold.Muon`` as its optimizer."""
+        other = copy.copy(self)
+        other.memory = self._memory_of(by_muon=True)
+        return other
 
     def best(self, space: Space, limits: Limits, *, tokens: int = 10**9) -> TrainingPlan:
         """Returns the plan of the shortest step. Raises BudgetError where nothing fits.
@@ -97,7 +129,7 @@ class PlannedModel:
         parameters = list(self._model.parameters())
         return TrainingPlan(
             model=self._name,
-            parameters=sum(p.numel() for p in parameters),
+            parameters=sum(count_of(p) for _, p in all_parameters(self._model)),
             trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             layers=len(self.memory.units.layers),
             samples=self.computation.batch * self.memory.replicas,
@@ -129,6 +161,9 @@ class PlannedModel:
             others=[told.alternative(other) for other in found.plans[1:]],
             refused=[told.refused(one) for one in found.refused],
             spans=best.step.spans,
+            updated_by="AdamW" if best.choice.states != MUON else "Muon",
+            update_bytes=planner.update_bytes(best.choice),
+            assumed=[*self._assumed, *planner.assumed(best.choice)],
         )
 
 
@@ -155,7 +190,8 @@ class _Told:
         return found
 
     def optimizer(self, choice: Choice) -> dict[str, Any]:
-        return {"states": choice.states, "update": choice.update}
+        states = {} if choice.states == MUON else {"states": choice.states}
+        return {**states, "update": choice.update}
 
     def step_s(self, choice: Choice, pace: Pace) -> float:
         work = self._planner.work_of(choice, pace)

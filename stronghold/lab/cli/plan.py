@@ -86,6 +86,12 @@ def _add_settings(settings: Group) -> None:
     settings.add_argument("--activations", choices=("recompute", "keep"), help="of all layers")
     settings.add_argument("--update", choices=("deferred", "in_backward"), help="when layers are updated")
     settings.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="stronghold.AdamW, or stronghold.Muon for the layers' matrices (default: adamw)",
+    )
+    settings.add_argument(
         "--states",
         choices=("fp32", "8bit", "any"),
         default="fp32",
@@ -116,6 +122,7 @@ def _run(options: argparse.Namespace) -> int:
         store=options.disk or "ram",
         states=("fp32", "8bit") if options.states == "any" else (options.states,),
         update=options.update,
+        optimizer=options.optimizer,
         activations=options.activations,
         micro_batch="auto" if options.micro_batch is None else options.micro_batch,
         window=options.window,

@@ -50,6 +50,11 @@ def settle(options: argparse.Namespace) -> None:
                 f"a plan is of method stronghold (got --plan with --method {options.method}); leave out one or the "
                 "other"
             )
+        if plan.updated_by != "AdamW":
+            raise ValueError(
+                f"stronghold train updates by AdamW (got {file}, a plan for {plan.updated_by}); train by it in Python: "
+                f"offload(model, plan={file!r}), or plan for AdamW: stronghold plan --optimizer adamw -o {file}"
+            )
         said = _said(plan)
     for name, default in DEFAULTS.items():
         given, planned = getattr(options, name), said.get(name, default)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import stronghold
 from stronghold.device.throttled import Speed, ThrottledDevice
@@ -95,7 +96,7 @@ def test_the_optimizer_updates_where_the_plan_finds_the_shorter_step(here, host_
     slow = machine(host_update_ns={f"{dtype}+fp32": one for dtype in ("float32", "bfloat16")})
     model = on_a_gpu(here, gpt(), there=slow, inputs=inputs(), window=2, resident=0, activations="recompute")
     planned = stronghold.engine.engine_of(model).planned
-    assert set(planned) == {"deferred", "in_backward"}
+    assert set(planned) == {"deferred", "in_backward", "muon deferred", "muon in_backward"}
     assert planned.gain_in_backward() == (update == "in_backward")
     assert not stronghold.AdamW(model.parameters()).in_backward
     assert not stronghold.AdamW(model.parameters(), update="auto", max_grad_norm=1.0).in_backward
@@ -116,7 +117,8 @@ def test_where_the_gradients_do_not_all_fit_layers_are_updated_in_the_backward_p
         stronghold.plan(given, machine=laptop(), inputs=inputs(), update="deferred", host_memory=1)
     least = refused.value.needed["memory"] - 300 * 2**20
     model = stronghold.offload(given, device="cpu", inputs=inputs(), host_memory=least - 1)
-    assert set(stronghold.engine.engine_of(model).planned) == {"in_backward"}
+    planned = stronghold.engine.engine_of(model).planned
+    assert {name for name in planned if not name.startswith("muon")} == {"in_backward"}
     optimizer = stronghold.AdamW(model.parameters(), update="auto")
     assert optimizer.in_backward
     report = stronghold.report(model)
@@ -205,7 +207,8 @@ def test_a_plan_gives_the_settings_and_is_shown_beside_what_was_measured(here, t
     plan.write(tmp_path / "plan.json")
     for given, compiled in ((plan, False), (tmp_path / "plan.json", "aot_eager")):
         model = stronghold.offload(gpt(), device="cpu", plan=given, compile=compiled)
-        assert stronghold.report(model).planned == plan.planned()
+        assumed = [*plan.assumed, *([auto.COMPILED] if compiled else [])]
+        assert stronghold.report(model).planned == replace(plan, assumed=assumed).planned()
         trained(model, stronghold.AdamW(model.parameters()), steps=2)
         assert bool(stronghold.report(model).compiled) == bool(compiled)
         rows = stronghold.report(model).rows()
@@ -329,3 +332,18 @@ def test_beside_a_store_on_disk_the_budget_leaves_room_for_layers_inputs(here, t
         stronghold.close(model)
     assert found["host"].inputs_host_bytes == 6 * 4 * 32 * 64 * 4
     assert found["recompute"].weights_on_disk == 0 < found["host"].weights_on_disk < 6
+
+
+def test_what_a_plan_assumes_of_compiled_layers_and_of_inputs_on_the_host_is_said(monkeypatch):
+    monkeypatch.setattr("stronghold.engine.planning.auto.kept_machine", lambda device: laptop())
+    reasons = []
+    for settings in ({}, {"compile": "aot_eager"}, {"activations": "host"}):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        model = stronghold.offload(model, device="cpu", inputs=(torch.empty(4, 16),), **settings)
+        planned = stronghold.report(model).planned
+        assert planned is not None
+        reasons.append(planned.reason)
+        stronghold.close(model)
+    assert "assumed" not in reasons[0]
+    assert "assumed: layers take as long as eager ones" in reasons[1]
+    assert "assumed: layers' inputs take no time on their way to host and back" in reasons[2]

@@ -49,6 +49,13 @@ def test_it_prints_the_table_and_writes_the_plan_and_its_picture(capsys):
     assert "One planned step" in Path("plan.html").read_text()
 
 
+def test_it_plans_for_muon(capsys):
+    assert cli.main(["plan", *SHAPE, *STEP, "--machine", "gpu.json", "--optimizer", "muon", "-o", "plan.json"]) == 0
+    printed = capsys.readouterr().out
+    assert TrainingPlan.read("plan.json").updated_by == "Muon"
+    assert "│ Muon" in printed and "│ assumed" in printed and "train --plan" not in printed
+
+
 def test_a_run_follows_its_plan_and_says_how_far_that_was_off(capsys):
     assert cli.main(["plan", *SHAPE, *STEP, "--machine", "laptop.json", "-o", "plan.json", "--states", "8bit"]) == 0
     plan = TrainingPlan.read("plan.json")
@@ -81,11 +88,13 @@ def test_a_run_follows_its_plan_and_says_how_far_that_was_off(capsys):
         (["train", *SHAPE, "--plan", "plan.json", "--method", "l2l"], "a plan is of method stronghold"),
         (["train", "-l", "4", *SHAPE[2:], "--plan", "plan.json", "--data", "text.txt"], "a plan is of one model"),
         (["train", *SHAPE, "--plan", "elsewhere.json", "--data", "text.txt"], "a plan is of one machine"),
+        (["train", *SHAPE, "--plan", "muon.json", "--data", "text.txt"], "stronghold train updates by AdamW"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
 )
 def test_what_is_wrong_is_told_in_one_line(arguments, message, capsys):
     assert cli.main(["plan", *SHAPE, *STEP, "--machine", "laptop.json", "-o", "plan.json"]) == 0
+    replace(TrainingPlan.read("plan.json"), updated_by="Muon", optimizer={"update": "deferred"}).write("muon.json")
     replace(TrainingPlan.read("plan.json"), machine="a processor that nobody has").write("elsewhere.json")
     capsys.readouterr()
     assert message in refused(capsys, *arguments)
