@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -134,12 +135,10 @@ def test_what_takes_longer_than_its_time_is_ended_and_what_follows_is_done(monke
 
     before, begin_s = signal.getsignal(signal.SIGALRM), time.monotonic()
     with within(Budget(0.2)):
-        while True:
-            try:
-                time.sleep(60)
-            except Exception:  # as measurements have it
-                pytest.fail("was taken for an error of what is measured")
-    assert 0.2 <= time.monotonic() - begin_s < 30
+        with suppress(Exception):  # as what measures has it
+            time.sleep(15)
+        pytest.fail("what takes longer went on, or was taken for an error of its own")
+    assert time.monotonic() - begin_s >= 0.2
     assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL)[0] == 0
     done = []
     with within(Budget(-1.0)):  # nothing is begun then, and nothing has to be ended
