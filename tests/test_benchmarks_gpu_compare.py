@@ -262,8 +262,9 @@ def test_a_reserve_that_was_told_is_kept_to(played, tmp_path):
     assert [record["reserve"] for record in recorded(tmp_path)] == [0, 1024, 1024]
 
 
+@pytest.mark.parametrize("device", ["CUDA", "HIP", "XPU"])
 def test_what_a_cap_is_too_small_for_is_called_with_less_and_begins_there_the_next_time(
-    load, parts, monkeypatch, tmp_path
+    load, parts, monkeypatch, tmp_path, device
 ):
     calls, runs = load("calls"), load("compare_runs")
     made, said = [], []
@@ -275,7 +276,7 @@ def test_what_a_cap_is_too_small_for_is_called_with_less_and_begins_there_the_ne
             return calls.Call(
                 record={"machine": {}, "summary": {"samples_per_s": 1.0}}, steps=(), reason="", wall_s=1.0
             )
-        return calls.Call(record=None, steps=(), reason="step 1 failed: CUDA out of memory", wall_s=1.0)
+        return calls.Call(record=None, steps=(), reason=f"step 1 failed: {device} out of memory", wall_s=1.0)
 
     monkeypatch.setattr(runs, "train", train)
     runner = runs.Runner(

@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -122,6 +125,37 @@ def test_a_copy_without_git_has_a_name_of_its_own_that_its_sources_give(tmp_path
     assert digest(tmp_path) == first
     (tmp_path / "csrc" / "a.cpp").write_text("int b;")
     assert digest(tmp_path) != first
+
+
+def test_what_takes_longer_than_its_time_is_ended_and_what_follows_is_done(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER.parent)
+    monkeypatch.syspath_prepend(FOLDER)
+    from calls import Budget  # type: ignore[import-not-found]
+    from half_hour import within  # type: ignore[import-not-found]
+
+    before, begin_s = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with within(Budget(0.2)):
+        with suppress(Exception):  # as what measures has it
+            time.sleep(15)
+        pytest.fail("what takes longer went on, or was taken for an error of its own")
+    assert time.monotonic() - begin_s >= 0.2
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    done = []
+    with within(Budget(-1.0)):  # nothing is begun then, and nothing has to be ended
+        done.append(True)
+    with within(Budget(60.0)), pytest.raises(ZeroDivisionError):
+        1 / 0  # noqa: B018
+    assert done and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_the_minutes_of_a_script_begin_with_its_process():
+    """Imports took what a table was to be drawn in, so that the clock ended the script before it."""
+    paths = [str(FOLDER), str(FOLDER.parent), str(ROOT)]
+    script = "import time; time.sleep(3); from half_hour import budget_of; from types import SimpleNamespace as N\n"
+    script += "print(budget_of(N(minutes=1)).left_s)"
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert float(done.stdout) < 58, done.stderr
 
 
 @pytest.mark.long

@@ -232,7 +232,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ):
         add(f"--{name}", type=kind, dest="sequence" if name == "seq" else name, metavar="N", help=about)
     add("--dtype", choices=("fp32", "bf16"), help="(bf16)")
-    add("--device", help="cpu, cuda or cuda:N (cuda)")
+    add("--device", help="cpu, cuda, cuda:N or an accelerator that torch sees (cuda)")
     add("--states", choices=("fp32", "8bit"), help="stronghold's moments (fp32)")
     add("--activations", choices=("recompute", "keep", "host"), help="stronghold's (by the cap)")
     add("--micro-batch", type=int, metavar="N", help="stronghold's (by the cap)")

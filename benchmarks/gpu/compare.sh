@@ -29,8 +29,10 @@ if "$PYTHON" -c 'import sys; from importlib.util import find_spec; sys.exit(find
   unpack
 fi
 sizes=()
-if [[ -n "$small" || "$device" == cpu ]]; then
+if [[ "$device" == cpu ]]; then # without a memory of its own that could be capped
   sizes=(--small --only stronghold --caps 1MiB --batches 2 --rounds 1 --updates deferred)
+elif [[ -n "$small" ]]; then # every method once
+  sizes=(--small --caps 6MiB --reserve 3MiB --batches 2 --rounds 1)
 fi
 if ((END > 0)); then
   commit_options=(--out "$out/methods.jsonl" --commit "$commit" ${device:+--device "$device"} "${sizes[@]}")

@@ -16,7 +16,8 @@ from stronghold.units import format_seconds
 
 TRIES = 3
 """How often a method is called that can do with less where a cap was too small."""
-OUT_OF_MEMORY = "CUDA out of memory"
+OUT_OF_MEMORY = " out of memory"
+"""What PyTorch says behind the name of a device: CUDA, HIP, XPU."""
 OF_A_STEP = (
     *("step", "loss", "iteration_s", "compute_s", "fetch_wait_s", "update_wait_s", "disk_wait_s"),
     "peak_device_bytes",

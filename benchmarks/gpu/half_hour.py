@@ -6,12 +6,16 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -117,7 +121,35 @@ def name_of(device: torch.device) -> str:
 
 
 def budget_of(options: argparse.Namespace) -> Budget:
-    return Budget(60 * options.minutes)
+    """Returns the time that is left of ``--minutes``, which begin with the process: its imports may take a minute."""
+    return Budget(60 * options.minutes - (time.time() - psutil.Process().create_time()))
+
+
+class TimeIsUp(BaseException):
+    """Ends what is measured. No handler of errors may take it for one of them."""
+
+
+@contextmanager
+def within(budget: Budget) -> Iterator[None]:
+    """Ends the block when the time of ``budget`` is up, wherever the main thread is in Python's code by then.
+
+    A measurement that takes longer than all before it was begun in good faith: without its record the table of the
+    others is still to be drawn.
+    """
+
+    def end(*_: object) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, end)
+    try:
+        if budget.left_s > 0:  # otherwise nothing is begun
+            signal.setitimer(signal.ITIMER_REAL, budget.left_s)
+        yield
+    except TimeIsUp:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def error_of(error: BaseException) -> str:

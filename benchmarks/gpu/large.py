@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, say
+from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, say, within
 from large_models import MODELS, SMALL_MODELS, Large, flops_of, tile_initialiser
 from loops import Loop, batches_of, held_bytes, offloaded, peak_bytes, reset_peak
 from probe_parts import synchronize
@@ -121,32 +121,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device.type == "cuda":
         limit_memory(options.device, options.cap)
     calls = [_call(large, batch, options) for large in chosen for batch in options.batches]
-    for large in chosen:
-        left = [b for b in options.batches if recorded.find(_call(large, b, options)) is None]
-        if not left or not budget.allows():
-            continue
-        begin_s = time.perf_counter()
-        loop = None
-        try:
-            loop = build(large, options)
-            say(f"{large.name} is in memory after {format_seconds(time.perf_counter() - begin_s)}")
-            for batch in left:
-                if not budget.allows():
-                    break
-                before_s = budget.left_s
-                try:
-                    outcome = measure(loop, large, batch, options, lambda: budget.left_s)
-                except torch.OutOfMemoryError as error:
-                    outcome = {"error": error_of(error)}
-                recorded.add(_call(large, batch, options), outcome)
-                budget.took(before_s - budget.left_s)
-                if "error" in outcome:
-                    break  # an interrupted backward pass: a smaller batch is for the next call
-        except (RuntimeError, ValueError, MemoryError, stronghold.errors.StrongholdError) as error:
-            recorded.add(_call(large, left[0], options), {"error": error_of(error)})
-        finally:
-            if loop is not None:
-                loop.close()
+    with within(budget):
+        for large in chosen:
+            left = [b for b in options.batches if recorded.find(_call(large, b, options)) is None]
+            if not left or not budget.allows():
+                continue
+            begin_s = time.perf_counter()
+            loop = None
+            try:
+                loop = build(large, options)
+                say(f"{large.name} is in memory after {format_seconds(time.perf_counter() - begin_s)}")
+                for batch in left:
+                    if not budget.allows():
+                        break
+                    before_s = budget.left_s
+                    try:
+                        outcome = measure(loop, large, batch, options, lambda: budget.left_s)
+                    except torch.OutOfMemoryError as error:
+                        outcome = {"error": error_of(error)}
+                    recorded.add(_call(large, batch, options), outcome)
+                    budget.took(before_s - budget.left_s)
+                    if "error" in outcome:
+                        break  # an interrupted backward pass: a smaller batch is for the next call
+            except (RuntimeError, ValueError, MemoryError, stronghold.errors.StrongholdError) as error:
+                recorded.add(_call(large, left[0], options), {"error": error_of(error)})
+            finally:
+                if loop is not None:
+                    loop.close()
     found = [record for call in calls if (record := recorded.find(call))]
     best = best_product(Recorded("probe", options).records)
     whole = [record for record in found if "error" not in record]

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, name_of, say
+from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, name_of, say, within
 from probe_parts import PARTS
 from probe_table import best_product, failures, tables
 
@@ -67,19 +67,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recorded = Recorded("probe", options)
     calls = plan(small=options.small or device.type == "cpu", cores=len(os.sched_getaffinity(0)))
     calls = [call for call in calls if not options.only or call["part"] in options.only]
-    for call in recorded.left(calls):
-        if not budget.allows():
-            break
-        before_s = budget.left_s
-        try:
-            given = {name: value for name, value in call.items() if name != "part"}
-            outcome = PARTS[call["part"]](device, options.least, **given)
-        except (RuntimeError, ValueError, MemoryError) as error:
-            outcome = {"error": error_of(error)}
-            if "CUDA error" in outcome["error"]:  # the context is lost, and everything after would fail, too
-                raise
-        recorded.add(call, outcome)
-        budget.took(before_s - budget.left_s)
+    with within(budget):
+        for call in recorded.left(calls):
+            if not budget.allows():
+                break
+            before_s = budget.left_s
+            try:
+                given = {name: value for name, value in call.items() if name != "part"}
+                outcome = PARTS[call["part"]](device, options.least, **given)
+            except (RuntimeError, ValueError, MemoryError) as error:
+                outcome = {"error": error_of(error)}
+                if "CUDA error" in outcome["error"]:  # the context is lost, and everything after would fail, too
+                    raise
+            recorded.add(call, outcome)
+            budget.took(before_s - budget.left_s)
     found = [record for call in calls if (record := recorded.find(call))]
     for table in tables(found, str(device), name_of(device)):
         draw(table)

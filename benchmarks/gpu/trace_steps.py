@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, say
+from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, say, within
 from loops import Loop, batches_of, held_bytes, offloaded, peak_bytes, plain, reset_peak
 from probe_parts import synchronize
 from trace_settings import SMALL, Setting, Shape, call_of, offload_settings, settings_of
@@ -133,29 +133,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calls = [call_of(options.shape, setting, batch) for batch, setting in wanted]
     pristine: GPT | None = None
     course: Course | None = None
-    for number, ((batch, setting), call) in enumerate(zip(wanted, calls, strict=True)):
-        if recorded.find(call) is not None:
-            continue
-        if not budget.allows():
-            break
-        begin_s = budget.left_s
-        try:
-            if pristine is None:
-                pristine = GPT(GPTConfig(**{k: v for k, v in vars(options.shape).items() if k != "dtype"}))
-            if course is None or course.batch != batch:
-                course = None  # the memory of one is the next one's
-                course = Course(options.shape, batch, options, pristine)
-                begin_s = budget.left_s  # a setting does not pay for this again
-            keep = options.out / f"trace_{number:02}.json.gz" if number < options.traces else None
-            outcome = course.ordinary_record(keep) if setting is None else course.measure(setting, keep)
-        except (RuntimeError, ValueError, MemoryError, stronghold.errors.StrongholdError) as error:
-            outcome = {"error": error_of(error)}
-        recorded.add(call, outcome)
-        budget.took(begin_s - budget.left_s)
-        name = "plain PyTorch" if setting is None else setting.name
-        say(f"{name}: {outcome.get('error') or format_seconds(median(outcome['step_s'])) + ' per step'}")
-        if "CUDA error" in outcome.get("error", ""):
-            break  # the context is lost
+    with within(budget):
+        for number, ((batch, setting), call) in enumerate(zip(wanted, calls, strict=True)):
+            if recorded.find(call) is not None:
+                continue
+            if not budget.allows():
+                break
+            begin_s = budget.left_s
+            try:
+                if pristine is None:
+                    pristine = GPT(GPTConfig(**{k: v for k, v in vars(options.shape).items() if k != "dtype"}))
+                if course is None or course.batch != batch:
+                    course = None  # the memory of one is the next one's
+                    course = Course(options.shape, batch, options, pristine)
+                    begin_s = budget.left_s  # a setting does not pay for this again
+                keep = options.out / f"trace_{number:02}.json.gz" if number < options.traces else None
+                outcome = course.ordinary_record(keep) if setting is None else course.measure(setting, keep)
+            except (RuntimeError, ValueError, MemoryError, stronghold.errors.StrongholdError) as error:
+                outcome = {"error": error_of(error)}
+            recorded.add(call, outcome)
+            budget.took(begin_s - budget.left_s)
+            name = "plain PyTorch" if setting is None else setting.name
+            say(f"{name}: {outcome.get('error') or format_seconds(median(outcome['step_s'])) + ' per step'}")
+            if "CUDA error" in outcome.get("error", ""):
+                break  # the context is lost
     found = [record for call in calls if (record := recorded.find(call))]
     whole = [record for record in found if "trace" in record]
     if whole:

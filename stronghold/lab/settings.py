@@ -168,8 +168,7 @@ class TrainSettings:
         check_batch(self.batch, self.sequence)
         _check_whole("seed", self.seed, at_least=0)
         check_one_of("dtype", self.dtype, ("fp32", "bf16"))
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device must be cpu, cuda or cuda:N (got {self.device!r}); pass one of them")
+        _check_device(self.device)
         if self.device_limit is not None:
             if self.device == "cpu":
                 raise ValueError(
@@ -240,6 +239,20 @@ def _check_whole(name: str, value: int, *, at_least: int) -> None:
         raise ValueError(f"{name} must be a whole number of at least {at_least} (got {value!r}); pass one")
     if value >= 2**63:
         raise ValueError(f"{name} must be below 2**63 (got a number of {value.bit_length()} bits); pass a smaller one")
+
+
+def _check_device(name: str) -> None:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        return
+    import torch  # only here: a command that names the CPU or a GPU starts without it
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or not re.fullmatch(rf"{found.type}(:\d+)?", name):
+        seen = "none" if found is None else found.type
+        raise ValueError(
+            f"device must be cpu, cuda, cuda:N or this machine's accelerator (got {name!r}; torch sees {seen}); pass "
+            "one of them"
+        )
 
 
 def check_batch(batch: int, sequence: int) -> None:

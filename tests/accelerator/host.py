@@ -26,13 +26,16 @@ from tests.accelerator import soft
 
 
 class Soft(Accelerator):
-    """The accelerator in software, which pins memory where it lies, as CUDA's driver does."""
+    """The accelerator in software, which pins memory where it lies and has a limit, as CUDA's driver does."""
 
     def pin(self, buffer: HostBuffer, copies: Sequence[torch.Stream]) -> bool:
         address = buffer.flat.data_ptr()
         soft.watch(address, buffer.length_bytes, pinned=True)
         weakref.finalize(buffer.memory, _unpin, address, list(copies)).atexit = False
         return True
+
+    def limit_memory(self, limit_bytes: int) -> None:
+        soft.limit(limit_bytes)
 
 
 def _unpin(address: int, copies: list[torch.Stream]) -> None:

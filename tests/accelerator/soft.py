@@ -90,11 +90,16 @@ def launches() -> int:
     return _soft.soft_launches()
 
 
+def limit(total_bytes: int) -> None:
+    """Gives the device so much memory; what was taken before stays."""
+    _soft.soft_limit(total_bytes)
+
+
 @contextmanager
 def limited(total_bytes: int):
     """Gives the device so much memory within the block."""
     before = _soft.soft_total()
-    _soft.soft_limit(total_bytes)
+    limit(total_bytes)
     try:
         yield
     finally:

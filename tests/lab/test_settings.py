@@ -21,7 +21,7 @@ from tests.small import Residual
         (TrainSettings, {"sequence": 1}, "sequence must be a whole number of at least 2 \\(got 1\\)"),
         (TrainSettings, {"seed": -1}, "seed must be a whole number of at least 0 \\(got -1\\)"),
         (TrainSettings, {"dtype": "fp16"}, "dtype must be 'fp32' or 'bf16' \\(got 'fp16'\\)"),
-        (TrainSettings, {"device": "mars"}, "device must be cpu, cuda or cuda:N \\(got 'mars'\\)"),
+        (TrainSettings, {"device": "mars"}, "device must be cpu, cuda, cuda:N or .* \\(got 'mars'; torch sees "),
         (DataSettings, {"held_out": -1}, "held_out must be a whole number of at least 0 \\(got -1\\)"),
         (OptimizerSettings, {"lr": 0.0}, "lr must be a positive number \\(got 0.0\\)"),
         (OptimizerSettings, {"lr": float("nan")}, "lr must be a positive number \\(got nan\\)"),

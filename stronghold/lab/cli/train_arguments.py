@@ -98,7 +98,7 @@ def _add_device(place: Group) -> None:
         metavar="NAME",
         help=f"what trains: {', '.join(METHODS)}, or all of them in turn (default: stronghold)",
     )
-    place.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one, else cpu)")
+    place.add_argument("--device", help="cpu, cuda, cuda:N or an accelerator that torch sees (default: cuda, else cpu)")
     place.add_argument(
         "--device-limit",
         metavar="SIZE",

@@ -35,7 +35,7 @@ class FsdpOffload:
             recompute_layers(gpt)
         options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (1,)),
-            "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+            "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu"),
         }
         if settings.dtype == "bf16":
             # Gradients summed in fp32 is what torchtitan trains with.

@@ -97,7 +97,7 @@ class Server:
 
     def _to_send(self, parameter: nn.Parameter) -> Tensor:
         sent = parameter.detach().to(self._dtype)
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             sent = sent.pin_memory()
             if self._dtype == torch.float32:
                 parameter.data = sent

@@ -44,8 +44,10 @@ def _used(gpus: list[Mapping[str, Any]], device: Any) -> list[Mapping[str, Any]]
     kind, _, index = str(device or "").partition(":")
     if not kind:
         return gpus
-    if kind != "cuda":
+    if kind == "cpu":
         return []
+    if kind != "cuda":
+        return [{"name": kind}]  # those that are listed are CUDA's
     place = int(index) if index.isdecimal() else 0
     return gpus[place : place + 1] or [{}]
 

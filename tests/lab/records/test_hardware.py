@@ -29,6 +29,7 @@ RULES = [
     (run_on("cuda:1", A, B), f"B 32.0 GiB, {ON_HOST}"),
     (run_on("cuda:2", A, B), f"GPU not recorded, {ON_HOST}"),
     (run_on("cuda"), f"GPU not recorded, {ON_HOST}"),
+    (run_on("xpu:0", A), f"xpu, {ON_HOST}"),
     (run_on(None, A, B), f"A 16.0 GiB, B 32.0 GiB, {ON_HOST}"),
     (run_on(None), ON_HOST),
     (run_on("cuda", A, host=None), "A 16.0 GiB, host not recorded"),

@@ -20,13 +20,13 @@ def measure(
 ) -> Measured:
     """Returns what is taken now. ``held_device_bytes`` stands where the device is the CPU, which does not count."""
     device = torch.device(settings.device)
-    on_gpu = device.type == "cuda"
+    counts = device.type != "cpu"
     return Measured(
         parameters=parameters,
         device=str(device),
         dtype={"fp32": "float32", "bf16": "bfloat16"}[settings.dtype],
-        device_bytes=torch.cuda.memory_allocated(device) if on_gpu else held_device_bytes,
-        peak_device_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
+        device_bytes=torch.accelerator.memory_allocated(device) if counts else held_device_bytes,
+        peak_device_bytes=torch.accelerator.max_memory_allocated(device) if counts else 0,
         host_bytes=psutil.Process().memory_info().rss,
         disk_bytes=disk_bytes,
         disk_paths=disk_paths,
