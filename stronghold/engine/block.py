@@ -24,6 +24,7 @@ from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import batch_of, join, split
 from stronghold.engine.replay import State, requiring_grad
 from stronghold.engine.saved import Saved, stale_error, unwritten
+from stronghold.engine.slot_memory import check_let_go, copied_out
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit, as_written, bound, check_mixed, opaque, unit_of
@@ -165,9 +166,13 @@ class Block:
         leader = batch_of(args, kwargs) if getattr(self.module, "has_samples", True) else None
         run = Run(self.layer, self.unit.generation, 0 if leader is None else leader.shape[0])
         nodes, returning = set(), False
+        users = 0 if self.unit.resident else engine.window.users(self.layer)
         try:
             by_itself = self.is_kept_by_itself
             output = self._pieces(run, args, kwargs, by_itself) if training else self._evaluated(args, kwargs)
+            if not self.unit.resident:
+                output = copied_out(output, engine.window.holds)
+                check_let_go(self.unit, engine.window, users)
             nodes = nodes_of(output) if training else set()
             if returning := bool(nodes):
                 accumulators = Accumulators(self.unit, run, nodes=self._accumulators(), hold=by_itself)

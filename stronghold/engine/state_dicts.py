@@ -30,6 +30,8 @@ def off_the_window(module: nn.Module, state_dict: dict[str, Any], prefix: str, l
     there = [name for name, value in state_dict.items() if name.startswith(prefix) and in_a_slot(value)]
     if not there:
         return
+    for name in there:
+        state_dict[name] = None  # the thread that computes is not to find anybody who keeps them
     with engine.turns.taken():
         if engine.window.is_bound(block.layer):
             raise OffloadedModelError(

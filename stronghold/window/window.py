@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,13 @@ class Slot:
     as_dtype: dict[torch.dtype, Tensor] = field(default_factory=dict)
     begin: int = field(init=False)
     """The address of its first byte."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that the engine itself has over its memory."""
+        views = [view for views in self.views.values() for view in views]
+        bases = [view._base for view in views if view._base is not None]
+        return [self.flat, *self.wholes.values(), *self.as_dtype.values(), *views, *bases]
 
     def __post_init__(self) -> None:
         self.begin = self.flat.data_ptr()
@@ -150,7 +158,25 @@ class Window:
         """Whether a tensor lies in a slot."""
         if tensor.device.type != self.device.torch_device.type or tensor.layout != torch.strided:
             return False
-        return any(slot.begin <= tensor.data_ptr() < slot.begin + slot.flat.numel() for slot in self.slots)
+        with torch._C.DisableTorchFunctionSubclass():
+            address = tensor.data_ptr()
+        return any(slot.begin <= address < slot.begin + slot.flat.numel() for slot in self.slots)
+
+    def kept_by_others(self, layer: int) -> Iterator[Tensor]:
+        """Yields the tensors over the slot that holds ``layer`` that others have, as far as Python knows of them."""
+        slot, unit = self._where[layer], self.units[layer]
+        own = {*map(id, slot.tensors), *map(id, unit.parameters)}
+        with torch._C.DisableTorchFunctionSubclass():
+            for found in gc.get_objects():
+                if issubclass(type(found), Tensor) and id(found) not in own and self.holds(found):
+                    memory, begin = found.untyped_storage()._cdata, found.data_ptr() - slot.begin
+                    fetched = (begin, found.nbytes) == (0, unit.layout.total_bytes)
+                    if memory == slot.flat.untyped_storage()._cdata and not fetched:
+                        yield found
+
+    def users(self, layer: int) -> int:
+        """Returns how many tensors, the engine's own among them, use the memory of the slot that holds ``layer``."""
+        return torch._C._storage_Use_Count(self._where[layer].flat.untyped_storage()._cdata)
 
     def is_bound(self, layer: int) -> bool:
         return layer in self._bound
