@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
@@ -158,6 +159,8 @@ class Window:
         """Whether a tensor lies in a slot."""
         if tensor.device.type != self.device.torch_device.type or tensor.layout != torch.strided:
             return False
+        if isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor):  # which have no memory
+            return False
         with torch._C.DisableTorchFunctionSubclass():
             address = tensor.data_ptr()
         return any(slot.begin <= address < slot.begin + slot.flat.numel() for slot in self.slots)
@@ -168,7 +171,7 @@ class Window:
         own = {*map(id, slot.tensors), *map(id, unit.parameters)}
         with torch._C.DisableTorchFunctionSubclass():
             for found in gc.get_objects():
-                if issubclass(type(found), Tensor) and id(found) not in own and self.holds(found):
+                if type(found) in (Tensor, nn.Parameter) and id(found) not in own and self.holds(found):
                     memory, begin = found.untyped_storage()._cdata, found.data_ptr() - slot.begin
                     fetched = (begin, found.nbytes) == (0, unit.layout.total_bytes)
                     if memory == slot.flat.untyped_storage()._cdata and not fetched:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import stronghold
 from stronghold.errors import OffloadedModelError
 from tests.small import SIZE, Residual, numbers, pair
 
@@ -146,3 +148,19 @@ def test_an_object_that_refers_to_itself_keeps_nothing():
 
     model.layers[1].up.register_forward_pre_hook(hook)
     model(numbers(1)[0]).backward()
+
+
+def test_tensors_without_memory_are_passed_over_as_the_error_looks_for_the_one_that_is_kept():
+    with FakeTensorMode():
+        fake = torch.zeros(3)
+    closed = pair(Residual)[1]
+    stronghold.close(closed)
+    without = [
+        *closed.parameters(),
+        fake,
+        torch.zeros(3, device="meta"),
+        torch.zeros(3).to_sparse(),
+        torch._to_functional_tensor(fake),
+    ]
+    test_who_keeps_a_weight_of_the_window_is_told("keep", training=True)
+    assert len(without) > 4
