@@ -145,7 +145,7 @@ def test_bytes_a_parameter():
     """
 
     def bytes_each(update: str, states: str = "fp32", **settings) -> float:
-        model = GPT(GPTConfig(layers=32, hidden=128, heads=2, vocabulary=100, sequence=16))
+        model = GPT(GPTConfig(layers=32, hidden=64, heads=2, vocabulary=100, sequence=16))
         stronghold.offload(model, window=1, device="cpu", **settings)
         optimizer = stronghold.AdamW(model.parameters(), update=update, states=states)
         report = stronghold.report(model)
