@@ -123,7 +123,7 @@ class StagePlanner:
                 if work.offloaded is None:
                     weights = sum(layer.weight_bytes for layer in work.layers[stage.first : end])
                 else:
-                    weights = int(work.offloaded.held_bytes(stage.first, end)[0])
+                    weights = int(work.offloaded.held_bytes(stage.first, end))
                 on_top += stage.memory_bytes - weights
             found.append(Taken(held, on_top, held_on_device(model, window, resident, BUFFERS)))
         return found

@@ -6,54 +6,64 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stronghold.planner.offloaded_stages import Seconds
-from stronghold.planner.stage_costs import StageCosts, StageEnding
+from stronghold.planner.stage_costs import StageCosts, StageRuns
+
+AT_ONCE = 2**17
+"""Stages that are looked at together, at the most: their numbers stay in a processor's cache."""
+GUESSES = 30
+CLOSE = 1e-6
+"""So often, or so close to the least, is the time of the slowest stage halved in on before cuts are looked at."""
 
 
-def time_s(ending: StageEnding, limit_bytes: float) -> Seconds:
-    """Returns the seconds of a stage, infinite where it does not fit the memory, by first layer."""
-    return ending.time_s(limit_bytes)
+def time_s(runs: StageRuns, limit_bytes: float) -> Seconds:
+    """Returns the seconds of stages, infinite where one does not fit the memory."""
+    return runs.time_s(limit_bytes)
 
 
-def least_bytes(ending: StageEnding, limit_bytes: float) -> Seconds:
-    """Returns the least bytes of a stage, infinite where they are more than its memory."""
-    least = ending.least_bytes()
+def least_bytes(runs: StageRuns, limit_bytes: float) -> Seconds:
+    """Returns the least bytes of stages, infinite where they are more than a stage's memory."""
+    least = runs.least_bytes()
     return np.where(least <= limit_bytes, least, math.inf)
 
 
-def missing_bytes(ending: StageEnding, limit_bytes: float) -> Seconds:
-    """Returns by how many bytes a stage does not fit its memory, negative where it does."""
-    return ending.least_bytes() - limit_bytes
+def missing_bytes(runs: StageRuns, limit_bytes: float) -> Seconds:
+    """Returns by how many bytes stages do not fit their memory, negative where they do."""
+    return runs.least_bytes() - limit_bytes
 
 
 def nearest(costs: StageCosts, limits: Sequence[float], most_s: float, ends: Sequence[int]) -> list[int]:
     """Returns where the row is cut so that no stage takes more than ``most_s``, as close to ``ends`` as can be."""
 
-    def moved(ending: StageEnding, limit_bytes: float) -> Seconds:
-        return np.where(ending.time_s(limit_bytes) <= most_s, abs(ending.end - ends[ending.stage]), math.inf)
+    def moved(runs: StageRuns, limit_bytes: float) -> Seconds:
+        return np.where(runs.time_s(limit_bytes) <= most_s, np.abs(np.subtract(runs.ends, ends[runs.stage])), math.inf)
 
-    return cut(costs, limits, moved, np.add)[1]
+    return cut(costs, limits, moved, np.add, at_once=_is_swift(costs, limits))[1]
 
 
 def fastest(costs: StageCosts, limits: Sequence[float]) -> tuple[float, list[int]]:
     """Returns the least time of the slowest stage, and where the row is cut for it; of several cuts that of ``cut``.
 
-    No stage of it takes longer than the slowest of any cut that fits: of as many layers in each, say. So a stage is not
-    looked at that computes or fetches for longer than that, nor an end that so short stages before or behind it do not
-    come to.
+    No stage of it takes longer than the slowest of any cut that fits: of as many layers in each, say, or of one that is
+    filled stage by stage up to a time which is halved in on. So a stage is not looked at that computes or fetches for
+    longer than that, nor an end that so short stages before or behind it do not come to.
     """
-    stages, layers = len(limits), len(costs.layers)
+    stages, layers, at_once = len(limits), len(costs.layers), _is_swift(costs, limits)
     most_s = min((_slowest_s(costs, limits, ends) for ends in _guesses(costs, limits)), default=math.inf)
     if most_s == math.inf:
-        return cut(costs, limits, time_s)
-    most_s *= 1 + 1e-9  # of sums in another order
+        return cut(costs, limits, time_s, at_once=at_once)
     sums = costs.least_sums()
+    if at_once:
+        most_s = _filled_s(costs, limits, most_s, sums)
+    most_s *= 1 + 1e-9  # of sums in another order
     last, first = [0], [layers]
     for _ in range(stages):
         last.append(min(_reach(values, last[-1], slack_s + most_s) for values, slack_s in sums))
         first.append(max(_reach_back(values, first[-1], slack_s + most_s) for values, slack_s in sums))
-    return cut(costs, limits, time_s, within=[(first[stages - stage], last[stage]) for stage in range(stages + 1)])
+    within = [(first[stages - stage], last[stage]) for stage in range(stages + 1)]
+    return cut(costs, limits, time_s, within=within, at_once=at_once)
 
 
 def furthest(costs: StageCosts, limits: Sequence[float]) -> list[int]:
@@ -67,7 +77,7 @@ def furthest(costs: StageCosts, limits: Sequence[float]) -> list[int]:
         low, high = cuts[-1], len(costs.layers) - (stages - 1 - stage)  # each of the others has a layer
         while low < high:
             middle = (low + high + 1) // 2
-            if costs.ending(stage, middle, cuts[-1]).least_bytes()[0] <= limit:
+            if costs.runs(stage, cuts[-1], middle).least_bytes() <= limit:
                 low = middle
             else:
                 high = middle - 1
@@ -91,7 +101,59 @@ def _guesses(costs: StageCosts, limits: Sequence[float]) -> Iterator[list[int]]:
 
 def _slowest_s(costs: StageCosts, limits: Sequence[float], ends: Sequence[int]) -> float:
     cuts = zip(ends, ends[1:], limits, strict=False)
-    return max(float(costs.ending(n, end, begin).time_s(limit)[0]) for n, (begin, end, limit) in enumerate(cuts))
+    return max(float(costs.runs(n, begin, end).time_s(limit)) for n, (begin, end, limit) in enumerate(cuts))
+
+
+def _is_swift(costs: StageCosts, limits: Sequence[float]) -> bool:
+    """Whether stages with different ends are timed at once: not if each has to find what it recomputes."""
+    return costs.ratios is not None or min(limits) == math.inf
+
+
+def _filled_s(
+    costs: StageCosts, limits: Sequence[float], known_s: float, sums: Sequence[tuple[Seconds, float]]
+) -> float:
+    """Returns the slowest stage's time of a cut that fits, close to the least where longer stages take longer.
+
+    Each stage in turn has as many layers as ``known_s``, the slowest's of another cut, or less allows.
+    """
+    low_s = max(float(values[-1]) / len(limits) - slack_s for values, slack_s in sums)
+    known: dict[tuple[int, int], Seconds] = {}
+    for _ in range(GUESSES):
+        if low_s >= (1 - CLOSE) * known_s:
+            break
+        most_s = (low_s + known_s) / 2
+        slowest_s = _filled_to(costs, limits, most_s, sums, known)
+        if slowest_s <= most_s:
+            known_s = slowest_s
+        else:
+            low_s = most_s
+    return known_s
+
+
+def _filled_to(
+    costs: StageCosts,
+    limits: Sequence[float],
+    most_s: float,
+    sums: Sequence[tuple[Seconds, float]],
+    known: dict[tuple[int, int], Seconds],
+) -> float:
+    """Returns the slowest stage's time if each has as many layers as ``most_s`` allows, infinity if some are left."""
+    stages, begin, slowest_s = len(limits), 0, 0.0
+    for stage, limit in enumerate(limits):
+        behind = stages - 1 - stage
+        furthest = min(
+            len(costs.layers) - behind, *(_reach(values, begin, slack_s + most_s) for values, slack_s in sums)
+        )
+        if furthest <= begin:
+            return math.inf
+        if (stage, begin) not in known or len(known[stage, begin]) < furthest - begin:
+            known[stage, begin] = costs.runs(stage, begin, np.arange(begin + 1, furthest + 1)).time_s(limit)
+        times_s = known[stage, begin][: furthest - begin]
+        if not len(allowed := np.flatnonzero(times_s <= most_s)):
+            return math.inf
+        begin += int(allowed[-1]) + 1
+        slowest_s = max(slowest_s, float(times_s[allowed[-1]]))
+    return slowest_s if begin == len(costs.layers) else math.inf
 
 
 def _reach(sums: Seconds, begin: int, most_s: float) -> int:
@@ -105,9 +167,11 @@ def _reach_back(sums: Seconds, end: int, most_s: float) -> int:
 def cut(
     costs: StageCosts,
     limits: Sequence[float],
-    cost: Callable[[StageEnding, float], Seconds],
+    cost: Callable[[StageRuns, float], Seconds],
     joined: Callable[[Seconds, Seconds], Seconds] = np.maximum,
     within: Sequence[tuple[int, int]] | None = None,
+    *,
+    at_once: bool | None = None,
 ) -> tuple[float, list[int]]:
     """Returns the least ``cost`` of all stages, and where the row is cut for it, both ends included.
 
@@ -115,29 +179,39 @@ def cut(
     follows from that of s - 1 stages over fewer. No cost need grow with a stage's layers: what a stage receives, or
     need not recompute, may make a longer one smaller. So all beginnings of a stage are looked at for each of its ends,
     at once; of several that are as good the first one is taken. Where all is infinite there are no cuts. ``within`` are
-    the first and the last place, by the number of stages before it, that a cut there may be at.
+    the first and the last place, by the number of stages before it, that a cut there may be at. ``at_once`` tells that
+    ``cost`` takes stages with different ends together, by default where what they recompute is given.
     """
     stages, layers = len(limits), len(costs.layers)
+    at_once = costs.ratios is not None if at_once is None else at_once
+    bounds = [(stage, layers - (stages - stage)) for stage in range(stages)] + [(layers, layers)]
+    if within is not None:
+        bounds = [(max(one[0], two[0]), min(one[1], two[1])) for one, two in zip(bounds, within, strict=True)]
     least = np.full(layers + 1, math.inf)  # of the stages so far, over so many of the layers
     least[0] = 0.0 if joined is np.add else -math.inf
-    begins: list[dict[int, int]] = []
+    begins: list[NDArray[np.intp]] = []
+    bounds[0] = (0, 0)
     for stage, limit in enumerate(limits):
-        extended = np.full(layers + 1, math.inf)
-        begin: dict[int, int] = {}
-        behind = stages - 1 - stage
-        first, earliest, latest = stage, stage + 1, layers - behind
-        if within is not None:
-            first = max(first, within[stage][0])  # what a stage begins with, the one before ends at
-            earliest, latest = max(earliest, within[stage + 1][0], first + 1), min(latest, within[stage + 1][1])
-        for end in range(earliest, latest + 1) if behind else [layers]:
-            worst = joined(least[first:end], cost(costs.ending(stage, end, first), limit))
-            here = int(worst.argmin())
-            extended[end], begin[end] = worst[here], first + here
+        (first, last), (earliest, latest) = bounds[stage : stage + 2]
+        extended, begin = np.full(layers + 1, math.inf), np.zeros(layers + 1, np.intp)
+        step = max(1, AT_ONCE // max(1, last - first)) if at_once else 1
+        for low in range(max(earliest, first + 1), latest + 1, step):
+            high = min(low + step, latest + 1)
+            firsts = np.arange(first, min(last, high - 2) + 1)
+            if at_once:
+                ends = np.arange(low, high)[:, None]
+                taken = cost(costs.runs(stage, np.minimum(firsts, ends - 1), ends), limit)
+                taken = np.where(firsts < ends, taken, math.inf)
+            else:
+                taken = cost(costs.runs(stage, firsts, low), limit)[None]
+            worst = joined(least[firsts], taken)
+            here = worst.argmin(axis=1)
+            extended[low:high], begin[low:high] = worst[np.arange(high - low), here], first + here
         least = extended
         begins.append(begin)
     if least[layers] == math.inf:
         return math.inf, []
     cuts = [layers]
     for begin in reversed(begins):
-        cuts.append(begin[cuts[-1]])
+        cuts.append(int(begin[cuts[-1]]))
     return float(least[layers]), cuts[::-1]

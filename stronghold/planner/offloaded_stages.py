@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ from stronghold.planner.step_costs import Machine
 
 Seconds = NDArray[np.floating[Any]]
 Counts = NDArray[np.int64]
+Layers = int | Counts
+"""A number of a layer, or many."""
 COMPUTING, FETCHES, GRADIENTS, UPDATES = RESOURCES = ("computing", "fetches", "gradients", "updates")
 """What a stage does at the same time."""
 
@@ -41,8 +43,27 @@ class OffloadedLayer:
                 raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); ask the model again")
 
 
+class Largest:
+    """The largest of the values from one place to before another, of as many pairs of places at once as are asked."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        doubled = [np.array(values, np.int64)]
+        while (step := 2 ** (len(doubled) - 1)) * 2 <= len(values):
+            doubled.append(np.maximum(doubled[-1][:-step], doubled[-1][step:]))
+        # Row k has the largest of 2^k values from each place on; behind its end no place is asked for.
+        self._of_powers = np.zeros((len(doubled), len(values)), np.int64)
+        for row, of_power in zip(self._of_powers, doubled, strict=True):
+            row[: len(of_power)] = of_power
+
+    def within(self, firsts: Layers, ends: Layers) -> Counts:
+        """Returns the largest in each range, none of which is empty."""
+        lengths = np.subtract(ends, firsts)
+        power = np.frexp(lengths)[1] - 1
+        return np.maximum(self._of_powers[power, firsts], self._of_powers[power, ends - (1 << power)])
+
+
 class Times(NamedTuple):
-    """Seconds of one micro-batch, by the first layer of a stage: of each pass, and of its computing alone.
+    """Seconds of one micro-batch, by stage: of each pass, and of its computing alone.
 
     ``longest`` is the number in ``RESOURCES`` of what holds the stage up most.
     """
@@ -86,27 +107,25 @@ class OffloadedStages:
                 f"window must be a whole number of layers, 1 or more (got {self.window!r}); pass one, such as 2"
             )
 
-    def held_bytes(self, begin: int, end: int) -> Counts:
-        """Returns what the stages that end before layer ``end`` hold on the device, by first layer, from ``begin`` on.
+    def held_bytes(self, firsts: Layers, ends: Layers) -> Counts:
+        """Returns what stages of the layers from ``firsts`` to before ``ends`` hold on the device, one array of both.
 
         Activations and what is received from neighbours are not in it.
         """
-        lengths = np.arange(end - begin, 0, -1)
-        slots = np.minimum(self.window, lengths) * _largest(self._slot_bytes[begin:end])
-        gradients = self.gradient_slots * _largest(self._gradient_bytes[begin:end])
-        return slots + gradients + self._root_bytes[end] - self._root_bytes[begin:end]
+        slots = np.minimum(self.window, np.subtract(ends, firsts)) * self._slot_bytes.within(firsts, ends)
+        gradients = self.gradient_slots * self._gradient_bytes.within(firsts, ends)
+        return slots + gradients + self._root_bytes[ends] - self._root_bytes[firsts]
 
-    def times(self, forward_s: Seconds, backward_s: Seconds, begin: int, end: int, micro_batches: int) -> Times:
+    def times(self, forward_s: Seconds, backward_s: Seconds, firsts: Layers, ends: Layers, micro_batches: int) -> Times:
         """Returns what those stages take if they compute for ``forward_s`` and ``backward_s``."""
-        computing = np.zeros(end - begin, np.intp)
+        computing = np.zeros(np.shape(forward_s), np.intp)
         if self.machine is None:
             return Times(forward_s, backward_s, forward_s + backward_s, computing)
-        firsts = np.arange(begin, end)
-        fetched = self._fetch_s[end] - self._fetch_s[np.minimum(firsts + self.window, end)]
-        again = self._fetch_s[np.maximum(end - self.window, firsts)] - self._fetch_s[firsts]
-        gradients = self._gradients_s[end] - self._gradients_s[firsts]
-        updates = self._updates_s[end] - self._updates_s[firsts]
-        changed = self._changed_s[end] - self._changed_s[firsts]
+        fetched = self._fetch_s[ends] - self._fetch_s[np.minimum(np.add(firsts, self.window), ends)]
+        again = self._fetch_s[np.maximum(np.subtract(ends, self.window), firsts)] - self._fetch_s[firsts]
+        gradients = self._gradients_s[ends] - self._gradients_s[firsts]
+        updates = self._updates_s[ends] - self._updates_s[firsts]
+        changed = self._changed_s[ends] - self._changed_s[firsts]
         if self.window == 1:
             fetched, again, changed = fetched + forward_s, again + backward_s, changed + forward_s
         forward = np.maximum(forward_s, fetched)
@@ -123,16 +142,27 @@ class OffloadedStages:
         )
         return Times(forward + late, backward, forward_s + backward_s, held_up.argmax(axis=0))
 
-    def least_sums(self, computing_s: Seconds) -> list[tuple[Seconds, float]]:
+    def least_sums(self, forward_s: Seconds, backward_s: Seconds, micro_batches: int) -> list[tuple[Seconds, float]]:
         """Returns sums over the first n layers, with seconds that a stage's own sum of each may exceed its time by.
 
-        That is by what it finds in its window, at the most.
+        They are what a forward pass takes at the least, with its part of a step's updates, and a backward pass. The
+        seconds are what a stage finds in its window, at the most.
         """
         if self.machine is None:
-            return []
-        both_s, found_s = 2 * self._fetch_s, self.window * float(np.diff(self._fetch_s).max(initial=0.0))
-        beside_s = computing_s if self.window == 1 else 0.0
-        return [(both_s + beside_s, 2 * found_s), (self._fetch_s + self._gradients_s, found_s)]
+            return [(forward_s + backward_s, 0.0)]
+        found_s = self.window * float(np.diff(self._fetch_s).max(initial=0.0))
+        beside = self.window == 1
+        changed_s = self._changed_s + beside * forward_s
+        forward = [
+            (forward_s, 0.0),
+            (self._fetch_s + beside * forward_s, found_s),
+            *(
+                ((1 - 1 / micro_batches) * forward_s + once_s / micro_batches, 0.0)
+                for once_s in (self._updates_s, changed_s)
+            ),
+        ]
+        backward = [(backward_s, 0.0), (self._fetch_s + beside * backward_s, found_s), (self._gradients_s, 0.0)]
+        return [(one + other, found + again) for (one, found), (other, again) in product(forward, backward)]
 
     def least_s(self, stages: int) -> tuple[float, float, float]:
         """Returns the least of a pass's fetches, its gradients and a step's updates in so many stages together."""
@@ -142,12 +172,12 @@ class OffloadedStages:
         return max(0.0, self._fetch_s[-1] - stay_s), float(self._gradients_s[-1]), float(self._updates_s[-1])
 
     @cached_property
-    def _slot_bytes(self) -> Counts:
-        return np.array([layer.slot_bytes for layer in self.layers], np.int64)
+    def _slot_bytes(self) -> Largest:
+        return Largest([layer.slot_bytes for layer in self.layers])
 
     @cached_property
-    def _gradient_bytes(self) -> Counts:
-        return np.array([layer.gradient_bytes for layer in self.layers], np.int64)
+    def _gradient_bytes(self) -> Largest:
+        return Largest([layer.gradient_bytes for layer in self.layers])
 
     @cached_property
     def _root_bytes(self) -> Counts:
@@ -177,11 +207,6 @@ class OffloadedStages:
     def _known_machine(self) -> Machine:
         assert self.machine is not None
         return self.machine
-
-
-def _largest(sizes: Counts) -> Counts:
-    """Returns the largest from each place to the end."""
-    return np.maximum.accumulate(sizes[::-1])[::-1]
 
 
 def _sums(values: Sequence[float]) -> Seconds:

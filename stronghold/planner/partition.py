@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from stronghold.errors import BudgetError
 from stronghold.planner.cuts import cut, fastest, least_bytes, missing_bytes, nearest
 from stronghold.planner.offloaded_stages import RESOURCES, OffloadedStages
@@ -169,21 +171,21 @@ def equal_sizes(layers: int, stages: int) -> list[int]:
 
 
 def _stage(costs: StageCosts, stage: int, first: int, end: int, limit_bytes: float) -> StagePlan:
-    ending = costs.ending(stage, end, first)
-    recomputed = ending.recomputed(limit_bytes)[:1]
-    assert recomputed[0] <= end - first, "a stage that does not fit"
-    times = ending.times(recomputed)
+    run = costs.runs(stage, first, end)
+    recomputed = int(run.recomputed(limit_bytes))
+    assert recomputed <= end - first, "a stage that does not fit"
+    times = run.times(np.array(recomputed))
     return StagePlan(
         first=first,
         layers=end - first,
-        recomputed=int(recomputed[0]),
-        forward_s=float(times.forward_s[0]),
-        backward_s=float(times.backward_s[0]),
-        memory_bytes=int(ending.memory_bytes(recomputed)[0]),
-        computing_s=float(times.computing_s[0]),
+        recomputed=recomputed,
+        forward_s=float(times.forward_s),
+        backward_s=float(times.backward_s),
+        memory_bytes=int(run.memory_bytes(np.array(recomputed))),
+        computing_s=float(times.computing_s),
         spread_s=sum(sum(layer.spread_s) for layer in costs.layers[first:end])
-        + sum(layer.spread_s[0] for layer in costs.layers[end - recomputed[0] : end]),
-        longest=RESOURCES[times.longest[0]],
+        + sum(layer.spread_s[0] for layer in costs.layers[end - recomputed : end]),
+        longest=RESOURCES[int(times.longest)],
     )
 
 
@@ -200,7 +202,7 @@ def _nothing_fits(costs: StageCosts, pipeline: Pipeline, limits: Sequence[float]
 
 def _check_memory(costs: StageCosts, limits: Sequence[float], cuts: Sequence[int]) -> None:
     for stage, (first, end) in enumerate(pairwise(cuts)):
-        least = int(costs.ending(stage, end, first).least_bytes()[0])
+        least = int(costs.runs(stage, first, end).least_bytes())
         if least > limits[stage]:
             raise BudgetError(
                 f"each stage must fit its memory (stage {stage}, layers {first} to {end - 1} with {costs.held[stage]} "

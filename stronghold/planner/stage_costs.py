@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stronghold.planner.machine_file import Spread
-from stronghold.planner.offloaded_stages import Counts, OffloadedStages, Seconds, Times
+from stronghold.planner.offloaded_stages import Counts, Largest, Layers, OffloadedStages, Seconds, Times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,7 @@ class StageCosts:
         self.kept_bytes = _sums([layer.activation_bytes for layer in layers], np.int64)
         self.input_bytes = _sums([layer.input_bytes for layer in layers], np.int64)
         self.activation_bytes = np.array([layer.activation_bytes for layer in layers], np.int64)
+        self.largest_activations = Largest([layer.activation_bytes for layer in layers])
         # What is received behind the first n layers; nothing before the first layer and behind the last.
         received = [0, *(buffered * layer.input_bytes for layer in layers[1:]), 0]
         self.received_bytes = np.array(received, np.int64)
@@ -106,48 +107,51 @@ class StageCosts:
     def least_sums(self) -> list[tuple[Seconds, float]]:
         """Returns sums over the first n layers, with seconds that a stage's own sum of each may exceed its time by."""
         is_run_again = self.ratios is not None and min(self.ratios) == 1
-        computing_s = self.forward_s * (1 + is_run_again) + self.backward_s
-        return [(computing_s, 0.0), *(self.offloaded.least_sums(computing_s) if self.offloaded is not None else [])]
+        backward_s = self.backward_s + is_run_again * self.forward_s
+        if self.offloaded is None:
+            return [(self.forward_s + backward_s, 0.0)]
+        return self.offloaded.least_sums(self.forward_s, backward_s, self.micro_batches)
 
-    def ending(self, stage: int, end: int, begin: int = 0) -> StageEnding:
-        """Returns what ``stage`` could be if its last layer were ``end`` - 1, its first being ``begin`` or later."""
-        return StageEnding(self, stage, end, begin)
+    def runs(self, stage: int, firsts: Layers, ends: Layers) -> StageRuns:
+        """Returns what ``stage`` could be if it had the layers from ``firsts`` to before ``ends``."""
+        return StageRuns(self, stage, firsts, ends)
 
 
-class StageEnding:
-    """One stage that ends before layer ``end``, for each layer from ``begin`` on as its first: arrays [end - begin].
+class StageRuns:
+    """One stage of each of many runs of layers: arrays of the shape that ``firsts`` and ``ends`` have together.
 
-    To recompute its last k layers saves it, against keeping everything, held · Σ (activations - input) of those layers
-    less the largest activations among them, for one at a time has them while it is recomputed. That depends on ``end``
-    and k alone, so it is summed once for all beginnings, and the fewest layers are found by bisection.
+    To recompute its last k layers saves a stage, against keeping everything, held · Σ (activations - input) of those
+    layers less the largest activations among them, for one at a time has them while it is recomputed. Where each run is
+    to recompute as few as fit, all have the same end: what is saved depends on the end and k alone, so that it is
+    summed once for all of them, and the fewest layers are found by bisection.
     """
 
-    def __init__(self, costs: StageCosts, stage: int, end: int, begin: int) -> None:
+    def __init__(self, costs: StageCosts, stage: int, firsts: Layers, ends: Layers) -> None:
         self._costs = costs
         self._held = costs.held[stage]
         self._ratio = None if costs.ratios is None else costs.ratios[stage]
-        self.stage, self.end = stage, end
-        self._firsts = slice(begin, end)
-        self._lengths = np.arange(end - begin, 0, -1)
+        self.stage, self.ends = stage, ends
+        self._firsts = firsts
+        self._lengths = np.subtract(ends, firsts)
 
     def recomputed(self, limit_bytes: float) -> Counts:
         """Returns the fewest layers to recompute that fit the memory, more than there are where no number does."""
-        if self._ratio is None and limit_bytes == math.inf:
-            return np.zeros_like(self._lengths)
         if self._ratio is not None:
-            counts = (self._ratio * self._lengths).astype(np.int64)  # as recomputed_layers has it
+            counts = self._by_ratio()
             return np.where(self.memory_bytes(counts) <= limit_bytes, counts, self._lengths + 1)
+        if limit_bytes == math.inf:
+            return np.zeros_like(self._lengths)
         missing = self.memory_bytes(np.zeros_like(self._lengths)) - limit_bytes
         return np.minimum(np.searchsorted(self._most_saved_bytes, missing), self._lengths + 1)
 
     def times(self, recomputed: Counts) -> Times:
         """Returns the seconds of one micro-batch if the last layers run forward again in the backward pass."""
         costs = self._costs
-        again_s = costs.forward_s[self.end] - costs.forward_s[self.end - recomputed]
+        again_s = costs.forward_s[self.ends] - costs.forward_s[self.ends - recomputed]
         forward_s, backward_s = self._sum(costs.forward_s), self._sum(costs.backward_s) + again_s
         if costs.offloaded is None:
             return Times(forward_s, backward_s, forward_s + backward_s, np.zeros_like(self._lengths))
-        return costs.offloaded.times(forward_s, backward_s, self._firsts.start, self.end, costs.micro_batches)
+        return costs.offloaded.times(forward_s, backward_s, self._firsts, self.ends, costs.micro_batches)
 
     def time_s(self, limit_bytes: float) -> Seconds:
         """Returns the seconds of one micro-batch, infinite where the stage does not fit the memory."""
@@ -162,33 +166,43 @@ class StageEnding:
         if costs.offloaded is None:
             weights = self._sum(costs.weight_bytes)
         else:
-            weights = costs.offloaded.held_bytes(self._firsts.start, self.end)
+            weights = costs.offloaded.held_bytes(self._firsts, self.ends)
         kept = self._held * self._sum(costs.kept_bytes)
-        received = costs.received_bytes[self._firsts] + costs.received_bytes[self.end]
-        return weights + kept + received - self._saved_bytes[recomputed]
+        received = costs.received_bytes[self._firsts] + costs.received_bytes[self.ends]
+        return weights + kept + received - self._saved_bytes(recomputed)
 
     def least_bytes(self) -> Counts:
         """Returns the stage's peak with whatever recomputation has the least."""
         if self._ratio is not None:
-            return self.memory_bytes((self._ratio * self._lengths).astype(np.int64))
+            return self.memory_bytes(self._by_ratio())
         return self.memory_bytes(np.zeros_like(self._lengths)) - self._most_saved_bytes[self._lengths]
 
-    @cached_property
-    def _saved_bytes(self) -> Counts:
-        """What it saves to recompute the last k layers."""
-        costs, run, back = self._costs, slice(self._firsts.start, self.end), slice(None, None, -1)
-        kept, inputs = costs.kept_bytes, costs.input_bytes
-        saved = self._held * (kept[self.end] - kept[run] - (inputs[self.end] - inputs[run]))[back]
-        largest = np.maximum.accumulate(costs.activation_bytes[run][back])
-        return np.concatenate(([0], saved - largest))
+    def _by_ratio(self) -> Counts:
+        assert self._ratio is not None
+        return (self._ratio * self._lengths).astype(np.int64)  # as recomputed_layers has it
+
+    def _saved_bytes(self, recomputed: Counts) -> Counts:
+        """What it saves to recompute the last layers."""
+        if not np.any(recomputed):
+            return np.zeros_like(self._lengths)
+        costs, firsts = self._costs, self.ends - recomputed
+        kept = costs.kept_bytes[self.ends] - costs.kept_bytes[firsts]
+        inputs = costs.input_bytes[self.ends] - costs.input_bytes[firsts]
+        largest = costs.largest_activations.within(np.minimum(firsts, np.subtract(self.ends, 1)), self.ends)
+        return np.where(recomputed > 0, self._held * (kept - inputs) - largest, 0)
 
     @cached_property
     def _most_saved_bytes(self) -> Counts:
-        """What it saves at the most to recompute k layers or fewer."""
-        return np.maximum.accumulate(self._saved_bytes)
+        """What it saves at the most to recompute k layers or fewer, of runs with one end."""
+        assert isinstance(self.ends, int)
+        costs, run, back = self._costs, slice(self.ends - int(np.max(self._lengths)), self.ends), slice(None, None, -1)
+        kept, inputs = costs.kept_bytes, costs.input_bytes
+        saved = self._held * (kept[self.ends] - kept[run] - (inputs[self.ends] - inputs[run]))[back]
+        largest = np.maximum.accumulate(costs.activation_bytes[run][back])
+        return np.maximum.accumulate(np.concatenate(([0], saved - largest)))
 
     def _sum(self, sums: NDArray[Any]) -> NDArray[Any]:
-        return sums[self.end] - sums[self._firsts]
+        return sums[self.ends] - sums[self._firsts]
 
 
 def _sums(values: Sequence[float], dtype: type) -> NDArray[Any]:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 from stronghold.planner.cuts import furthest
 from stronghold.planner.offloaded_stages import OffloadedStages
 from stronghold.planner.partition import Partition, equal_sizes, partition, played
@@ -131,4 +129,4 @@ def _costs(work: StagedWork) -> StageCosts:
 
 
 def _bytes(costs: StageCosts, stage: int, first: int, end: int) -> int:
-    return int(np.asarray(costs.ending(stage, end, first).least_bytes())[0])
+    return int(costs.runs(stage, first, end).least_bytes())

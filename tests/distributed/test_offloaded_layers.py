@@ -46,7 +46,7 @@ def alone(row, first, end):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_stage_holds_what_its_report_says(build, first, end, window, dtype):
     row = build()
-    planned = offloaded_stages(row, window, device=CPU, dtype=dtype).held_bytes(first, end)[0]
+    planned = offloaded_stages(row, window, device=CPU, dtype=dtype).held_bytes(first, end)
     stage, layers = alone(row, first, end)
     stronghold.offload(stage, device="cpu", layers=layers, window=min(window, end - first), dtype=dtype)
     found = stronghold.report(stage)
@@ -58,7 +58,7 @@ def test_a_stage_holds_what_its_report_says(build, first, end, window, dtype):
 @pytest.mark.parametrize(("first", "end"), [(0, 1), (0, 4), (2, 4)])
 def test_on_a_device_with_memory_of_its_own_it_is_what_the_engine_s_arithmetic_says(build, first, end):
     row = build()
-    planned = offloaded_stages(row, 2, device=torch.device("cuda")).held_bytes(first, end)[0]
+    planned = offloaded_stages(row, 2, device=torch.device("cuda")).held_bytes(first, end)
     stage, layers = alone(row, first, end)
     memory = ModelMemory(stage, layers=[layers], is_host=False).of(Choice(window=2))
     assert planned == held_on_device(memory, 2, (), BUFFERS)

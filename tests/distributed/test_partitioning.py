@@ -221,7 +221,7 @@ def test_with_a_window_stages_have_windows_and_wait_for_what_the_link_carries(me
 
     def fullest_bytes(cut):
         return max(
-            offloaded.held_bytes(first, end)[0]
+            offloaded.held_bytes(first, end)
             + held * sum(cost.input_bytes for cost in measured[first:end])
             + max(cost.activation_bytes for cost in measured[first:end])
             + (first and received[first])

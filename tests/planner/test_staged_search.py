@@ -1,14 +1,17 @@
 """The search over stages and replicas against every choice, on random rows of layers and random machines."""
 
 import random
+from functools import cache
 from itertools import combinations
 
+import numpy as np
 import pytest
 
 from stronghold.errors import BudgetError
+from stronghold.planner import staged_search
 from stronghold.planner.machine_share import reduced, share_of
 from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
-from stronghold.planner.stage_costs import LayerCost
+from stronghold.planner.stage_costs import LayerCost, StageCosts
 from stronghold.planner.staged_search import StagedSpace, search_stages
 from stronghold.planner.staged_step import StagedWork, fits, needed_bytes, staged_bound_s, staged_step
 from stronghold.planner.step_costs import Machine
@@ -33,10 +36,9 @@ class Row:
         self.small_s = rng.choice((0, 1e-3))  # what any pass takes, however few samples it has
         self.memory_bytes = float("inf")
 
-    def work_of(self, choice):
-        samples = self.batch // choice.replicas // choice.micro_batches
-        state_bytes = {"fp32": 8, "8bit": 2}[choice.states]
-        layers = [
+    def layers_of(self, samples, states):
+        state_bytes = {"fp32": 8, "8bit": 2}[states]
+        return [
             LayerCost(
                 forward_s=(own := n * samples * 1e-6 + self.small_s + self.head_s * samples * (i == self.layers - 1)),
                 backward_s=2 * own,
@@ -46,15 +48,19 @@ class Row:
             )
             for i, n in enumerate(self.elements)
         ]
+
+    def moved(self, replicas):
+        return [OffloadedLayer(slot_bytes=2 * n, gradient_bytes=2 * n, elements=n // replicas) for n in self.elements]
+
+    def work_of(self, choice):
+        samples = self.batch // choice.replicas // choice.micro_batches
+        layers = self.layers_of(samples, choice.states)
         rates = {"message_s": self.message_s, "bytes_per_s": self.bytes_per_s}
         offloaded = None
         if choice.window is not None:
             offloaded = OffloadedStages(
                 window=choice.window,
-                layers=[
-                    OffloadedLayer(slot_bytes=2 * n, gradient_bytes=2 * n, elements=n // choice.replicas)
-                    for n in self.elements
-                ],
+                layers=self.moved(choice.replicas),
                 machine=reduced(self.machine, choice.replicas, **rates),
             )
         return StagedWork(
@@ -176,3 +182,19 @@ def test_only_what_is_allowed_is_chosen():
     plan = search_stages(space, 1, 2, row.work_of, row.host_bytes, {"device": 10**9}).plan
     assert plan.choice._replace(micro_batches=0) == (1, 2, 1, 0, True, "8bit", 2)
     assert plan.choice.stages == len(plan.step.partition.stages) == 2
+
+
+def test_of_a_thousand_layers_over_32_processes_few_cuts_and_few_stages_are_looked_at(monkeypatch):
+    """A single cut of them into 32 stages, looked at in whole, has 15 million stages."""
+    row = Row(0, layers=1000, processes=32, batch=64)
+    row.memory_bytes = 14 * sum(row.elements) / 40
+    row.layers_of, row.moved = cache(row.layers_of), cache(row.moved)
+    space, cuts, stages = space_of(row, states=("fp32", "8bit")), [], []
+    step, runs = staged_search.staged_step, StageCosts.runs
+    monkeypatch.setattr(staged_search, "staged_step", lambda work: cuts.append(work) or step(work))
+    monkeypatch.setattr(StageCosts, "runs", lambda *of: stages.append(np.broadcast(*of[2:]).size) or runs(*of))
+    for split in ((1, 32), (4, 8), (16, 2)):
+        plan = search_stages(space, *split, row.work_of, row.host_bytes, {"device": int(row.memory_bytes)}).plan
+        assert plan is not None and plan.step == step(row.work_of(plan.choice))
+    assert len(cuts) <= 60
+    assert sum(stages) <= 10**7

@@ -141,7 +141,7 @@ def test_with_a_window_a_stage_s_bytes_are_its_windows_and_it_waits_for_its_fetc
     shown = run(capsys, *arguments)
     assert "window     of 2, no rates of its machine known" in shown
     offloaded = offloaded_stages(measured[0][0], 2, device=torch.device("cpu"))
-    held = [int(offloaded.held_bytes(*ends)[0]) for ends in ((0, 3), (3, 4))]
+    held = [int(offloaded.held_bytes(*ends)) for ends in ((0, 3), (3, 4))]
     # Of activations stage 0 holds two micro-batches, stage 1 one; each has buffers for two inputs.
     assert [row[5] for row in rows(shown)] == [
         format_bytes(held[0] + 2 * 3 * 1024 + 2 * 256),
