@@ -159,7 +159,7 @@ class Window:
         """Whether a tensor lies in a slot."""
         if tensor.device.type != self.device.torch_device.type or tensor.layout != torch.strided:
             return False
-        if isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor):  # which have no memory
+        if isinstance(tensor, FakeTensor) or not torch._C._has_storage(tensor):
             return False
         with torch._C.DisableTorchFunctionSubclass():
             address = tensor.data_ptr()

@@ -162,5 +162,6 @@ def test_tensors_without_memory_are_passed_over_as_the_error_looks_for_the_one_t
         torch.zeros(3).to_sparse(),
         torch._to_functional_tensor(fake),
     ]
+    torch.func.vmap(lambda one: without.append(one) or one)(torch.zeros(2, 3))
     test_who_keeps_a_weight_of_the_window_is_told("keep", training=True)
     assert len(without) > 4
