@@ -74,6 +74,9 @@ class Runner(Protocol):
     def begin_backward(self) -> None:
         """Called when a backward pass comes to a layer, before any that is within that one."""
 
+    def close_backward(self) -> None:
+        """Ends a backward pass, also one that an error has ended."""
+
     def return_to(self, run: Run) -> None:
         """Opens the backward pass of the layer of ``run``, where it is not open."""
 

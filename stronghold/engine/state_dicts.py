@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stronghold.engine.block import block_of
@@ -33,6 +34,8 @@ def off_the_window(module: nn.Module, state_dict: dict[str, Any], prefix: str, l
     for name in there:
         state_dict[name] = None  # the thread that computes is not to find anybody who keeps them
     with engine.turns.taken():
+        if torch._C._current_graph_task_id() == -1:
+            engine.close_backward()  # one that an error has ended left its layer in the slot
         if engine.window.is_bound(block.layer):
             raise OffloadedModelError(
                 "a state_dict() needs weights that stay where they are, and those of a layer that computes do not (got "
