@@ -54,7 +54,6 @@ class _SlotTensor(NamedTuple):
 class Runner(Protocol):
     """What a block needs of the engine."""
 
-    closed: bool
     device: Device
     window: Window
     activations: Activations | None
@@ -73,9 +72,6 @@ class Runner(Protocol):
 
     def begin_backward(self) -> None:
         """Called when a backward pass comes to a layer, before any that is within that one."""
-
-    def close_backward(self) -> None:
-        """Ends a backward pass, also one that an error has ended."""
 
     def return_to(self, run: Run) -> None:
         """Opens the backward pass of the layer of ``run``, where it is not open."""

@@ -22,7 +22,6 @@ from stronghold.engine.placement import Placement, copy_to_device
 from stronghold.engine.reopening import Reopened
 from stronghold.engine.root import Root
 from stronghold.engine.stale import check_same
-from stronghold.engine.state_dicts import off_the_window
 from stronghold.engine.taking_in import Additions, take_in_additions
 from stronghold.engine.timing import Stopwatch
 from stronghold.engine.turns import Turns
@@ -133,7 +132,7 @@ class Engine:
             )
             store.check_space(on_disk, "the model's weights")
             for unit in self.units:
-                unit.belong_to(self, self.waits, self.close_backward)
+                unit.belong_to(self, self.waits, self.close_backward, self.turns.taken)
             if isinstance(weights, Reopened):
                 assert isinstance(store, DiskStore)
                 weights.place(store, self.units)
@@ -165,8 +164,6 @@ class Engine:
             weakref.ref(Block(module, unit, self, keep=keep, beside=[beside[number]] if number in beside else []))
             for number, (module, unit) in enumerate(layers)
         ]
-        for module in placement.modules:
-            module.register_state_dict_post_hook(off_the_window)
         self._root = Root(self._hooks, self.units)
         self._root.add(placement.root)
         self._root.find_versions()
@@ -326,6 +323,11 @@ class Engine:
                 "layer is on the device; read it in the backward pass, or have the layer recomputed"
             )
         unit = self.layers[layer]
+        if self.window.is_bound(layer):
+            raise OffloadedModelError(
+                f"a layer cannot have a backward pass within its own forward pass (got one of {unit.name}), for the "
+                "window moves on by whole passes; offload without the layers that differentiate themselves (layers=...)"
+            )
         self._opened_for = _no_run
         if run is not None:
             self._begin_run(run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -14,9 +13,6 @@ from stronghold.engine.replay import structural_copy
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit
 from stronghold.window import Window
-
-_LETTING_GO_S = 0.2
-"""How long another thread that looks at the weights may take to let them go, or to ask for its turn."""
 
 
 def copied_out(output: Any, lies_in_slot: Callable[[Tensor], bool]) -> Any:
@@ -39,15 +35,12 @@ def check_let_go(unit: Unit, window: Window, before: int) -> None:
     if window.users(unit.layer) <= before:
         return
     gc.collect()  # an object that refers to itself lets go when it is collected
-    deadline = time.monotonic() + _LETTING_GO_S
-    while window.users(unit.layer) > before:
-        if time.monotonic() > deadline:
-            raise OffloadedModelError(
-                f"nothing may keep a tensor over the weights of {unit.name} beyond its computation, for the window "
-                f"puts another layer's there next (got {_kept(unit, window)}, kept by a hook, by an attribute or in "
-                "the context of an autograd function); keep a clone(), or use ctx.save_for_backward"
-            )
-        time.sleep(0.001)
+    if window.users(unit.layer) > before:
+        raise OffloadedModelError(
+            f"nothing may keep a tensor over the weights of {unit.name} beyond its computation, for the window puts "
+            f"another layer's there next (got {_kept(unit, window)}, kept by a hook, by an attribute or in the context "
+            "of an autograd function); keep a clone(), or use ctx.save_for_backward"
+        )
 
 
 def _kept(unit: Unit, window: Window) -> str:

@@ -80,7 +80,7 @@ def take_in_additions(engine: Engine) -> bool:
         return False
     added = _found(engine, model, layers)
     for unit in added.units:
-        unit.belong_to(engine, engine.waits, engine.close_backward)
+        unit.belong_to(engine, engine.waits, engine.close_backward, engine.turns.taken)
         engine.store.take_in(unit)
         engine.store.place(unit)
     engine.take_in(model, added)

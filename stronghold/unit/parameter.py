@@ -131,6 +131,18 @@ class BoundParameter(_Parameter):
         _end_failed_backward(self)
         return gradient_of(self)
 
+    @opaque
+    def detach(self) -> Tensor:
+        """Waits, in another thread than the one that computes, for the layer: its slot is another's then.
+
+        ``state_dict()`` calls it. The user has the values of a backward pass that has failed in their place.
+        """
+        if (unit := _unit_of(self)) is None:
+            return super().detach()
+        with unit.in_turn():
+            _end_failed_backward(self)
+            return super().detach() if isinstance(self, BoundParameter) else self.detach()
+
     def set_(self, *source: Any, **more: Any) -> Tensor:
         """Counts no write where the tensor is set to itself, as ``torch.nn.utils.parametrize`` does for PEFT."""
         if len(source) == 1 and source[0] is self and not more:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from stronghold.unit.packed import is_packed
 from stronghold.unit.replicas import ONE_REPLICA, Replicas
 from stronghold.unit.samples import Samples
 from stronghold.unit.unit_memory import Kind, Memory
-from stronghold.unit.users import Users, is_aliased
+from stronghold.unit.users import Turn, Users, is_aliased
 
 
 class Unit:
@@ -64,6 +64,7 @@ class Unit:
         self._owner: weakref.ref[Any] | None = None
         self.waits: Waits | None = None
         self._end_backward: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._turn: weakref.WeakMethod[Turn] | None = None
         self.buffer: Buffer | None = None
         self.weight: list[Tensor] = []
         self.on_device: list[Tensor] = []
@@ -95,12 +96,12 @@ class Unit:
         self.writes = 0
         """Counts how often the user may have written the weights, whether it shows or not."""
 
-    def belong_to(self, owner: object, waits: Waits, end_backward: Callable[[], None]) -> None:
-        """Notes whose unit this is; what is under way in it is waited for by ``waits``.
-
-        ``end_backward`` is called before the user looks at a gradient: an error may have ended a backward pass.
+    def belong_to(self, owner: object, waits: Waits, end_backward: Callable[[], None], turn: Turn) -> None:
+        """Notes whose unit this is, and what it calls: ``waits`` for what is under way in it, ``end_backward`` before
+        the user looks at a gradient, for an error may have ended a pass, ``turn`` where no other thread may compute.
         """
-        self._owner, self.waits, self._end_backward = weakref.ref(owner), waits, weakref.WeakMethod(end_backward)
+        self._owner, self.waits, self._turn = weakref.ref(owner), waits, weakref.WeakMethod(turn)
+        self._end_backward = weakref.WeakMethod(end_backward)
 
     @property
     def owner(self) -> Any:
@@ -111,6 +112,10 @@ class Unit:
         """Publishes the gradients of a backward pass that an error has ended."""
         if self._end_backward is not None and (end := self._end_backward()) is not None:
             end()
+
+    def in_turn(self) -> AbstractContextManager[None]:
+        """Runs the block while no other thread computes; raises OffloadedModelError in a backward pass of one."""
+        return turn() if self._turn is not None and (turn := self._turn()) is not None else nullcontext()
 
     @property
     def _memory(self) -> Memory | None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor, nn
+
+Turn = Callable[[], AbstractContextManager[None]]
+"""Runs a block while no other thread computes."""
 
 
 def is_shared(tensor: Tensor) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
@@ -157,9 +156,8 @@ class Window:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in a slot."""
-        if tensor.device.type != self.device.torch_device.type or tensor.layout != torch.strided:
-            return False
-        if isinstance(tensor, FakeTensor) or not torch._C._has_storage(tensor):
+        here = tensor.device.type == self.device.torch_device.type
+        if not here or tensor.layout != torch.strided or not torch._C._has_storage(tensor):
             return False
         with torch._C.DisableTorchFunctionSubclass():
             address = tensor.data_ptr()

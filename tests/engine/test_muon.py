@@ -54,8 +54,9 @@ def test_training_is_torchs_to_the_bit(name, dtype):
 def test_training_is_torchs_with_its_own_adamw(name, clip):
     """50 steps. AdamW's last bits are others, as those of torch's own implementations are to one another.
 
-    The iteration enlarges them. Where the losses are more than 1e-5 apart they are as near to those in float64 as
-    torch's two are, which are as far from one another: no fp32 run is nearer.
+    The iteration enlarges them. Where the losses are more than 1e-5 apart they are at most twice as far from those in
+    float64 as torch's two implementations are, a factor above what was seen (1.6): the proof is the one above, to the
+    bit.
     """
     batches = CASES[name].batches(50)
 

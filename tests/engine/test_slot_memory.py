@@ -139,6 +139,23 @@ def test_a_function_that_keeps_its_weight_in_the_context_is_refused(activations,
         assert torch.equal(ours.grad, theirs.grad)
 
 
+class Differentiates(nn.Linear):
+    """A layer that needs its own derivative in its forward pass."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.tanh(super().forward(inner)).sum(), inner)
+        return x + slope
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
+def test_a_backward_pass_within_a_forward_pass_is_refused(activations):
+    model = pair(lambda: Residual(block=lambda: Differentiates(SIZE, SIZE)), activations=activations)[1]
+    with pytest.raises(OffloadedModelError, match=r"within its own forward pass \(got one of layers\.0\)"):
+        model(numbers(1)[0])
+
+
 def test_an_object_that_refers_to_itself_keeps_nothing():
     model = pair(Residual)[1]
 

@@ -1,11 +1,15 @@
 """Several threads at one model: they take turns, or are told to; no number is wrong."""
 
+import copy
+import pickle
+import pickletools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
 import stronghold
 from stronghold.errors import OffloadedModelError
@@ -96,11 +100,19 @@ def test_a_state_dict_that_another_thread_takes_amid_a_layer_has_its_values(sett
     assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
 
 
-def test_a_state_dict_within_a_layers_own_computation_is_refused():
+def test_a_state_dict_that_a_layers_own_computation_takes_cannot_be_kept():
     model = pair(Residual)[1]
-    model.layers[1].up.register_forward_pre_hook(lambda module, args: model.state_dict() and None)
-    with pytest.raises(OffloadedModelError, match=r"got one of layers\.1 within its own computation"):
+    kept = []
+    model.layers[1].up.register_forward_pre_hook(lambda module, args: kept.append(model.state_dict()))
+    with pytest.raises(OffloadedModelError, match=r"nothing may keep a tensor over the weights of layers\.1 "):
         model(numbers(1)[0])
+
+
+def test_a_copy_in_a_file_knows_nothing_of_the_window():
+    model = stronghold.offload(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), window=1, device="cpu")
+    for pickled in pickle.dumps(model), pickle.dumps(copy.deepcopy(model)):
+        names = [its for _, its, _ in pickletools.genops(pickled) if isinstance(its, str) and "stronghold" in its]
+        assert names == ["_stronghold"]
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
