@@ -157,15 +157,29 @@ def _note_kernels() -> None:
 
 
 def _note_matrices() -> None:
-    """Notes what Muon's updates touch of the host's memory, by torch's operators in a stream's thread."""
-    of_momentum = MomentumSegment, ("grad", "grad_remainder"), ("momentum_buffer", "values")
-    of_step = StepSegment, ("values",), ("weight", "remainder")
-    for kind, reads, writes in (of_momentum, of_step):
+    """Notes what Muon's updates touch of the host's memory: its kernels, and torch's operators in a stream's thread."""
+    of_momentum = ("grad", "grad_remainder"), ("momentum_buffer",)
+    of_step = (), ("weight", "remainder")
 
-        def noted(self, run=kind._run, reads=reads, writes=writes):
-            for name in (*reads, *writes):
-                if (tensor := getattr(self, name)) is not None and tensor.is_cpu:
-                    soft.touch(tensor, write=name in writes, by="muon")
+    def note(piece, direction, reads, writes, *, moves):
+        for name, write in (*((name, False) for name in reads), *((name, True) for name in writes)):
+            if (tensor := getattr(piece, name)) is not None and tensor.is_cpu:
+                soft.touch(tensor, write=write, by="muon")
+        if direction.is_cpu:
+            soft.touch(direction, write=not moves, by="muon")
+
+    for name, names, moves in (("muon_momentum", of_momentum, False), ("muon_move", of_step, True)):
+
+        def noted_kernel(piece, *, kernel=getattr(native, name), names=names, moves=moves, **kwargs):
+            note(piece, piece.direction, *names, moves=moves)
+            kernel(piece, **kwargs)
+
+        setattr(native, name, noted_kernel)
+
+    for kind, names, moves in ((MomentumSegment, of_momentum, False), (StepSegment, of_step, True)):
+
+        def noted(self, run=kind._run, names=names, moves=moves):
+            note(self, self.values, *names, moves=moves)
             run(self)
 
         kind._run = noted  # type: ignore[method-assign]
