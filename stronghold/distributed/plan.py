@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -95,8 +96,8 @@ def plan(
     directories = [os.path.realpath(path) for path in paths]
     given = inputs if inputs is not None else token_inputs(model, batch, sequence)
 
-    def best(replicas: int) -> TrainingPlan:
-        """Returns the best plan of one process, or of so many replicas."""
+    def best(replicas: int, rival_s: float = math.inf) -> TrainingPlan:
+        """Returns the best plan of one process, or of so many replicas where that may be shorter than ``rival_s``."""
         planned = PlannedModel(
             model,
             machine,
@@ -120,7 +121,8 @@ def plan(
             states=formats,
             stores=("ram", "disk") if directories else ("ram",),
         )
-        return planned.best(space, limits(machine, model, device_memory, host_memory, replicas), tokens=tokens)
+        most = limits(machine, model, device_memory, host_memory, replicas)
+        return planned.best(space, most, tokens=tokens, rival_s=rival_s)
 
     by_muon = one_of("optimizer", optimizer, ("adamw", "muon")) == "muon"
     if by_muon and processes > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,24 +53,26 @@ def best_of(
     batch: int,
     layers: int,
     staged: StagedModel | str,
-    replicated: Callable[[int], TrainingPlan],
+    replicated: Callable[[int, float], TrainingPlan],
     told: Callable[[dict[str, Any]], TrainingPlan],
 ) -> TrainingPlan:
     """Returns the plan of the shortest step of so many processes, with the best of every other split of them.
 
-    ``replicated`` plans for so many replicas of one stage each, ``staged`` is what can be cut, or why nothing can be;
+    ``replicated`` plans for so many replicas of one stage each, and no further than to see that they are no shorter
+    than the shortest step so far, which it gets; they come last, for to play one of their steps takes the longest, and
+    their plan may then be longer than their best. ``staged`` is what can be cut, or why nothing can be;
     ``told`` makes a plan of what is known of one in stages. Raises BudgetError where nothing fits, and ValueError where
     the processes can be nothing that trains the model.
     """
     plans, refused, left_out, missing = list[TrainingPlan](), list[Refused](), list[LeftOut](), list[str]()
-    for replicas, each in splits(processes):
+    for replicas, each in splits(processes):  # of one stage last
         reason = cannot_be(replicas, each, batch=batch, layers=layers, staged=staged)
         if reason is not None:
             left_out.append(LeftOut(stages=each, replicas=replicas, reason=reason))
         elif each == 1:
             parallel = {"stages": 1, "replicas": replicas}
             try:
-                found = replicated(replicas)
+                found = replicated(replicas, min((plan.step_s.likely for plan in plans), default=math.inf))
             except BudgetError as error:
                 missing.append(f"{replicas} replicas: {str(error).partition('; ')[0].removeprefix('nothing fits: ')}")
                 continue

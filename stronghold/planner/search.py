@@ -102,6 +102,7 @@ def search(
     limits: Mapping[str, int],
     *,
     count: int = 3,
+    rival_s: float = math.inf,
 ) -> Found:
     """Returns the ``count`` best plans among the choices of ``space`` whose bytes are within ``limits``, by place.
 
@@ -113,8 +114,11 @@ def search(
     Efficient Parallel DNN Training through Iterative Bottleneck Alleviation, EuroSys 2024), and the window is always
     the largest that fits beside. That is done with a lower bound of the step, which takes sums alone; then steps are
     played, the most promising first, until no other choice can be shorter, and around the best once more.
+
+    ``rival_s`` is a step that is known from elsewhere: what cannot be shorter than that is not played, but for one
+    choice that fits, so that there is a plan.
     """
-    return _Search(space, work_of, bytes_of, limits).found(count)
+    return _Search(space, work_of, bytes_of, limits, rival_s).found(count)
 
 
 class _Search:
@@ -124,8 +128,10 @@ class _Search:
         work_of: Callable[[Choice], Work],
         bytes_of: Callable[[Choice], Mapping[str, int]],
         limits: Mapping[str, int],
+        rival_s: float,
     ) -> None:
         self._space, self._work_of, self._bytes_of, self._limits = space, work_of, bytes_of, limits
+        self._rival_s = rival_s
         self._bounds: dict[Choice, StepBound] = {}
         self._widest_known: dict[Choice, Choice | None] = {}
         self._plans: dict[Choice, Plan] = {}
@@ -170,7 +176,10 @@ class _Search:
     def _play_promising(self, count: int) -> None:
         """Plays the choices whose bounds are the lowest, until no other can be shorter by more than ``ENOUGH``."""
         for choice in sorted(self._bounds, key=lambda choice: self._bounds[choice].step_s):
-            if len(self._plans) >= count and self._bounds[choice].step_s >= (1 - ENOUGH) * self._best().step.step_s:
+            least_s = self._bounds[choice].step_s
+            if self._plans and least_s >= self._rival_s:
+                break
+            if len(self._plans) >= count and least_s >= (1 - ENOUGH) * self._best().step.step_s:
                 break
             self._play(choice)
 
@@ -257,8 +266,9 @@ class _Search:
         return self._bound(choice).step_s
 
     def _played_s(self, choice: Choice) -> float:
-        """Returns the played step, or infinity where its bound says that it is not shorter than the best."""
-        if choice not in self._plans and self._bound(choice).step_s >= (1 - ENOUGH) * self._best().step.step_s:
+        """Returns the played step, or infinity where its bound says that it is no shorter than the best or a rival."""
+        shorter_s = min((1 - ENOUGH) * self._best().step.step_s, self._rival_s)
+        if choice not in self._plans and self._bound(choice).step_s >= shorter_s:
             return math.inf
         return self._play(choice).step.step_s
 

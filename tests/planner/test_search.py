@@ -222,3 +222,18 @@ def test_the_best_plans_come_in_order():
     seconds = [plan.step.step_s for plan in found.plans]
     assert len(seconds) == 4
     assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_cannot_be_shorter_than_a_rival_is_hardly_played(seed, monkeypatch):
+    model, space, limits = small_case(seed)
+    alone = search(space, model.work_of, model.bytes_of, limits)
+    played = []
+    monkeypatch.setattr(search_module, "step_time", lambda *work: played.append(work) or step_time(*work))
+    beaten = search(space, model.work_of, model.bytes_of, limits, rival_s=1e-9)
+    assert len(played) == len(beaten.plans) == bool(alone.plans)
+    assert all(fits(model, plan.choice, limits) for plan in beaten.plans)
+    if alone.plans:
+        best_s = alone.plans[0].step.step_s
+        near = search(space, model.work_of, model.bytes_of, limits, rival_s=best_s * 1.001)
+        assert near.plans[0].step.step_s <= best_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -97,8 +98,8 @@ class PlannedModel:
         other.memory = self._memory_of(by_muon=True)
         return other
 
-    def best(self, space: Space, limits: Limits, *, tokens: int = 10**9) -> TrainingPlan:
-        """Returns the plan of the shortest step. Raises BudgetError where nothing fits.
+    def best(self, space: Space, limits: Limits, *, tokens: int = 10**9, rival_s: float = math.inf) -> TrainingPlan:
+        """Returns the plan of the shortest step, ``rival_s`` as for ``search``. Raises BudgetError where nothing fits.
 
         Where device and host are one memory, a layer in RAM is computed with where it is. All are resident, but where
         that does not fit: under ``in_backward`` layers that are not keep no gradients. Replicas, which have layers in
@@ -112,7 +113,7 @@ class PlannedModel:
         if self._machine.is_host and alone and "disk" not in space.stores and space.layers in space.residents:
             spaces.insert(0, replace(space, residents=(space.layers,)))
         for one in spaces:
-            found = search(one, planner.work_of, planner.bytes_of, planner.limits)
+            found = search(one, planner.work_of, planner.bytes_of, planner.limits, rival_s=rival_s)
             if found.plans:
                 return self._told(planner, found, limits, tokens)
         raise _nothing_fits(found.refused)
