@@ -96,7 +96,12 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
         dtype = None  # the base's type is its own, adapters stay fp32
         if settings.adapters.quantize is not None:
             quantise(model, settings.adapters.quantize)
-        check_packed(model.requires_grad_(False), torch.device(settings.device), _COMPUTES[settings.dtype])
+        try:
+            check_packed(model.requires_grad_(False), torch.device(settings.device), _COMPUTES[settings.dtype])
+        except ValueError as error:
+            raise ValueError(
+                f"a quantised base must compute in --dtype (got {settings.dtype}, at {settings.model}: {error})"
+            ) from error
         base = model
         with _weightless(model):
             model = add_adapters(model, settings.adapters, seed=settings.seed)

@@ -165,3 +165,7 @@ def test_a_folder_of_adapters_is_no_model(tmp_path: Path) -> None:
 def test_targets_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
     wanted = runs.settings(tmp_path, adapters=replace(LORA, targets=("nowhere",)))
     assert "adapters go to linear layers of the model (got --targets nowhere" in refused(wanted)
+    wanted = replace(wanted, adapters=replace(LORA, targets=("q_proj", "mlp.nope", "up_proj", "proj")))
+    assert "(got --targets q_proj,mlp.nope,up_proj,proj, and no layer is called mlp.nope or proj)" in refused(wanted)
+    wanted = replace(wanted, adapters=replace(LORA, targets=("q_proj", "input_layernorm")))
+    assert "(got --targets q_proj,input_layernorm: Target module LlamaRMSNorm" in refused(wanted)

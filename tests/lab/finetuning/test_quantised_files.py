@@ -159,6 +159,7 @@ def test_what_asks_too_much_of_quantised_weights_is_told_with_the_file(
         told = refused(replace(wanted, adapters=replace(LORA, quantize="nf4")))
         assert f"--quantize is for weights in 16 or 32 bits (got nf4, {where}; leave it out" in told
     told = refused(settings(tmp_path, folders["torchao float8"], dtype="fp32"))
+    assert f"a quantised base must compute in --dtype (got fp32, at {folders['torchao float8']}: " in told
     assert "Float8Tensor of torch.bfloat16, which with an input in torch.float32 on cpu has none: " in told
     assert "compute in torch.bfloat16, or quantise" in told
 
