@@ -9,7 +9,7 @@
 # What the library and its command line import, by the name under which Python has it; then what the tests do besides.
 STRONGHOLD_MODULES=(accelerate matplotlib numpy psutil rich safetensors tensorboard tokenizers transformers)
 STRONGHOLD_TEST_MODULES=(pytest pytest_timeout xdist hypothesis nbclient ipykernel sklearn peft trl lightning bitsandbytes
-  torchao datasets sybil mkdocs material mkdocstrings)
+  torchao datasets diffusers sybil mkdocs material mkdocstrings)
 case "$(uname -sm)" in "Linux x86_64" | "Linux aarch64") STRONGHOLD_TEST_MODULES+=(triton) ;; esac # none for others
 # All that the files with tests of a GPU import: a machine that has one may have no network to bring the rest.
 STRONGHOLD_GPU_TEST_MODULES=(numpy psutil pytest safetensors)

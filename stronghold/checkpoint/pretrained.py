@@ -63,7 +63,7 @@ def load(
     With ``quantize="nf4"`` the linear layers' weights are bitsandbytes' in four bits, quantised tensor by tensor as
     they come, and frozen: a base for adapters, 0.5625 bytes per parameter; ``"nf4_nested"`` has its scales in eight
     bits, 0.516. ``"int8"`` are bitsandbytes' eight bits, a byte per parameter and 4 per row. Files that hold weights so
-    already, as transformers' ``save_pretrained`` writes them, are read as they are.
+    already, or in torchao's tensor subclasses, as transformers' ``save_pretrained`` writes them, are read as they are.
 
     With ``experts_per_part`` the layers of a mixture of experts go through the window in parts
     (:func:`split_experts`).

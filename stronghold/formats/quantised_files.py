@@ -1,33 +1,43 @@
-"""Checkpoints whose files hold weights that bitsandbytes has quantised, as transformers writes them.
+"""Checkpoints whose files hold weights that bitsandbytes or torchao has quantised, as transformers writes them.
 
-Beside a weight's bytes such a file has its scales, and of four bits the values that these stand for and a text in JSON
-with the rest, as bytes (``QuantState.as_dict`` of bitsandbytes).
+Beside a weight's bytes a file of bitsandbytes has its scales, and of four bits the values that these stand for and a
+text in JSON with the rest, as bytes (``QuantState.as_dict`` of bitsandbytes). A file of torchao has the tensors that a
+weight consists of, and among its metadata, by the weight's name, a text in JSON with the class and the rest
+(``torchao.prototype.safetensors``).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stronghold.formats.tensor_files import DTYPES
 from stronghold.formats.weight_files import Entry, WeightFiles
 
 _STATE = ".quant_state.bitsandbytes__"
 _ROW_MAJOR = 0
 """The only layout of eight bits, by bitsandbytes' number, in which a checkpoint still holds them."""
+_NAMES = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()}
+"""What PyTorch calls the types of the format."""
 
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """How a weight is kept: ``kind`` is "nf4", "fp4" or "int8"; ``state`` what the file says of one in four bits."""
+    """How a weight is kept: ``kind`` is "nf4", "fp4" or "int8" of bitsandbytes, or a class of torchao's.
+
+    ``state`` is what the file says of it, of eight bits nothing; ``parts`` the names here of the tensors that one of
+    torchao's consists of, by their own.
+    """
 
     kind: str
     state: dict[str, Any]
     codes: tuple[Tensor, ...] = ()
+    parts: dict[str, str] = field(default_factory=dict)
 
     @property
     def nested(self) -> bool:
@@ -52,6 +62,12 @@ class QuantisedFiles(WeightFiles):
                 self._find_four_bits(name)
             elif name.endswith(".SCB"):
                 self._find_eight_bits(name)
+        for name, text in sorted(self.notes.items()):
+            if '"_tensor_data_names"' in text:
+                self._find_subclass(name, text)
+
+    def is_floating(self, name: str) -> bool:
+        return name in self._own or super().is_floating(name)  # what a weight consists of is as its library has it
 
     def is_kept(self, name: str) -> bool:
         return name in self.kept
@@ -93,6 +109,26 @@ class QuantisedFiles(WeightFiles):
             )
         self._rename(name, f"{module}.weight.int8.SCB")
         self.kept[f"{module}.weight"] = KeptWeight("int8", {})
+
+    def _find_subclass(self, name: str, text: str) -> None:
+        module, _, own = name.rpartition(".")
+        try:
+            state = json.loads(text)
+            kind, names = str(state["_type"]), [str(part) for part in state["_tensor_data_names"]]
+            dict(state["_data"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"what torchao says of a weight must be JSON with its class (in {str(self.directory)!r}, {name}: "
+                f"{error!r}); download or save it again"
+            ) from error
+        parts = {}
+        for part in names:
+            there = f"{module}._{own}_{part}"
+            self._need(there)
+            dtype = self.entries[there].dtype
+            parts[part] = f"{name}.{kind}.{part}.{_NAMES.get(dtype, dtype)}"
+            self._rename(there, parts[part])
+        self.kept[name] = KeptWeight(kind, state, parts=parts)
 
     def _take(self, name: str) -> Tensor:
         """Returns a tensor that is no part of the model from here on."""

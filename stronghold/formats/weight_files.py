@@ -35,6 +35,8 @@ class WeightFiles:
         self.directory = Path(directory)
         self.entries: dict[str, Entry] = {}
         """By name."""
+        self.notes: dict[str, str] = {}
+        """The texts beside the tensors, of all files."""
         index = self._read_index()
         for file in sorted(set(index.values())) if index else [SINGLE]:
             for name, entry in self._headers(self.directory / file).items():
@@ -97,6 +99,7 @@ class WeightFiles:
 
         try:
             with safe_open(str(path), framework="pt") as file:
+                self.notes.update(file.metadata() or {})
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 return {n: Entry(path, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
         except (SafetensorError, OSError) as error:

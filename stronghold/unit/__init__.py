@@ -20,7 +20,9 @@ from stronghold.unit.packed import (
     is_packed,
     pack,
     parameters_and_owners,
+    parts_of,
     settle,
+    stand_in,
     unpacked,
 )
 from stronghold.unit.parameter import (
@@ -82,8 +84,10 @@ __all__ = [
     "pack",
     "parameters_and_owners",
     "part_of",
+    "parts_of",
     "set_gradient",
     "settle",
+    "stand_in",
     "sum_over",
     "unit_of",
     "unpacked",

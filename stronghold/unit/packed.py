@@ -37,24 +37,28 @@ def parameters_and_owners(module: nn.Module) -> Iterator[tuple[str, nn.Parameter
     seen: set[int] = set()
     for prefix, holder in module.named_modules():
         for own, parameter in holder._parameters.items():
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            name = f"{prefix}.{own}" if prefix else own
-            kind = _kind_of(parameter)
-            if kind is None:
-                yield name, parameter, parameter
-                continue
-            title, kept, count = kind.title(parameter), kind.may_be_kept, _count(kind, parameter)
-            if kind.moves_itself(parameter):
-                parameter.__dict__["_part"] = PackedPart(title, kept, count)
-                count = 0
-                yield name, parameter, parameter
-            for cell in kind.cells(holder, parameter):
-                part = cell_parameter(cell)
-                part.__dict__["_part"] = PackedPart(title, kept, count)
-                count = 0
-                yield f"{name}.{cell.own}", part, parameter
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                for name, part in parts_of(holder, own, parameter):
+                    yield f"{prefix}.{name}" if prefix else name, part, parameter
+
+
+def parts_of(holder: nn.Module, own: str, parameter: nn.Parameter) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields what of one parameter moves, which ``holder`` has by the name ``own``, by its name there."""
+    kind = _kind_of(parameter)
+    if kind is None:
+        yield own, parameter
+        return
+    title, kept, count = kind.title(parameter), kind.may_be_kept, _count(kind, parameter)
+    if kind.moves_itself(parameter):
+        parameter.__dict__["_part"] = PackedPart(title, kept, count)
+        count = 0
+        yield own, parameter
+    for cell in kind.cells(holder, parameter):
+        part = cell_parameter(cell)
+        part.__dict__["_part"] = PackedPart(title, kept, count)
+        count = 0
+        yield f"{own}.{cell.own}", part
 
 
 def stand_in(parameter: Tensor) -> Tensor:

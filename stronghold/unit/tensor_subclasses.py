@@ -65,13 +65,14 @@ class TensorSubclasses:
         if key in self._computed_with or not isinstance(module, nn.Linear) or parameter.is_meta:
             return
         try:
-            _compute_back(parameter, device, dtype)
+            _compute_back(_with_values(parameter), device, dtype)
         except Exception as error:  # kernels raise all kinds for what they have not got
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
                 f"a quantised weight must have a backward pass to the layer's input (got {name}, a {kind} of "
-                f"{parameter.dtype}, which with an input in {dtype} on {device} has none: {reason}); quantise to a "
-                "type that has one, such as torchao's Int8WeightOnlyConfig"
+                f"{parameter.dtype}, which with an input in {dtype} on {device} has none: {reason}); "
+                + (f"compute in {parameter.dtype}, or " if dtype != parameter.dtype else "")
+                + "quantise to a type that has one, such as torchao's Int8WeightOnlyConfig"
             ) from error
         self._computed_with.add(key)
 
@@ -83,6 +84,16 @@ class TensorSubclasses:
 
     def copy(self, parameter: Any, own: Any, memo: dict[int, Any]) -> nn.Parameter:
         raise AssertionError("it does not move itself: its cells are parameters, which are copied as such")
+
+
+def _with_values(weight: Any) -> Any:
+    """Returns a weight itself, or, where its tensors are on the meta device, one like it of zeros."""
+    names, context = weight.__tensor_flatten__()
+    inner = {name: getattr(weight, name) for name in names}
+    if not any(tensor.is_meta for tensor in inner.values()):
+        return weight
+    zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in inner.items()}
+    return type(weight).__tensor_unflatten__(zeros, context, weight.size(), weight.stride())
 
 
 def _compute_back(weight: Any, device: torch.device, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import stronghold
@@ -181,6 +182,48 @@ class Opaque(torch.Tensor):
         if function is torch.ops.aten.detach.default:
             return cls(args[0].inner)
         raise NotImplementedError(f"no kernel for {function}")
+
+
+@pytest.mark.parametrize(
+    ("config", "shard", "store"),
+    [(INT8, "20KB", "ram"), (FLOAT8, "5GB", "disk"), (quantization.IntxWeightOnlyConfig(torch.int4), "5GB", "ram")],
+    ids=["int8", "float8", "intx"],
+)
+def test_what_is_quantised_in_the_files_is_what_transformers_reads(
+    tmp_path: Path, config: Any, shard: str, store: str
+) -> None:
+    asked = transformers.TorchAoConfig(config() if callable(config) else config)
+    write_quantised(tmp_path, asked, max_shard_size=shard)
+    assert len([*(tmp_path / "quantised").glob("*.safetensors")]) == 1 or shard == "20KB"
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", device_map="cpu")
+    place = {"store": str(tmp_path / "store")} if store == "disk" else {}
+    model = stronghold.load(tmp_path / "quantised", device="cpu", window=2, **place)
+    there, theirs = cells(model), cells(expected)
+    assert len(there) >= 2 * 7 * 4
+    assert there.keys() == theirs.keys()
+    assert all(torch.equal(there[name], value) for name, value in theirs.items())
+    found = []
+    for one in (expected, model):
+        adapted = with_adapters(one.requires_grad_(False), LORA).train()
+        found.append(train(adapted, torch.optim.AdamW(trained(adapted), lr=1e-2, foreach=False)))
+    assert found[1] == found[0]
+
+
+def write_quantised(place: Path, config: Any, **more: Any) -> None:
+    base().save_pretrained(place / "model")
+    transformers.AutoModelForCausalLM.from_pretrained(
+        place / "model", quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
+    ).save_pretrained(place / "quantised", **more)
+
+
+def test_files_of_a_type_without_a_backward_pass_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    config = quantization.Int8DynamicActivationInt8WeightConfig()
+    write_quantised(tmp_path, transformers.TorchAoConfig(config))
+    with pytest.raises(
+        ValueError, match=r"_proj\.weight, a \S+Int8Tensor of torch.bfloat16.* on cpu has none: its out"
+    ):
+        stronghold.load(tmp_path / "quantised", device="cpu", window=1, store=str(tmp_path / "store"))
+    assert not (tmp_path / "store").exists()
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

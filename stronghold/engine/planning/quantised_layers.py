@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from stronghold.planner.machine_file import MachineFile, Spread
 from stronghold.probing import facts_of
-from stronghold.unit import all_parameters, part_of
+from stronghold.unit import all_parameters, part_of, stand_in
 
 ROUNDS = 3
 """Times that one weight is dequantised to learn how long that takes."""
@@ -142,7 +142,7 @@ def with_rates(
     here = _is_here(machine, device)
     for title, one in {one.title: one for one in layers}.items():
         assumed.append(f"a product with weights {title} takes that in {_name(dtype)}, behind its dequantised weight's")
-        if here and not one.module.weight.is_meta:
+        if here and not stand_in(one.module.weight).is_meta:
             rates[f"{_name(dtype)} {title}"] = one.bytes_per_s(device, dtype)
         else:
             assumed.append(f"weights {title} are dequantised as fast as functions such as GELU are computed")

@@ -19,8 +19,8 @@ WEIGHTS = "adapter_model.safetensors"
 def add_adapters(model: nn.Module, settings: AdapterSettings, *, seed: int) -> nn.Module:
     """Returns a PeftModel around ``model``, whose parameters are frozen; the adapters' are fp32, on the CPU.
 
-    New ones are drawn from ``seed``, as SFTTrainer draws them. Raises ValueError where no layer has a name of
-    ``targets``, and for a folder whose adapters are not of this model, or are of another kind than LoRA.
+    New ones are drawn from ``seed``, as SFTTrainer draws them. Raises ValueError where no layer has one of the
+    ``targets`` for its name, and for a folder whose adapters are not of this model, or are of another kind than LoRA.
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
@@ -36,6 +36,13 @@ def add_adapters(model: nn.Module, settings: AdapterSettings, *, seed: int) -> n
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
     )
+    names = [f".{name}" for name, _ in model.named_modules()]
+    lost = [target for target in targets if not any(name.endswith(f".{target}") for name in names)]
+    if lost and targets != ["all-linear"]:
+        raise ValueError(
+            f"adapters go to linear layers of the model (got --targets {','.join(targets)}, and no layer is called "
+            f"{' or '.join(lost)}); pass names of its layers, or all-linear"
+        )
     try:
         adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
     except ValueError as error:

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
+from stronghold.checkpoint.kept_weights import METHODS, keep_quantised
 from stronghold.checkpoint.quantising import quantise
 from stronghold.engine import offload
 from stronghold.engine.split_experts import split_experts
 from stronghold.formats.model_config import build
-from stronghold.formats.weight_files import WeightFiles
+from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.lab.finetuning.adapters import add_adapters
-from stronghold.lab.finetuning.settings import AdapterSettings, FinetuneSettings
+from stronghold.lab.finetuning.settings import FinetuneSettings
 from stronghold.lab.models.files import longest_sequence_of
 from stronghold.lab.models.gpt import MODEL_TYPE
+from stronghold.unit import check_packed
 from stronghold.weights import give_values
 
 _COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,9 +31,9 @@ _COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def build_base(settings: FinetuneSettings) -> nn.Module:
     """Returns the model of ``settings.model``, in training mode, with its parameters on the meta device.
 
-    They are fp32, and of a base that adapters leave as it is of the compute type. Raises ValueError, naming the file,
-    for a folder that is no such model, for weights that are quantised or of a type that nothing here computes with,
-    and for a sequence longer than the model takes.
+    They are fp32, and of a base that adapters leave as it is of the compute type, or quantised as in its files. Raises
+    ValueError, naming the file, for a folder that is no such model, for weights that are of a type that nothing here
+    computes with, or are quantised and asked to train, and for a sequence longer than the model takes.
     """
     folder = Path(settings.model)
     file = folder / "config.json"
@@ -43,32 +45,30 @@ def build_base(settings: FinetuneSettings) -> nn.Module:
             )
         raise ValueError(f"a model must be a folder with a config.json (got {settings.model!r}); pass one")
     config = _read(file)
-    if config.get("quantization_config"):
-        kind = config["quantization_config"]
-        kind = kind.get("quant_method", "some") if isinstance(kind, dict) else "some"
-        raise ValueError(
-            f"weights that are quantised in their files cannot be read (at {file}: a quantization_config of {kind}); "
-            "pass the model in float32 or bfloat16, and --quantize with --lora"
-        )
     if config.get("model_type") == MODEL_TYPE:
         raise ValueError(
             f"a model to fine-tune is one of transformers, which TRL trains (at {file}: the reference GPT); train it "
             "with stronghold train --model"
         )
-    files = WeightFiles(folder)
+    files = QuantisedFiles(folder)
+    if config.get("quantization_config") or files.kept:
+        _check_quantised(config, files, settings)
     for name, entry in files.entries.items():
-        if name.rsplit(".", 1)[-1] in ("weight", "bias") and not files.is_floating(name):
+        if name.rsplit(".", 1)[-1] in ("weight", "bias") and not (files.is_floating(name) or files.is_kept(name)):
             raise ValueError(
                 f"weights must be of a type that is computed with here, float32, bfloat16 or float16 (at {entry.file}: "
                 f"{name} is {entry.dtype}); convert the model, or pass it in one of them"
             )
     try:
-        model = build(file, dtype=_COMPUTES[settings.dtype] if settings.adapters else torch.float32).train()
+        dtype = _COMPUTES[settings.dtype] if settings.adapters else torch.float32
+        model = build(file, dtype=dtype, unquantised=bool(files.kept)).train()
     except Exception as error:  # transformers raises all kinds for what it cannot read
         raise ValueError(
             f"a model must be one that transformers knows (at {file}: {' '.join(str(error).split())[:300]}); pass "
             "another, or mend its config.json"
         ) from error
+    if files.kept:
+        keep_quantised(model, files, config["quantization_config"])
     if settings.experts_per_part is not None:
         split_experts(model, settings.experts_per_part)
     longest = longest_sequence_of(model)
@@ -89,36 +89,28 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
     """Returns ``model`` offloaded, with adapters if there are to be some; its weights are read layer by layer.
 
     ``inputs`` are what it is planned for, None for the settings as they are. Raises what ``offload`` raises, and
-    ValueError for adapters that are not of this model.
+    ValueError for adapters that are not of this model, and for quantised weights that do not compute in its type.
     """
-    if settings.adapters is not None and settings.adapters.quantize is not None:
-        return _place_quantised(model, settings, settings.adapters, settings.adapters.quantize)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else None
     if settings.adapters is not None:
         dtype = None  # the base's type is its own, adapters stay fp32
+        if settings.adapters.quantize is not None:
+            quantise(model, settings.adapters.quantize)
+        try:
+            check_packed(model.requires_grad_(False), torch.device(settings.device), _COMPUTES[settings.dtype])
+        except ValueError as error:
+            raise ValueError(
+                f"a quantised base must compute in --dtype (got {settings.dtype}, at {settings.model}: {error})"
+            ) from error
+        base = model
         with _weightless(model):
             model = add_adapters(model, settings.adapters, seed=settings.seed)
+        for noted in ("is_loaded_in_8bit", "is_loaded_in_4bit"):
+            base.__dict__.pop(noted, None)  # PEFT has looked at it; TRL would round the adapters to bf16 for it
     given = {
         name: value for name, value in vars(settings.offload).items() if inputs is None or value not in _OPEN[name]
     }
     return offload(model, device=settings.device, dtype=dtype, weights=settings.model, inputs=inputs, **given)
-
-
-def _place_quantised(model: nn.Module, settings: FinetuneSettings, adapters: AdapterSettings, kind: str) -> nn.Module:
-    """Returns the model with its base quantised and adapters around it, which the engine takes in later.
-
-    Nothing is planned: what bitsandbytes computes is not known without values.
-    """
-    quantise(model, kind)
-    given = dict(vars(settings.offload))
-    given["activations"] = "recompute" if given["activations"] == "auto" else given["activations"]
-    given["micro_batch"] = None if given["micro_batch"] == "auto" else given["micro_batch"]
-    offload(model.requires_grad_(False), device=settings.device, weights=settings.model, **given)
-    adapted = add_adapters(model, adapters, seed=settings.seed)
-    del model.__dict__[
-        "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit"
-    ]  # PEFT has looked at it; TRL would round the adapters to bf16 for it
-    return adapted
 
 
 _OPEN: dict[str, tuple[Any, ...]] = {
@@ -132,6 +124,29 @@ _OPEN: dict[str, tuple[Any, ...]] = {
     "compile": (),
 }
 """What of the settings leaves it to the planner."""
+
+
+def _check_quantised(config: dict[str, Any], files: QuantisedFiles, settings: FinetuneSettings) -> None:
+    kind = config.get("quantization_config")
+    kind = kind.get("quant_method", "some") if isinstance(kind, dict) else "no"
+    if kind not in METHODS or not files.kept:
+        raise ValueError(
+            "weights that are quantised in their files can be read where they are bitsandbytes' or torchao's (at "
+            f"{files.directory / 'config.json'}: a quantization_config of {kind}, and {len(files.kept)} such weights); "
+            "pass the model in float32 or bfloat16, and --quantize with --lora"
+        )
+    name, kept = next(iter(files.kept.items()))
+    where = files.entries[name if name in files.entries else next(iter(kept.parts.values()))].file
+    if settings.adapters is None:
+        raise ValueError(
+            f"quantised weights cannot be trained (at {where}: {name} is {kept.kind}); pass --lora to train adapters "
+            "beside them, or the model in float32 or bfloat16"
+        )
+    if settings.adapters.quantize is not None:
+        raise ValueError(
+            f"--quantize is for weights in 16 or 32 bits (got {settings.adapters.quantize}, at {where}: {name} is "
+            f"{kept.kind}); leave it out"
+        )
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -152,7 +167,7 @@ def _weightless(model: nn.Module) -> Iterator[None]:
 
     On the meta device PEFT would put the adapters there, too, and their values would be lost.
     """
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.is_meta]
     for parameter in parameters:
         number: Tensor = torch.zeros((), dtype=parameter.dtype)
         give_values(parameter, number.expand(parameter.shape))

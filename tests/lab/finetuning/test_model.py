@@ -86,8 +86,10 @@ def test_a_folder_that_is_no_model_is_refused_with_the_file(tmp_path: Path) -> N
     assert "folder with a config.json (got" in refused(replace(wanted, model=str(tmp_path / "void")))
     assert f"at {file}: 64); pass a shorter one" in refused(replace(wanted, sequence=65))
     changed(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
-    assert f"(at {file}: a quantization_config of bitsandbytes)" in refused(wanted)
-    assert f"(at {file}: a quantization_config of bitsandbytes)" in refused(replace(wanted, adapters=LORA))
+    assert f"(at {file}: a quantization_config of bitsandbytes, and 0 such weights)" in refused(wanted)
+    assert f"(at {file}: a quantization_config of bitsandbytes, and 0 such weights)" in refused(
+        replace(wanted, adapters=LORA)
+    )
     changed(tmp_path, quantization_config=None, model_type="unheard_of")
     assert f"a model must be one that transformers knows (at {file}: " in refused(wanted)
     changed(tmp_path, model_type="stronghold_gpt")
@@ -163,3 +165,7 @@ def test_a_folder_of_adapters_is_no_model(tmp_path: Path) -> None:
 def test_targets_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
     wanted = runs.settings(tmp_path, adapters=replace(LORA, targets=("nowhere",)))
     assert "adapters go to linear layers of the model (got --targets nowhere" in refused(wanted)
+    wanted = replace(wanted, adapters=replace(LORA, targets=("q_proj", "mlp.nope", "up_proj", "proj")))
+    assert "(got --targets q_proj,mlp.nope,up_proj,proj, and no layer is called mlp.nope or proj)" in refused(wanted)
+    wanted = replace(wanted, adapters=replace(LORA, targets=("q_proj", "input_layernorm")))
+    assert "(got --targets q_proj,input_layernorm: Target module LlamaRMSNorm" in refused(wanted)

@@ -1,0 +1,130 @@
+"""Loops of other libraries train adapters over an NF4 base that streams: the bits that they learn in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import bitsandbytes
+import lightning
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stronghold
+from tests.adapters import trained, with_adapters
+from tests.reference import CASES, Batch
+from tests.tools.test_lightning import QUIET
+from tests.tools.test_trl import dpo, grpo
+
+CASE = CASES["llama"]
+LORA = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+PLACES: dict[torch.dtype, list[dict[str, Any]]] = {
+    torch.float32: [{"window": 1, "store": "disk"}, {"window": 2}],
+    torch.bfloat16: [{"window": 1}, {"window": 2, "store": "disk"}, {"window": "auto"}],
+}
+
+
+def adapted(dtype: torch.dtype) -> nn.Module:
+    """Returns a Llama whose layers' linear weights are in four bits, which compute in ``dtype``, with adapters."""
+    model = CASE.model().to(dtype)
+    for module in [*model.model.layers.modules()]:  # type: ignore[union-attr, operator]
+        for name, child in [*module.named_children()]:
+            if isinstance(child, nn.Linear):
+                linear = bitsandbytes.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=dtype
+                )
+                linear.weight = bitsandbytes.nn.Params4bit(
+                    child.weight.data, quant_type="nf4", compress_statistics=True, module=linear
+                )
+                linear.support_avx512bf16_for_cpu = False  # else evaluation computes with other bits
+                setattr(module, name, linear.to("cpu"))
+    return with_adapters(model, LORA).train()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained(model), lr=3e-3, weight_decay=0.0, foreach=False)
+
+
+def compare(place: Path, dtype: torch.dtype, losses_of: Callable[[Path, nn.Module], list[float]]) -> None:
+    plain = adapted(dtype)
+    expected = losses_of(place / "plain", plain)
+    assert len(set(expected)) > 1
+    for number, settings in enumerate(PLACES[dtype]):
+        given = settings | ({"store": str(place / f"store{number}")} if "store" in settings else {})
+        model = stronghold.offload(adapted(dtype), device="cpu", **given)
+        assert losses_of(place / str(number), model) == expected, settings
+        for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(parameter, other), name
+        stronghold.close(model)
+
+
+def samples() -> torch.utils.data.DataLoader:
+    given = [{key: value[0] for key, value in batch.items()} for batch in CASE.batches(12, size=1)]
+    return torch.utils.data.DataLoader(given, batch_size=2)  # type: ignore[arg-type]
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.losses = model, [0.0] * 0
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self.model)
+
+    def training_step(self, batch: Batch, number: int) -> Tensor:
+        loss = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+
+@DTYPES
+def test_lightning(tmp_path: Path, dtype: torch.dtype) -> None:
+    def losses_of(place: Path, model: nn.Module) -> list[float]:
+        module = Module(model)
+        trainer = lightning.Trainer(
+            default_root_dir=place, max_epochs=1, gradient_clip_val=0.5, enable_checkpointing=False, **QUIET
+        )
+        torch.manual_seed(7)
+        trainer.fit(module, samples())
+        return module.losses
+
+    compare(tmp_path, dtype, losses_of)
+
+
+@DTYPES
+def test_accelerate(tmp_path: Path, dtype: torch.dtype) -> None:
+    def losses_of(place: Path, model: nn.Module) -> list[float]:
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model, optimizer, batches = accelerator.prepare(model, adamw(model), samples())
+        torch.manual_seed(7)
+        losses = []
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(trained(model), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    compare(tmp_path, dtype, losses_of)
+
+
+@DTYPES
+@pytest.mark.parametrize("trainer", [dpo, grpo], ids=["dpo", "grpo"])
+def test_trl(tmp_path: Path, dtype: torch.dtype, trainer: Callable[..., Any]) -> None:
+    def losses_of(place: Path, model: nn.Module) -> list[float]:
+        more = (None,) if trainer is dpo else ()  # the reference is the model without its adapters
+        made = trainer(place, model, *more, optimizers=(adamw(model), None))
+        torch.manual_seed(5)
+        made.train()
+        return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+    compare(tmp_path, dtype, losses_of)
