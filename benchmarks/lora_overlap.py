@@ -255,9 +255,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(player: Player, base: str, *, samples: int, steps: int, **settings: Any) -> dict[str, Any]:
-    """Returns a row's record; without ``settings`` of those that are planned for the machine's own memory."""
-    plan = planned(player, base, samples=samples, **settings)
-    chosen = {name: value for name, value in plan.settings.items() if name != "device_memory"}
+    """Returns a row's record; without ``settings`` of those that are planned for the machine's own memory.
+
+    What a step takes is planned and played with the adapters updated on the device, as where there is memory for that.
+    """
+    chosen = settings or _chosen(planned(player, base, samples=samples))
+    plan = planned(player, base, samples=samples, **chosen)
     outcome, least = run(player, base, samples=samples, steps=steps, **chosen)
     return {
         "machine": player.machine.name,
@@ -277,6 +280,10 @@ def measure(player: Player, base: str, *, samples: int, steps: int, **settings: 
         "planned_s": plan.step_s.likely,
         "over_planned": outcome.step_s / plan.step_s.likely - 1,
     }
+
+
+def _chosen(plan: TrainingPlan) -> dict[str, Any]:
+    return {"micro_batch": None} | {name: one for name, one in plan.settings.items() if name != "device_memory"}
 
 
 def _told(settings: dict[str, Any]) -> str:
