@@ -43,9 +43,13 @@ def test_a_step_is_at_its_bound_and_as_planned(lora_overlap, base, samples, acti
     passes, tokens = 3 if activations == "recompute" else 2, 512 * samples
     computed_s = passes * 12 * 2 * elements * tokens / speed.flops
     assert 1.0 <= record["busy_s"]["compute"] / computed_s <= 1.03
-    # In four bits: half a byte, a byte of scale for 64 elements, and 4 bytes for 256 of those.
+    # In four bits: half a byte, a byte of scale for 64 elements, and 4 bytes for 256 of those; and of each of four
+    # weights up to 64 bytes behind four tensors, which in layers as small as those that are played count.
     weight_bytes = {"bf16": 2, "nf4_nested": 1 / 2 + 1 / 64 + 4 / (64 * 256)}[base]
-    assert record["busy_s"]["fetches"] == pytest.approx(2 * 10 * weight_bytes * elements / speed.up, rel=1e-4)
+    between = {"bf16": 0, "nf4_nested": 4 * 4 * 64 / (12 * 128**2)}[base]
+    fetched_s = 2 * 10 * elements / speed.up
+    assert fetched_s * weight_bytes <= record["busy_s"]["fetches"] * (1 + 1e-9)
+    assert record["busy_s"]["fetches"] <= fetched_s * (weight_bytes + between) * (1 + 1e-9)
     assert record["longest"] == longest
     assert -1e-9 <= record["over_least"] <= 0.01
     assert abs(record["over_planned"]) <= 0.01
