@@ -74,8 +74,8 @@ def check_matrices(parameters: Sequence[Tensor], model: nn.Module | None) -> Non
             own = model.named_parameters() if model is not None else ()
             name = next((name for name, known in own if known is parameter), "a parameter")
             raise ValueError(
-                f"Muon updates matrices alone (got {name}, of shape {tuple(parameter.shape)}); put it into a group with "
-                "use_muon=False, which AdamW updates"
+                f"Muon updates matrices alone (got {name}, of shape {tuple(parameter.shape)}); put it into a group "
+                "with use_muon=False, which AdamW updates"
             )
         if id(parameter) in embeddings:
             raise ValueError(
