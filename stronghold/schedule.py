@@ -75,8 +75,7 @@ def possible_now(
             victim = None
             if len(held) >= window:
                 # One computation ahead: with two slots or more, what computes just before stays.
-                candidates = held - {previous} if window > 1 else held
-                victim = _needed_last(candidates, future, t)
+                victim = _needed_last(held.difference((previous,) if window > 1 else ()), future, t)
                 if victim == computing or victim in future[:t]:
                     return
                 held.remove(victim)
@@ -86,9 +85,9 @@ def possible_now(
         previous = layer
 
 
-def _needed_last(layers: Iterable[int], future: Sequence[int], start: int) -> int:
-    """Returns which of ``layers`` is computed last from the place ``start`` on; of those that are not, the highest."""
-    left, begin = set(layers), start
+def _needed_last(left: set[int], future: Sequence[int], start: int) -> int:
+    """Returns which of the layers ``left`` is computed last from ``start`` on; of those that are not, the highest."""
+    begin = start
     while begin < len(future):
         part = future[begin : begin + _AT_ONCE]
         if not (later := left.difference(part)):

@@ -20,6 +20,7 @@ from stronghold.planner.step_bytes import (
     ModelBytes,
     Placed,
     StepBytes,
+    device_bytes,
     held_on_device,
     parts_on_disk,
     resident_root,
@@ -58,6 +59,7 @@ class ModelMemory:
         self.units = self._units(ALIGNMENT_BYTES)
         self._in_memory = self._bytes(self.units)
         self._scratch: dict[tuple[str, str], list[int]] = {}
+        self._taken_by_one: dict[tuple[str, str, frozenset[int]], StepBytes] = {}
         self._rounding: dict[tuple[bool, str], tuple[list[int], list[int]]] = {}
 
     def _units(self, alignment: int, *, in_pieces: bool = False) -> ModelUnits:
@@ -121,9 +123,9 @@ class ModelMemory:
         if self.is_host:
             return 0
         model, block = self.of(choice), self.block_bytes
-        streamed = [unit for number, unit in enumerate(model.layers) if number not in resident]
-        slots = min(choice.window, len(streamed)) * (-max((unit.slot for unit in streamed), default=0) % block)
-        slots += BUFFERS.gradient_slots * (-max((unit.gradient_slot for unit in streamed), default=0) % block)
+        streamed = model.streamed(resident)
+        slots = min(choice.window, streamed.layers) * (-streamed.slot % block)
+        slots += BUFFERS.gradient_slots * (-streamed.gradient_slot % block)
         there, apart = self._rounding_of_units(choice)
         root = (apart[number] for number in range(len(model.layers), len(model.units)) if number not in resident)
         return block + slots + self._rounding_of_buffers + sum(there[number] for number in resident) + sum(root)
@@ -164,6 +166,8 @@ class ModelMemory:
 
     def iterations_bytes(self, resident: Collection[int]) -> tuple[int, int]:
         """Returns what Muon's iterations take on the device: beside updates on the host, and of resident units."""
+        if not self._by_muon:
+            return 0, 0
         beside = [one.iteration_bytes for number, one in enumerate(self.muon) if number not in resident]
         there = [self.muon[number] for number in resident if self.muon[number].indices]
         return max(beside, default=0), max((one.iteration_bytes + one.directions_bytes for one in there), default=0)
@@ -182,7 +186,16 @@ class ModelMemory:
         ]
 
     def taken(self, choice: Choice, placed: Placed) -> StepBytes:
-        """Returns what that takes."""
+        """Returns what that takes; where all is in RAM, by what it takes with a window of one."""
+        if choice.store != "ram":
+            return self._taken(choice, placed)
+        key = choice.states, choice.update, placed.resident
+        if key not in self._taken_by_one:
+            self._taken_by_one[key] = self._taken(choice, replace(placed, window=1))
+        slots, _, _ = device_bytes(self.of(choice), placed.window, placed.resident, BUFFERS)
+        return replace(self._taken_by_one[key], slots=slots)
+
+    def _taken(self, choice: Choice, placed: Placed) -> StepBytes:
         return step_bytes(
             self.of(choice),
             placed,
