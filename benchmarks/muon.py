@@ -141,9 +141,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256, metavar="N", help="(default: 256)")
     parser.add_argument("--samples", type=int, default=4, metavar="N", help="of a step (default: 4)")
     parser.add_argument("--sequence", type=int, default=256, metavar="N", help="tokens of each (default: 256)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="steps of each row (default: 7)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="steps of each row, 2 or more (default: 7)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="where to append the records")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.rounds < 2:
+        parser.error(f"--rounds must be 2 or more, for quartiles (got {options.rounds}); pass 2")
+    return options
 
 
 if __name__ == "__main__":

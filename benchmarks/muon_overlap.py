@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from overlap import LAYER_PARAMETERS, MACHINES, Machine
+from overlap import LAYER_PARAMETERS, MACHINES, Machine, timed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -53,9 +52,9 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, size: int = 32) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(size) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -112,17 +111,16 @@ def run(machine: Machine, *, layers: int, window: int, update: str, muon: bool, 
     stronghold.offload(model, window=window, device=device, dtype=machine.dtype)
     kind = stronghold.Muon if muon else stronghold.AdamW
     optimizer = kind(model.parameters(), lr=1e-3, update=update, threads=1)
-    x, clocks, works = torch.randn(2, 32).to(machine.dtype), [], []
-    for _ in range(steps + 2):
-        begin_s, before = device.clock_s, dict(device.busy_s)
+    x = torch.randn(2, 32).to(machine.dtype)
+
+    def step() -> None:
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
-        clocks.append(device.clock_s - begin_s)
-        works.append({name: device.busy_s[name] - before[name] for name in before})
+
+    outcome = timed(device, step, steps=steps, warm=2)
     optimizer.wait()
-    busy_s = {name: statistics.median(work[name] for work in works[2:]) for name in works[0]}
-    return {"step_s": statistics.median(clocks[2:]), "busy_s": busy_s}
+    return {"step_s": outcome.step_s, "busy_s": outcome.busy_s}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -122,20 +123,30 @@ def run(
     stronghold.offload(model, window=window, device=device, dtype=machine.dtype, resident=resident)
     optimizer = stronghold.AdamW(model.parameters(), lr=1e-3, update=update, threads=1)
     x = torch.randn(2, 64).to(machine.dtype)
-    clocks, walls, works = [], [], []
-    for _ in range(steps + 1):
-        begin_s, wall_s, before = device.clock_s, time.perf_counter(), dict(device.busy_s)
+
+    def step() -> None:
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    outcome = timed(device, step, steps=steps, warm=1)
+    optimizer.wait()
+    return outcome
+
+
+def timed(device: ThrottledDevice, step: Callable[[], None], *, steps: int, warm: int) -> Outcome:
+    """Returns the median of ``steps`` steps after ``warm`` that are not counted, by the clocks and by the wall."""
+    clocks, walls, works = [], [], []
+    for _ in range(warm + steps):
+        begin_s, wall_s, before = device.clock_s, time.perf_counter(), dict(device.busy_s)
+        step()
         clocks.append(device.clock_s - begin_s)
         walls.append(time.perf_counter() - wall_s)
         works.append({name: device.busy_s[name] - before[name] for name in before})
-    optimizer.wait()
     return Outcome(
-        step_s=statistics.median(clocks[1:]),
-        wall_s=statistics.median(walls[1:]) if paced else 0.0,
-        busy_s={name: statistics.median(work[name] for work in works[1:]) for name in works[0]},
+        step_s=statistics.median(clocks[warm:]),
+        wall_s=statistics.median(walls[warm:]) if device.paced else 0.0,
+        busy_s={name: statistics.median(work[name] for work in works[warm:]) for name in works[0]},
     )
 
 

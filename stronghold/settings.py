@@ -125,18 +125,28 @@ def compile_arguments(asked: bool | str | Mapping[str, Any]) -> dict[str, Any] |
     """
     if isinstance(asked, bool):
         return {} if asked else None
+    if asked in _OF_CUDA_GRAPHS:
+        refuse_cuda_graphs(f"compile={asked!r}")
+    if asked in _MODES:
+        raise ValueError(
+            f"a text names a backend of torch.compile (got compile={asked!r}, one of its modes); pass "
+            f"compile={{'mode': {asked!r}}}"
+        )
     arguments = {"backend": asked} if isinstance(asked, str) else asked
     if not isinstance(arguments, Mapping) or not arguments.keys() <= _COMPILE:
         raise ValueError(
             f"compile must be True, a backend's name, or a dictionary of torch.compile's {', '.join(sorted(_COMPILE))} "
             f"(got {asked!r}); pass compile=True"
         )
-    if (mode := arguments.get("mode")) in ("reduce-overhead", "max-autotune"):
+    if (mode := arguments.get("mode")) in _OF_CUDA_GRAPHS:
         refuse_cuda_graphs(f"mode={mode!r}")
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 _COMPILE = frozenset({"backend", "mode", "options", "dynamic", "fullgraph"})
+_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+_MODES = ("default", "lite", "max-autotune-no-cudagraphs")
+"""Those of torch.compile without them."""
 
 
 def refuse_cuda_graphs(got: str) -> NoReturn:

@@ -159,6 +159,7 @@ def test_the_minutes_of_a_script_begin_with_its_process():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1300)  # a script ends itself within ten minutes, and is called twice
 @pytest.mark.parametrize(
     ("script", "names"),
     [

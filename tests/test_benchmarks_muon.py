@@ -18,6 +18,12 @@ def test_every_way_leaves_a_record_and_the_same_losses(tmp_path, capsys):
     assert "window 2, Muon" in capsys.readouterr().out
 
 
+def test_one_round_has_no_quartiles_and_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        muon.main(["--rounds", "1"])
+    assert "--rounds must be 2 or more, for quartiles (got 1)" in capsys.readouterr().err
+
+
 def test_an_iteration_takes_the_devices_arithmetic_and_hides_but_for_that(tmp_path, monkeypatch):
     """The formula's FLOPs come on top of AdamW's step, and nothing else does."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))

@@ -148,6 +148,7 @@ class CompiledLayer:
         module = self._module()
         assert module is not None
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchRuntimeError
+        from torch._inductor.exc import InvalidCxxCompiler
 
         # Those may be of this call alone: what the layer itself raises, or the compiler's stance of the moment.
         if not isinstance(error, (TorchRuntimeError, NotCompiledError)):
@@ -161,6 +162,8 @@ class CompiledLayer:
             cause = getattr(error, "inner_exception", error)
             first = next((line for line in str(cause).splitlines() if line.strip()), "")
             reason = f"{type(cause).__name__}: {first.strip()}"
+            if isinstance(cause, InvalidCxxCompiler):
+                reason += "; install one (g++ or clang++), or name it in the environment variable CXX"
         self._refuse(module, reason, error)
 
     def _refuse(self, module: nn.Module, reason: str, error: Exception | None = None) -> None:

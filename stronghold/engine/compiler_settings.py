@@ -124,6 +124,13 @@ def _probe() -> None:
     """Stands for the function while settings are read."""
 
 
+def _has_cuda_graphs() -> bool:
+    """Whether inductor makes CUDA graphs by default: by its configuration, or TORCHINDUCTOR_CUDAGRAPHS=1."""
+    import torch._inductor.config as inductor_config
+
+    return bool(inductor_config.triton.cudagraphs)
+
+
 def _read(compiled: Callable[..., Any]) -> CompilerSettings:
     """Reads backend and settings of what torch.compile has returned, which has no name for them."""
     from torch._dynamo.eval_frame import OptimizeContext, innermost_backend
@@ -143,4 +150,6 @@ def _read(compiled: Callable[..., Any]) -> CompilerSettings:
     name = str(getattr(inner, "compiler_name", inner))
     if name == "cudagraphs":
         refuse_cuda_graphs("backend='cudagraphs'")
+    if name == "inductor" and "triton.cudagraphs" not in getattr(inner, "config", {}) and _has_cuda_graphs():
+        refuse_cuda_graphs("torch._inductor.config.triton.cudagraphs=True")
     return CompilerSettings(inner=inner, name=name, dynamic=bool(context._dynamic), strict=context.fullgraph)

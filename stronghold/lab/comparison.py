@@ -82,7 +82,7 @@ def _own_arguments(settings: TrainSettings, method: str, folder: Path) -> list[s
     if method not in ON_DISK:
         own += ["--store", "ram"]
     if method != "stronghold":
-        own += ["--resident", "0", "--states", "fp32", "--update", "deferred", "--nonfinite", "raise"]
+        own += ["--resident", "0", "--states", "fp32", "--update", "deferred", "--nonfinite", "raise", "--no-compile"]
     return own
 
 

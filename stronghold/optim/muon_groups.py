@@ -71,8 +71,10 @@ def check_matrices(parameters: Sequence[Tensor], model: nn.Module | None) -> Non
     }
     for parameter in parameters:
         if parameter.ndim != 2 or not parameter.numel():
+            own = model.named_parameters() if model is not None else ()
+            name = next((name for name, known in own if known is parameter), "a parameter")
             raise ValueError(
-                f"Muon updates matrices alone (got a parameter of shape {tuple(parameter.shape)}); put it into a group "
+                f"Muon updates matrices alone (got {name}, of shape {tuple(parameter.shape)}); put it into a group "
                 "with use_muon=False, which AdamW updates"
             )
         if id(parameter) in embeddings:

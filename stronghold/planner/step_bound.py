@@ -23,9 +23,10 @@ def step_bound(
     The backward pass ends when all gradients are on the host, and under ``in_backward`` all layers are updated; so the
     passes do not overlap, and each is as long as what its longest resource does within it, with what must go before and
     come behind. When updates are deferred, each trained layer is updated and fetched within the forward pass; else
-    ``window`` of them are fetched before it. All but ``window`` of the layers are fetched again within the backward
-    pass. A window of one does not fetch while it computes. Beyond that no resource does more than a second's work in a
-    second of the step.
+    ``window`` of them are fetched before it. All but ``window`` of the layers, frozen ones among them, are fetched
+    within each pass: behind the computation of the first one that is not resident, for only then a slot is free, and
+    before that of the last one. A window of one does not fetch while it computes. Beyond that no resource does more
+    than a second's work in a second of the step.
     """
     resident, window = frozenset(settings.resident), settings.window
     streamed = [layer for number, layer in enumerate(layers) if number not in resident]
@@ -56,6 +57,13 @@ def step_bound(
     if trained and trained[0] is layers[0]:  # its gradients come when all is computed
         backward[Resource.COMPUTE] += gradients_s[0]
     forward[Resource.FETCHES] = sum(first_s[: max(0, len(trained) - window) if settings.in_backward else None])
+    if window < len(streamed):
+        ends = streamed[0], streamed[-1]
+        for each, ends_s in (
+            (forward, sum(layer.forward_s for layer in ends)),
+            (backward, sum(layer.backward_s for layer in ends)),
+        ):
+            each[Resource.FETCHES] = max(each[Resource.FETCHES], again_s + (ends_s if window > 1 else 0.0))
     if window == 1:
         forward[Resource.FETCHES] += sum(layer.forward_s for layer in streamed)
         backward[Resource.FETCHES] += sum(layer.backward_s for layer in streamed)
@@ -64,7 +72,7 @@ def step_bound(
     reads_s = sorted(layer.weight_bytes / read for layer in trained if layer.on_disk)
     whole = {
         Resource.HOST: 2 * len(layers) * settings.pieces * machine.launch_s if machine.runs_behind else 0.0,
-        Resource.FETCHES: sum(first_s) + again_s,
+        Resource.FETCHES: max(sum(first_s), again_s) + again_s,
         Resource.UPDATES: updates_s + sum(map(machine.update_s, on_host)),
         Resource.DISK: ring_bytes / read + ring_bytes / write + sum(reads_s),
     }

@@ -170,7 +170,9 @@ def _note_matrices() -> None:
 
     for name, names, moves in (("muon_momentum", of_momentum, False), ("muon_move", of_step, True)):
 
-        def noted_kernel(piece, *, kernel=getattr(native, name), names=names, moves=moves, **kwargs):
+        kernel = getattr(native, name)
+
+        def noted_kernel(piece, *, kernel=kernel, names=names, moves=moves, **kwargs):
             note(piece, piece.direction, *names, moves=moves)
             kernel(piece, **kwargs)
 

@@ -362,6 +362,8 @@ def test_a_weight_in_a_graph_that_no_hook_sees_is_refused(activations):
         ({"mode": "max-autotune"}, "CUDA graph.*max-autotune-no-cudagraphs"),
         ({"options": {"triton.cudagraphs": True}}, "CUDA graph.*triton.cudagraphs"),
         ({"backend": "cudagraphs"}, "CUDA graph.*cudagraphs"),
+        ("reduce-overhead", "CUDA graph.*compile='reduce-overhead'"),
+        ("default", r"names a backend.*compile='default', one of its modes.*pass compile=\{'mode': 'default'\}"),
         ({"backend": "eager"}, "inductor and aot_eager.*got backend='eager' with activations='recompute'.*keep"),
         ({"disable": True}, "compile must be True, a backend's name, or a dictionary"),
         (3, "compile must be True"),
@@ -378,6 +380,17 @@ def test_what_layers_cannot_be_compiled_with_is_refused(asked, message):
         model = pair(Residual)[1]
         with pytest.raises(ValueError, match=message):
             model.layers[0].compile(**asked)
+
+
+@pytest.mark.parametrize("asked", [True, {"mode": "max-autotune-no-cudagraphs"}])
+def test_cuda_graphs_that_inductor_is_configured_to_make_are_refused(asked):
+    from torch._inductor import config
+
+    with config.patch({"triton.cudagraphs": True}):
+        with pytest.raises(ValueError, match=r"CUDA graph.*got torch._inductor.config.triton.cudagraphs=True"):
+            pair(Residual, compile=asked)
+        pair(Residual, compile={"options": {"triton.cudagraphs": False}})
+        pair(Residual, compile="aot_eager")
 
 
 def test_a_backend_without_partitions_may_be_used_where_activations_are_kept():
@@ -399,7 +412,7 @@ def test_a_compiler_that_is_missing_is_said_and_layers_run_eagerly():
     with (
         config.patch({"cpp.cxx": ("no-such-compiler",)}),
         fresh_cache(),
-        pytest.warns(UserWarning, match=rf"{TOLD}.*InvalidCxxCompiler.*no-such-compiler"),
+        pytest.warns(UserWarning, match=rf"{TOLD}.*InvalidCxxCompiler.*no-such-compiler.*; install one.*CXX"),
     ):
         model, _ = follow(Wide, numbers(2), Steps(), window=1, compile=True)
     assert stronghold.report(model).not_compiled == 4

@@ -54,7 +54,7 @@ def test_every_argument_arrives():
         *("--data", "d", "--tokenizer", "t", "--held-out", "3", "--dropout", "0.5", "--steps", "7", "--lr", "0.1"),
         *("--warmup", "2", "--weight-decay", "0.3", "--clip", "0.7", "--nonfinite", "skip", "--seed", "9"),
         *("--device", "cuda:1", "--device-limit", "3GB", "--dtype", "bf16"),
-        *("--window", "2", "--micro-batch", "1", "--activations", "host"),
+        *("--window", "2", "--micro-batch", "1", "--activations", "host", "--compile"),
         *("--device-memory", "1GiB", "--host-memory", "2GB", "--out", "o", "--save", "s", "--log", "l"),
         *("--record", "r", "--checkpoint-every", "11", "--keep-checkpoints", "3", "--resume"),
     )
@@ -62,7 +62,7 @@ def test_every_argument_arrives():
         "method": "stronghold", "path": None, "layers": 2, "hidden": 32, "heads": 2, "vocabulary": 256,
         "dropout": 0.5, "source": "d", "tokenizer": "t", "held_out": 3, "lr": 0.1, "warmup_steps": 2,
         "weight_decay": 0.3, "max_grad_norm": 0.7, "update": "deferred", "nonfinite": "skip", "window": 2,
-        "store": "ram", "micro_batch": 1, "activations": "host", "device_memory": 2**30,
+        "store": "ram", "micro_batch": 1, "activations": "host", "compile": True, "device_memory": 2**30,
         "host_memory": 2 * 10**9, "device": "cuda:1", "dtype": "bf16", "batch": 2, "sequence": 32, "steps": 7,
         "device_limit": 3 * 10**9, "seed": 9, "out": "o", "save": "s", "log": "l", "record": "r",
         "checkpoint_every": 11, "keep_checkpoints": 3, "resume": True,

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -94,6 +95,13 @@ def test_it_trains_as_a_loop_written_by_hand(settings, text):
     assert "step    10/10  loss" in shown
     assert "waiting for an update" in shown
     assert "TFLOPS with recomputation" in shown
+
+
+def test_compiled_layers_train_as_a_loop_written_by_hand(settings, text):
+    _, shown = run(dataclasses.replace(settings, offload=OffloadSettings(window=1, compile="aot_eager")))
+    losses, _, _ = by_hand(settings, text)
+    assert [step["loss"] for step in read_run(settings.out).steps] == pytest.approx(losses, rel=1e-5)
+    assert re.search(rf"compiled layers\W+{SHAPE['layers']} in their last call [^;]", shown)
 
 
 def test_the_logs_hold_settings_machine_and_summary(settings, tmp_path):

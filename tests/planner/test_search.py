@@ -1,6 +1,7 @@
 """The search against all choices of small spaces, on random models and machines."""
 
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -161,6 +162,24 @@ def test_no_step_is_shorter_than_its_bound(seed):
     work, machine, settings, root = random_step_work(seed, slowed={})
     bound = step_bound(work, machine, settings, root)
     assert 0 < bound.step_s <= step_time(work, machine, settings, root).step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_step_of_frozen_layers_is_shorter_than_its_bound(seed):
+    work, machine, settings, root = random_step_work(seed, slowed={})
+    work = [replace(layer, elements=0, gradient_bytes=0) for layer in work]
+    bound = step_bound(work, machine, settings, root)
+    assert 0 < bound.step_s <= step_time(work, machine, settings, root).step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+@pytest.mark.parametrize("fetch_s", [0.5, 1.5, 2.5, 9])
+def test_a_step_of_frozen_layers_is_its_bound(fetch_s, window):
+    """From a link that is faster than both passes to one that is slower than both."""
+    layer = LayerWork(forward_s=1, backward_s=2, weight_bytes=1)
+    machine = Machine(h2d_bytes_per_s=1 / fetch_s, d2h_bytes_per_s=1, host_update_ns=0, runs_behind=False)
+    work = [layer] * 12, machine, StepSettings(window=window)
+    assert step_bound(*work).step_s == pytest.approx(step_time(*work).step_s, rel=1e-9)
 
 
 def test_a_hundred_layers_take_few_steps_that_are_played(monkeypatch):

@@ -148,7 +148,8 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     found = plan()
     found.write(tmp_path / "plan.json")
     read = TrainingPlan.read(tmp_path / "plan.json")
-    assert read == replace(found, others=list(found.others), refused=list(found.refused), spans=list(found.spans))
+    lists = {name: list(getattr(found, name)) for name in ("others", "refused", "spans", "assumed")}
+    assert read == replace(found, **lists)
     assert str(read) == str(found)
 
 

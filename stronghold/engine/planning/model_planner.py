@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from stronghold.engine.planning.kept_inputs import KeptInputs, kept_inputs
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
@@ -20,6 +22,7 @@ from stronghold.planner.op_costs import Op, OpRates
 from stronghold.planner.search import Choice, Work
 from stronghold.planner.step_bytes import MUON, ModelBytes, Placed, StepBytes, spread
 from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
+from stronghold.unit import part_of
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
@@ -288,5 +291,7 @@ class ModelPlanner:
 
     @cached_property
     def dtype(self) -> str:
-        """What most layers compute in, by its name."""
-        return str(self._memory.units.layers[0].dtype).removeprefix("torch.")
+        """What layers compute in, by its name: where all of their weights are packed, what those beside them do."""
+        units = [*self._memory.units.layers[:1], *(unit for unit, _ in self._memory.units.root)]
+        own = (unit.dtype for unit in units if any(part_of(parameter) is None for parameter in unit.parameters))
+        return str(next(own, torch.float32)).removeprefix("torch.")

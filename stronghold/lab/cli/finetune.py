@@ -143,6 +143,7 @@ def _offload(options: argparse.Namespace, out: str) -> OffloadSettings:
         resident=options.resident if options.resident is not None else "auto" if plans else 0,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
+        compile={"dynamic": True} if options.compile else False,  # batches are as long as their longest row
     )
 
 

@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from stronghold.checkpoint.quantising import KINDS
-from stronghold.lab.cli.shared_arguments import Group, path, source, whole
+from stronghold.lab.cli.shared_arguments import Group, add_compile, path, source, whole
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.settings import DTYPES, SCHEDULERS
 from stronghold.lab.finetuning.tokens import LOSSES
@@ -36,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "held_out": 0,
     "window": "auto",
+    "compile": False,
     "store": "ram",
     "states": "fp32",
     "keep_checkpoints": 2,
@@ -153,6 +154,7 @@ def _add_placement(place: Group) -> None:
         metavar="N",
         help="samples a layer computes at a time (default: planned, or all)",
     )
+    add_compile(place)
     place.add_argument(
         "--experts-per-part",
         type=whole,

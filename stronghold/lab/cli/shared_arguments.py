@@ -41,6 +41,17 @@ def add_schedule(stages: Group) -> None:
     )
 
 
+def add_compile(place: Group) -> None:
+    """Adds whether layers are compiled."""
+    place.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="compile the layers, one graph for each class of them; what cannot be compiled runs eagerly, which a "
+        "warning says (default: no)",
+    )
+
+
 def whole(text: str) -> int:
     """Returns the whole number that ``text`` is.
 

@@ -143,6 +143,7 @@ def _offload(options: argparse.Namespace, out: str) -> OffloadSettings:
         resident=options.resident,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
+        compile=bool(options.compile),
     )
 
 

@@ -3,7 +3,16 @@
 import argparse
 
 from stronghold.distributed.partitioning import BALANCES
-from stronghold.lab.cli.shared_arguments import Group, add_schedule, add_shape, numbers, path, source, whole
+from stronghold.lab.cli.shared_arguments import (
+    Group,
+    add_compile,
+    add_schedule,
+    add_shape,
+    numbers,
+    path,
+    source,
+    whole,
+)
 from stronghold.lab.methods import METHODS
 from stronghold.settings import ACTIVATIONS
 
@@ -139,6 +148,7 @@ def _add_step(place: Group) -> None:
         help="what the backward pass needs: computed again, kept, or computed again from inputs kept in host "
         "memory or on the store's disk (default: recompute)",
     )
+    add_compile(place)
     place.add_argument(
         "--update",
         choices=("deferred", "in_backward"),

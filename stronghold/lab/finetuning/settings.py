@@ -201,6 +201,8 @@ class FinetuneSettings:
         own = ("model", "dtype", "batch", "accumulate", "sequence", "epochs", "steps", "seed", "experts_per_part")
         found |= {name: getattr(self, name) for name in own} | {"adapters": self.adapters is not None}
         found.pop("update")  # no number that is learned depends on it
+        if self.offload.compile:  # compiled layers round in their own way
+            found["compile"] = self.offload.compile
         if self.course.scheduler in BY_EVALUATION:
             found["eval_every"] = self.eval_every
         else:

@@ -1,20 +1,24 @@
 """What a model can be trained by: one file each, one shared protocol."""
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from stronghold.device import Timeline
 from stronghold.lab.models.files import inputs_of
-from stronghold.lab.records.stages_report import StagesReport
 from stronghold.lab.settings import TrainSettings
 from stronghold.reports import Measured, Report
 from stronghold.weights import Weights
+
+if TYPE_CHECKING:  # it draws tables, which to train does without
+    from stronghold.lab.records.stages_report import StagesReport
 
 METHODS = {
     "stronghold": "stronghold.lab.methods.stronghold:Stronghold",

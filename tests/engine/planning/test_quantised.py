@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stronghold
+from stronghold.checkpoint.quantising import quantise
 from stronghold.engine.planning.computation import ModelComputation
 from stronghold.engine.planning.quantised_layers import quantised_layers, with_rates
 from stronghold.engine.planning.recording import Recording
@@ -118,6 +119,17 @@ def test_how_fast_this_machine_dequantises_is_measured_and_said_of_another():
 
 def test_layers_that_save_what_they_dequantise_are_recomputed():
     assert planned(with_adapters(quantised(), LORA)).settings["activations"] == "recompute"
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_layers_of_packed_weights_alone_are_planned_in_what_computes_beside_them(kind):
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(3)]
+        model = nn.Sequential(nn.Linear(8, 64), nn.Sequential(*layers)).to(torch.bfloat16)
+    quantise(model, kind, layers="1")
+    inputs = torch.empty((2, 8), dtype=torch.bfloat16, device="meta")
+    found = stronghold.plan(model, machine=machine(), inputs=(inputs,), loss=torch.sum, layers="1", window=2)
+    assert found.dtype == "bfloat16"
 
 
 def test_what_computes_with_values_is_refused_by_name():

@@ -63,7 +63,7 @@ def test_options_are_settings(place: Path) -> None:
         "model chats.jsonl --lora 8 --targets q_proj,v_proj --lora-dropout 0.1 --epochs 2.5 --batch 2 "
         "--scheduler cosine_with_min_lr --scheduler-options min_lr=1e-6,num_cycles=1 --clip 0 --packing "
         "--quantize nf4_nested --window 2 --out o --store disk --checkpoint-every 7 --held-out 3 --eval-every 9 "
-        "--dtype bf16"
+        "--dtype bf16 --compile"
     )
     found = settings(*words.split())
     assert found.adapters is not None
@@ -73,6 +73,8 @@ def test_options_are_settings(place: Path) -> None:
     assert found.course.scheduler_options == {"min_lr": 1e-6, "num_cycles": 1}
     assert found.course.max_grad_norm is None
     assert (found.offload.window, found.offload.activations, found.offload.store) == (2, "recompute", "o/store")
+    assert found.offload.compile == {"dynamic": True}
+    assert settings("model", "chats.jsonl", "--no-compile").offload.compile is False
     assert not found.plans
     assert (found.epochs, found.data.packing, found.data.held_out, found.eval_every) == (2.5, True, 3, 9)
     assert settings("model", "chats.jsonl", "--lora").adapters.rank == 16  # type: ignore[union-attr]
@@ -93,6 +95,7 @@ scheduler_options: {min_lr: 1e-6, num_cycles: 1}
 checkpoint-every: 7
 out: o
 window: auto
+compile: true
 wandb: null
 """
 
@@ -101,7 +104,8 @@ def test_a_runs_file_means_what_the_options_of_its_names_mean(place: Path) -> No
     (place / "run.yaml").write_text(FILE)
     words = (
         "model chats.jsonl --lora 8 --targets q_proj,v_proj --lora-dropout 0.1 --epochs 2.5 --lr 2e-4 --packing "
-        "--scheduler cosine_with_min_lr --scheduler-options min_lr=1e-6,num_cycles=1 --checkpoint-every 7 --out o"
+        "--scheduler cosine_with_min_lr --scheduler-options min_lr=1e-6,num_cycles=1 --checkpoint-every 7 --out o "
+        "--compile"
     )
     assert settings("run.yaml") == settings(*words.split())
     given = settings("run.yaml", "--lora", "4", "--resume", "--out", "p")
@@ -123,9 +127,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (FILE + "learning-rate: 3\n", "run.yaml:15: 'learning-rate' is none); see stronghold finetune --help"),
+        (FILE + "learning-rate: 3\n", "run.yaml:16: 'learning-rate' is none); see stronghold finetune --help"),
         (FILE.replace("epochs", "epoch"), "run.yaml:6: 'epoch' is none); did you mean epochs?"),
-        (FILE + "lr: 1\n", "run.yaml:15: 'lr', again)"),
+        (FILE + "lr: 1\n", "run.yaml:16: 'lr', again)"),
         (FILE.replace("2.5", "many"), "run.yaml:6: got 'many'"),
         (FILE.replace("packing: true", "packing: 3"), "packing is true or false (at run.yaml:8: got '3')"),
         (FILE.replace("cosine_with_min_lr", "cosinus"), "run.yaml:9: got 'cosinus'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +226,17 @@ def test_windows_stores_and_the_planner_change_no_bit(tmp_path: Path) -> None:
         found.append(runs.losses(wanted))
     assert len(set(found[0])) == len(found[0]) == 12
     assert found == [found[0]] * 4
+
+
+@pytest.mark.parametrize("name", ["all weights", pytest.param("packed, adapters", marks=pytest.mark.long)])
+def test_compiled_layers_learn_what_eager_ones_do_at_every_length(tmp_path: Path, name: str) -> None:
+    eager = case(tmp_path, name)
+    graphs = {"backend": "aot_eager", "dynamic": True}
+    compiled = replace(eager, out=str(tmp_path / "compiled"), offload=OffloadSettings(window=1, compile=graphs))
+    told = [runs.run(wanted) for wanted in (eager, compiled)]
+    torch.testing.assert_close(runs.losses(compiled), runs.losses(eager), rtol=TO_ROUNDING, atol=0.0)
+    assert "compiled layers" not in told[0]
+    assert re.search(r"compiled layers\W+3 in their last call [^;]", told[1])
 
 
 def test_it_evaluates_while_it_trains_what_trl_evaluates(tmp_path: Path) -> None:

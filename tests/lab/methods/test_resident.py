@@ -66,7 +66,14 @@ def test_the_resident_model_holds_sixteen_bytes_a_parameter():
 @pytest.mark.parametrize("method", ["megatron-lm", "l2l", "fsdp-offload", "torchao-offload", "zero-infinity-nvme"])
 @pytest.mark.parametrize(
     "change",
-    [{"resident": 1}, {"device_memory": "1GiB"}, {"save": "model"}, {"checkpoint_every": 5}, {"resume": True}],
+    [
+        {"resident": 1},
+        {"device_memory": "1GiB"},
+        {"save": "model"},
+        {"checkpoint_every": 5},
+        {"resume": True},
+        {"compile": True},
+    ],
 )
 def test_what_only_stronghold_has_is_refused(method, change):
     (name,) = change

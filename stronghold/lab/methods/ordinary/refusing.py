@@ -11,6 +11,7 @@ STRONGHOLDS_OWN = {
     "micro_batch": None,
     "device_memory": None,
     "host_memory": None,
+    "compile": False,
     "states": "fp32",
     "update": "deferred",
     "nonfinite": "raise",
