@@ -52,6 +52,8 @@ def evict(layer: int) -> Move:
     return Move(Action.EVICT, layer)
 
 
+_AT_ONCE = 32
+"""Computations of the future that are looked through together: more than a small window needs."""
 _FORESEEN = 3
 """Computations to look through for each fetch that is asked for: what is fetched later has time until later."""
 
@@ -73,9 +75,8 @@ def possible_now(
             victim = None
             if len(held) >= window:
                 # One computation ahead: with two slots or more, what computes just before stays.
-                candidates = held - {previous} if window > 1 else held
-                victim = max(candidates, key=lambda x: (_next_use(future, x, t), x))
-                if victim == computing or _next_use(future, victim, 0) < t:
+                victim = _needed_last(held.difference((previous,) if window > 1 else ()), future, t)
+                if victim == computing or victim in future[:t]:
                     return
                 held.remove(victim)
                 yield evict(victim)
@@ -84,11 +85,15 @@ def possible_now(
         previous = layer
 
 
-def _next_use(future: Sequence[int], layer: int, start: int) -> int:
-    try:
-        return future.index(layer, start)
-    except ValueError:
-        return len(future)
+def _needed_last(left: set[int], future: Sequence[int], start: int) -> int:
+    """Returns which of the layers ``left`` is computed last from ``start`` on; of those that are not, the highest."""
+    begin = start
+    while begin < len(future):
+        part = future[begin : begin + _AT_ONCE]
+        if not (later := left.difference(part)):
+            return max(left, key=part.index)
+        left, begin = later, begin + _AT_ONCE
+    return max(left)
 
 
 class Schedule:
@@ -293,7 +298,7 @@ class Schedule:
         if layer not in self._held:
             future = [layer, *self._future(layer)]
             if len(self._held) >= self.window:
-                victim = max(self._held, key=lambda x: (_next_use(future, x, 0), x))
+                victim = _needed_last(self._held, future, 0)
                 moves += self._apply([evict(victim)])
             moves += self._apply([fetch(layer)])
         self._computing = layer

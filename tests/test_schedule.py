@@ -206,6 +206,28 @@ def test_no_plan_that_looks_one_computation_ahead_fetches_less(future, window):
     assert planned_fetches(tuple(future), window) == least_fetches(tuple(future), window)
 
 
+@settings(max_examples=200)
+@given(st.data())
+def test_what_gives_way_is_what_is_needed_last_however_far_that_is(data):
+    """Belady's rule read as it is written, over futures of hundreds of computations."""
+    layers = data.draw(st.integers(2, 60))
+    future = tuple(data.draw(st.lists(st.integers(0, layers - 1), min_size=1, max_size=200)))
+    held = data.draw(st.sets(st.integers(0, layers - 1), min_size=2, max_size=layers))
+    first = next((t for t, layer in enumerate(future) if layer not in held), None)
+    moves = list(possible_now(future, held, len(held)))
+    if first is None:
+        assert moves == []
+        return
+    before = future[first - 1] if first else None
+
+    def needed(layer: int) -> int:
+        return next((t for t in range(first, len(future)) if future[t] == layer), len(future))
+
+    victim = max(sorted(held - {before}, reverse=True), key=needed)
+    too_early = victim in future[:first]
+    assert moves[:2] == ([] if too_early else [evict(victim), fetch(future[first])])
+
+
 ROUNDS = {
     "deferred": ["forward", "backward", "step"],
     "in_backward": ["forward", "backward and update"],

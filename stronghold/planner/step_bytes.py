@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from stronghold.layout import PAGE_BYTES, round_up
 
@@ -69,6 +69,20 @@ class Buffers:
     ring_bytes: int
 
 
+class Streamed(NamedTuple):
+    """Of a model of which some units are resident: how many ``layers`` are not, and the longest ``slot`` of one.
+
+    ``root`` is what root parameters take on the device that are not, ``resident`` what those units do that are, with
+    moments in fp32.
+    """
+
+    layers: int
+    slot: int
+    gradient_slot: int
+    root: int
+    resident: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelBytes:
     """What a model is made of: its layers and root parameters, and its buffers, which are on the device."""
@@ -82,6 +96,25 @@ class ModelBytes:
     @cached_property
     def units(self) -> list[UnitBytes]:
         return [*self.layers, *self.root]
+
+    @cached_property
+    def _streamed(self) -> dict[frozenset[int], Streamed]:
+        return {}
+
+    def streamed(self, resident: Collection[int]) -> Streamed:
+        """Returns what there is to know of the units that are not ``resident``, which a search asks again and again."""
+        key = frozenset(resident)
+        if key not in self._streamed:
+            layers = [unit for number, unit in enumerate(self.layers) if number not in key]
+            root = [unit for number, unit in enumerate(self.root, len(self.layers)) if number not in key]
+            self._streamed[key] = Streamed(
+                layers=len(layers),
+                slot=max((unit.slot for unit in layers), default=0),
+                gradient_slot=max((unit.gradient_slot for unit in layers), default=0),
+                root=sum(unit.on_device for unit in root),
+                resident=sum(self.units[number].resident() for number in key),
+            )
+        return self._streamed[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,18 +163,14 @@ def spread(layers: int, resident: int) -> list[int]:
 
 def device_bytes(model: ModelBytes, window: int, resident: Collection[int], buffers: Buffers) -> tuple[int, int, int]:
     """Returns what (slots, gradient slots, root parameters and buffers) take there, beside what is resident."""
-    streamed = [unit for number, unit in enumerate(model.layers) if number not in resident]
-    slots = min(window, len(streamed)) * max((unit.slot for unit in streamed), default=0)
-    gradients = buffers.gradient_slots * max((unit.gradient_slot for unit in streamed), default=0)
-    first = len(model.layers)
-    root = sum(unit.on_device for number, unit in enumerate(model.root, first) if number not in resident)
-    return slots, gradients, model.buffers + root
+    streamed = model.streamed(resident)
+    slots, gradients = min(window, streamed.layers) * streamed.slot, buffers.gradient_slots * streamed.gradient_slot
+    return slots, gradients, model.buffers + streamed.root
 
 
 def held_on_device(model: ModelBytes, window: int, resident: Collection[int], buffers: Buffers) -> int:
     """Returns what all of that takes there with what is resident, whose moments count in fp32."""
-    held = sum(model.units[number].resident() for number in resident)
-    return held + sum(device_bytes(model, window, resident, buffers))
+    return model.streamed(resident).resident + sum(device_bytes(model, window, resident, buffers))
 
 
 def resident_root(

@@ -20,6 +20,7 @@ from stronghold.planner.step_bytes import (
     ModelBytes,
     Placed,
     StepBytes,
+    device_bytes,
     held_on_device,
     parts_on_disk,
     resident_root,
@@ -58,6 +59,8 @@ class ModelMemory:
         self.units = self._units(ALIGNMENT_BYTES)
         self._in_memory = self._bytes(self.units)
         self._scratch: dict[tuple[str, str], list[int]] = {}
+        self._taken_by_one: dict[tuple[str, str, frozenset[int]], StepBytes] = {}
+        self._rounding: dict[tuple[bool, str], tuple[list[int], list[int]]] = {}
 
     def _units(self, alignment: int, *, in_pieces: bool = False) -> ModelUnits:
         return units_of(*self._given, alignment, apart=not self.is_host, in_pieces=in_pieces)
@@ -119,23 +122,32 @@ class ModelMemory:
         """
         if self.is_host:
             return 0
-        model, window = self.of(choice), choice.window
-        streamed = [unit for number, unit in enumerate(model.layers) if number not in resident]
-        slots = [max((unit.slot for unit in streamed), default=0)] * min(window, len(streamed))
-        slots += [max((unit.gradient_slot for unit in streamed), default=0)] * BUFFERS.gradient_slots
-        sizes = [
-            *slots,
-            *(b.numel() * b.element_size() for m, name in self.units.buffers if (b := m._buffers[name]) is not None),
-        ]
-        for number, (unit, counted) in enumerate(zip(self._all, model.units, strict=True)):
-            own = zip(unit.parameters, unit.dtypes, strict=True)
-            each = [(p.requires_grad, p.numel() * dtype.itemsize) for p, dtype in own]
-            if number in resident:
-                sizes += [counted.weights, counted.remainders, counted.part("moments", choice.states)]
-                sizes += [size for trained, size in each if trained]
-            elif counted.is_root:
-                sizes += [size for _, size in each]
-        return self.block_bytes + sum(-size % self.block_bytes for size in sizes)
+        model, block = self.of(choice), self.block_bytes
+        streamed = model.streamed(resident)
+        slots = min(choice.window, streamed.layers) * (-streamed.slot % block)
+        slots += BUFFERS.gradient_slots * (-streamed.gradient_slot % block)
+        there, apart = self._rounding_of_units(choice)
+        root = (apart[number] for number in range(len(model.layers), len(model.units)) if number not in resident)
+        return block + slots + self._rounding_of_buffers + sum(there[number] for number in resident) + sum(root)
+
+    def _rounding_of_units(self, choice: Choice) -> tuple[list[int], list[int]]:
+        """Returns what blocks take beside each unit's bytes: where it is resident, and for a root's copy where not."""
+        key = choice.store == "ram", choice.states
+        if key not in self._rounding:
+            there, apart = list[int](), list[int]()
+            for unit, counted in zip(self._all, self.of(choice).units, strict=True):
+                each = [p.numel() * dtype.itemsize for p, dtype in zip(unit.parameters, unit.dtypes, strict=True)]
+                trained = [size for p, size in zip(unit.parameters, each, strict=True) if p.requires_grad]
+                held = [counted.weights, counted.remainders, counted.part("moments", choice.states), *trained]
+                there.append(sum(-size % self.block_bytes for size in held))
+                apart.append(sum(-size % self.block_bytes for size in each))
+            self._rounding[key] = there, apart
+        return self._rounding[key]
+
+    @cached_property
+    def _rounding_of_buffers(self) -> int:
+        found = (module._buffers[name] for module, name in self.units.buffers)
+        return sum(-b.numel() * b.element_size() % self.block_bytes for b in found if b is not None)
 
     def scratch(self, choice: Choice, numbers: Iterable[int], device_type: str) -> int:
         """Returns what updates of the units of these numbers take on the device while they run."""
@@ -154,6 +166,8 @@ class ModelMemory:
 
     def iterations_bytes(self, resident: Collection[int]) -> tuple[int, int]:
         """Returns what Muon's iterations take on the device: beside updates on the host, and of resident units."""
+        if not self._by_muon:
+            return 0, 0
         beside = [one.iteration_bytes for number, one in enumerate(self.muon) if number not in resident]
         there = [self.muon[number] for number in resident if self.muon[number].indices]
         return max(beside, default=0), max((one.iteration_bytes + one.directions_bytes for one in there), default=0)
@@ -172,7 +186,16 @@ class ModelMemory:
         ]
 
     def taken(self, choice: Choice, placed: Placed) -> StepBytes:
-        """Returns what that takes."""
+        """Returns what that takes; where all is in RAM, by what it takes with a window of one."""
+        if choice.store != "ram":
+            return self._taken(choice, placed)
+        key = choice.states, choice.update, placed.resident
+        if key not in self._taken_by_one:
+            self._taken_by_one[key] = self._taken(choice, replace(placed, window=1))
+        slots, _, _ = device_bytes(self.of(choice), placed.window, placed.resident, BUFFERS)
+        return replace(self._taken_by_one[key], slots=slots)
+
+    def _taken(self, choice: Choice, placed: Placed) -> StepBytes:
         return step_bytes(
             self.of(choice),
             placed,

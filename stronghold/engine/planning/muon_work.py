@@ -41,12 +41,12 @@ class MuonUnit:
         own = frozenset(self.indices)
         return lay_out([2 * count * (index in own) for index, count in enumerate(self.unit.counts)]).total_bytes
 
-    @property
+    @cached_property
     def iteration_bytes(self) -> int:
         """What the iteration of the largest one takes on the device."""
         return max(map(newton_schulz_bytes, self.shapes), default=0)
 
-    @property
+    @cached_property
     def part_bytes(self) -> int:
         """What of a matrix is worked on at a time takes there, where the unit is resident."""
         return _PART_BYTES * min(PART, max((self.unit.counts[index] for index in self.indices), default=0))
