@@ -138,6 +138,7 @@ def timed(device: ThrottledDevice, step: Callable[[], None], *, steps: int, warm
     """Returns the median of ``steps`` steps after ``warm`` that are not counted, by the clocks and by the wall."""
     clocks, walls, works = [], [], []
     for _ in range(warm + steps):
+        device.clock_s = device.paced_until(device.clock_s)  # both clocks begin the step at one time
         begin_s, wall_s, before = device.clock_s, time.perf_counter(), dict(device.busy_s)
         step()
         clocks.append(device.clock_s - begin_s)

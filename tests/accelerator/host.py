@@ -169,7 +169,6 @@ def _note_matrices() -> None:
             soft.touch(direction, write=not moves, by="muon")
 
     for name, names, moves in (("muon_momentum", of_momentum, False), ("muon_move", of_step, True)):
-
         kernel = getattr(native, name)
 
         def noted_kernel(piece, *, kernel=kernel, names=names, moves=moves, **kwargs):

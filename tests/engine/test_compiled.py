@@ -295,7 +295,8 @@ def test_shapes_beyond_the_limit_run_eagerly_unless_they_are_dynamic(monkeypatch
     build = lambda: Residual(block=lambda: Block(dropout=0))  # noqa: E731
     loop = Steps()
     model, _ = follow(build, lengths, loop, window=1, compile={**GRAPHS, "dynamic": True})
-    assert loop.graphs[-3:] == [2] * 3  # of an input that is a view, as the first layer's is, and of others
+    # One of an input that is a view, as the first layer's is, and one of others; torch 2.15 takes one for both.
+    assert loop.graphs[-3:] in ([2] * 3, [1] * 3)
     assert stronghold.report(model).compiled == 4
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match=rf"{TOLD}.*graphs already.*dynamic"):
