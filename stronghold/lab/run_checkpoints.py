@@ -42,6 +42,7 @@ SAME = (
         "batch",
         "sequence",
         "seed",
+        "compile",  # compiled layers round in their own way
     ),
 )
 """The settings that a run goes on with: what is learned, from what and in which order. Where and how may change."""

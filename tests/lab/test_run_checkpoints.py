@@ -263,6 +263,13 @@ def test_a_checkpoint_of_an_earlier_version_names_no_horizon(
     assert [rate for *_, rate in losses(settings.out)][4:] == pytest.approx([1e-3] * 4)
 
 
+def test_a_run_goes_on_compiled_only_if_it_began_so(settings: TrainSettings) -> None:
+    run(settings, steps=4)
+    compiled = dataclasses.replace(settings.offload, compile=True)
+    with pytest.raises(ValueError, match=r"got compile=True, which was False, in .*step-000004"):
+        run(settings, steps=8, resume=True, offload=compiled)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_of_the_last_step(
     settings: TrainSettings, expected: Any, monkeypatch: pytest.MonkeyPatch, number: int

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,8 +39,10 @@ class Encoded:
     fingerprint: int
 
 
-def encode_rows(rows: Iterable[Row], encode: Encode, *, sequence: int, long_rows: str = "refuse") -> Encoded:
-    """Returns the rows, encoded; they take 8 bytes a token, in memory.
+def encode_rows(
+    rows: Iterable[Row], encode: Encode, *, source: str | Path, sequence: int, long_rows: str = "refuse"
+) -> Encoded:
+    """Returns the rows of ``source``, encoded; they take 8 bytes a token, in memory.
 
     Rows of more than ``sequence`` tokens are refused, cut to their beginning, or skipped, as ``long_rows`` says; what
     has nothing left to learn once it is cut is skipped. Raises ValueError, naming file and line, for a row that cannot
@@ -64,7 +67,9 @@ def encode_rows(rows: Iterable[Row], encode: Encode, *, sequence: int, long_rows
             "--seq with more, or --long-rows cut or skip"
         )
     if not pieces:
-        raise ValueError(f"data must have at least one row (got none, {skipped:,} skipped); pass other data")
+        raise ValueError(
+            f"data must have at least one row (got none in {str(source)!r}, {skipped:,} skipped); pass other data"
+        )
     return _joined(pieces, cut=cut, skipped=skipped)
 
 

@@ -167,13 +167,16 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
 
 def _data(settings: FinetuneSettings, tokenizer: Any, ids: int) -> tuple[Encoded, Encoded | None]:
     encode = Encoder(tokenizer, settings.model, ids=ids, loss=settings.data.loss).encode
-    rows, others = read_rows(settings.data.data), None
-    if settings.data.held_out:
-        rows, others = map(iter, held_out(rows, settings.data.held_out))
-    elif settings.data.eval_data is not None:
-        others = read_rows(settings.data.eval_data)
-    limits: dict[str, Any] = {"sequence": settings.sequence, "long_rows": settings.data.long_rows}
-    return encode_rows(rows, encode, **limits), None if others is None else encode_rows(others, encode, **limits)
+    data = settings.data
+    limits: dict[str, Any] = {"sequence": settings.sequence, "long_rows": data.long_rows}
+    training, apart = read_rows(data.data), data.eval_data
+    if data.held_out:
+        training, others = map(iter, held_out(training, data.held_out))
+        apart = data.data
+    elif apart is not None:
+        others = read_rows(apart)
+    encoded = encode_rows(training, encode, source=data.data, **limits)
+    return encoded, None if apart is None else encode_rows(others, encode, source=apart, **limits)
 
 
 def _inputs(settings: FinetuneSettings, training: Encoded) -> dict[str, Any]:

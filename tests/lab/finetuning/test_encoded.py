@@ -17,7 +17,7 @@ ROWS = [Row(f"d.jsonl:{number}", {"prompt": "w1 w2 ", "completion": small.words(
 def encoded(rows: list[Row], sequence: int = 64, **more: Any) -> Encoded:
     tokenizer = small.tokenizer()
     encoder = Encoder(tokenizer, "a model", ids=len(tokenizer))
-    return encode_rows(rows, encoder.encode, sequence=sequence, **more)
+    return encode_rows(rows, encoder.encode, source="d.jsonl", sequence=sequence, **more)
 
 
 def lengths(found: Encoded) -> list[int]:
@@ -72,5 +72,5 @@ def test_rows_are_held_out_evenly() -> None:
 
 
 def test_no_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one row"):
+    with pytest.raises(ValueError, match=r"at least one row \(got none in 'd.jsonl', 0 skipped"):
         encoded([])
