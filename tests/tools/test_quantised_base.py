@@ -24,7 +24,7 @@ CASE = CASES["llama"]
 LORA = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 PLACES: dict[torch.dtype, list[dict[str, Any]]] = {
-    torch.float32: [{"window": 1, "store": "disk"}, {"window": 2}],
+    torch.float32: [{"window": 1, "store": "disk"}, {"window": 2}, {"window": 4}],
     torch.bfloat16: [{"window": 1}, {"window": 2, "store": "disk"}, {"window": "auto"}],
 }
 
@@ -50,21 +50,21 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained(model), lr=3e-3, weight_decay=0.0, foreach=False)
 
 
-def compare(place: Path, dtype: torch.dtype, losses_of: Callable[[Path, nn.Module], list[float]]) -> None:
+def compare(place: Path, dtype: torch.dtype, losses_of: Callable[..., list[float]], steps: int) -> None:
     plain = adapted(dtype)
-    expected = losses_of(place / "plain", plain)
-    assert len(set(expected)) > 1
+    expected = losses_of(place / "plain", plain, steps)
+    assert len(expected) == steps and len(set(expected)) > 1
     for number, settings in enumerate(PLACES[dtype]):
         given = settings | ({"store": str(place / f"store{number}")} if "store" in settings else {})
         model = stronghold.offload(adapted(dtype), device="cpu", **given)
-        assert losses_of(place / str(number), model) == expected, settings
+        assert losses_of(place / str(number), model, steps) == expected, settings
         for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(parameter, other), name
         stronghold.close(model)
 
 
-def samples() -> torch.utils.data.DataLoader:
-    given = [{key: value[0] for key, value in batch.items()} for batch in CASE.batches(12, size=1)]
+def samples(steps: int) -> torch.utils.data.DataLoader:
+    given = [{key: value[0] for key, value in batch.items()} for batch in CASE.batches(2 * steps, size=1)]
     return torch.utils.data.DataLoader(given, batch_size=2)  # type: ignore[arg-type]
 
 
@@ -82,49 +82,60 @@ class Module(lightning.LightningModule):
         return loss
 
 
+def by_lightning(place: Path, model: nn.Module, steps: int) -> list[float]:
+    module = Module(model)
+    trainer = lightning.Trainer(
+        default_root_dir=place, max_epochs=1, gradient_clip_val=0.5, enable_checkpointing=False, **QUIET
+    )
+    torch.manual_seed(7)
+    trainer.fit(module, samples(steps))
+    return module.losses
+
+
+def by_accelerate(place: Path, model: nn.Module, steps: int) -> list[float]:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, batches = accelerator.prepare(model, adamw(model), samples(steps))
+    torch.manual_seed(7)
+    losses = []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(trained(model), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def by_trl(made: Any, steps: int) -> list[float]:
+    made.args.max_steps = steps
+    torch.manual_seed(5)
+    made.train()
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+def by_dpo(place: Path, model: nn.Module, steps: int) -> list[float]:
+    """The reference is the model without its adapters."""
+    return by_trl(dpo(place, model, None, optimizers=(adamw(model), None)), steps)
+
+
+def by_grpo(place: Path, model: nn.Module, steps: int) -> list[float]:
+    return by_trl(grpo(place, model, optimizers=(adamw(model), None)), steps)
+
+
+LOOPS = pytest.mark.parametrize("loop", [by_lightning, by_accelerate, by_dpo, by_grpo], ids=lambda loop: loop.__name__)
+
+
 @DTYPES
-def test_lightning(tmp_path: Path, dtype: torch.dtype) -> None:
-    def losses_of(place: Path, model: nn.Module) -> list[float]:
-        module = Module(model)
-        trainer = lightning.Trainer(
-            default_root_dir=place, max_epochs=1, gradient_clip_val=0.5, enable_checkpointing=False, **QUIET
-        )
-        torch.manual_seed(7)
-        trainer.fit(module, samples())
-        return module.losses
-
-    compare(tmp_path, dtype, losses_of)
+@LOOPS
+def test_a_loop_learns_the_same_bits(tmp_path: Path, dtype: torch.dtype, loop: Callable[..., list[float]]) -> None:
+    compare(tmp_path, dtype, loop, steps=6)
 
 
+@pytest.mark.long
 @DTYPES
-def test_accelerate(tmp_path: Path, dtype: torch.dtype) -> None:
-    def losses_of(place: Path, model: nn.Module) -> list[float]:
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model, optimizer, batches = accelerator.prepare(model, adamw(model), samples())
-        torch.manual_seed(7)
-        losses = []
-        for batch in batches:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(trained(model), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    compare(tmp_path, dtype, losses_of)
-
-
-@DTYPES
-@pytest.mark.parametrize("trainer", [dpo, grpo], ids=["dpo", "grpo"])
-def test_trl(tmp_path: Path, dtype: torch.dtype, trainer: Callable[..., Any]) -> None:
-    def losses_of(place: Path, model: nn.Module) -> list[float]:
-        more = (None,) if trainer is dpo else ()  # the reference is the model without its adapters
-        made = trainer(place, model, *more, optimizers=(adamw(model), None))
-        torch.manual_seed(5)
-        made.train()
-        return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-
-    compare(tmp_path, dtype, losses_of)
+@LOOPS
+def test_and_for_fifty_steps(tmp_path: Path, dtype: torch.dtype, loop: Callable[..., list[float]]) -> None:
+    compare(tmp_path, dtype, loop, steps=50)
