@@ -16,7 +16,7 @@ from stronghold.formats.conversion import into_model, remember
 from stronghold.formats.pieces import Group
 from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.formats.weight_files import WeightFiles, some
-from stronghold.unit import is_packed, pack, parts_of, unpacked
+from stronghold.unit import all_parameters, is_packed, pack, parts_of, unpacked
 
 Initialiser = Callable[[nn.Module], object]
 Weights = str | os.PathLike[str] | Initialiser
@@ -107,7 +107,7 @@ class FromCheckpoint:
         self._checkpoint = checkpoint
         model = base_of(model)
         named: dict[str, Tensor] = {}
-        scales: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = dict(all_parameters(model))  # a stage's have the names of the whole model
         persistent = []
         for prefix, module in modules_of_base(model):
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -117,9 +117,9 @@ class FromCheckpoint:
                         persistent.append((f"{prefix}.{name}" if prefix else name, module, name))
             for own, tensor in module._parameters.items():
                 for name, part in () if tensor is None else parts_of(module, own, tensor):
-                    scales[f"{prefix}.{name}" if prefix else name] = part
+                    parts[f"{prefix}.{name}" if prefix else name] = part
         # Scales have names of their own where the files hold them, and come of the weight where it is quantised here.
-        named.update({name: one for name, one in scales.items() if name in checkpoint.entries})
+        named.update({name: one for name, one in parts.items() if name in checkpoint.entries})
         groups, conversions = into_model(model, checkpoint.entries, named)
         self._kept: dict[str, Tensor] = {}
         """What a group gave beside the value that was asked for."""
