@@ -48,7 +48,7 @@ def test_they_are_cut_or_skipped_where_that_is_asked_for() -> None:
     skipped = encoded(ROWS, 6, long_rows="skip")
     assert lengths(skipped) == [4, 5, 6]
     assert (skipped.cut, skipped.skipped) == (0, 3)
-    with pytest.raises(ValueError, match="got none, 6 skipped"):
+    with pytest.raises(ValueError, match=r"got none in 'd.jsonl', 6 skipped"):
         encoded(ROWS, 2, long_rows="cut")  # a prompt alone teaches nothing
 
 
