@@ -158,32 +158,22 @@ def _note_kernels() -> None:
 
 def _note_matrices() -> None:
     """Notes what Muon's updates touch of the host's memory: its kernels, and torch's operators in a stream's thread."""
-    of_momentum = ("grad", "grad_remainder"), ("momentum_buffer",)
-    of_step = (), ("weight", "remainder")
 
-    def note(piece, direction, reads, writes, *, moves):
-        for name, write in (*((name, False) for name in reads), *((name, True) for name in writes)):
-            if (tensor := getattr(piece, name)) is not None and tensor.is_cpu:
-                soft.touch(tensor, write=write, by="muon")
-        if direction.is_cpu:
-            soft.touch(direction, write=not moves, by="muon")
+    def noted(run, reads, writes):
+        @functools.wraps(run)
+        def touched(piece, **kwargs):
+            for name in (*reads, *writes):
+                if (tensor := getattr(piece, name)) is not None and tensor.is_cpu:
+                    soft.touch(tensor, write=name in writes, by="muon")
+            run(piece, **kwargs)
 
-    for name, names, moves in (("muon_momentum", of_momentum, False), ("muon_move", of_step, True)):
-        kernel = getattr(native, name)
+        return touched
 
-        def noted_kernel(piece, *, kernel=kernel, names=names, moves=moves, **kwargs):
-            note(piece, piece.direction, *names, moves=moves)
-            kernel(piece, **kwargs)
-
-        setattr(native, name, noted_kernel)
-
-    for kind, names, moves in ((MomentumSegment, of_momentum, False), (StepSegment, of_step, True)):
-
-        def noted(self, run=kind._run, names=names, moves=moves):
-            note(self, self.values, *names, moves=moves)
-            run(self)
-
-        kind._run = noted  # type: ignore[method-assign]
+    grads, weights = ("grad", "grad_remainder"), ("weight", "remainder")
+    native.muon_momentum = noted(native.muon_momentum, grads, ("momentum_buffer", "direction"))
+    native.muon_move = noted(native.muon_move, ("direction",), weights)
+    MomentumSegment._run = noted(MomentumSegment._run, grads, ("momentum_buffer", "values"))  # type: ignore[method-assign]
+    StepSegment._run = noted(StepSegment._run, ("values",), weights)  # type: ignore[method-assign]
 
 
 def _note_transfers() -> None:
