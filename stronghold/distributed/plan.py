@@ -79,7 +79,8 @@ def plan(
             and stages of an ``nn.Sequential`` or a row of layers, with layers in RAM and deferred updates. Of the
             plan, ``parallel`` and ``settings`` are what ``stronghold.pipeline`` takes, or ``settings`` alone
             ``stronghold.replicate``. ``device_memory`` and ``host_memory`` are what each process may take, the latter
-            by default an equal part.
+            by default an equal part. Of replicas of one stage that cannot be the shortest, the plan that is shown
+            beside the best may be longer than it has to be.
         optimizer: ``"adamw"``, or ``"muon"`` for ``stronghold.Muon``, of one process: it updates the matrices of the
             layers, but embeddings, and AdamW all else, with moments in fp32.
 
