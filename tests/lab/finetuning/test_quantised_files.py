@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import bitsandbytes
-import datasets
 import peft
 import pytest
 import safetensors.torch
 import torch
-import transformers
-import trl
+from torch import nn
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
@@ -27,7 +25,7 @@ from tests.lab.finetuning import runs, small
 from tests.lab.finetuning.runs import LORA, PAIRS
 from tests.lab.finetuning.test_model import refused
 from tests.lab.finetuning.test_resuming import stop_after
-from tests.lab.finetuning.test_run import theirs
+from tests.lab.finetuning.test_run import of_trl, theirs
 
 KINDS: dict[str, Any] = {
     "nf4": BitsAndBytesConfig(
@@ -68,8 +66,8 @@ def settings(place: Path, model: Path, **more: Any) -> FinetuneSettings:
 PLANNED = ("nf4", "torchao int8")
 
 
-def of_trl(wanted: FinetuneSettings) -> tuple[list[float], Any]:
-    """Returns the losses and the model of TRL's own trainer over the quantised model in memory."""
+def with_adapters(wanted: FinetuneSettings) -> nn.Module:
+    """Returns the quantised model in memory, with PEFT's adapters."""
     base = in_memory(wanted.model)
     for module in base.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
@@ -78,31 +76,7 @@ def of_trl(wanted: FinetuneSettings) -> tuple[list[float], Any]:
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear")
     model = peft.get_peft_model(base, config)
     base.is_loaded_in_4bit = base.is_loaded_in_8bit = False  # TRL would round the adapters to bf16
-    trainer = trl.SFTTrainer(
-        model=model,
-        args=trl.SFTConfig(
-            wanted.out + "-trl",
-            per_device_train_batch_size=wanted.batch,
-            num_train_epochs=wanted.epochs,
-            learning_rate=wanted.course.lr,
-            warmup_steps=wanted.course.warmup,
-            max_grad_norm=1.0,
-            max_length=wanted.sequence,
-            seed=wanted.seed,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-        ),
-        train_dataset=datasets.Dataset.from_list(PAIRS),
-        processing_class=transformers.AutoTokenizer.from_pretrained(wanted.model),
-    )
-    trainer.optimizer = theirs(trainer, wanted)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.model
+    return model
 
 
 def adapters_of(model: Any) -> dict[str, torch.Tensor]:
@@ -118,7 +92,7 @@ def test_its_losses_are_trls_planned_or_not_and_peft_loads_its_adapters(
     wanted = settings(tmp_path, folders[kind], plans=kind in PLANNED, offload=offload)
     shown = runs.run(wanted)
     assert ("planner" in shown[: shown.index("step     1/6")]) == (kind in PLANNED)
-    expected, model = of_trl(wanted)
+    expected, model = of_trl(wanted, PAIRS, with_adapters(wanted))
     assert len(set(expected)) == len(expected) == 6
     assert runs.losses(wanted) == expected
     saved = adapters_of(peft.PeftModel.from_pretrained(in_memory(wanted.model), wanted.save))

@@ -42,8 +42,13 @@ def theirs(trainer: Any, wanted: FinetuneSettings) -> torch.optim.Optimizer:
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=course.lr, betas=course.betas, eps=course.eps)
 
 
-def of_trl(wanted: FinetuneSettings, rows: list[Any], **more: Any) -> tuple[list[float], nn.Module]:
-    """Returns the losses and the model of TRL's own trainer on ``rows``, all of it in memory."""
+def of_trl(
+    wanted: FinetuneSettings, rows: list[Any], model: nn.Module | None = None, **more: Any
+) -> tuple[list[float], nn.Module]:
+    """Returns the losses and the model of TRL's own trainer on ``rows``, all of it in memory.
+
+    By default it has the model of ``wanted`` in fp32, and the adapters of ``wanted`` if there are to be some.
+    """
     course = wanted.course
     config = trl.SFTConfig(
         wanted.out + "-trl",
@@ -66,7 +71,7 @@ def of_trl(wanted: FinetuneSettings, rows: list[Any], **more: Any) -> tuple[list
         packing=wanted.data.packing,
         **more,
     )
-    lora = wanted.adapters and peft.LoraConfig(
+    lora = (wanted.adapters if model is None else None) and peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=wanted.adapters.rank,
         lora_alpha=wanted.adapters.alpha,  # type: ignore[arg-type]
@@ -74,7 +79,7 @@ def of_trl(wanted: FinetuneSettings, rows: list[Any], **more: Any) -> tuple[list
         target_modules="all-linear" if wanted.adapters.targets == ("all-linear",) else [*wanted.adapters.targets],
     )
     trainer = trl.SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(wanted.model, dtype=torch.float32),
+        model=model or AutoModelForCausalLM.from_pretrained(wanted.model, dtype=torch.float32),
         args=config,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(wanted.model),
