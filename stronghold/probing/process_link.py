@@ -38,7 +38,7 @@ def process_link(device: torch.device) -> Iterator[list[Measure]]:
     with tempfile.TemporaryDirectory(prefix="stronghold-probe-") as folder:
         children = [_child(folder, rank, device.type) for rank in range(2)]
         try:
-            yield [Measure("messages between processes", _Sample(children[0], Path(folder)).take)]
+            yield [Measure("messages between processes", _Sample(children, Path(folder)).take)]
         finally:
             for child in children:
                 assert child.stdin is not None
@@ -57,13 +57,13 @@ def process_link(device: torch.device) -> Iterator[list[Measure]]:
 class _Sample:
     """Asks the first of the processes for a sample, until one of them has failed."""
 
-    def __init__(self, child: subprocess.Popen[str], folder: Path) -> None:
-        self._child, self._folder, self._failed = child, folder, False
+    def __init__(self, children: list[subprocess.Popen[str]], folder: Path) -> None:
+        self._children, self._folder, self._failed = children, folder, False
 
     def take(self) -> Mapping[Key, float]:
         if self._failed:
             return {}
-        asked, answers = self._child.stdin, self._child.stdout
+        asked, answers = self._children[0].stdin, self._children[0].stdout
         assert asked is not None
         assert answers is not None
         try:
@@ -72,16 +72,23 @@ class _Sample:
             message_s, bytes_per_s = map(float, answers.readline().split())
         except (OSError, ValueError):
             self._failed = True
-            told = [line for path in self._folder.glob("*.err") for line in path.read_text().splitlines() if line]
             warnings.warn(
-                "messages between processes are not measured, and count as taking no time (got "
-                f"{told[-1] if told else 'no answer'!r} from torch.distributed); see to its network interface, as by "
-                "GLOO_SOCKET_IFNAME, and probe again",
+                f"messages between processes are not measured, and count as taking no time (got {self._told()!r} from "
+                "torch.distributed); see to its network interface, as by GLOO_SOCKET_IFNAME, and probe again",
                 RuntimeWarning,
                 stacklevel=2,
             )
             return {}
         return {("processes", "message_s"): message_s, ("processes", "bytes_per_s"): bytes_per_s}
+
+    def _told(self) -> str:
+        """The last line of each error, once each: of whole errors, for a process that fails may still be writing its."""
+        for child in self._children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=5)
+        errors = [path.read_text().split("\n") for path in sorted(self._folder.glob("*.err"))]
+        lines = [[line for line in error if line.strip()] for error in errors]
+        return "; ".join(dict.fromkeys(line[-1] for line in lines if line)) or "no answer"
 
 
 def serve(folder: str, rank: int, device_type: str, asked: IO[str], answers: IO[str]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,7 @@ def start(
     Those that are ``left`` do not end by themselves, and are killed when the others have ended; as by a ``launcher``
     all are as soon as one has failed. They meet at ``port``, by default a free one.
     """
-    if port is None:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+    port = free_port() if port is None else port
     environments = [
         {
             "RANK": str(rank),
@@ -49,6 +48,19 @@ def start(
     logs = [folder / f"{rank}.log" for rank in range(processes)]
     codes = warm.run(command, environments, logs, left=left, launcher=launcher, timeout_s=timeout_s)
     return codes, [log.read_text() for log in logs]
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens at, of those that the system gives nobody else in between.
+
+    What it gives by itself (32768 and above, on Linux) may be another's connection before the processes meet there.
+    """
+    draw = random.SystemRandom()  # tests set the seeds of others, so that several would draw the same
+    while True:
+        port = draw.randrange(16384, 32768)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("localhost", port))
+            return port
 
 
 def launch(module: str, function: str, processes: int, folder: Path, *arguments: str) -> list[Any]:

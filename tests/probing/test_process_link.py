@@ -1,5 +1,6 @@
 """Messages between two processes: that they are measured, that nothing of it stays, and what a plan makes of them."""
 
+import subprocess
 import sys
 
 import psutil
@@ -9,7 +10,7 @@ import torch
 import stronghold
 from stronghold.planner.machine_file import PROCESSES, MachineFile
 from stronghold.planner.machine_rates import messages_s
-from stronghold.probing.process_link import process_link
+from stronghold.probing.process_link import _Sample, process_link
 from tests.planner.machines import about, laptop
 from tests.probing.small import make_short
 
@@ -66,6 +67,21 @@ def test_where_they_cannot_be_connected_that_is_told_once_and_the_rest_is_measur
         with pytest.warns(RuntimeWarning, match=r"count as taking no time \(got .*No module named .*probe again"):
             assert measure.sample() == {}
         assert measure.sample() == {}
+
+
+def test_what_the_processes_tell_is_read_when_they_have_told_all(tmp_path):
+    slow = "import sys, time\nfor line in ('Traceback:', '  a place', 'ValueError: {0}'):"
+    slow += "\n print(line, file=sys.stderr, flush=True); time.sleep({0})"
+    children = []
+    for rank in range(2):  # the first has ended while the second is still in the middle of it
+        command = [sys.executable, "-c", slow.format(rank / 2)]
+        with (tmp_path / f"{rank}.err").open("w") as error:
+            pipe = subprocess.PIPE
+            children.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=error, text=True))
+    with pytest.warns(RuntimeWarning, match=r"\(got 'ValueError: 0.0; ValueError: 0.5' from"):
+        assert _Sample(children, tmp_path).take() == {}
+    for child in children:
+        child.communicate()
 
 
 def test_a_probe_has_them_and_its_file_keeps_them(monkeypatch, tmp_path):
