@@ -82,7 +82,7 @@ class _Sample:
         return {("processes", "message_s"): message_s, ("processes", "bytes_per_s"): bytes_per_s}
 
     def _told(self) -> str:
-        """The last line of each error, once each: of whole errors, for a process that fails may still be writing its."""
+        """The last line of each error, once each. Errors are whole: who fails may still be writing one."""
         for child in self._children:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=5)
