@@ -12,11 +12,12 @@ from stronghold.engine.planning.model_planner import Limits
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, machine_of, message_rates, messages_s
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
+from stronghold.planner.model_bytes import ModelBytes
 from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
 from stronghold.planner.stage_costs import LayerCost
 from stronghold.planner.staged_search import StagedChoice
 from stronghold.planner.staged_step import StagedStep, StagedWork
-from stronghold.planner.step_bytes import ModelBytes, Placed, StepBytes, held_on_device, step_bytes
+from stronghold.planner.step_bytes import Placed, StepBytes, held_on_device, step_bytes
 from stronghold.planner.step_costs import Machine
 
 

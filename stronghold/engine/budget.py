@@ -7,10 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from stronghold.device import Device
 from stronghold.errors import BudgetError
 from stronghold.optim.states import lay_out_moments
+from stronghold.planner.model_bytes import ModelBytes, UnitBytes
 from stronghold.planner.step_bytes import (
     Buffers,
-    ModelBytes,
-    UnitBytes,
     held_on_device,
     parts_on_disk,
     resident_root,

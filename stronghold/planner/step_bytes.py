@@ -4,56 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal, NamedTuple
 
 from stronghold.layout import PAGE_BYTES, round_up
+from stronghold.planner.model_bytes import ModelBytes, Part
 
-Part = Literal["weights", "remainders", "moments"]
 WEIGHTS: frozenset[Part] = frozenset(("weights",))
 MUON = "muon"
 """The name of Muon's momentum, with AdamW's moments of what it does not update, beside the formats of AdamW's."""
 STATES: frozenset[Part] = frozenset(("remainders", "moments"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitBytes:
-    """What the parts of one unit take, wherever they are.
-
-    ``slot`` is what its weights take in a slot of the window, ``gradients`` what those of its trained parameters take
-    with their squares, and ``gradient_slot`` the same on the device on their way down. ``moments`` are the optimizer's
-    by the name of their format: of Muon's, AdamW's ``moments_apart`` are in a buffer of their own. ``directions`` are
-    what Muon's of the unit's matrices take of the host while it is updated. ``on_device`` is what a root parameter that
-    is not resident takes there: its copy, and its gradient until that is on the host; ``root_gradient`` what autograd
-    holds of that. ``is_copied`` tells that its copy is apart from its host memory.
-    """
-
-    weights: int
-    trained_elements: int = 0
-    slot: int = 0
-    remainders: int = 0
-    gradients: int = 0
-    gradient_slot: int = 0
-    moments: Mapping[str, int] = field(default_factory=dict)
-    moments_apart: int = 0
-    directions: int = 0
-    is_root: bool = False
-    is_copied: bool = False
-    on_device: int = 0
-    root_gradient: int = 0
-
-    @property
-    def trained(self) -> bool:
-        return self.gradients > 0
-
-    def resident(self, states: str = "fp32") -> int:
-        """Returns what the unit takes on the device if it is resident, its gradients and moments with it."""
-        return self.weights + self.remainders + self.gradients + self.moments.get(states, 0)
-
-    def part(self, name: Part, states: str) -> int:
-        return (
-            self.moments.get(states, 0) if name == "moments" else self.weights if name == "weights" else self.remainders
-        )
+_NONE: frozenset[Part] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,54 +26,6 @@ class Buffers:
     gradient_slots: int
     disk_buffers: int
     ring_bytes: int
-
-
-class Streamed(NamedTuple):
-    """Of a model of which some units are resident: how many ``layers`` are not, and the longest ``slot`` of one.
-
-    ``root`` is what root parameters take on the device that are not, ``resident`` what those units do that are, with
-    moments in fp32.
-    """
-
-    layers: int
-    slot: int
-    gradient_slot: int
-    root: int
-    resident: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelBytes:
-    """What a model is made of: its layers and root parameters, and its buffers, which are on the device."""
-
-    layers: Sequence[UnitBytes]
-    root: Sequence[UnitBytes] = ()
-    buffers: int = 0
-    is_host: bool = False
-    """Whether the device's memory is the host's: nothing is copied apart, and layers are read into their slots."""
-
-    @cached_property
-    def units(self) -> list[UnitBytes]:
-        return [*self.layers, *self.root]
-
-    @cached_property
-    def _streamed(self) -> dict[frozenset[int], Streamed]:
-        return {}
-
-    def streamed(self, resident: Collection[int]) -> Streamed:
-        """Returns what there is to know of the units that are not ``resident``, which a search asks again and again."""
-        key = frozenset(resident)
-        if key not in self._streamed:
-            layers = [unit for number, unit in enumerate(self.layers) if number not in key]
-            root = [unit for number, unit in enumerate(self.root, len(self.layers)) if number not in key]
-            self._streamed[key] = Streamed(
-                layers=len(layers),
-                slot=max((unit.slot for unit in layers), default=0),
-                gradient_slot=max((unit.gradient_slot for unit in layers), default=0),
-                root=sum(unit.on_device for unit in root),
-                resident=sum(self.units[number].resident() for number in key),
-            )
-        return self._streamed[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +96,7 @@ def resident_root(
     first = len(model.layers)
     trained = [n for n, unit in enumerate(model.root, first) if unit.trained and n not in not_these]
     for count in range(0 if model.is_host else len(trained), 0, -1):
-        if held_on_device(model, window, {*layers, *trained[:count]}, buffers) <= limit:
+        if held_on_device(model, window, model.joined(frozenset(layers), trained[:count]), buffers) <= limit:
             return trained[:count]
     return []
 
@@ -245,37 +156,44 @@ def step_bytes(
     gradients of layers there.
     """
     slots, gradients, root = device_bytes(model, placed.window, placed.resident, buffers)
-    on_host = [(n, unit) for n, unit in enumerate(model.units) if n not in placed.resident]
+    counted = model.counted(placed.resident)
+    if placed.on_disk:
+        apart_from = [(n, unit) for n, unit in enumerate(model.units) if n not in placed.resident]
+        parts = [(unit, placed.on_disk.get(n, _NONE), 1) for n, unit in apart_from]
+    else:
+        parts = [(one.unit, _NONE, one.streamed) for one in counted if one.streamed]
     in_memory: dict[Part, int] = dict.fromkeys(("weights", "remainders", "moments"), 0)
     on_disk, through_ring, longest_on_disk = 0, False, 0
-    for number, unit in on_host:
-        there = placed.on_disk.get(number, frozenset())
+    for unit, there, count in parts:
         for part in in_memory:
             size = unit.part(part, states)
             if part in there:
                 apart = unit.moments_apart if (part, states) == ("moments", MUON) else 0
-                on_disk += round_up(size - apart, PAGE_BYTES) + round_up(apart, PAGE_BYTES)
+                on_disk += count * (round_up(size - apart, PAGE_BYTES) + round_up(apart, PAGE_BYTES))
             else:
-                in_memory[part] += size
+                in_memory[part] += count * size
         through_ring |= "moments" in there and unit.trained
         if "weights" in there:
             longest_on_disk = max(longest_on_disk, unit.slot)
-    kept = [unit for _, unit in on_host if (unit.is_copied if unit.is_root else not in_backward)]
-    streamed = [unit.gradients for _, unit in on_host if not unit.is_root]
+    on_host = [one for one in counted if one.streamed]
+    kept = [one for one in on_host if (one.unit.is_copied if one.unit.is_root else not in_backward)]
+    layers_kept, root_kept = (
+        sum(one.streamed * one.unit.gradients for one in kept if one.unit.is_root == is_root)
+        for is_root in (False, True)
+    )
+    streamed = [one.unit.gradients for one in on_host if not one.unit.is_root]
     staging = buffers.gradient_slots * max(streamed, default=0)
     if states == MUON:
-        staging += max((unit.directions for _, unit in on_host), default=0)
+        staging += max((one.unit.directions for one in on_host), default=0)
     if not model.is_host:
         staging += buffers.disk_buffers * longest_on_disk
     return StepBytes(
         slots=slots,
         gradients=gradients,
         root=root,
-        resident=sum(model.units[number].resident(states) for number in placed.resident),
+        resident=sum(one.resident * one.unit.resident(states) for one in counted),
         root_gradients=sum(unit.root_gradient for unit in model.root),
-        pinned=(in_memory["weights"] + sum(unit.gradients for unit in kept if not unit.is_root)) // replicas
-        + sum(unit.gradients for unit in kept if unit.is_root)
-        + staging,
+        pinned=(in_memory["weights"] + layers_kept) // replicas + root_kept + staging,
         pageable=(in_memory["remainders"] + in_memory["moments"]) // replicas
         + (buffers.ring_bytes if through_ring else 0),
         disk=on_disk // replicas,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -14,10 +14,10 @@ from stronghold.engine.model_units import ModelUnits, units_of
 from stronghold.engine.planning.muon_work import MuonUnit, muon_units
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.optim.adamw_on_device import scratch_bytes
+from stronghold.planner.model_bytes import ModelBytes
 from stronghold.planner.search import Choice
 from stronghold.planner.step_bytes import (
     MUON,
-    ModelBytes,
     Placed,
     StepBytes,
     device_bytes,
@@ -61,6 +61,9 @@ class ModelMemory:
         self._scratch: dict[tuple[str, str], list[int]] = {}
         self._taken_by_one: dict[tuple[str, str, frozenset[int]], StepBytes] = {}
         self._rounding: dict[tuple[bool, str], tuple[list[int], list[int]]] = {}
+        self._rounded: dict[tuple[bool, str, frozenset[int]], int] = {}
+        self._most_scratch: dict[tuple[str, str, frozenset[int]], int] = {}
+        self._spread: dict[int, frozenset[int]] = {}
 
     def _units(self, alignment: int, *, in_pieces: bool = False) -> ModelUnits:
         return units_of(*self._given, alignment, apart=not self.is_host, in_pieces=in_pieces)
@@ -100,12 +103,17 @@ class ModelMemory:
         """Returns the bytes of units in the store that was chosen."""
         return self._in_memory if choice.store == "ram" else self._on_disk
 
+    def spread(self, resident: int) -> frozenset[int]:
+        """Returns which layers stay on the device of so many, the same set each time."""
+        if resident not in self._spread:
+            self._spread[resident] = frozenset(spread(len(self.units.layers), resident))
+        return self._spread[resident]
+
     def placed(self, choice: Choice, *, device_memory: int | None, host_memory: int | None) -> Placed:
         """Returns where units are under the settings of ``choice`` and these budgets, as ``offload`` places them."""
         model = self.of(choice)
-        layers = frozenset(spread(len(model.layers), choice.resident))
-        root = resident_root(model, choice.window, layers, BUFFERS, device_memory or 0)
-        resident = layers.union(root)
+        layers = self.spread(choice.resident)
+        resident = model.joined(layers, resident_root(model, choice.window, layers, BUFFERS, device_memory or 0))
         on_disk = {}
         if choice.store != "ram":
             on_disk = parts_on_disk(model, self._order, resident, BUFFERS, host_memory, processes=self.replicas)
@@ -126,9 +134,12 @@ class ModelMemory:
         streamed = model.streamed(resident)
         slots = min(choice.window, streamed.layers) * (-streamed.slot % block)
         slots += BUFFERS.gradient_slots * (-streamed.gradient_slot % block)
-        there, apart = self._rounding_of_units(choice)
-        root = (apart[number] for number in range(len(model.layers), len(model.units)) if number not in resident)
-        return block + slots + self._rounding_of_buffers + sum(there[number] for number in resident) + sum(root)
+        key = choice.store == "ram", choice.states, frozenset(resident)
+        if key not in self._rounded:
+            there, apart = self._rounding_of_units(choice)
+            root = (apart[number] for number in range(len(model.layers), len(model.units)) if number not in resident)
+            self._rounded[key] = sum(there[number] for number in resident) + sum(root)
+        return block + slots + self._rounding_of_buffers + self._rounded[key]
 
     def _rounding_of_units(self, choice: Choice) -> tuple[list[int], list[int]]:
         """Returns what blocks take beside each unit's bytes: where it is resident, and for a root's copy where not."""
@@ -149,15 +160,17 @@ class ModelMemory:
         found = (module._buffers[name] for module, name in self.units.buffers)
         return sum(-b.numel() * b.element_size() % self.block_bytes for b in found if b is not None)
 
-    def scratch(self, choice: Choice, numbers: Iterable[int], device_type: str) -> int:
+    def scratch(self, choice: Choice, numbers: frozenset[int], device_type: str) -> int:
         """Returns what updates of the units of these numbers take on the device while they run."""
         if self.is_host:
             return 0
         key = "fp32" if choice.states == MUON else choice.states, device_type
         if key not in self._scratch:
             self._scratch[key] = self._scratch_by_unit(*key)
-        of_unit = self._scratch[key]
-        return max((of_unit[number] for number in numbers), default=0)
+        if (asked := (*key, numbers)) not in self._most_scratch:
+            of_unit = self._scratch[key]
+            self._most_scratch[asked] = max((of_unit[number] for number in numbers), default=0)
+        return self._most_scratch[asked]
 
     @cached_property
     def muon(self) -> list[MuonUnit]:

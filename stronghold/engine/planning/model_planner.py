@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,12 +14,13 @@ from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.most_alive import most_alive
 from stronghold.engine.planning.muon_work import muon_assumed
+from stronghold.engine.planning.op_seconds import OpSeconds
 from stronghold.planner.machine_file import MachineFile
-from stronghold.planner.machine_rates import Pace, carried_s, machine_of, message_rates, op_rates
+from stronghold.planner.machine_rates import Pace, carried_s, machine_of, message_rates
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
-from stronghold.planner.op_costs import Op, OpRates
+from stronghold.planner.model_bytes import ModelBytes
 from stronghold.planner.search import Choice, Work
-from stronghold.planner.step_bytes import MUON, ModelBytes, Placed, StepBytes, spread
+from stronghold.planner.step_bytes import MUON, Placed, StepBytes
 from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
 from stronghold.unit import part_of
 
@@ -49,8 +49,10 @@ class ModelPlanner:
         self._memory, self._computation, self._machine, self._limits = memory, computation, machine, limits
         self._directories, self._recompute = directories, activations
         self._inputs: dict[int | None, KeptInputs] = {}
-        self._rates: dict[Pace, OpRates] = {}
-        self._seconds: dict[tuple[Pace, int], float] = {}
+        of_device = memory.replicas if memory.is_host else 1  # replicas there have its cores in common
+        self._seconds = OpSeconds(machine, of_device)
+        self._layers: dict[tuple[Any, ...], LayerWork] = {}
+        self._machines: dict[tuple[Any, ...], Machine] = {}
         self._activations: dict[tuple[int | None, int], int] = {}
         self._placed: dict[Choice, tuple[Placed, StepBytes, int]] = {}
 
@@ -92,18 +94,21 @@ class ModelPlanner:
         Updates in the backward pass run beside activations, but for those of root parameters that are used before the
         layers: their gradients come last.
         """
-        first, used_first = len(self._memory.units.layers), self._computation.root.used_first
-        last = {
-            number
-            for number, (unit, _) in enumerate(self._memory.units.root, first)
-            if any(id(parameter) in used_first for parameter in unit.parameters)
-        }
-        beside = placed.resident - last if choice.update == "in_backward" else frozenset[int]()
+        beside, behind = frozenset[int](), placed.resident
+        if choice.update == "in_backward":
+            beside, behind = placed.resident - self._used_first, placed.resident & self._used_first
         activations = self.activation_bytes(choice) + self._on_device_bytes(choice, beside)
-        on_top = max(activations, self._on_device_bytes(choice, placed.resident - beside))
+        on_top = max(activations, self._on_device_bytes(choice, behind))
         on_top += self._memory.iterations_bytes(placed.resident)[0]  # which go on under the next forward pass
         on_top += self.inputs(choice).device
         return on_top + self._memory.rounding(choice, placed.resident)
+
+    @cached_property
+    def _used_first(self) -> frozenset[int]:
+        """The numbers of the root parameters that are used before the layers."""
+        units, used_first = self._memory.units, self._computation.root.used_first
+        root = enumerate(units.root, len(units.layers))
+        return frozenset(n for n, (unit, _) in root if any(id(p) in used_first for p in unit.parameters))
 
     def _on_device_bytes(self, choice: Choice, resident: frozenset[int]) -> int:
         """Returns what updates of so many resident units take on the device while they run."""
@@ -124,8 +129,8 @@ class ModelPlanner:
     def budgets(self, choice: Choice, activations: int) -> tuple[int | None, int | None]:
         """Returns what ``device_memory`` and ``host_memory`` are for ``offload``: what is left beside activations."""
         sizes, count = self._memory.of(choice), len(self._memory.units.layers)
-        trained = {number for number, unit in enumerate(sizes.root, count) if unit.trained}  # these may all be resident
-        rounding = self._memory.rounding(choice, trained.union(spread(count, choice.resident)))
+        trained = [number for number, unit in enumerate(sizes.root, count) if unit.trained]  # these may all be resident
+        rounding = self._memory.rounding(choice, sizes.joined(self._memory.spread(choice.resident), trained))
         inputs = self.inputs(choice)
         beside = (
             activations
@@ -174,40 +179,9 @@ class ModelPlanner:
         """Returns what a step of a choice consists of."""
         of, (placed, _, _) = self._computation, self.placed(choice)
         sizes, count = self._memory.of(choice), len(self._computation.group_of)
-        layers = []
-        for number in range(count):
-            run = of.layer(number, choice.micro_batch)
-            scale, again = of.batch / run.samples, number < count - choice.kept
-            forward_s, backward_s, before_s = (
-                scale * self._op_s(ops, pace) for ops in (run.forward, run.backward, run.before_gradients)
-            )
-            again_s = forward_s if again else 0.0
-            # Each micro-batch but the first adds its gradients to those before.
-            backward_s += (scale - 1) * self._sum_s(sizes.units[number].gradients, pace)
-            backward_s += self._mean_s(sizes, placed, number)
-            layers.append(
-                LayerWork(
-                    forward_s=forward_s,
-                    backward_s=again_s + backward_s,
-                    first_gradient_s=again_s + before_s,
-                    on_disk="weights" in placed.on_disk.get(number, ()),
-                    **self._moved(sizes, placed, choice, number),
-                    **self._iterations(number, pace, resident=number in placed.resident),
-                )
-            )
-        operators = [sum(of.layer(n, choice.micro_batch).forward.values()) for n in range(count)]
         return Work(
-            layers=layers,
-            machine=self._share(
-                machine_of(
-                    self._machine,
-                    dtype=self.dtype,
-                    states=choice.states,
-                    directories=self._directories if choice.store != "ram" else (),
-                    layer_ops=sum(operators) / count,
-                    pace=pace,
-                )
-            ),
+            layers=[self._layer_work(sizes, placed, choice, number, pace) for number in range(count)],
+            machine=self._machine_of(choice, pace),
             settings=StepSettings(
                 window=choice.window,
                 resident=sorted(number for number in placed.resident if number < count),
@@ -217,6 +191,50 @@ class ModelPlanner:
             ),
             root=self._root(sizes, placed, choice, pace),
         )
+
+    def _layer_work(self, sizes: ModelBytes, placed: Placed, choice: Choice, number: int, pace: Pace) -> LayerWork:
+        """Returns what a layer does: the same as another one of its kind that is where this one is."""
+        of, resident, there = self._computation, number in placed.resident, placed.on_disk.get(number)
+        again = number < len(of.group_of) - choice.kept
+        kind = of.group_of[number], sizes.kind_of(number), number if choice.states == MUON else None
+        key = *kind, resident, there, again, choice.micro_batch, choice.states, choice.store, pace
+        if key not in self._layers:
+            run = of.layer(number, choice.micro_batch)
+            scale = of.batch / run.samples
+            forward_s, backward_s, before_s = (
+                scale * self._seconds.of(ops, pace) for ops in (run.forward, run.backward, run.before_gradients)
+            )
+            again_s = forward_s if again else 0.0
+            # Each micro-batch but the first adds its gradients to those before.
+            backward_s += (scale - 1) * self._seconds.of_sum(sizes.units[number].gradients, self.dtype, pace)
+            backward_s += self._mean_s(sizes, placed, number)
+            self._layers[key] = LayerWork(
+                forward_s=forward_s,
+                backward_s=again_s + backward_s,
+                first_gradient_s=again_s + before_s,
+                on_disk="weights" in (there or ()),
+                **self._moved(sizes, placed, choice, number),
+                **self._iterations(number, pace, resident=resident),
+            )
+        return self._layers[key]
+
+    def _machine_of(self, choice: Choice, pace: Pace) -> Machine:
+        """Returns what a replica has of the machine under a choice."""
+        key = choice.micro_batch, choice.states, choice.store, pace
+        if key not in self._machines:
+            count = len(self._computation.group_of)
+            runs = (self._computation.layer(number, choice.micro_batch) for number in range(count))
+            machine = machine_of(
+                self._machine,
+                dtype=self.dtype,
+                states=choice.states,
+                directories=self._directories if choice.store != "ram" else (),
+                layer_ops=sum(sum(run.forward.values()) for run in runs) / count,
+                pace=pace,
+            )
+            share = share_of(machine, self._memory.replicas, is_host=self._memory.is_host)
+            self._machines[key] = reduced(share, self._memory.replicas, **message_rates(self._machine))
+        return self._machines[key]
 
     def _root(self, sizes: ModelBytes, placed: Placed, choice: Choice, pace: Pace) -> list[RootWork]:
         root, first = self._computation.root, len(sizes.layers)
@@ -231,10 +249,14 @@ class ModelPlanner:
             for number, (unit, _) in enumerate(self._memory.units.root, first)
         ]
         before = RootWork(
-            first=True, forward_s=self._op_s(root.before, pace), backward_s=self._op_s(root.before_backward, pace)
+            first=True,
+            forward_s=self._seconds.of(root.before, pace),
+            backward_s=self._seconds.of(root.before_backward, pace),
         )
         behind = RootWork(
-            first=False, forward_s=self._op_s(root.behind, pace), backward_s=self._op_s(root.behind_backward, pace)
+            first=False,
+            forward_s=self._seconds.of(root.behind, pace),
+            backward_s=self._seconds.of(root.behind_backward, pace),
         )
         return [*(work for work in works if work.first), before, behind, *(work for work in works if not work.first)]
 
@@ -255,16 +277,10 @@ class ModelPlanner:
         """Returns a unit's matrices that Muon updates, and the seconds of their iterations."""
         if not (one := self._memory.muon[number]).indices:
             return {}
-        seconds = self._op_s(one.iterations, pace)
+        seconds = self._seconds.of(one.iterations, pace)
         if not (resident or self._memory.is_host):  # directions go there and back
             seconds += carried_s(self._machine, pace, one.directions_bytes, len(one.indices))
         return {"matrices": len(one.indices), "iteration_s": seconds}
-
-    def _share(self, machine: Machine) -> Machine:
-        """Returns what a replica has of the machine."""
-        replicas = self._memory.replicas
-        share = share_of(machine, replicas, is_host=self._memory.is_host)
-        return reduced(share, replicas, **message_rates(self._machine))
 
     def _mean_s(self, sizes: ModelBytes, placed: Placed, number: int) -> float:
         """Returns what the mean of a unit's gradients takes that stay on the device, in each of the replicas."""
@@ -273,21 +289,6 @@ class ModelPlanner:
         if replicas == 1 or not unit.trained or not on_device:
             return 0.0
         return all_reduce_s(unit.gradients, replicas, **message_rates(self._machine))
-
-    def _sum_s(self, length_bytes: int, pace: Pace) -> float:
-        """Returns what adding so many bytes to as many takes."""
-        return self._uncached_s({Op("other", self.dtype, (), 0, 3 * length_bytes): 1}, pace)
-
-    def _op_s(self, ops: Counter[Op], pace: Pace) -> float:
-        if (pace, id(ops)) not in self._seconds:
-            self._seconds[pace, id(ops)] = self._uncached_s(ops, pace)
-        return self._seconds[pace, id(ops)]
-
-    def _uncached_s(self, ops: Mapping[Op, int], pace: Pace) -> float:
-        if pace not in self._rates:
-            self._rates[pace] = op_rates(self._machine, pace)
-        of_device = self._memory.replicas if self._memory.is_host else 1  # replicas there have its cores in common
-        return of_device * self._rates[pace].seconds(ops)
 
     @cached_property
     def dtype(self) -> str:

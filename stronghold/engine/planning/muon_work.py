@@ -16,8 +16,9 @@ from stronghold.optim.muon_step import PART, newton_schulz_bytes
 from stronghold.optim.states import lay_out_moments, lay_out_momentum
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import update_form
+from stronghold.planner.model_bytes import UnitBytes
 from stronghold.planner.op_costs import Op
-from stronghold.planner.step_bytes import MUON, UnitBytes
+from stronghold.planner.step_bytes import MUON
 from stronghold.unit import Unit
 
 _PART_BYTES = 24

@@ -1,0 +1,35 @@
+"""What recorded operators take on a measured machine, each record found once for each pace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.machine_rates import Pace, op_rates
+from stronghold.planner.op_costs import Op, OpRates
+
+
+class OpSeconds:
+    """Answers for ``machine``, on which everything takes ``times`` as long as alone."""
+
+    def __init__(self, machine: MachineFile, times: int = 1) -> None:
+        self._machine, self._times = machine, times
+        self._rates: dict[Pace, OpRates] = {}
+        self._known: dict[tuple[Pace, int], tuple[Counter[Op], float]] = {}
+        """With the operators themselves: others could have their id once they are gone."""
+
+    def of(self, ops: Counter[Op], pace: Pace) -> float:
+        """Returns the seconds of all ``ops``, which must not change any more."""
+        if (pace, id(ops)) not in self._known:
+            self._known[pace, id(ops)] = ops, self._uncached(ops, pace)
+        return self._known[pace, id(ops)][1]
+
+    def of_sum(self, length_bytes: int, dtype: str, pace: Pace) -> float:
+        """Returns what adding so many bytes to as many takes."""
+        return self._uncached({Op("other", dtype, (), 0, 3 * length_bytes): 1}, pace)
+
+    def _uncached(self, ops: Mapping[Op, int], pace: Pace) -> float:
+        if pace not in self._rates:
+            self._rates[pace] = op_rates(self._machine, pace)
+        return self._times * self._rates[pace].seconds(ops)
