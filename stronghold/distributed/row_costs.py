@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,12 @@ from stronghold.distributed.layered_model import LayeredModel
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, op_rates
+from stronghold.planner.model_bytes import ModelBytes
 from stronghold.planner.op_costs import Op, OpRates
 from stronghold.planner.search import Choice
-from stronghold.planner.step_bytes import ModelBytes
+
+if TYPE_CHECKING:
+    from stronghold.engine.planning.layer_traces import LayerTraces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class _LayerKind(NamedTuple):
     """Layers that are alike: the first of them."""
 
     number: int
+    of: ModelMemory
     memory: ModelBytes
 
 
@@ -98,13 +102,21 @@ class RowCosts:
         layer = self._layered.layers[number]
         key = (number == 0, number == last, repr(layer), *(_sizes(p) for p in layer.parameters()))
         if key not in self._kinds:
-            self._kinds[key] = _LayerKind(number, self._memory_of(number).of(Choice(window=1)))
+            of = self._memory_of(number)
+            self._kinds[key] = _LayerKind(number, of, of.of(Choice(window=1)))
         return self._kinds[key]
 
     def _memory_of(self, number: int) -> ModelMemory:
         alone = nn.Sequential(self._layered.stage(number, number + 1))
         container = f"0{self._layered.container and '.'}{self._layered.container}"
         return ModelMemory(alone, layers=[container], dtype=self._dtype, is_host=self._machine.is_host)
+
+    @cached_property
+    def _traces(self) -> LayerTraces:
+        """Shared by the stages of all layers: the first, the last and one between them run the same layer once."""
+        from stronghold.engine.planning.layer_traces import LayerTraces
+
+        return LayerTraces()
 
     def _run(self, samples: int) -> list[LayerRow]:
         known: dict[tuple[int, torch.Size, torch.dtype], tuple[LayerRow, Tensor]] = {}
@@ -124,8 +136,8 @@ class RowCosts:
         last = number == len(self.kinds) - 1
         targets = None if self._targets is None or not last else _part(self._targets, len(x))
         alone = _Alone(self._layered, number, is_last=last)
-        modules = self._memory_of(number).units.modules
-        of = ModelComputation(alone, modules, (x, targets) if targets is not None else (x,), dtype=self._dtype)
+        modules, inputs = self.kinds[number].of.units.modules, (x, targets) if targets is not None else (x,)
+        of = ModelComputation(alone, modules, inputs, dtype=self._dtype, traces=self._traces)
         run, root = of.layer(0), of.root
         assert alone.output is not None
         # What is computed outside the layer is not recomputed: all that it takes forward counts as kept.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from stronghold.engine.arguments import fill, flatten
@@ -19,6 +19,7 @@ from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.microbatch import batch_of, split
 from stronghold.engine.planning.even_routing import routed_evenly
 from stronghold.engine.planning.layer_passes import LayerPasses, LayerRecorder
+from stronghold.engine.planning.layer_traces import LayerTraces, call_of, likeness
 from stronghold.engine.planning.quantised_layers import quantised_layers, without_values
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
@@ -48,7 +49,7 @@ class ModelComputation:
     ``modules`` are its layers in order; those of one class and shape are run once. ``dtype`` is the compute type, None
     for each parameter's own. The model's output must be a loss, have one (``loss``), or be made one by ``loss``.
     ``block_bytes`` is what the device's allocator rounds each tensor's memory up to; ``fused`` tells that dropout is
-    one kernel there.
+    one kernel there. What is in ``traces`` of layers that are alike is not run again, and what is run is put there.
 
     Raises ValueError where the model cannot be run without values.
     """
@@ -63,10 +64,12 @@ class ModelComputation:
         loss: Callable[[Any], Tensor] | None = None,
         block_bytes: int = 1,
         fused: bool = False,
+        traces: LayerTraces | None = None,
     ) -> None:
         self.quantised = quantised_layers(model)
+        self._traces = traces or LayerTraces()
         self._block_bytes = block_bytes
-        self._mode, self._fused = FakeTensorMode(allow_non_fake_inputs=True), fused
+        self._mode, self._fused = self._traces.mode, fused
         self._model, self._dtype = model, dtype
         self._tensors = {id(t): self._fake(t) for t in [*model.parameters(), *model.buffers()]}
         self._modules = list(modules)
@@ -74,9 +77,8 @@ class ModelComputation:
         self.group_of = [-1] * len(self._modules)
         """For each layer, the number of the first one like it."""
         self._calls: dict[int, tuple[tuple, dict[str, Any]]] = {}
-        self._outputs: dict[int, Any] = {}
-        self._runs: dict[tuple[int, int], LayerRun] = {}
-        self._passes: dict[tuple[int, int, bool, Released], LayerPasses] = {}
+        self._alike: dict[int, Hashable] = {}
+        """What the layer and its call have in common with others, in this computation or another."""
         self.batch = 0
         """Samples that the layers get."""
         with _told(model):
@@ -91,23 +93,27 @@ class ModelComputation:
         """Returns what the layer of this number does over a micro-batch, by default the whole batch."""
         group = self.group_of[number]
         samples = min(samples or self.batch, self.batch)
-        if (group, samples) not in self._runs:
+        runs, key = self._traces.runs, (self._alike[group], samples)
+        if key not in runs:
             with _told(self._model):
-                self._runs[group, samples] = self._run_layer(group, samples)
-        return self._runs[group, samples]
+                runs[key] = self._run_layer(group, samples)
+        run: LayerRun = runs[key]
+        return run
 
     def passes(self, number: int, samples: int | None, *, kept: bool, whole: bool = False) -> LayerPasses:
         """Returns the bytes that the layer's passes take over micro-batches, each of which is run if ``whole``.
 
         Its activations are ``kept``, or else it is computed again in the backward pass.
         """
-        released = self.root.released.get(number, NOTHING)
-        key = self.group_of[number], min(samples or self.batch, self.batch), kept, released
+        group, released = self.group_of[number], self.root.released.get(number, NOTHING)
+        run = min(samples or self.batch, self.batch), kept, released
         if whole:
-            return self._run_passes(*key, whole=True)
-        if key not in self._passes:
-            self._passes[key] = self._run_passes(*key)
-        return self._passes[key]
+            return self._run_passes(group, *run, whole=True)
+        passes, key = self._traces.passes, (self._alike[group], *run)
+        if key not in passes:
+            passes[key] = self._run_passes(group, *run)
+        found: LayerPasses = passes[key]
+        return found
 
     def runs(self, samples: int | None) -> list[list[int]]:
         """Returns the bytes of the inputs that get gradients, of each run of a layer over a micro-batch in a step."""
@@ -122,13 +128,14 @@ class ModelComputation:
 
     def kind_of(self, number: int, differentiable: tuple[bool, ...]) -> int:
         """Returns the first layer that computes the same, of whose inputs the same ones get gradients."""
-        return self._kinds.setdefault((_likeness(self._modules[number]), differentiable), number)
+        return self._kinds.setdefault((likeness(self._modules[number]), differentiable), number)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         cast = self._dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         dtype = self._dtype if cast else tensor.dtype
-        with self._mode:
-            fake = torch.empty(tensor.shape, dtype=dtype)
+        # What torch.empty() makes under the mode, in a fifth of the time: a model may have tens of thousands of these.
+        meta = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        fake = FakeTensor(self._mode, meta, torch.get_default_device())
         return fake.requires_grad_(tensor.requires_grad)
 
     @contextmanager
@@ -215,12 +222,16 @@ class ModelComputation:
         if self.group_of[number] < 0:
             self.group_of[number] = self.kind_of(number, tuple(t.requires_grad for t in inputs))
         group = self.group_of[number]
-        if group not in self._outputs:
+        if group not in self._alike:
+            call = call_of(args, kwargs), self._dtype, self._block_bytes, self._fused
+            self._alike[group] = likeness(self._modules[group]), *call
             self._calls[group] = structural_copy((args, kwargs), _copies())  # what is alive is not to depend on it
             self.batch = self.batch or _batch(args, kwargs)
+        outputs, alike = self._traces.outputs, self._alike[group]
+        if alike not in outputs:
             with torch.no_grad():
-                self._outputs[group] = forward(*structural_copy(args), **structural_copy(kwargs))
-        return self._outputs[group]
+                outputs[alike] = forward(*structural_copy(args), **structural_copy(kwargs))
+        return outputs[alike]
 
 
 def _computed_again(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -247,12 +258,6 @@ def _told(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} must run on tensors that have shapes and no values (got {type(error).__name__}: "
             f"{error}); pass the inputs= and the loss= that it needs, or the dtype= that its operators ask for"
         ) from error
-
-
-def _likeness(module: nn.Module) -> Any:
-    """Returns what layers have in common that compute the same."""
-    parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
-    return type(module), repr(module), tuple(parameters)
 
 
 def _leaf(value: Any) -> Any:
