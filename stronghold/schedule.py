@@ -12,6 +12,7 @@ traffic at that minimum, which is the end of its victim's last use (Cao, Felten,
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -54,19 +55,26 @@ def evict(layer: int) -> Move:
 
 _AT_ONCE = 32
 """Computations of the future that are looked through together: more than a small window needs."""
+_FEW = 16
+"""Layers whose places are looked up one by one: of more, looking through the future takes less."""
 _FORESEEN = 3
 """Computations to look through for each fetch that is asked for: what is fetched later has time until later."""
 
 
 def possible_now(
-    future: Sequence[int], held: Iterable[int], window: int, computing: int | None = None
+    future: Sequence[int],
+    held: Iterable[int],
+    window: int,
+    computing: int | None = None,
+    known: KnownFuture | None = None,
 ) -> Iterator[Move]:
     """Yields the evictions and fetches that the least-traffic plan for ``future`` can make now.
 
     ``future`` are the layers to be computed, next first; ``computing`` is the layer in computation,
     whose slot is not free yet, or None between computations. The moves come in the order of need,
     each eviction before the fetch that takes its slot; the first fetch whose victim is still needed
-    before it ends the list, so that the link carries the layers in the order they are computed.
+    before it ends the list, so that the link carries the layers in the order they are computed. ``known`` spares
+    looking through a long ``future`` for the layer that is needed last; the moves are the same without it.
     """
     held = set(held)
     previous = computing
@@ -75,7 +83,7 @@ def possible_now(
             victim = None
             if len(held) >= window:
                 # One computation ahead: with two slots or more, what computes just before stays.
-                victim = _needed_last(held.difference((previous,) if window > 1 else ()), future, t)
+                victim = _needed_last(held.difference((previous,) if window > 1 else ()), future, t, known)
                 if victim == computing or victim in future[:t]:
                     return
                 held.remove(victim)
@@ -85,7 +93,7 @@ def possible_now(
         previous = layer
 
 
-def _needed_last(left: set[int], future: Sequence[int], start: int) -> int:
+def _needed_last(left: set[int], future: Sequence[int], start: int, known: KnownFuture | None = None) -> int:
     """Returns which of the layers ``left`` is computed last from ``start`` on; of those that are not, the highest."""
     begin = start
     while begin < len(future):
@@ -93,7 +101,44 @@ def _needed_last(left: set[int], future: Sequence[int], start: int) -> int:
         if not (later := left.difference(part)):
             return max(left, key=part.index)
         left, begin = later, begin + _AT_ONCE
+        if len(left) <= _FEW and known is not None and (places := known.places_in(future)) is not None:
+            return max(left, key=lambda layer: (places.next(layer, begin), layer))
     return max(left)
+
+
+class KnownFuture:
+    """Remembers where each layer is computed in a future, of which those behind it are the ends.
+
+    A pass only takes away from the beginning of what was foreseen: the places are found once for all of it.
+    """
+
+    def __init__(self) -> None:
+        self._future: Sequence[int] = ()
+        self._places: dict[int, list[int]] | None = None
+
+    def places_in(self, future: Sequence[int]) -> _Places | None:
+        """Returns the places in ``future`` if it is an end of the one before, None where it is not."""
+        passed = len(self._future) - len(future)
+        if passed < 0 or self._future[passed:] != future:
+            self._future, self._places = future, None
+            return None
+        if self._places is None:
+            self._places = {}
+            for place, layer in enumerate(self._future):
+                self._places.setdefault(layer, []).append(place)
+        return _Places(self._places, passed)
+
+
+class _Places(NamedTuple):
+    """Where layers are in a future that lacks the ``passed`` first ones of another."""
+
+    of: dict[int, list[int]]
+    passed: int
+
+    def next(self, layer: int, start: int) -> float:
+        """Returns the first place of ``layer`` from ``start`` on, infinity where there is none."""
+        begin = self.passed + start
+        return next((place for place in self.of.get(layer, ()) if place >= begin), math.inf)
 
 
 class Schedule:
@@ -143,6 +188,7 @@ class Schedule:
         """The layers of the order, twice: from any place on it is there as a whole."""
         self._place: int | None = None
         """The last computation's place in the order, or None where it is not in it."""
+        self._known = KnownFuture()
         self._left_out: frozenset[int] = frozenset()
         """The layers that a forward pass is known to pass over."""
 
@@ -154,7 +200,7 @@ class Schedule:
         self._left_out = (self._left_out - frozenset(among)) | frozenset(layers)
         if self._computing is not None or self._last is None:
             return []
-        return self._apply(possible_now(self._future(self._last), self._held, self.window))
+        return self._apply(self._possible_now(self._last))
 
     def follow(self, order: Sequence[Computation]) -> None:
         """Foresees ``order``, again and again, in place of what it sees by itself; an empty one ends that.
@@ -197,7 +243,7 @@ class Schedule:
             self._returning[layer] = returning
             if returning:
                 self._remaining = (layer, *self._remaining)
-        return self._apply(possible_now(self._future(layer), self._held, self.window))
+        return self._apply(self._possible_now(layer))
 
     def begin_backward(self, layer: int, remaining: Sequence[int]) -> list[Move]:
         """Says what must move when ``layer`` begins its backward computation.
@@ -213,7 +259,7 @@ class Schedule:
     def end_backward(self) -> list[Move]:
         """Says what can move now that the layer's backward computation has ended."""
         layer = self._end()
-        return self._apply(possible_now(self._future(layer), self._held, self.window))
+        return self._apply(self._possible_now(layer))
 
     def changed(self, layers: Iterable[int]) -> list[Move]:
         """Drops what changed in the store and says what to fetch for the computations to come."""
@@ -221,7 +267,7 @@ class Schedule:
         self._changed |= changed
         moves = self._apply([evict(layer) for layer in sorted(self._held & changed)])
         if self._computing is None and self._last is not None:
-            moves += self._apply(possible_now(self._future(self._last), self._held, self.window))
+            moves += self._apply(self._possible_now(self._last))
         return moves
 
     def ahead(self, count: int) -> list[int]:
@@ -292,6 +338,10 @@ class Schedule:
                 return place
         return None
 
+    def _possible_now(self, layer: int) -> Iterator[Move]:
+        """Yields what can move behind the beginning of ``layer``, or behind its end."""
+        return possible_now(self._future(layer), self._held, self.window, self._computing, self._known)
+
     def _begin(self, layer: int) -> list[Move]:
         moves: list[Move] = []
         self._last = layer
@@ -302,7 +352,7 @@ class Schedule:
                 moves += self._apply([evict(victim)])
             moves += self._apply([fetch(layer)])
         self._computing = layer
-        moves += self._apply(possible_now(self._future(layer), self._held, self.window, layer))
+        moves += self._apply(self._possible_now(layer))
         return moves
 
     def _end(self) -> int:
@@ -327,7 +377,7 @@ class Schedule:
         rest = self._pass(layer, self._training)[1:]
         if not self._training:
             return rest + self._pass(self._first[False], False)
-        again = tuple(x for x in reversed(rest) if self._returning[x])
+        again = rest[::-1] if False not in self._returning else tuple(x for x in rest[::-1] if self._returning[x])
         back = (layer,) if self._computing == layer and self._returning[layer] else ()
         return rest + again + back + self._remaining + self._pass(self._first[True], True)
 

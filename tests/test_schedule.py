@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stronghold.schedule import Action, Move, Schedule, evict, fetch, possible_now, trace
+from stronghold.schedule import Action, KnownFuture, Move, Schedule, evict, fetch, possible_now, trace
 
 
 def fetches(layers: int, window: int, once: list[str], rounds: int = 6) -> int:
@@ -303,3 +303,18 @@ def test_an_unforeseen_pass_is_no_hindrance():
     assert schedule.ahead(2) == [1, 0]  # expecting the turn
     schedule.begin_forward(0, training=False)
     assert schedule.ahead(2) == [2, 3]
+
+
+@given(st.integers(20, 150), st.data())
+@settings(max_examples=20, deadline=None)
+def test_a_future_that_is_known_changes_no_move(layers, data):
+    """Over passes of which every future is an end of the one before, and over orders in which none is."""
+    window = data.draw(st.integers(1, layers))
+    order = list(range(layers)) if data.draw(st.booleans()) else data.draw(st.permutations(range(layers)))
+    future = (*order, *reversed(order), *order)
+    known = KnownFuture()
+    for passed in data.draw(st.lists(st.integers(0, 2 * layers), min_size=1, max_size=12).map(sorted)):
+        rest = future[passed:] if data.draw(st.booleans()) else (*future[passed:], *order)
+        held = set(data.draw(st.lists(st.integers(0, layers - 1), max_size=window)))
+        computing = data.draw(st.sampled_from([None, *sorted(held)]))
+        assert [*possible_now(rest, held, window, computing, known)] == [*possible_now(rest, held, window, computing)]
