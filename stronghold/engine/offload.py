@@ -72,7 +72,8 @@ def offload(
         experts_per_part: Experts of a mixture that go through the window together, as :func:`split_experts` cuts them;
             ``"auto"`` for all of a layer where it fits ``device_memory`` (by default the free memory) or, with
             ``inputs``, the planner's limits, else half of them, a quarter and so on: as many as fit or, with
-            ``inputs``, make the shortest step. By default a layer is whole.
+            ``inputs``, make the shortest step. Cut experts are new parameters, which an optimizer that was made before
+            does not have. By default a layer is whole.
         micro_batch: Samples over which a layer runs at a time, so that weights cross the bus once however large the
             batch; None for the whole batch, or with ``inputs`` the same as ``"auto"``.
         activations: What the backward pass finds: ``"recompute"`` (each layer runs again from its input), ``"host"``

@@ -34,9 +34,9 @@ def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
     are not. Frozen parts that no token of a batch needs are passed over, and fetched only where the fetch has begun
     before the routing is known. What is small beside the parts, such as norms and routers, becomes root parameters.
 
-    Call it before :func:`stronghold.offload`, on a model in memory or on the meta device, and after whatever else
-    rewrites modules by their parameters; an optimizer is made of the parameters that are there afterwards. One layer's
-    experts are in memory twice at a time.
+    Call it before :func:`stronghold.offload`, whose ``experts_per_part`` does the same, on a model in memory or on the
+    meta device, and after whatever else rewrites modules by their parameters; an optimizer is made of the parameters
+    that are there afterwards. One layer's experts are in memory twice at a time.
 
     Raises ValueError where there are no such experts, or not that many, and OffloadedModelError for a model that is
     offloaded already.

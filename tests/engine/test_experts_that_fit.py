@@ -92,7 +92,7 @@ def test_of_cuts_that_fit_the_one_with_the_least_cost_is_taken():
 def test_where_inputs_are_known_the_planner_says_what_fits_and_which_is_shortest(here, monkeypatch):  # noqa: F811
     (batch,) = batches(1)
     inputs = {"input_ids": batch, "labels": batch}
-    with pytest.raises(BudgetError) as error:
+    with pytest.raises(BudgetError, match="cut a layer's experts apart") as error:
         on_a_gpu(here, model(), inputs=inputs, device_memory=1000)
     budget = error.value.needed["device"] - 1
     with pytest.raises(BudgetError):
