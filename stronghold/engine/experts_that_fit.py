@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stronghold.engine.budget import CUT_APART
 from stronghold.engine.experts_part import alike, are_experts
 from stronghold.engine.split_experts import adapters_of_experts, fewest_experts, split_experts
 from stronghold.errors import BudgetError
@@ -38,8 +39,8 @@ def cut_to_fit(model: nn.Module, fit: Callable[[nn.Module], Fit]) -> tuple[int |
         problem = error
         if adapters_of_experts(model) is not None:
             raise BudgetError(
-                f"{error}; experts with adapters of their own are not cut apart: name other layers by target_modules=, "
-                "such as the attention's"
+                f"{str(error).removesuffix(CUT_APART)}; experts with adapters of their own are not cut apart: name "
+                "other layers by target_modules=, such as the attention's"
             ) from error
     number = fewest_experts(model)
     best: tuple[int, Fit] | None = None
