@@ -62,6 +62,11 @@ class PlannedModel:
         from stronghold.engine.planning.computation import ModelComputation
         from stronghold.engine.planning.quantised_layers import with_rates
 
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"a plan is of training, and something must be trained (got {type(model).__name__}, all frozen); add "
+                "adapters first, or let parameters require gradients"
+            )
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._model, self._directories = model, directories
         self._recompute = activations
