@@ -31,7 +31,10 @@ def random_unit(rng, is_root=False):
 
 
 def random_model(rng):
-    layers, root = [random_unit(rng) for _ in range(3)], [random_unit(rng, is_root=True) for _ in range(2)]
+    layers, root = ([random_unit(rng, is_root) for _ in range(2)] for is_root in (False, True))
+    for units in (layers, root):  # which differ in one thing from another
+        units.append(replace(units[0], slot=units[0].slot + 1, on_device=7))
+        units.append(replace(units[0], moments={"fp32": 1, "8bit": 2}))
     return ModelBytes(
         layers=[replace(rng.choice(layers)) for _ in range(rng.randint(1, 12))],
         root=[replace(rng.choice(root)) for _ in range(rng.randint(0, 4))],
