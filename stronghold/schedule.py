@@ -106,15 +106,15 @@ def _needed_last(left: set[int], future: Sequence[int], start: int, known: Known
     return max(left)
 
 
+@dataclass
 class KnownFuture:
     """Remembers where each layer is computed in a future, of which those behind it are the ends.
 
     A pass only takes away from the beginning of what was foreseen: the places are found once for all of it.
     """
 
-    def __init__(self) -> None:
-        self._future: Sequence[int] = ()
-        self._places: dict[int, list[int]] | None = None
+    _future: Sequence[int] = ()
+    _places: dict[int, list[int]] | None = None
 
     def places_in(self, future: Sequence[int]) -> _Places | None:
         """Returns the places in ``future`` if it is an end of the one before, None where it is not."""
@@ -300,6 +300,7 @@ class Schedule:
         twin._held, twin._returning = set(self._held), list(self._returning)
         twin._after, twin._first = {mode: dict(after) for mode, after in self._after.items()}, dict(self._first)
         twin._rounds, twin._changes = dict(self._rounds), dict(self._changes)
+        twin._known = KnownFuture()
         return twin
 
     def _end_as_before(self) -> list[Move]:
