@@ -48,6 +48,7 @@ def load(
     *,
     model_class: Any = None,
     quantize: str | None = None,
+    frozen: bool = False,
     experts_per_part: int | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -64,6 +65,9 @@ def load(
     they come, and frozen: a base for adapters, 0.5625 bytes per parameter; ``"nf4_nested"`` has its scales in eight
     bits, 0.516. ``"int8"`` are bitsandbytes' eight bits, a byte per parameter and 4 per row. Files that hold weights so
     already, or in torchao's tensor subclasses, as transformers' ``save_pretrained`` writes them, are read as they are.
+
+    With ``frozen`` no parameter has ``requires_grad``: a base for adapters, of which the store has the weights in the
+    type that they compute in and never the 16 bits beside them that bf16 weights have for training.
 
     With ``experts_per_part`` the layers of a mixture of experts go through the window in parts
     (:func:`split_experts`).
@@ -111,6 +115,8 @@ def load(
         quantise(model, quantize, layers=options.get("layers"), dtype=options.get("dtype"))
     if experts_per_part is not None:
         split_experts(model, experts_per_part)
+    if frozen:
+        model.requires_grad_(False)
     return offload(model, weights=folder, **options)
 
 
