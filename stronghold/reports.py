@@ -103,7 +103,8 @@ class Report(Shown):
     ours that have stepped the model, and ``others_host_bytes`` and ``others_device_bytes`` what their states take.
     ``step`` is None before the first step; ``stages`` are this process's, of a model in stages that computed a batch.
     ``planned`` is what was planned for, where ``offload`` was given a plan or made one. Of the layers that are to be
-    compiled ``compiled`` ran compiled in their last call, and ``not_compiled`` eagerly.
+    compiled ``compiled`` ran compiled in their last call, and ``not_compiled`` eagerly. ``experts_per_part`` is how
+    many experts of a mixture make a part, each counted as a layer, None where layers are whole.
     """
 
     parameters: int
@@ -144,6 +145,7 @@ class Report(Shown):
     planned: PlannedStep | None = None
     compiled: int = 0
     not_compiled: int = 0
+    experts_per_part: int | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -165,6 +167,7 @@ class Report(Shown):
         rows = [
             ("model", "parameters", parameters),
             ("", "layers", f"{self.layers}{resident}, {self.window} at a time on {self.device}"),
+            *([("", "experts in a part", f"{self.experts_per_part}")] if self.experts_per_part else []),
             *([("", "compiled layers", self._compiled())] if self.compiled or self.not_compiled else []),
             ("", "compute type", self.dtype),
             ("", "moments", ", ".join(filter(None, (self.states, *self.other_optimizers))) or "none yet"),

@@ -19,7 +19,6 @@ from stronghold.checkpoint.kept_weights import keep_quantised
 from stronghold.checkpoint.quantising import quantise
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.offload import offload
-from stronghold.engine.split_experts import split_experts
 from stronghold.formats.conversion import from_model
 from stronghold.formats.model_config import build, write_config
 from stronghold.formats.pieces import Group
@@ -48,7 +47,6 @@ def load(
     *,
     model_class: Any = None,
     quantize: str | None = None,
-    experts_per_part: int | None = None,
     **options: Any,
 ) -> nn.Module:
     """Loads a checkpoint straight into the store, layer by layer, and returns the offloaded model.
@@ -57,16 +55,13 @@ def load(
     :func:`save` write them. ``model_class`` is one of transformers' classes, such as ``AutoModel``, or one of the
     user's own with ``from_config_dict`` (see :mod:`stronghold.formats.model_config`); by default it is the one of
     transformers that the config names, or AutoModelForCausalLM where that names none. ``options`` are those of
-    :func:`offload` (``window``, ``store``, ``device``, ``dtype``, ...). No more than one layer, and one tensor of the
-    files, is in memory beside the store.
+    :func:`offload` (``window``, ``store``, ``device``, ``dtype``, ``experts_per_part``, ...). No more than one layer,
+    and one tensor of the files, is in memory beside the store.
 
     With ``quantize="nf4"`` the linear layers' weights are bitsandbytes' in four bits, quantised tensor by tensor as
     they come, and frozen: a base for adapters, 0.5625 bytes per parameter; ``"nf4_nested"`` has its scales in eight
     bits, 0.516. ``"int8"`` are bitsandbytes' eight bits, a byte per parameter and 4 per row. Files that hold weights so
     already, or in torchao's tensor subclasses, as transformers' ``save_pretrained`` writes them, are read as they are.
-
-    With ``experts_per_part`` the layers of a mixture of experts go through the window in parts
-    (:func:`split_experts`).
 
     The model is what ``from_pretrained(directory)`` and :func:`offload` would make: its parameters have the dtype that
     the config names (without one the files'), and it is in evaluation mode; call
@@ -109,8 +104,6 @@ def load(
         keep_quantised(model, checkpoint, kept or {})
     if quantize is not None:
         quantise(model, quantize, layers=options.get("layers"), dtype=options.get("dtype"))
-    if experts_per_part is not None:
-        split_experts(model, experts_per_part)
     return offload(model, weights=folder, **options)
 
 

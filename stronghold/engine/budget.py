@@ -22,6 +22,8 @@ from stronghold.unit import Unit
 from stronghold.units import format_bytes
 from stronghold.window import RING, gradient_slot_bytes
 
+CUT_APART = ", or pass experts_per_part='auto', which cuts a layer's experts apart"
+"""How an error ends where that may be its remedy."""
 BUFFERS = Buffers(gradient_slots=RING, disk_buffers=DISK_BUFFERS, ring_bytes=RING_BYTES)
 
 
@@ -130,8 +132,9 @@ def choose_window(
     assert budget is None or isinstance(budget, int)
     beside = " and resident layers" if layers < len(units) else ""
     needed = f"root, gradient slots{beside} take {format_bytes(fixed)}, each layer of the window {format_bytes(slot)}"
-    stacked = any(len(shape) == 3 for unit in units for shape in unit.shapes)  # as a mixture's experts are
-    smaller = ", or cut its experts apart by stronghold.split_experts" if stacked else ""
+    # As a mixture's experts are, more than one.
+    stacked = any(len(shape) == 3 and shape[0] > 1 for unit in units for shape in unit.shapes)
+    smaller = CUT_APART if stacked else ""
     if isinstance(settings.window, int):
         window = settings.window
         if not 1 <= window <= len(units):

@@ -13,6 +13,13 @@ from stronghold.errors import OffloadedModelError
 
 COUNT = "num_experts"
 """The attribute in which a module with stacked experts has their number."""
+WRAPPED = "base_layer"
+"""The name under which adapters of PEFT hold what they are around."""
+NO_ADAPTERS = (
+    "experts in parts have no adapters of their own (got a {} around the {}): their names would be a part's, and no "
+    "whole model could load them; name other layers by target_modules=, such as the attention's, or do not split the "
+    "experts"
+)
 
 
 def are_experts(module: nn.Module | None) -> TypeGuard[nn.Module]:
@@ -54,19 +61,13 @@ class ExpertsPart(nn.Module):
     def check(self) -> None:
         """Raises OffloadedModelError where something was put around the experts."""
         if type(self.experts) is not self._kind:
-            raise OffloadedModelError(
-                f"experts in parts have no adapters of their own (got a {type(self.experts).__name__} around the "
-                f"{self._kind.__name__} of a part): its names would be a part's, and no whole model could load them; "
-                "name other layers by target_modules=, such as the attention's, or do not split the experts"
-            )
+            around = type(self.experts).__name__
+            raise OffloadedModelError(NO_ADAPTERS.format(around, f"{self._kind.__name__} of a part"))
 
 
 def _some(experts: nn.Module, begin: int, end: int) -> nn.Module:
     """Returns a module as ``experts``, with those from ``begin`` to ``end`` alone, in memory of their own."""
-    part = copy.copy(experts)
-    for name, value in vars(experts).items():
-        if isinstance(value, dict):
-            vars(part)[name] = copy.copy(value)
+    part = alike(experts)
     setattr(part, COUNT, end - begin)
     for name, parameter in experts._parameters.items():
         assert parameter is not None
@@ -74,3 +75,12 @@ def _some(experts: nn.Module, begin: int, end: int) -> nn.Module:
         some.__dict__.update(parameter.__dict__)
         part._parameters[name] = some
     return part
+
+
+def alike(module: nn.Module) -> nn.Module:
+    """Returns a module as ``module``, whose parameters, children and hooks it has, and may lose or exchange."""
+    other = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):
+            vars(other)[name] = copy.copy(value)
+    return other

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.device import Device, Timeline, open_device, return_free_memory
+from stronghold.engine.arranging import Asked
 from stronghold.engine.closing import close_engine
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.engine import Engine
 from stronghold.engine.methods import Apply, Compile
-from stronghold.engine.placement import plan as place
-from stronghold.engine.reopening import Reopened, kept_on_disk
+from stronghold.engine.reopening import Reopened
 from stronghold.engine.taking_in import live
 from stronghold.errors import OffloadedModelError
 from stronghold.planner.training_plan import TrainingPlan
@@ -34,6 +34,7 @@ def offload(
     device: str | torch.device | Device = "cuda",
     dtype: torch.dtype | None = None,
     layers: str | Sequence[str] | None = None,
+    experts_per_part: int | str | None = None,
     micro_batch: int | str | None = None,
     activations: str | None = None,
     resident: int | str | None = None,
@@ -68,6 +69,11 @@ def offload(
         dtype: The compute type, torch.float32 or torch.bfloat16; by default each parameter's own. With bf16 the fp32
             master is kept exactly, as the weight and a 16-bit remainder.
         layers: The containers of the layers, by name, where they are not found by themselves.
+        experts_per_part: Experts of a mixture that go through the window together, as :func:`split_experts` cuts them;
+            ``"auto"`` for all of a layer where it fits ``device_memory`` (by default the free memory) or, with
+            ``inputs``, the planner's limits, else half of them, a quarter and so on: as many as fit or, with
+            ``inputs``, make the shortest step. Cut experts are new parameters, which an optimizer that was made before
+            does not have. By default a layer is whole.
         micro_batch: Samples over which a layer runs at a time, so that weights cross the bus once however large the
             batch; None for the whole batch, or with ``inputs`` the same as ``"auto"``.
         activations: What the backward pass finds: ``"recompute"`` (each layer runs again from its input), ``"host"``
@@ -131,7 +137,18 @@ def offload(
         host_memory=host_memory,
         compile=compile,
     )
-    return _offload(model, settings, device, dtype, layers, weights, ONE_REPLICA, inputs=inputs, plan=plan)
+    return _offload(
+        model,
+        settings,
+        device,
+        dtype,
+        layers,
+        weights,
+        ONE_REPLICA,
+        experts_per_part=experts_per_part,
+        inputs=inputs,
+        plan=plan,
+    )
 
 
 def offload_shared(
@@ -162,6 +179,7 @@ def _offload(
     replicas: Replicas,
     shared: Sequence[nn.Parameter] = (),
     *,
+    experts_per_part: int | str | None = None,
     inputs: Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
     plan: TrainingPlan | str | os.PathLike[str] | None = None,
 ) -> nn.Module:
@@ -176,19 +194,32 @@ def _offload(
             f"a part of {type(model).__name__}, or a model that it is a part of, is offloaded already, and a parameter "
             "can be offloaded once; offload the whole model"
         )
-    opened, planned = open_device(device), None
-    if inputs is not None or plan is not None:
-        # Here, since what it imports takes a second that training does without.
-        from stronghold.engine.planning.auto import settled
-
-        settings, planned = settled(model, settings, opened, inputs=inputs, plan=plan, layers=layers, dtype=dtype)
-    settings.check_known()
-    reopen = _same_directory(weights, settings)
-    on_host = [*shared, *(kept_on_disk(model, settings.directories[0]) if reopen else ())]
-    placement = place(model, layers, dtype, settings, opened, replicas, on_host)
+    opened, reopen = open_device(device), _same_directory(weights, settings)
+    asked = Asked(
+        settings=settings,
+        device=opened,
+        dtype=dtype,
+        layers=layers,
+        experts_per_part=experts_per_part,
+        replicas=replicas,
+        shared=shared,
+        reopen=reopen,
+        inputs=inputs,
+        plan=plan,
+    )
+    arranged = asked.arrange(model)
     values = Reopened(model) if reopen else open_weights(model, weights)
     own = opened is not device
-    engine = Engine(model, placement, opened, settings, values, replicas, planned=planned, own_device=own)
+    engine = Engine(
+        model,
+        arranged.placement,
+        opened,
+        arranged.settings,
+        values,
+        replicas,
+        planned=arranged.planned,
+        own_device=own,
+    )
     model.__dict__["_stronghold"] = engine
     live.add(engine)
     for module in model.modules():

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from stronghold.engine.offload import known_engine
+from stronghold.engine.split_experts import experts_per_part_of
 from stronghold.optim import HostMuon
 from stronghold.optim.held import name_of
 from stronghold.reports import Report
@@ -69,6 +70,7 @@ def report(model: nn.Module) -> Report:
         states_on_disk=sum(unit.trainable and unit.lives("moments") == "disk" for unit in engine.layers),
         compiled=ran.count(True),
         not_compiled=ran.count(False),
+        experts_per_part=experts_per_part_of(model),
     )
 
 

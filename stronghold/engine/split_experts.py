@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.engine.block import Block, block_of
-from stronghold.engine.experts_part import COUNT, ExpertsPart, are_experts
+from stronghold.engine.experts_part import COUNT, NO_ADAPTERS, WRAPPED, ExpertsPart, are_experts
 from stronghold.engine.saved import Saved
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import unit_of
@@ -34,9 +34,9 @@ def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
     are not. Frozen parts that no token of a batch needs are passed over, and fetched only where the fetch has begun
     before the routing is known. What is small beside the parts, such as norms and routers, becomes root parameters.
 
-    Call it before :func:`stronghold.offload`, on a model in memory or on the meta device, and after whatever else
-    rewrites modules by their parameters; an optimizer is made of the parameters that are there afterwards. One layer's
-    experts are in memory twice at a time.
+    Call it before :func:`stronghold.offload`, whose ``experts_per_part`` does the same, on a model in memory or on the
+    meta device, and after whatever else rewrites modules by their parameters; an optimizer is made of the parameters
+    that are there afterwards. One layer's experts are in memory twice at a time.
 
     Raises ValueError where there are no such experts, or not that many, and OffloadedModelError for a model that is
     offloaded already.
@@ -45,22 +45,20 @@ def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
         raise OffloadedModelError(
             f"experts are split before a model is offloaded (got {type(model).__name__}, which is); build it anew"
         )
-    if any(isinstance(module, SplitExperts) for module in model.modules()):
+    if experts_per_part_of(model) is not None:
         raise ValueError(
             f"the experts of {type(model).__name__} are split already; build it anew to split it otherwise"
         )
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():
-        for name, module in parent._modules.items():
-            if are_experts(module):
-                places.setdefault(module, []).append((parent, name))
+    places = _stacked_experts(model)
+    if (around := adapters_of_experts(model)) is not None:
+        raise OffloadedModelError(NO_ADAPTERS.format(type(around).__name__, "experts"))
     if not places:
         raise ValueError(
             f"split_experts needs a module with stacked experts: every parameter's first dimension its {COUNT} (got "
             f"none in {type(model).__name__}); experts that are modules of their own need no splitting, for layers= of "
             "offload() can name their containers"
         )
-    fewest = min(getattr(experts, COUNT) for experts in places)
+    fewest = _fewest(places)
     if not 1 <= experts_per_part <= fewest:
         raise ValueError(
             f"experts_per_part must be between 1 and the number of experts of a layer (got {experts_per_part}, a layer "
@@ -72,6 +70,38 @@ def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
         for parent, name in owners:
             parent._modules[name] = split
     return model
+
+
+def experts_per_part_of(model: nn.Module) -> int | None:
+    """Returns how many experts a part has, None where they were not split."""
+    return next((module.experts_per_part for module in model.modules() if isinstance(module, SplitExperts)), None)
+
+
+def fewest_experts(model: nn.Module) -> int:
+    """Returns how many experts a layer has at least, 0 where no layer has some that can be split."""
+    places = _stacked_experts(model)
+    whole = experts_per_part_of(model) is None and adapters_of_experts(model) is None
+    return _fewest(places) if places and whole else 0
+
+
+def adapters_of_experts(model: nn.Module) -> nn.Module | None:
+    """Returns a module of adapters around experts, None where there is none."""
+    places = _stacked_experts(model).values()
+    return next((parent for owners in places for parent, name in owners if name == WRAPPED), None)
+
+
+def _stacked_experts(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Returns the modules with stacked experts, each with those that hold it and its names there."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, module in parent._modules.items():
+            if are_experts(module):
+                places.setdefault(module, []).append((parent, name))
+    return places
+
+
+def _fewest(places: Iterable[nn.Module]) -> int:
+    return min(getattr(experts, COUNT) for experts in places)
 
 
 def parts_of(layer: nn.Module) -> list[tuple[str, nn.Module]] | None:

@@ -262,7 +262,8 @@ def bits(folder: str) -> list[str]:
         whole, model = residual(), residual()
         names = {id(p): name for name, p in model.named_parameters()}
         dtype = torch.bfloat16 if case.get("bf16") else None
-        stronghold.offload(whole, device="cpu", dtype=dtype)
+        compiled = {"compile": case.get("compile", False)}
+        stronghold.offload(whole, device="cpu", dtype=dtype, **compiled)
         stages = stronghold.pipeline(
             model,
             loss=F.cross_entropy,
@@ -275,6 +276,7 @@ def bits(folder: str) -> list[str]:
             window=1,
             resident=case.get("resident", 0),
             **({"store": f"{folder}/{number}"} if case.get("disk") else {}),
+            **compiled,
         )
         update = case.get("update", "deferred")
         optimizing = {name: case[name] for name in ("states", "muon") if name in case}
@@ -297,6 +299,8 @@ def bits(folder: str) -> list[str]:
                 same &= torch.equal(parameter, expected[names[id(parameter)]])
             if not same:
                 unequal.append(f"{case} in step {step}")
+        if "compile" in case and stronghold.report(stages).compiled != len(engine_of(stages).blocks):
+            unequal.append(f"{case}: what is compiled")
     return unequal
 
 
@@ -310,6 +314,7 @@ BITS = [
     {"stages": 2, "schedule": "GPipe", "update": "in_backward", "bf16": True, "disk": True},
     {"stages": 2, "schedule": "1F1B", "update": "in_backward", "bf16": True, "resident": 2},
     {"stages": 4, "schedule": "Interleaved1F1B", "update": "in_backward", "states": "8bit"},
+    {"stages": 4, "schedule": "Interleaved1F1B", "compile": "aot_eager"},
     {"stages": 2, "schedule": "1F1B", "muon": True},
     {"stages": 4, "schedule": "Interleaved1F1B", "update": "in_backward", "bf16": True, "disk": True, "muon": True},
 ]

@@ -31,6 +31,7 @@ BITS: list[dict[str, Any]] = [
     {"resident": 3, "update": "in_backward"},
     {"bf16": True},
     {"bf16": True, "resident": 3},
+    {"compile": "aot_eager", "window": 2},
     {"muon": True, "max_grad_norm": 0.05},
     {"muon": True, "update": "in_backward", "disk": True, "bf16": True},
 ]
@@ -55,7 +56,7 @@ def bits(folder: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
         if settings.pop("disk", False):
             settings["store"] = f"{folder}/{number}"
         whole, model = residual(), residual()
-        stronghold.offload(whole, device="cpu", dtype=dtype, window=1)
+        stronghold.offload(whole, device="cpu", dtype=dtype, window=1, compile=case.get("compile", False))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(int(os.environ["RANK"]))  # the first one's values are taken
@@ -79,6 +80,8 @@ def bits(folder: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
                 optimizer.zero_grad()
             named = zip(model.named_parameters(), whole.parameters(), strict=True)
             unequal += [f"{case} step {step} {n}" for (n, p), q in named if not torch.equal(p, q)]
+        if "compile" in case and stronghold.report(model).compiled != len(engine_of(model).blocks):
+            unequal.append(f"{case}: what is compiled")
         if case == cases[0]:
             fetches = stronghold.report(model).step.fetches
     return {"unequal": unequal, "bytes": bytes_, "fetches": fetches}

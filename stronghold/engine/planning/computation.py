@@ -114,7 +114,9 @@ class ModelComputation:
         samples, found = min(samples or self.batch, self.batch), []
         with _told(self._model), self._mode, torch.enable_grad():
             for group in self.group_of:
-                for piece in split(*self._calls[group], samples):
+                # A part of a mixture has rows in samples' place, and no micro-batches.
+                pieces = split(*self._calls[group], samples) if samples < self.batch else [self._calls[group]]
+                for piece in pieces:
                     tensors: list[Tensor] = []
                     flatten(piece, tensors)
                     found.append(input_sizes(tensors))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.engine.experts_part import are_experts
+from stronghold.engine.experts_part import ExpertsPart, are_experts
 from stronghold.engine.split_experts import bounds_of
 
 
@@ -20,7 +20,8 @@ def routed_evenly(module: nn.Module) -> Iterator[None]:
 
     Of transformers' classes, which say of their weights how they lie; others run as they are.
     """
-    experts = [m for m in module.modules() if are_experts(m) and hasattr(m, "is_transposed")]
+    in_parts = {m.experts for m in module.modules() if isinstance(m, ExpertsPart)}  # of one expert, too
+    experts = [m for m in module.modules() if (m in in_parts or are_experts(m)) and hasattr(m, "is_transposed")]
     own = [m.__dict__.get("forward") for m in experts]
     try:
         for one in experts:

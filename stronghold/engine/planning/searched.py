@@ -16,6 +16,7 @@ from stronghold.engine.planning.kept_inputs import kept_inputs
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.model_planner import ModelPlanner
+from stronghold.engine.split_experts import fewest_experts
 from stronghold.errors import BudgetError
 from stronghold.planner.machine_file import MachineFile, Spread
 from stronghold.planner.machine_rates import Pace
@@ -61,6 +62,11 @@ class PlannedModel:
         from stronghold.engine.planning.computation import ModelComputation
         from stronghold.engine.planning.quantised_layers import with_rates
 
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"a plan is of training, and something must be trained (got {type(model).__name__}, all frozen); add "
+                "adapters first, or let parameters require gradients"
+            )
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._model, self._directories = model, directories
         self._recompute = activations
@@ -116,7 +122,7 @@ class PlannedModel:
             found = search(one, planner.work_of, planner.bytes_of, planner.limits, rival_s=rival_s)
             if found.plans:
                 return self._told(planner, found, limits, tokens)
-        raise _nothing_fits(found.refused)
+        raise _nothing_fits(found.refused, has_experts=fewest_experts(self._model) > 1)
 
     def inputs_host_bytes(self, micro_batch: int | None) -> int:
         """Returns what of the host's memory the layers' inputs take that are not kept on the device."""
@@ -218,7 +224,7 @@ class _Told:
         )
 
 
-def _nothing_fits(refused: Sequence[Refusal]) -> BudgetError:
+def _nothing_fits(refused: Sequence[Refusal], *, has_experts: bool) -> BudgetError:
     least: dict[str, Refusal] = {}
     for one in refused:
         if one.place not in least or one.needed_bytes < least[one.place].needed_bytes:
@@ -231,8 +237,9 @@ def _nothing_fits(refused: Sequence[Refusal]) -> BudgetError:
             needed, limit = f"{one.needed_bytes:,} bytes", f"{one.limit_bytes:,}"
         settings = ", ".join(f"{name}={value!r}" for name, value in one.choice._asdict().items() if name != "kept")
         found.append(f"{memory} must hold at least {needed} (got {limit}), with {settings}")
+    apart = "cut a layer's experts apart (experts_per_part='auto', for offload), " if has_experts else ""
     return BudgetError(
         f"nothing fits: {'; '.join(found)}; raise the budget, allow states='8bit', give a directory on a disk "
-        "(store=), or make the batch smaller",
+        f"(store=), {apart}or make the batch smaller",
         {place: one.needed_bytes for place, one in least.items()},
     )

@@ -36,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "held_out": 0,
     "window": "auto",
+    "experts_per_part": "auto",
     "compile": False,
     "store": "ram",
     "states": "fp32",
@@ -157,9 +158,9 @@ def _add_placement(place: Group) -> None:
     add_compile(place)
     place.add_argument(
         "--experts-per-part",
-        type=whole,
-        metavar="K",
-        help="experts of a mixture that move together (default: all of a layer)",
+        type=_layers,
+        metavar="K|auto",
+        help="experts of a mixture that move together (default: auto, all of a layer or as many as fit)",
     )
     place.add_argument(
         "--store",

@@ -15,7 +15,6 @@ from stronghold.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from stronghold.checkpoint.kept_weights import METHODS, keep_quantised
 from stronghold.checkpoint.quantising import quantise
 from stronghold.engine import offload
-from stronghold.engine.split_experts import split_experts
 from stronghold.formats.model_config import build
 from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.lab.finetuning.adapters import add_adapters
@@ -69,8 +68,6 @@ def build_base(settings: FinetuneSettings) -> nn.Module:
         ) from error
     if files.kept:
         keep_quantised(model, files, config["quantization_config"])
-    if settings.experts_per_part is not None:
-        split_experts(model, settings.experts_per_part)
     longest = longest_sequence_of(model)
     if longest is not None and settings.sequence > longest:
         raise ValueError(
@@ -110,7 +107,15 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
     given = {
         name: value for name, value in vars(settings.offload).items() if inputs is None or value not in _OPEN[name]
     }
-    return offload(model, device=settings.device, dtype=dtype, weights=settings.model, inputs=inputs, **given)
+    return offload(
+        model,
+        device=settings.device,
+        dtype=dtype,
+        experts_per_part=settings.experts_per_part,
+        weights=settings.model,
+        inputs=inputs,
+        **given,
+    )
 
 
 _OPEN: dict[str, tuple[Any, ...]] = {

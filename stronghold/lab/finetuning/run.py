@@ -83,6 +83,8 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
         where = settings.data.eval_data or f"{settings.data.held_out:,} rows held out"
         say(data_line("evaluation", where, evaluation))
     if found is not None:
+        if settings.experts_per_part == "auto":  # states have the names of the parts that they are of
+            settings = replace(settings, experts_per_part=found.learned.get("experts_per_part"))
         check_same(found, settings.learned(), fingerprint)
     elif settings.resume:
         check_run_folder(settings.out)
@@ -94,6 +96,8 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
 
     check_scheduler(settings)
     model = place(model, settings, inputs=_inputs(settings, training) if settings.plans else None)
+    placed = report(model)
+    settings = replace(settings, experts_per_part=placed.experts_per_part)
     if settings.data.packing:
         check_apart(model, vocabulary=vocabulary_of(model), device=torch.device(settings.device))
     trainer = make_trainer(
@@ -105,7 +109,6 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
     )
     if found is not None:
         say(f"resume     from {found.path}, after step {found.step}")
-    placed = report(model)
     start = {
         "settings": settings.flat(),
         "machine": describe_machine(PACKAGES),

@@ -120,9 +120,10 @@ class FinetuneSettings:
 
     ``adapters`` None trains all weights. ``dtype`` is the compute type. ``plans`` has what is "auto" in ``offload``
     planned for a step of this run. ``experts_per_part`` is how many experts of a mixture go through the window
-    together, None for all of a layer. ``out`` is the run's folder, in which every ``checkpoint_every`` steps, at the
-    end and when it is interrupted a checkpoint goes, and of which the newest ``keep_checkpoints`` stay. ``save`` is
-    where the model goes in the end. ``wandb`` is a project of Weights & Biases that the run is logged to.
+    together, None for all of a layer, "auto" for as many as fit. ``out`` is the run's folder, in which every
+    ``checkpoint_every`` steps, at the end and when it is interrupted a checkpoint goes, and of which the newest
+    ``keep_checkpoints`` stay. ``save`` is where the model goes in the end. ``wandb`` is a project of Weights & Biases
+    that the run is logged to.
 
     Raises ValueError for values out of range, and for those that contradict one another.
     """
@@ -133,7 +134,7 @@ class FinetuneSettings:
     course: CourseSettings = field(default_factory=CourseSettings)
     offload: OffloadSettings = field(default_factory=OffloadSettings)
     plans: bool = True
-    experts_per_part: int | None = None
+    experts_per_part: int | str | None = None
     device: str = "cpu"
     dtype: str = "fp32"
     batch: int = 8
@@ -155,7 +156,7 @@ class FinetuneSettings:
         for name in ("batch", "accumulate", "keep_checkpoints"):
             _check_whole(name, getattr(self, name), at_least=1)
         for name in ("steps", "eval_every", "checkpoint_every", "experts_per_part"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None and (name, getattr(self, name)) != ("experts_per_part", "auto"):
                 _check_whole(name, getattr(self, name), at_least=1)
         _check_whole("sequence", self.sequence, at_least=2)
         _check_whole("seed", self.seed, at_least=0)

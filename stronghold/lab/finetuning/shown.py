@@ -41,6 +41,7 @@ def before_rows(settings: FinetuneSettings, placed: Report, *, steps: int, done:
         ("", "loss", "of all tokens" if settings.data.loss == "all" else "of completions"),
         ("", "AdamW", f"lr {course.lr:g}, {course.scheduler}{options}{warmup}; gradients {clip}"),
         ("memory", "layers", f"{placed.layers}{resident}, {placed.window} at a time"),
+        *([("", "experts in a part", f"{placed.experts_per_part}")] if placed.experts_per_part else []),
         ("", "device", f"{format_bytes(placed.device_bytes)}, and activations"),
         ("", "host", format_bytes(placed.host_bytes)),
         *([("", "disk", format_bytes(placed.disk_bytes))] if placed.disk_bytes else []),

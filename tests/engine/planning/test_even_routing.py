@@ -20,7 +20,7 @@ def planned(of: torch.nn.Module) -> ModelComputation:
     return ModelComputation(of, [layer.module for layer in find_layers(of)], INPUTS)
 
 
-@pytest.mark.parametrize("experts_per_part", [None, 3])
+@pytest.mark.parametrize("experts_per_part", [None, 3, 1])
 @pytest.mark.parametrize("how", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operations_are_those_of_the_model(family, how, experts_per_part):

@@ -171,6 +171,10 @@ def test_budgets_that_nothing_fits_are_told_with_the_least_that_would_do():
     [
         ({"model": 3}, "model must be a module, a configuration of transformers, or its config.json"),
         ({"model": "/nowhere"}, "model must be a module"),
+        (
+            {"model": on_meta().requires_grad_(False)},
+            r"something must be trained \(got GPT, all frozen\); add adapters",
+        ),
         ({"sequence": None}, r"GPT must be given inputs to be planned for \(got sequence=None"),
         ({"window": 6}, r"window must be a number of layers from 1 to 5 \(got 6\)"),
         ({"resident": -1}, r"resident must be a number of layers from 0 to 5 \(got -1\)"),

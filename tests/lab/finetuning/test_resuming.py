@@ -15,14 +15,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stronghold.errors import CheckpointError
+from stronghold.errors import BudgetError, CheckpointError
 from stronghold.lab.command import INTERRUPTED
 from stronghold.lab.finetuning import run as runner
 from stronghold.lab.finetuning import watch
 from stronghold.lab.finetuning.checkpoints import SEAL
 from stronghold.lab.finetuning.settings import CourseSettings, FinetuneSettings
 from stronghold.settings import OffloadSettings
-from tests.lab.finetuning import runs
+from tests.lab.finetuning import runs, small
 from tests.lab.finetuning.runs import LORA
 
 CASES: dict[str, dict[str, Any]] = {
@@ -203,3 +203,23 @@ def test_a_seal_that_cannot_be_read_is_no_seal(tmp_path: Path) -> None:
     seal.write_text(json.dumps({"step": 12}))
     with pytest.raises(CheckpointError, match=r"its finetune\.json cannot be read"):
         runs.run(replace(wanted, resume=True))
+
+
+def test_a_mixture_goes_on_in_the_parts_that_it_was_cut_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.folder(tmp_path / "model", "mixture")
+    tight = OffloadSettings(window=1, device_memory="20KiB")
+    with pytest.raises(BudgetError):
+        runner.finetune(runs.settings(tmp_path, offload=tight))
+    whole = runs.settings(tmp_path, offload=tight, experts_per_part="auto")
+    assert "experts in a part" in runs.run(whole)
+    wanted = replace(whole, out=str(tmp_path / "stopped"), save=str(tmp_path / "stopped-model"))
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        runner.finetune(wanted)
+    roomy = replace(wanted, offload=OffloadSettings(window=2), resume=True)
+    runs.run(roomy)
+    assert runs.losses(roomy) == runs.losses(whole)
+    for one in (whole, roomy):
+        assert runs.records(one, "start")[0]["settings"]["experts_per_part"] == 2
+    with pytest.raises(ValueError, match="experts_per_part=1, which was 2"):
+        runner.finetune(replace(roomy, experts_per_part=1))
