@@ -58,6 +58,7 @@ def run(directory: Path, experts_per_part: int | None, steps: int, tokens: int) 
     model = stronghold.load(
         directory / "model",
         experts_per_part=experts_per_part,
+        frozen=True,
         device="cpu",
         window=2,
         store=str(directory / "store"),

@@ -52,7 +52,12 @@ def run(directory: Path, steps: int, tokens: int) -> None:
     shutil.rmtree(directory / "store", ignore_errors=True)
     load_begin = time.perf_counter()
     model = stronghold.load(
-        directory / "model", quantize="nf4_nested", device="cpu", window=2, store=str(directory / "store")
+        directory / "model",
+        quantize="nf4_nested",
+        frozen=True,
+        device="cpu",
+        window=2,
+        store=str(directory / "store"),
     )
     load_s = time.perf_counter() - load_begin
     print(f"loaded in {load_s:.0f} s", file=sys.stderr, flush=True)

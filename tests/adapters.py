@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import peft
 import torch
 import transformers
@@ -49,6 +50,31 @@ def with_adapters(model: nn.Module, config: peft.PeftConfig) -> nn.Module:
         for parameter in trained(model):
             parameter.add_(0.02 * torch.randn_like(parameter))
     return model
+
+
+def packed_by_bitsandbytes(model: nn.Module, layers: nn.Module, kind: str, dtype: torch.dtype) -> nn.Module:
+    """Returns ``model``, frozen, with the linear weights of ``layers`` in "nf4" or "int8", computing in ``dtype``."""
+    for module in [*layers.modules()]:
+        for name, child in [*module.named_children()]:
+            if not isinstance(child, nn.Linear):
+                continue
+            shape, bias = (child.in_features, child.out_features), child.bias is not None
+            linear: Any
+            if kind == "int8":
+                linear = bitsandbytes.nn.Linear8bitLt(*shape, bias=bias, has_fp16_weights=False, threshold=6.0)
+                linear.weight = bitsandbytes.nn.Int8Params(
+                    child.weight.data, requires_grad=False, has_fp16_weights=False
+                )
+            else:
+                linear = bitsandbytes.nn.Linear4bit(*shape, bias=bias, compute_dtype=dtype)
+                linear.weight = bitsandbytes.nn.Params4bit(
+                    child.weight.data, quant_type=kind, compress_statistics=True, module=linear
+                )
+                linear.support_avx512bf16_for_cpu = False  # else evaluation computes with other bits
+            if bias:
+                linear.bias = child.bias
+            setattr(module, name, linear.to("cpu"))
+    return model.requires_grad_(False)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -49,6 +49,10 @@ def keep_quantised(model: nn.Module, files: QuantisedFiles, config: dict[str, An
         replace(model, [own], lambda linear, name=name, kept=kept: _made(linear, files, name, kept, config))  # type: ignore[misc]
     if method == "bitsandbytes":
         note_quantised(model, 8 if any(kept.kind == "int8" for kept in files.kept.values()) else 4)
+    elif hasattr(model, "save_pretrained"):
+        from stronghold.checkpoint.torchao_quantizer import note_torchao
+
+        note_torchao(model, config)
 
 
 def _made(linear: nn.Linear, files: QuantisedFiles, name: str, kept: KeptWeight, config: dict[str, Any]) -> nn.Module:

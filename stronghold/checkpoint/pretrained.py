@@ -47,6 +47,7 @@ def load(
     *,
     model_class: Any = None,
     quantize: str | None = None,
+    frozen: bool = False,
     **options: Any,
 ) -> nn.Module:
     """Loads a checkpoint straight into the store, layer by layer, and returns the offloaded model.
@@ -62,6 +63,9 @@ def load(
     they come, and frozen: a base for adapters, 0.5625 bytes per parameter; ``"nf4_nested"`` has its scales in eight
     bits, 0.516. ``"int8"`` are bitsandbytes' eight bits, a byte per parameter and 4 per row. Files that hold weights so
     already, or in torchao's tensor subclasses, as transformers' ``save_pretrained`` writes them, are read as they are.
+
+    With ``frozen`` no parameter has ``requires_grad``: a base for adapters, of which the store has the weights in the
+    type that they compute in and never the 16 bits beside them that bf16 weights have for training.
 
     The model is what ``from_pretrained(directory)`` and :func:`offload` would make: its parameters have the dtype that
     the config names (without one the files'), and it is in evaluation mode; call
@@ -104,6 +108,8 @@ def load(
         keep_quantised(model, checkpoint, kept or {})
     if quantize is not None:
         quantise(model, quantize, layers=options.get("layers"), dtype=options.get("dtype"))
+    if frozen:
+        model.requires_grad_(False)
     return offload(model, weights=folder, **options)
 
 

@@ -56,7 +56,10 @@ class Stage(PipelineStage):
         return self._counted(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Called before the first batch, to connect stages; PyTorch 2.9 sends an int64 to who receives a float32."""
+        """Called before the first batch, to connect stages; PyTorch from 2.13 on connects them in other ways.
+
+        PyTorch 2.9 sends an int64 to a stage that receives a float32.
+        """
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         for operation in operations:
             operation.tensor = operation.tensor.to(torch.float32)

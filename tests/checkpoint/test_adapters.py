@@ -198,6 +198,32 @@ def test_the_files_of_a_base_stream_into_a_model_with_adapters(tmp_path, config)
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_a_base_that_is_loaded_frozen_learns_the_same_and_never_had_what_training_takes(tmp_path, store):
+    where = store if store == "ram" else str(tmp_path / "store")
+    CASE.model(3).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    plain = type(CASE.model(3)).from_pretrained(tmp_path / "base")
+    model = stronghold.load(tmp_path / "base", frozen=True, device="cpu", window=2, store=where)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    report = stronghold.report(model)
+    assert report.trainable_parameters == 0
+    if store == "ram":  # no remainders of 16 bits
+        assert report.host_bytes <= sum(-(-p.nbytes // 64) * 64 for p in plain.parameters())
+    else:  # whole pages of 4 KiB
+        assert report.disk_bytes <= sum(-(-p.nbytes // 4096) * 4096 for p in plain.model.layers.parameters())
+    torch.manual_seed(2)
+    batches = CASE.batches(3)
+    losses = []
+    for one in (model, plain):
+        torch.manual_seed(1)
+        one = peft.get_peft_model(one, lora(init_lora_weights=False)).train()
+        trained = [p for p in one.parameters() if p.requires_grad]
+        assert {p.dtype for p in trained} == {torch.float32}
+        losses.append(train(one, torch.optim.AdamW(trained, lr=1e-2), batches))
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+
+
 def test_adapters_without_values_are_refused_where_the_base_streams_in(tmp_path):
     CASE.model(3).save_pretrained(tmp_path / "base")
     with torch.device("meta"):

@@ -19,8 +19,11 @@ def in_torch_2_9(stage):
 
 
 def test_what_a_stage_sends_to_connect_is_as_long_as_what_the_other_receives(monkeypatch):
-    """gloo ends a process that is sent more than it waits for (pytorch/pytorch#165539)."""
-    monkeypatch.setattr(PipelineStage, "_get_init_p2p_neighbors_ops", in_torch_2_9)
+    """gloo ends a process that is sent more than it waits for (pytorch/pytorch#165539).
+
+    PyTorch 2.15 connects stages by an all-reduce, and has no such method.
+    """
+    monkeypatch.setattr(PipelineStage, "_get_init_p2p_neighbors_ops", in_torch_2_9, raising=False)
     stage = Stage.__new__(Stage)
     stage.stage_index = 3
     received, sent = stage._get_init_p2p_neighbors_ops()

@@ -255,6 +255,10 @@ def test_what_is_quantised_in_the_files_is_what_transformers_reads(tmp_path: Pat
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", device_map="cpu")
     settings = {"store": str(tmp_path / "store")} if store == "disk" else {}
     model = stronghold.load(tmp_path / "quantised", device="cpu", window=2, **settings)
+    model.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", device_map="cpu").state_dict()
+    assert again.keys() == expected.state_dict().keys()
+    assert all(torch.equal(value, again[name]) for name, value in expected.state_dict().items())
     compare(model, expected)
     with pytest.raises(ValueError, match=r"quantize is for weights in 16 or 32 bits \(got 'nf4' for"):
         stronghold.load(tmp_path / "quantised", device="cpu", quantize="nf4")

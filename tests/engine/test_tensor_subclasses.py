@@ -8,6 +8,7 @@ from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
@@ -224,6 +225,61 @@ def test_files_of_a_type_without_a_backward_pass_are_refused_before_they_are_rea
     ):
         stronghold.load(tmp_path / "quantised", device="cpu", window=1, store=str(tmp_path / "store"))
     assert not (tmp_path / "store").exists()
+
+
+def test_int4_which_has_no_backward_pass_on_a_cpu_is_refused_by_name() -> None:
+    """torchao keeps its int4 for CPUs among the prototypes; on one its kernel computes, and has no derivative."""
+    prototypes = pytest.importorskip("torchao.prototype.quantization.int4.inference_workflow")
+    int4 = prototypes.PrototypeInt4WeightOnlyConfig(group_size=32)
+    assert torch.isfinite(torch.tensor(evaluated(quantised(int4)))).all()
+    for first in ("offload", "adapters"):
+        model = quantised(int4)
+        with pytest.raises(
+            ValueError,
+            match=r"\.layers\.0\.self_attn\.q_proj\S*\.weight, a torchao\S+Int4\w*Tensor of torch.bfloat16, .* on cpu "
+            r"has none: derivative for aten::_weight_int4pack_mm_for_cpu is not implemented",
+        ):
+            stronghold.offload(with_adapters(model, LORA) if first == "adapters" else model, device="cpu", window=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "store", "streamed"),
+    [
+        (INT8, "ram", False),
+        (INT8, "disk", True),
+        (FLOAT8, "disk", False),
+        (quantization.IntxWeightOnlyConfig(torch.int4), "ram", True),
+    ],
+    ids=["int8", "int8, streamed", "float8", "intx, streamed"],
+)
+def test_what_save_pretrained_writes_of_it_is_what_the_resident_model_writes(
+    tmp_path: Path, config: Any, store: str, streamed: bool
+) -> None:
+    asked = transformers.TorchAoConfig(config() if callable(config) else config)
+    write_quantised(tmp_path, asked)  # the resident model's own
+    place = {"store": str(tmp_path / "store")} if store == "disk" else {}
+    if streamed:
+        model = stronghold.load(tmp_path / "quantised", device="cpu", window=1, **place)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", quantization_config=asked, dtype=torch.bfloat16, device_map="cpu"
+        )
+        model = stronghold.offload(model.requires_grad_(False), device="cpu", window=1, **place)
+    evaluated(model)  # the slots have held other layers
+    model.save_pretrained(tmp_path / "again")
+    files = [tmp_path / folder / "model.safetensors" for folder in ("quantised", "again")]
+    with safetensors.safe_open(files[0], "pt") as theirs, safetensors.safe_open(files[1], "pt") as ours:
+        assert ours.metadata() == theirs.metadata()
+    expected, found = (safetensors.torch.load_file(file) for file in files)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", device_map="cpu")
+    assert len(cells(again)) >= 2 * 7 * 4
+    assert evaluated(again) == evaluated(model)
+    if streamed:  # transformers itself lets only eight bits train, and so would Trainer
+        transformers.trainer_utils.validate_quantization_for_training(with_adapters(model, LORA))
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import bitsandbytes
 import lightning
 import peft
 import pytest
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import stronghold
-from tests.adapters import trained, with_adapters
+from tests.adapters import packed_by_bitsandbytes, trained, with_adapters
 from tests.reference import CASES, Batch
 from tests.tools.test_lightning import QUIET
-from tests.tools.test_trl import dpo, grpo
+from tests.tools.test_trl import dpo, grpo, sft
 
 CASE = CASES["llama"]
 LORA = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"])
@@ -31,19 +30,8 @@ PLACES: dict[torch.dtype, list[dict[str, Any]]] = {
 
 def adapted(dtype: torch.dtype) -> nn.Module:
     """Returns a Llama whose layers' linear weights are in four bits, which compute in ``dtype``, with adapters."""
-    model = CASE.model().to(dtype)
-    for module in [*model.model.layers.modules()]:  # type: ignore[union-attr, operator]
-        for name, child in [*module.named_children()]:
-            if isinstance(child, nn.Linear):
-                linear = bitsandbytes.nn.Linear4bit(
-                    child.in_features, child.out_features, bias=child.bias is not None, compute_dtype=dtype
-                )
-                linear.weight = bitsandbytes.nn.Params4bit(
-                    child.weight.data, quant_type="nf4", compress_statistics=True, module=linear
-                )
-                linear.support_avx512bf16_for_cpu = False  # else evaluation computes with other bits
-                setattr(module, name, linear.to("cpu"))
-    return with_adapters(model, LORA).train()
+    model: Any = CASE.model().to(dtype)
+    return with_adapters(packed_by_bitsandbytes(model, model.model.layers, "nf4", dtype), LORA).train()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -116,6 +104,10 @@ def by_trl(made: Any, steps: int) -> list[float]:
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
+def by_sft(place: Path, model: nn.Module, steps: int) -> list[float]:
+    return by_trl(sft(place, model, optimizers=(adamw(model), None)), steps)
+
+
 def by_dpo(place: Path, model: nn.Module, steps: int) -> list[float]:
     """The reference is the model without its adapters."""
     return by_trl(dpo(place, model, None, optimizers=(adamw(model), None)), steps)
@@ -125,7 +117,9 @@ def by_grpo(place: Path, model: nn.Module, steps: int) -> list[float]:
     return by_trl(grpo(place, model, optimizers=(adamw(model), None)), steps)
 
 
-LOOPS = pytest.mark.parametrize("loop", [by_lightning, by_accelerate, by_dpo, by_grpo], ids=lambda loop: loop.__name__)
+LOOPS = pytest.mark.parametrize(
+    "loop", [by_lightning, by_accelerate, by_sft, by_dpo, by_grpo], ids=lambda loop: loop.__name__
+)
 
 
 @DTYPES

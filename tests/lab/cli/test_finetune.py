@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,12 @@ from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
+import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+import stronghold
 from stronghold.lab import cli
 from stronghold.lab.cli.finetune import _finetune_settings
 from stronghold.lab.cli.finetune_arguments import DEFAULTS
@@ -190,6 +194,60 @@ def test_what_cannot_be_is_one_line_before_anything_is_made(
     before = sorted(place.rglob("*"))
     assert message in refused(capsys, *words.split(), "--device", "cpu")
     assert sorted(place.rglob("*")) == before
+
+
+@pytest.fixture
+def bad(place: Path) -> Path:
+    """Returns a folder with what cannot be trained on, or from, each in a file of its own."""
+    small.folder(place / "plain", template=None)
+    rows = small.chats(3)
+    small.write_lines(place / "lacking.jsonl", [*rows, {"prompt": "w1"}])
+    small.write_lines(place / "silent.jsonl", [rows[0], {"messages": rows[1]["messages"][:1]}])
+    small.write_lines(place / "long.jsonl", [{"text": small.words(0, count)} for count in (4, 5, 60)])
+    whole = (place / "chats.jsonl").read_text()
+    (place / "cut.jsonl").write_text(whole[: whole.rindex("content")])
+    other = peft.get_peft_model(small.model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    other.save_pretrained(place / "other")
+    tensors = safetensors.torch.load_file(place / "other" / "adapter_model.safetensors")
+    deeper = {name.replace("layers.2.", "layers.9."): tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(deeper, place / "other" / "adapter_model.safetensors")
+    quantised = stronghold.load(place / "model", quantize="nf4", dtype=torch.bfloat16, device="cpu", window=1)
+    quantised.save_pretrained(place / "nf4")
+    stronghold.close(quantised)
+    small.tokenizer().save_pretrained(place / "nf4")
+    tensors = safetensors.torch.load_file(place / "model" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    shutil.copytree(place / "model", place / "float8")
+    safetensors.torch.save_file(tensors, place / "float8" / "model.safetensors", {"format": "pt"})
+    shutil.copytree(place / "model", place / "short")
+    content = (place / "short" / "model.safetensors").read_bytes()
+    (place / "short" / "model.safetensors").write_bytes(content[:-1000])
+    return place
+
+
+BAD = [
+    ("plain chats.jsonl", "messages need the model's chat template (at chats.jsonl:1: the tokenizer of 'plain'"),
+    ("model lacking.jsonl", 'must have a prompt and a completion (at lacking.jsonl:4: no "completion")'),
+    ("model silent.jsonl", 'must have something to learn (at silent.jsonl:2: "messages" has none'),
+    ("model long.jsonl", "(at long.jsonl:3: 61 tokens, the sequence has 32"),
+    ("model cut.jsonl", "cut.jsonl:12: Unterminated string"),
+    ("model chats.jsonl --adapter other", "must be of the model that is trained (at other/adapter_model.safetensors: "),
+    (
+        "nf4 chats.jsonl",
+        "quantised weights cannot be trained (at nf4/model.safetensors: model.layers.0.mlp.down",
+    ),
+    ("float8 chats.jsonl", "(at float8/model.safetensors: lm_head.weight is F8_E4M3)"),
+    ("short chats.jsonl", "cannot read 'short/model.safetensors'"),
+]
+
+
+def test_bad_input_is_told_with_its_file_and_line_before_anything_is_made(
+    bad: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(bad.rglob("*"))
+    for words, message in BAD:
+        assert message in refused(capsys, *words.split(), "--seq", "32", "--device", "cpu"), words
+    assert sorted(bad.rglob("*")) == before
 
 
 def test_a_missing_package_is_told_with_the_extra_that_brings_it(
