@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -77,7 +78,8 @@ class Recording(TorchDispatchMode):
             self.ops = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is _DEVICE_OF:  # autograd asks for it twice as often as it computes anything
+        # Autograd asks for it twice as often as it computes anything.
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func is torch.ops.aten.add.Tensor and _is_sum_in_place(args):
             self.computed += 1
