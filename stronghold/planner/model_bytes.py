@@ -55,7 +55,6 @@ class Counted(NamedTuple):
     """Units that are alike: one of them, and how many of them are ``resident``, and how many are not."""
 
     unit: UnitBytes
-    is_root: bool
     resident: int
     streamed: int
 
@@ -115,11 +114,10 @@ class ModelBytes:
         """Returns the kinds of units with how many are ``resident``, and how many are not."""
         key = frozenset(resident)
         if key not in self._counted:
-            (kinds, kind_of), layers = self._kinds, len(self.layers)
+            kinds, kind_of = self._kinds
             every, there = Counter(kind_of), Counter(map(kind_of.__getitem__, key))
-            roots = frozenset(kind_of[layers:])
             self._counted[key] = [
-                Counted(unit, kind in roots, there[kind], every[kind] - there[kind]) for kind, unit in enumerate(kinds)
+                Counted(unit, there[kind], every[kind] - there[kind]) for kind, unit in enumerate(kinds)
             ]
         return self._counted[key]
 
@@ -128,12 +126,12 @@ class ModelBytes:
         key = frozenset(resident)
         if key not in self._streamed:
             counted = self.counted(key)
-            layers = [one for one in counted if one.streamed and not one.is_root]
+            layers = [one for one in counted if one.streamed and not one.unit.is_root]
             self._streamed[key] = Streamed(
                 layers=sum(one.streamed for one in layers),
                 slot=max((one.unit.slot for one in layers), default=0),
                 gradient_slot=max((one.unit.gradient_slot for one in layers), default=0),
-                root=sum(one.streamed * one.unit.on_device for one in counted if one.is_root),
+                root=sum(one.streamed * one.unit.on_device for one in counted if one.unit.is_root),
                 resident=sum(one.resident * one.unit.resident() for one in counted),
             )
         return self._streamed[key]
