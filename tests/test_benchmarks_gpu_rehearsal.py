@@ -158,12 +158,11 @@ def test_the_minutes_of_a_script_begin_with_its_process():
     assert float(done.stdout) < 58, done.stderr
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1300)  # a script ends itself within ten minutes, and is called twice
 @pytest.mark.parametrize(
     ("script", "names"),
     [
-        ("first.sh", ("touch", "smoke", "probe", "trace")),
+        pytest.param("first.sh", ("touch", "smoke", "probe", "trace"), marks=pytest.mark.long),
         ("compare.sh", ("methods",)),
         ("large.sh", ("probe", "large")),
     ],

@@ -103,10 +103,10 @@ def train(
     return losses, [p.detach().cpu().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_losses_are_those_of_plain_pytorch(accumulate):
-    expected, _ = train(100, offload=False, accumulate=accumulate)
-    got, _ = train(100, window=2, accumulate=accumulate)
+@pytest.mark.parametrize(("steps", "accumulate"), [(100, 1), (50, 2)])
+def test_losses_are_those_of_plain_pytorch(steps, accumulate):
+    expected, _ = train(steps, offload=False, accumulate=accumulate)
+    got, _ = train(steps, window=2, accumulate=accumulate)
     assert got == pytest.approx(expected, rel=1e-5)
 
 
@@ -143,9 +143,10 @@ def test_inputs_on_disk_are_those_of_the_device_in_micro_batches(accumulate, tmp
 def test_resident_layers_train_as_those_in_the_store(dtype, states, update):
     """To rounding: the device sums gradients in another order, and without Triton updates by torch's own operations."""
     settings = {"window": 2, "dtype": dtype, "clip": False, "states": states, "update": update}
-    losses, _ = train(30, **settings)
+    steps = 30 if SOFT is None else 10  # there each of torch's operations is checked for races
+    losses, _ = train(steps, **settings)
     for resident in (1, 3, SMALL.layers):
-        others, _ = train(30, resident=resident, **settings)
+        others, _ = train(steps, resident=resident, **settings)
         assert others == pytest.approx(losses, rel=1e-5 if dtype == torch.float32 and states == "fp32" else 5e-3)
 
 

@@ -7,8 +7,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-pytestmark = pytest.mark.long
-
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "reproduce.ipynb"
 
 

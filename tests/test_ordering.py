@@ -269,6 +269,8 @@ LIKELY = {
     "GRADIENT_UPDATE": "in_backward",
     "ROOT_GRADIENT": "clipped by the optimizer",
     "SHARE_UPDATED": "replicas",
+    "GRADIENT_READ": "resident",
+    "GRADIENT_SLOT_FREE": "whole window",
     "INPUT_STAGED": "inputs on disk",
     "INPUT_STAGING_FREE": "inputs on disk",
 }

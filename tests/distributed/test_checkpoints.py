@@ -10,8 +10,6 @@ import stronghold
 from tests.distributed import saved
 from tests.distributed.launched import launch
 
-pytestmark = pytest.mark.long
-
 
 def alone(states: str):
     model = saved.gpt()

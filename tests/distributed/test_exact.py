@@ -9,8 +9,6 @@ from stronghold.planner.link_bytes import boundary_bytes
 from tests.distributed import cases
 from tests.distributed.launched import launch
 
-pytestmark = pytest.mark.long
-
 CASES = [(processes, number) for processes, some in cases.CASES.items() for number in range(len(some))]
 
 

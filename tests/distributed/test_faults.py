@@ -16,8 +16,6 @@ from stronghold.version import __version__
 from tests.distributed.launched import start
 from tests.distributed.test_training import TRAIN, run_warm
 
-pytestmark = pytest.mark.long
-
 PROGRAM = [*TRAIN[1:], "--checkpoint-every", "2"]
 STAGES, REPLICAS = ("--stages", "2"), ("--replicas", "2")
 

@@ -13,8 +13,6 @@ from stronghold.probing.this_machine import processor_name
 from tests.distributed.launched import start
 from tests.planner.machines import about, laptop
 
-pytestmark = pytest.mark.long
-
 SHAPE = ["-l", "3", "--hidden", "32", "--heads", "2", "--vocabulary", "300"]
 
 

@@ -15,8 +15,6 @@ import pytest
 from tests import warm
 from tests.distributed.launched import start
 
-pytestmark = pytest.mark.long
-
 TINY = ["-l", "3", "--hidden", "32", "--heads", "2", "--vocabulary", "300", "--seq", "32", "--batch", "4"]
 TRAIN = ["stronghold", "train", *TINY, "--steps", "6", "--window", "1", "--device", "cpu", "--held-out", "5"]
 

@@ -8,8 +8,6 @@ import pytest
 
 from tests.examples.started import lines_of_tables, printed, printed_by, start
 
-pytestmark = pytest.mark.long
-
 SMALL = ("--epochs", 2, "--width", 16)
 PARAMETERS = 50_874
 

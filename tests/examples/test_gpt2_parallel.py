@@ -17,8 +17,6 @@ from stronghold.lab.data.text import read_documents
 from stronghold.lab.data.tokens import ByteTokenizer, tokenize
 from tests.examples.started import EXAMPLES, lines_of_tables, printed
 
-pytestmark = pytest.mark.long
-
 SHAPE = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32}
 BATCH, WARMUP, STEPS, LR = 4, 1, 3, 1e-3
 PROCESSES = {"one process": 1, "data parallelism": 2, "stages without micro-batches": 2, "stages": 2}

@@ -11,8 +11,6 @@ import torch
 
 from tests.examples.started import EXAMPLES, lines_of_tables, printed, printed_by, start
 
-pytestmark = pytest.mark.long
-
 SMALL = ("--width", 4, "--image", 64, "--batch", 4, "--micro-batches", 2, "--batches", 1, 4, "--steps", 3)
 NAMES = ["layers", "parameters", "memory", "time"]
 LAYERS = {"resnet50": 18, "vgg16": 16}
