@@ -15,6 +15,7 @@ from stronghold.distributed.process_plans import StagedModel, best_of
 from stronghold.distributed.staged_inputs import loss_of, part_of, staged_model, stages_refused, tensors_of
 from stronghold.engine.planning.asked import UPDATES, kepts, limits, micro_batches, one_of, sizes
 from stronghold.engine.planning.given import machine_given, model_given, token_inputs
+from stronghold.engine.planning.in_parts import plan_in_parts
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.search import Space
@@ -46,6 +47,7 @@ def plan(
     name: str | None = None,
     processes: int = 1,
     optimizer: str = "adamw",
+    experts_per_part: int | str | None = None,
 ) -> TrainingPlan:
     """Returns the settings under which a step of ``model`` is the shortest, with what it takes.
 
@@ -83,6 +85,8 @@ def plan(
             beside the best may be longer than it has to be.
         optimizer: ``"adamw"``, or ``"muon"`` for ``stronghold.Muon``, of one process: it updates the matrices of the
             layers, but embeddings, and AdamW all else, with moments in fp32.
+        experts_per_part: As for ``offload``, in one process: into parts of how many experts a mixture is cut, or
+            ``"auto"``, the parts with which a step is the shortest where whole layers do not fit.
 
     Raises:
         BudgetError: Nothing fits; it tells what lacks least.
@@ -97,7 +101,7 @@ def plan(
     directories = [os.path.realpath(path) for path in paths]
     given = inputs if inputs is not None else token_inputs(model, batch, sequence)
 
-    def best(replicas: int, rival_s: float = math.inf) -> TrainingPlan:
+    def best(replicas: int, rival_s: float = math.inf, *, model: nn.Module = model) -> TrainingPlan:
         """Returns the best plan of one process, or of so many replicas where that may be shorter than ``rival_s``."""
         planned = PlannedModel(
             model,
@@ -139,7 +143,12 @@ def plan(
             )
         formats = [MUON]
     if processes == 1:
-        return best(1)
+        return plan_in_parts(model, experts_per_part, lambda one: best(1, model=one))
+    if experts_per_part is not None:
+        raise ValueError(
+            f"experts are cut apart for one process (got experts_per_part={experts_per_part!r} with "
+            f"processes={processes}); leave out one or the other"
+        )
     most = limits(machine, model, device_memory, host_memory, processes)
     whole = tensors_of(given)
     staged: StagedModel | str = stages_refused(model, row, whole, update=update, resident=resident, cut=micro_batch)

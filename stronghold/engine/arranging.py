@@ -50,6 +50,21 @@ class Asked:
 
         Raises ValueError and BudgetError, before anything has changed.
         """
+        asked = self if self.plan is None else self._as_planned(self.plan)
+        return asked._arrange(model)
+
+    def _as_planned(self, plan: TrainingPlan | str | os.PathLike[str]) -> Asked:
+        """Returns the same with the experts of a part that the plan is for."""
+        plan = plan if isinstance(plan, TrainingPlan) else TrainingPlan.read(plan)
+        asked, planned = self.experts_per_part, plan.experts_per_part
+        if asked not in (None, "auto", planned):
+            raise ValueError(
+                f"a plan holds for its own settings (got experts_per_part={asked!r} beside one with {planned!r}); "
+                "leave out experts_per_part, or plan with it"
+            )
+        return replace(self, plan=plan, experts_per_part=planned)
+
+    def _arrange(self, model: nn.Module) -> Arrangement:
         number = self.experts_per_part
         if number is None:
             cut, (settings, planned) = None, self._settled(model)

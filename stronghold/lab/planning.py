@@ -43,6 +43,7 @@ class PlanSettings:
     optimizer: str = "adamw"
     activations: str | None = None
     micro_batch: int | str | None = "auto"
+    experts_per_part: int | str | None = None
     window: int | None = None
     resident: int | None = None
     device_memory: int | str | None = None
@@ -82,6 +83,7 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
         optimizer=settings.optimizer,
         activations=settings.activations,
         micro_batch=settings.micro_batch,
+        experts_per_part=settings.experts_per_part,
         window=settings.window,
         resident=settings.resident,
         device_memory=settings.device_memory,
@@ -99,7 +101,8 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
             start = f"torchrun --nproc-per-node {found.processes} -m stronghold"
         if found.processes > 1 and found.is_host:  # else torchrun gives each process one core
             start = f"OMP_NUM_THREADS={max(1, machine.cores // found.processes)} {start}"
-        by = f"{start} train --plan" if found.updated_by == "AdamW" else "stronghold.offload(model, plan=…)"
+        by_train = found.updated_by == "AdamW" and found.experts_per_part is None
+        by = f"{start} train --plan" if by_train else "stronghold.offload(model, plan=…)"
         console.print(f"{settings.output}: the plan; to train by it: {by}", soft_wrap=True)
     if settings.picture is not None:
         notes = write_plan_page(

@@ -95,6 +95,16 @@ class TrainingPlan(Shown):
     version: int = VERSION
 
     @property
+    def experts_per_part(self) -> int | None:
+        """Into parts of how many experts a mixture is cut, None for whole layers."""
+        found: int | None = self.settings.get("experts_per_part")
+        return found
+
+    def offload_settings(self) -> OffloadSettings:
+        """Returns the settings but for ``experts_per_part``. Raises TypeError and ValueError for what they are not."""
+        return OffloadSettings(**{name: value for name, value in self.settings.items() if name != "experts_per_part"})
+
+    @property
     def held_device_bytes(self) -> int:
         """What is held on the device between steps."""
         return self.slots_bytes + self.gradient_bytes + self.root_bytes + self.resident_bytes
@@ -273,7 +283,7 @@ class TrainingPlan(Shown):
             found["left_out"] = tuple(LeftOut(**one) for one in found.get("left_out", ()))
             found["spans"] = [Span(lane, name, float(begin), float(end)) for lane, name, begin, end in found["spans"]]
             plan = cls(**found)
-            OffloadSettings(**plan.settings)
+            plan.offload_settings()
             check_one_of("updated_by", plan.updated_by, ("AdamW", "Muon"))
             check_optimizer(plan.optimizer.get("states", "fp32"), plan.optimizer["update"], "raise", None)
             str(plan)

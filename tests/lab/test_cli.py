@@ -98,7 +98,7 @@ def test_on_disk_stronghold_and_no_peer_updates_layers_in_the_backward_pass(meth
         (["train", "--bogus"], "--bogus"),
         (["train", "--batch", "many"], "--batch"),
         (["train", "--batch", "0"], "batch must be a whole number of at least 1 (got 0)"),
-        (["train", "--window", "wide"], "must be a number of layers or auto (got 'wide')"),
+        (["train", "--window", "wide"], "must be a whole number or auto (got 'wide')"),
         (["train", "--method", "magic"], "magic"),
         (["train", "--device", "mars"], "cuda:N or this machine's accelerator (got 'mars'; torch sees "),
         (["train", "--model", "m", "--layers", "3"], "got --model with --layers"),

@@ -68,7 +68,7 @@ def settled(
             f"stronghold.{call}, **plan.settings) in each of {found.processes}, which torchrun starts, or train by it: "
             "stronghold train --plan"
         )
-    said = {**vars(OffloadSettings(**found.settings)), "compile": settings.compile}  # what a plan leaves to the user
+    said = {**vars(found.offload_settings()), "compile": settings.compile}  # what a plan leaves to the user
     for name, value in vars(settings).items():
         if value not in (_LEFT_OPEN[name], said[name]):
             raise ValueError(

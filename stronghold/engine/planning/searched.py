@@ -237,7 +237,7 @@ def _nothing_fits(refused: Sequence[Refusal], *, has_experts: bool) -> BudgetErr
             needed, limit = f"{one.needed_bytes:,} bytes", f"{one.limit_bytes:,}"
         settings = ", ".join(f"{name}={value!r}" for name, value in one.choice._asdict().items() if name != "kept")
         found.append(f"{memory} must hold at least {needed} (got {limit}), with {settings}")
-    apart = "cut a layer's experts apart (experts_per_part='auto', for offload), " if has_experts else ""
+    apart = "cut a layer's experts apart (experts_per_part='auto'), " if has_experts else ""
     return BudgetError(
         f"nothing fits: {'; '.join(found)}; raise the budget, allow states='8bit', give a directory on a disk "
         f"(store=), {apart}or make the batch smaller",

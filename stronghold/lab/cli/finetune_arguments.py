@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from stronghold.checkpoint.quantising import KINDS
-from stronghold.lab.cli.shared_arguments import Group, add_compile, path, source, whole
+from stronghold.lab.cli.shared_arguments import Group, add_compile, number_or_auto, path, source, whole
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.settings import DTYPES, SCHEDULERS
 from stronghold.lab.finetuning.tokens import LOSSES
@@ -137,12 +137,12 @@ def _add_placement(place: Group) -> None:
     )
     place.add_argument(
         "--window",
-        type=_layers,
+        type=number_or_auto,
         metavar="N|auto",
         help="layers on the device at a time; auto: the planner chooses this, and what is not given below (default)",
     )
     place.add_argument(
-        "--resident", type=_layers, metavar="N|auto", help="layers that stay there (default: planned, or 0)"
+        "--resident", type=number_or_auto, metavar="N|auto", help="layers that stay there (default: planned, or 0)"
     )
     place.add_argument(
         "--activations",
@@ -158,7 +158,7 @@ def _add_placement(place: Group) -> None:
     add_compile(place)
     place.add_argument(
         "--experts-per-part",
-        type=_layers,
+        type=number_or_auto,
         metavar="K|auto",
         help="experts of a mixture that move together (default: auto, all of a layer or as many as fit)",
     )
@@ -209,10 +209,6 @@ def _add_output(output: Group) -> None:
     )
     output.add_argument("--log", type=path, metavar="FILE", help="also write a log to read")
     output.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases, where wandb is installed")
-
-
-def _layers(text: str) -> int | str:
-    return text if text == "auto" else whole(text)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -4,7 +4,16 @@ import argparse
 
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.cli.profiled import add_profile, check_no_profile, run_profiled
-from stronghold.lab.cli.shared_arguments import SHAPE, Group, add_shape, given_shape, path, source, whole
+from stronghold.lab.cli.shared_arguments import (
+    SHAPE,
+    Group,
+    add_shape,
+    given_shape,
+    number_or_auto,
+    path,
+    source,
+    whole,
+)
 from stronghold.lab.settings import ModelSettings
 
 _EXAMPLES = """\
@@ -83,6 +92,12 @@ def _add_settings(settings: Group) -> None:
     settings.add_argument("--window", type=whole, metavar="N", help="layers on the device at a time")
     settings.add_argument("--resident", type=whole, metavar="N", help="layers that stay there")
     settings.add_argument("--micro-batch", type=whole, metavar="N", help="samples a layer computes at a time")
+    settings.add_argument(
+        "--experts-per-part",
+        type=number_or_auto,
+        metavar="K|auto",
+        help="experts of a mixture that move together (default: auto, all of a layer or, in one process, as fits)",
+    )
     settings.add_argument("--activations", choices=("recompute", "keep"), help="of all layers")
     settings.add_argument("--update", choices=("deferred", "in_backward"), help="when layers are updated")
     settings.add_argument(
@@ -125,6 +140,7 @@ def _run(options: argparse.Namespace) -> int:
         optimizer=options.optimizer,
         activations=options.activations,
         micro_batch="auto" if options.micro_batch is None else options.micro_batch,
+        experts_per_part=options.experts_per_part or ("auto" if options.processes in (None, 1) else None),
         window=options.window,
         resident=options.resident,
         device_memory=options.device_memory,

@@ -55,6 +55,11 @@ def settle(options: argparse.Namespace) -> None:
                 f"stronghold train updates by AdamW (got {file}, a plan for {plan.updated_by}); train by it in Python: "
                 f"offload(model, plan={file!r}), or plan for AdamW: stronghold plan --optimizer adamw -o {file}"
             )
+        if plan.experts_per_part is not None:
+            raise ValueError(
+                f"stronghold train has whole layers in its window (got {file}, a plan with parts of "
+                f"{plan.experts_per_part} experts); train by it in Python: offload(model, plan={file!r})"
+            )
         said = _said(plan)
     for name, default in DEFAULTS.items():
         given, planned = getattr(options, name), said.get(name, default)

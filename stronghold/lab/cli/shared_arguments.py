@@ -66,6 +66,16 @@ def whole(text: str) -> int:
     return number
 
 
+def number_or_auto(text: str) -> int | str:
+    """Returns the whole number that ``text`` is, or ``"auto"``. Raises ArgumentTypeError for what is neither."""
+    if text == "auto":
+        return text
+    try:
+        return whole(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be a whole number or auto (got {_shown(text)})") from None
+
+
 def numbers(text: str, others: str = "") -> tuple[int, ...]:
     """Returns the whole numbers of ``text``, which has commas between them.
 

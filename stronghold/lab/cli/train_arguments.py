@@ -8,6 +8,7 @@ from stronghold.lab.cli.shared_arguments import (
     add_compile,
     add_schedule,
     add_shape,
+    number_or_auto,
     numbers,
     path,
     source,
@@ -119,13 +120,13 @@ def _add_device(place: Group) -> None:
 def _add_window(place: Group) -> None:
     place.add_argument(
         "--window",
-        type=_layers,
+        type=number_or_auto,
         metavar="N|auto",
         help="layers on the device at a time (default: auto)",
     )
     place.add_argument(
         "--resident",
-        type=_layers,
+        type=number_or_auto,
         metavar="N|auto",
         help="layers that stay on the device and are updated there; auto fills --device-memory (default: 0)",
     )
@@ -229,12 +230,3 @@ def _balance(text: str) -> str | tuple[int, ...]:
     if text.isdecimal() or ("," in text and "/" not in text):
         return numbers(text, f"{', '.join(BALANCES)}, the file of a partition, or ")
     return source(text)
-
-
-def _layers(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return whole(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"must be a number of layers or auto (got {text[:30]!r})") from None

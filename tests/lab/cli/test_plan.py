@@ -56,6 +56,24 @@ def test_it_plans_for_muon(capsys):
     assert "│ Muon" in printed and "│ assumed" in printed and "train --plan" not in printed
 
 
+def test_it_plans_for_parts_of_experts(capsys):
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    config |= {"num_experts": 8, "intermediate_size": 64, "moe_intermediate_size": 16, "vocab_size": 16, "head_dim": 8}
+    Path("config.json").write_text(json.dumps(config))
+    arguments = ["plan", "config.json", "--seq", "4", "--batch", "1", "--machine", "gpu.json", "--window", "2"]
+    arguments += ["--resident", "0", "--activations", "recompute", "--update", "deferred"]
+    assert cli.main([*arguments, "-o", "whole.json"]) == 0
+    whole = TrainingPlan.read("whole.json")
+    assert whole.experts_per_part is None
+    capsys.readouterr()
+    assert cli.main([*arguments, "--device-memory", f"{whole.device_bytes // 2}B", "-o", "parts.json"]) == 0
+    printed = capsys.readouterr().out
+    plan = TrainingPlan.read("parts.json")
+    assert plan.experts_per_part in (1, 2, 4, 8) and plan.layers > 2
+    assert re.search(rf"experts_per_part +│ {plan.experts_per_part} ", printed)
+    assert "train --plan" not in printed
+
+
 def test_a_run_follows_its_plan_and_says_how_far_that_was_off(capsys):
     assert cli.main(["plan", *SHAPE, *STEP, "--machine", "laptop.json", "-o", "plan.json", "--states", "8bit"]) == 0
     plan = TrainingPlan.read("plan.json")
@@ -89,12 +107,17 @@ def test_a_run_follows_its_plan_and_says_how_far_that_was_off(capsys):
         (["train", "-l", "4", *SHAPE[2:], "--plan", "plan.json", "--data", "text.txt"], "a plan is of one model"),
         (["train", *SHAPE, "--plan", "elsewhere.json", "--data", "text.txt"], "a plan is of one machine"),
         (["train", *SHAPE, "--plan", "muon.json", "--data", "text.txt"], "stronghold train updates by AdamW"),
+        (["train", *SHAPE, "--plan", "parts.json", "--data", "text.txt"], "with parts of 2 experts); train by it in"),
+        (["plan", *SHAPE, "--machine", "gpu.json", "--experts-per-part", "2"], "none in GPT"),
+        (["plan", *SHAPE, "--machine", "gpu.json", "--experts-per-part", "most"], "must be a whole number or auto"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
 )
 def test_what_is_wrong_is_told_in_one_line(arguments, message, capsys):
     assert cli.main(["plan", *SHAPE, *STEP, "--machine", "laptop.json", "-o", "plan.json"]) == 0
     replace(TrainingPlan.read("plan.json"), updated_by="Muon", optimizer={"update": "deferred"}).write("muon.json")
+    plan = TrainingPlan.read("plan.json")
+    replace(plan, settings={**plan.settings, "experts_per_part": 2}).write("parts.json")
     replace(TrainingPlan.read("plan.json"), machine="a processor that nobody has").write("elsewhere.json")
     capsys.readouterr()
     assert message in refused(capsys, *arguments)
