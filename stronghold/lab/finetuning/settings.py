@@ -155,9 +155,11 @@ class FinetuneSettings:
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "keep_checkpoints"):
             _check_whole(name, getattr(self, name), at_least=1)
-        for name in ("steps", "eval_every", "checkpoint_every", "experts_per_part"):
-            if getattr(self, name) is not None and (name, getattr(self, name)) != ("experts_per_part", "auto"):
+        for name in ("steps", "eval_every", "checkpoint_every"):
+            if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), at_least=1)
+        if self.experts_per_part not in (None, "auto"):
+            _check_whole("experts_per_part", self.experts_per_part, at_least=1)
         _check_whole("sequence", self.sequence, at_least=2)
         _check_whole("seed", self.seed, at_least=0)
         if not 0 < self.epochs < math.inf:
