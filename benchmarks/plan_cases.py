@@ -52,6 +52,8 @@ class Case:
     """Whether Muon updates the layers."""
     tokens: int = 1
     """Of a step: the more, the less Muon's iterations take beside the layers."""
+    samples: int = 4
+    """What layers' inputs have: the more, the longer they take on their way down and up."""
 
 
 def draw(seed: int, *, layers: int = 16, on_disk: bool = False) -> Case:
@@ -89,6 +91,14 @@ def draw(seed: int, *, layers: int = 16, on_disk: bool = False) -> Case:
         },
         root_on_device=rng.random() < 0.4,
     )
+
+
+def with_inputs_on_host(case: Case) -> Case:
+    """Returns the same with layers' inputs on the host, of which one takes a fifth to three times a layer's weights."""
+    rng = random.Random(case.seed)
+    weights = 2 * SIZE * sum(case.widths) / len(case.widths)
+    samples = round(weights * math.exp(rng.uniform(math.log(0.2), math.log(3))))
+    return replace(case, activations="host", micro_batch=None, samples=samples)
 
 
 def slower(case: Case, factor: float) -> Case:
@@ -185,7 +195,7 @@ def _trained(case: Case, paced: bool) -> Iterator[tuple[Speed, Engine, list[floa
         engine: Engine = model.__dict__["_stronghold"]
         stack.callback(engine.release)
         optimizer = _optimizer(case, model)
-        x = torch.randn(4, SIZE).to(case.dtype)
+        x = torch.randn(case.samples, SIZE).to(case.dtype)
         clocks, walls = [], []
 
         def step() -> None:
@@ -225,6 +235,7 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
     itemsize, backward = case.dtype.itemsize, 4 if case.activations == "keep" else 6
     states_bytes = itemsize + (2 if itemsize == 2 else 0) + 8  # weight, remainder and two moments of an element
     update_s = case.seconds["update"] / (2 * SIZE**2 * sum(case.widths) / len(case.widths))
+    input_bytes = case.samples * SIZE * itemsize if case.activations == "host" else 0
     layers = [
         LayerWork(
             forward_s=2 * unit.elements * case.tokens / speed.flops,
@@ -236,8 +247,9 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
             ring_bytes=states_bytes * unit.elements if case.on_disk else 0,
             matrices=2 * case.by_muon,
             iteration_s=iteration_flops(width) / speed.flops if case.by_muon else 0.0,
+            input_bytes=input_bytes if number or case.root[0] else 0,  # the model's own inputs have no gradient
         )
-        for width, unit in zip(case.widths, engine.layers, strict=True)
+        for number, (width, unit) in enumerate(zip(case.widths, engine.layers, strict=True))
     ]
     root = [
         RootWork(

@@ -16,6 +16,7 @@ from stronghold.distributed.staged_inputs import loss_of, part_of, staged_model,
 from stronghold.engine.planning.asked import UPDATES, kepts, limits, micro_batches, one_of, sizes
 from stronghold.engine.planning.given import machine_given, model_given, token_inputs
 from stronghold.engine.planning.in_parts import plan_in_parts
+from stronghold.engine.planning.kept_inputs import OFF_DEVICE
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.search import Space
@@ -67,7 +68,8 @@ def plan(
         store: ``"ram"``, or directories, which must have been probed: then layers may be on disk as well.
         states: The formats of AdamW's moments that are allowed; 8-bit ones change numbers.
         update: ``"deferred"`` or ``"in_backward"``.
-        activations: ``"recompute"`` or ``"keep"``.
+        activations: ``"recompute"`` or ``"keep"``, between which a plan chooses, or in one process ``"host"`` or
+            ``"disk"``, where ``store`` is.
         micro_batch: Samples over which a layer runs at a time, None for the whole batch.
         window: Layers on the device at a time.
         resident: Layers that stay there.
@@ -113,6 +115,7 @@ def plan(
             loss=loss,
             sequence=sequence,
             name=name,
+            activations=activations or "recompute",
             replicas=replicas,
             by_muon=by_muon,
         )
@@ -124,7 +127,7 @@ def plan(
             micro_batches=micro_batches(micro_batch, planned.computation.batch, memory),
             updates=UPDATES if update is None else (one_of("update", update, UPDATES),),
             states=formats,
-            stores=("ram", "disk") if directories else ("ram",),
+            stores=("disk",) if activations == "disk" else ("ram", "disk") if directories else ("ram",),
         )
         most = limits(machine, model, device_memory, host_memory, replicas)
         return planned.best(space, most, tokens=tokens, rival_s=rival_s)
@@ -134,6 +137,16 @@ def plan(
         raise ValueError(
             f"a plan of several processes is for AdamW (got optimizer='muon' with processes={processes}); plan one "
             "process, or for optimizer='adamw'"
+        )
+    if activations in OFF_DEVICE and processes > 1:
+        raise ValueError(
+            f"layers' inputs are planned beside the device for one process (got activations={activations!r} with "
+            f"processes={processes}); pass 'recompute' or 'keep'"
+        )
+    if activations == "disk" and not directories:
+        raise ValueError(
+            "activations='disk' keeps the layers' inputs in the store's directory (got store='ram'); pass store=, a "
+            "directory on a disk, or activations='host'"
         )
     formats = [one_of("states", one, STATES) for one in ([states] if isinstance(states, str) else states)]
     if by_muon:

@@ -318,8 +318,10 @@ class Block:
         del args, kwargs
         compute = functools.partial(_compute, weakref.ref(self), self.unit.name, again)
         with ExitStack() as stack:
-            if self.engine.activations is not None:
-                stack.enter_context(self.engine.activations.inputs(self.unit.name, tensors))
+            if (host := self.engine.activations) is not None:
+                unpack = functools.partial(_unpack_input, weakref.ref(self), self.unit.name, run)
+                pack = host.keeping(self.unit.name, tensors)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             return checkpointed(compute, *tensors)
 
 
@@ -380,6 +382,16 @@ def _unpack(block: weakref.ref[Block], layer: str, packed: _SlotTensor | KeptInp
         return engine.activations.value(packed)
     engine.return_to(packed.run)
     return engine.window.part(packed.run.layer, *packed[1:])
+
+
+@opaque
+def _unpack_input(block: weakref.ref[Block], layer: str, run: Run, packed: KeptInput | Tensor) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    engine = _there(block, layer).engine
+    engine.return_to(run)  # the layer before is complete, and sends its gradients down before these come up
+    assert engine.activations is not None
+    return engine.activations.value(packed)
 
 
 @opaque

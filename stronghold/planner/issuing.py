@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
 
+from stronghold.planner.issued_inputs import IssuedInputs
 from stronghold.planner.program import Kind, Operation, Program, Shape
 from stronghold.planner.step_costs import Resource
 from stronghold.schedule import Action, Move, Schedule
@@ -32,7 +33,8 @@ def program_of(shape: Shape) -> Program:
     for _ in range(STEPS):
         begin = len(engine.operations)
         engine.step()
-        relative = [one._replace(after=tuple(here - there for there in one.after)) for here, one in engine.since(begin)]
+        new = enumerate(engine.operations[begin:], begin)
+        relative = [one._replace(after=tuple(here - there for there in one.after)) for here, one in new]
         if relative == before:
             break
         before = relative
@@ -76,6 +78,7 @@ class _Issuing:
         self._buffers: deque[int | None] = deque([None] * (AHEAD + 1))
         self._ahead: dict[int, int] = {}
         self._down: int | None = None
+        self._inputs = IssuedInputs(shape.inputs, self._issue)
 
     def step(self) -> None:
         """One step of the ordinary loop: forward pass, backward pass, the optimizer's step."""
@@ -99,17 +102,15 @@ class _Issuing:
         self._take_step(first, last)
         self.ends.append(self._issue(self._issuer, Kind.END))
 
-    def since(self, begin: int) -> Iterable[tuple[int, Operation]]:
-        """Returns the operations from number ``begin`` on, with their numbers."""
-        return enumerate(self.operations[begin:], begin)
-
     # As in window.py.
 
     def _forward(self, layer: int) -> None:
         if (schedule := self._scheduled(layer)) is not None:
             behind = range(self._number[layer])
             self._carry_out(schedule.begin_forward(self._number[layer], training=True, behind=behind))
-        done = self._compute(Kind.FORWARD, layer, [self._ready(layer)])
+        ready = self._ready(layer)
+        free = self._inputs.sent(layer, [ready, self._last.get(Resource.COMPUTE)])
+        done = self._compute(Kind.FORWARD, layer, [ready, *free])
         if schedule is not None:
             self._where[layer].read = done
             self._carry_out(schedule.end_forward(returning=True))
@@ -118,7 +119,7 @@ class _Issuing:
         if (schedule := self._scheduled(layer)) is not None:
             number = self._number[layer]
             self._carry_out(schedule.begin_backward(number, range(number - 1, -1, -1)))
-        ready = [self._ready(layer)]
+        ready = [self._ready(layer), self._inputs.taken(layer, self._last[Resource.COMPUTE])]
         drained = [self._drained[0]] if schedule is not None and self.shape.trained[layer] else []
         self._compute(Kind.BEFORE_GRADIENTS, layer, ready)
         # The copy down of the layer that used this gradient slot before must have read it.

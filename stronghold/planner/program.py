@@ -20,6 +20,8 @@ class Kind(Enum):
     FETCH = "fetch"
     READ = "read"
     GRADIENTS = "gradients"
+    INPUTS_DOWN = "inputs down"
+    INPUTS_UP = "inputs up"
     PREPARE = "prepare"
     MOMENTUM = "momentum"
     ITERATE = "iterate"
@@ -53,7 +55,8 @@ class Shape:
     ``trained`` and ``on_disk`` have one entry for each layer, ``root_first`` and ``root_updates`` one for each
     ``RootWork``, which says where it is updated: ``UPDATE``, ``UPDATE_ON_DEVICE``, or None if it is not. ``chunks`` has
     one for each of both, in how many parts an update passes through the ring: 0 where it finds everything in memory.
-    ``iterated`` are those of both that Muon updates, with iterations beside the computation.
+    ``iterated`` are those of both that Muon updates, with iterations beside the computation. ``inputs`` are the layers
+    whose inputs wait for the backward pass beside the device.
     """
 
     window: int
@@ -67,6 +70,7 @@ class Shape:
     staged: bool
     runs_behind: bool
     iterated: frozenset[int] = frozenset()
+    inputs: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

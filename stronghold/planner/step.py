@@ -22,6 +22,8 @@ CAUSES = {
     Kind.READ: "disk",
     Kind.SETTLE: "disk",
     Kind.GRADIENTS: "gradients",
+    Kind.INPUTS_DOWN: "inputs",
+    Kind.INPUTS_UP: "fetch",
     Kind.MOMENTUM: "update",
     Kind.ITERATE: "update",
     Kind.UPDATE: "update",
@@ -130,7 +132,7 @@ def step_time(
     """Returns what a steady step of a model takes on ``machine`` under ``settings``, and what happens in it.
 
     The engine's own schedule says what moves when; clocks say how long. Not in it: evaluation, gradients that are
-    accumulated over several backward passes, inputs kept on the host (``activations="host"``), replicas.
+    accumulated over several backward passes, what a disk takes for layers' inputs (``activations="disk"``), replicas.
 
     Raises ValueError for settings that the engine would refuse.
     """
@@ -169,6 +171,7 @@ def _shape(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings
         iterated=frozenset(
             number for number, unit in enumerate([*layers, *root]) if unit.matrices and machine.iterates_beside
         ),
+        inputs=frozenset(number for number, layer in enumerate(layers) if layer.input_bytes),
     )
 
 
@@ -201,6 +204,8 @@ _SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
     Kind.BACKWARD: lambda unit, *_: unit.backward_s - unit.first_gradient_s,
     Kind.FETCH: lambda layer, machine, _: machine.copy_s + layer.weight_bytes / machine.h2d_bytes_per_s,
     Kind.GRADIENTS: lambda layer, machine, _: machine.down_s(layer.gradient_bytes),
+    Kind.INPUTS_DOWN: lambda layer, machine, settings: _inputs_s(layer, machine.d2h_bytes_per_s, machine, settings),
+    Kind.INPUTS_UP: lambda layer, machine, settings: _inputs_s(layer, machine.h2d_bytes_per_s, machine, settings),
     Kind.MOMENTUM: lambda unit, machine, _: machine.parts_s(unit).first_s,
     Kind.ITERATE: lambda unit, machine, _: machine.parts_s(unit).iterations_s,
     Kind.UPDATE: lambda unit, machine, _: _update_s(unit, machine),
@@ -208,6 +213,10 @@ _SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
     Kind.UPDATE_ON_DEVICE: lambda layer, machine, _: machine.on_device_s(layer),
     Kind.UPLOAD: lambda root, machine, _: machine.copy_s + root.weight_bytes / machine.h2d_bytes_per_s,
 }
+
+
+def _inputs_s(layer: LayerWork, bytes_per_s: float, machine: Machine, settings: StepSettings) -> float:
+    return settings.pieces * machine.copy_s + layer.input_bytes / bytes_per_s
 
 
 def _update_s(unit: UnitWork, machine: Machine) -> float:

@@ -70,9 +70,13 @@ class UnitWork:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork(UnitWork):
-    """The same of one layer. ``on_disk`` tells that its weights are fetched from there."""
+    """The same of one layer. ``on_disk`` tells that its weights are fetched from there.
+
+    ``input_bytes`` are those of its inputs, of all micro-batches, that wait for the backward pass beside the device.
+    """
 
     on_disk: bool = False
+    input_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ WAITS = {
     "fetch": "a fetch",
     "disk": "disk",
     "gradients": "gradient slots",
+    "inputs": "inputs on their way down",
     "update": "an update",
     "launch": "a launch",
     "stages": "other stages",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,10 +68,9 @@ class Activations:
     def streams(self) -> list[Stream]:
         return self.shelf.streams
 
-    def inputs(self, layer: str, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Returns the hooks under which autograd saves ``tensors``, the inputs of one run of ``layer``."""
-        inputs = self._begun(layer, tensors)
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(inputs, tensor), self._unpack)
+    def keeping(self, layer: str, tensors: Sequence[Tensor]) -> Callable[[Tensor], KeptInput | Tensor]:
+        """Returns what sends those of ``tensors``, the inputs of one run of ``layer``, down that go."""
+        return functools.partial(self._keep, self._begun(layer, tensors))
 
     def sending(self, layer: str, tensors: Sequence[Tensor]) -> Callable[[Tensor], KeptInput | None]:
         """Returns what sends a tensor down that autograd saves in a run of ``layer`` with these inputs.
@@ -107,7 +105,7 @@ class Activations:
         return tensor.device == self.device.torch_device and bool(input_sizes([tensor]))
 
     @opaque
-    def _pack(self, inputs: Inputs, tensor: Tensor) -> Any:
+    def _keep(self, inputs: Inputs, tensor: Tensor) -> KeptInput | Tensor:
         return self._send(inputs, tensor, inputs.kept) if self._goes(tensor) else tensor
 
     def _send(self, inputs: Inputs, tensor: Tensor, number: int) -> KeptInput:
@@ -124,10 +122,6 @@ class Activations:
         slot.event = down.record()
         self.shelf.arrived(inputs, kept.offset, kept.length_bytes, slot.event)
         return kept
-
-    @opaque
-    def _unpack(self, packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else self.value(packed)
 
     def value(self, packed: KeptInput) -> Tensor:
         """Returns the input on the device, and begins to bring up those that the backward pass needs next."""

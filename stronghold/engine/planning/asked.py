@@ -12,7 +12,7 @@ from stronghold.device import return_free_memory
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.planner.machine_file import MachineFile
-from stronghold.settings import check_one_of
+from stronghold.settings import ACTIVATIONS, check_one_of
 from stronghold.unit import all_parameters
 from stronghold.units import parse_bytes
 
@@ -64,10 +64,13 @@ def sizes(memory: ModelMemory, window: int | None, resident: int | None) -> dict
 
 
 def kepts(activations: str | None, layers: int, *, may_keep: bool = True) -> tuple[int, ...]:
-    """Returns how many layers may keep their activations: where they ``may_keep`` them, none or all."""
+    """Returns how many layers may keep their activations: where they ``may_keep`` them, none or all.
+
+    With their inputs in host memory or on disk layers are recomputed as well.
+    """
     if activations is None:
         return (0, layers) if may_keep else (0,)
-    return (0,) if one_of("activations", activations, ("recompute", "keep")) == "recompute" else (layers,)
+    return (layers,) if one_of("activations", activations, ACTIVATIONS) == "keep" else (0,)
 
 
 def micro_batches(asked: int | str | None, batch: int, memory: ModelMemory) -> tuple[int | None, ...]:

@@ -54,8 +54,6 @@ def settled(
         assert inputs is not None
         found, steps, inputs_host_bytes = _planned(model, settings, device, inputs, layers=layers, dtype=dtype)
         said = {"micro_batch": None, **found.settings, "store": settings.store, "host_memory": settings.host_memory}
-        if settings.activations in ("host", "disk"):
-            said["activations"] = settings.activations
         return PlannedSettings(**{**vars(settings), **said}, kept_inputs_bytes=inputs_host_bytes), steps
     if inputs is not None:
         raise ValueError("a plan is for inputs of its own (got plan= and inputs=); leave out one of them")
@@ -106,10 +104,7 @@ def _planned(
         )
     directories = [os.path.realpath(path) for path in settings.directories]
     machine = _machine(device, directories, _dtypes(model, dtype))
-    # With their inputs in host memory or on disk layers are recomputed as well.
-    activations = {"auto": None, "host": "recompute", "disk": "recompute"}.get(
-        settings.activations, settings.activations
-    )
+    activations = None if settings.activations == "auto" else settings.activations
     window, resident = (None if one == "auto" else one for one in (settings.window, settings.resident))
     assert not isinstance(window, str) and not isinstance(resident, str)
     found = PlannedModel(
@@ -117,8 +112,6 @@ def _planned(
     )
     if settings.compile:
         found.assume(COMPILED)
-    if settings.activations in ("host", "disk"):
-        found.assume(f"layers' inputs take no time on their way to {settings.activations} and back")
     count = len(found.memory.units.layers)
     space = Space(
         layers=count,

@@ -115,17 +115,19 @@ class ModelComputation:
         found: LayerPasses = passes[key]
         return found
 
-    def runs(self, samples: int | None) -> list[list[int]]:
-        """Returns the bytes of the inputs that get gradients, of each run of a layer over a micro-batch in a step."""
-        samples, found = min(samples or self.batch, self.batch), []
+    def runs(self, samples: int | None) -> list[list[list[int]]]:
+        """Returns the bytes of each layer's inputs that get gradients, of each of its runs over a micro-batch."""
+        samples, found = min(samples or self.batch, self.batch), list[list[list[int]]]()
         with _told(self._model), self._mode, torch.enable_grad():
             for group in self.group_of:
                 # A part of a mixture has rows in samples' place, and no micro-batches.
                 pieces = split(*self._calls[group], samples) if samples < self.batch else [self._calls[group]]
+                runs = list[list[int]]()
                 for piece in pieces:
                     tensors: list[Tensor] = []
                     flatten(piece, tensors)
-                    found.append(input_sizes(tensors))
+                    runs.append(input_sizes(tensors))
+                found.append(runs)
         return found
 
     def kind_of(self, number: int, differentiable: tuple[bool, ...]) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stronghold.engine.planning.kept_inputs import KeptInputs, kept_inputs
+from stronghold.engine.planning.kept_inputs import InputsOfLayers, KeptInputs
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.most_alive import most_alive
@@ -32,8 +32,8 @@ class ModelPlanner:
     """Answers for one model on one machine, choice by choice, what a step takes: the work, and the bytes.
 
     Of the ``replicas`` of ``memory``, all on the machine, it answers for one, of whose part of the batch
-    ``computation`` is. Layers that are recomputed have their inputs where ``activations`` says, as for ``offload``; to
-    bring these there and back is in no step's time.
+    ``computation`` is. Layers that are recomputed have their inputs where ``activations`` says, as for ``offload``;
+    what a disk takes for these is in no step's time.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ModelPlanner:
     ) -> None:
         self._memory, self._computation, self._machine, self._limits = memory, computation, machine, limits
         self._directories, self._recompute = directories, activations
-        self._inputs: dict[int | None, KeptInputs] = {}
+        self._inputs = InputsOfLayers(computation, activations, memory.block_bytes)
         of_device = memory.replicas if memory.is_host else 1  # replicas there have its cores in common
         self._seconds = OpSeconds(machine, of_device)
         self._layers: dict[tuple[Any, ...], LayerWork] = {}
@@ -71,11 +71,7 @@ class ModelPlanner:
 
     def inputs(self, choice: Choice) -> KeptInputs:
         """Returns what layers' inputs take that are not kept on the device."""
-        pieces = choice.micro_batch
-        if pieces not in self._inputs:
-            runs = self._computation.runs(pieces) if self._recompute in ("host", "disk") else []
-            self._inputs[pieces] = kept_inputs(runs, self._recompute, self._memory.block_bytes)
-        return self._inputs[pieces]
+        return self._inputs.taken(choice.micro_batch)
 
     def placed(self, choice: Choice) -> tuple[Placed, StepBytes, int]:
         """Returns where units are, what they take, and what activations, updates and rounding take on top in a step."""
@@ -123,8 +119,11 @@ class ModelPlanner:
         return sum(self._memory.iterations_bytes(self.placed(choice)[0].resident))
 
     def assumed(self, choice: Choice) -> list[str]:
-        """Returns what a plan of the choice rests on that was not measured, in words."""
-        return muon_assumed(self._machine, self.dtype) if choice.states == MUON else []
+        """Returns what a plan of it rests on that was not measured, in words."""
+        found = muon_assumed(self._machine, self.dtype) if choice.states == MUON else []
+        if self._inputs.off_device and (self._machine.is_host or self._recompute == "disk"):
+            found.append(f"layers' inputs take no time on their way to {self._recompute} and back")
+        return found
 
     def budgets(self, choice: Choice, activations: int) -> tuple[int | None, int | None]:
         """Returns what ``device_memory`` and ``host_memory`` are for ``offload``: what is left beside activations."""
@@ -197,7 +196,8 @@ class ModelPlanner:
         of, resident, there = self._computation, number in placed.resident, placed.on_disk.get(number)
         again = number < len(of.group_of) - choice.kept
         kind = of.group_of[number], sizes.kind_of(number), number if choice.states == MUON else None
-        key = *kind, resident, there, again, choice.micro_batch, choice.states, choice.store, pace
+        input_bytes = self._inputs.sent(choice.micro_batch, number)
+        key = *kind, resident, there, again, input_bytes, choice.micro_batch, choice.states, choice.store, pace
         if key not in self._layers:
             run = of.layer(number, choice.micro_batch)
             scale = of.batch / run.samples
@@ -208,11 +208,13 @@ class ModelPlanner:
             # Each micro-batch but the first adds its gradients to those before.
             backward_s += (scale - 1) * self._seconds.of_sum(sizes.units[number].gradients, self.dtype, pace)
             backward_s += self._mean_s(sizes, placed, number)
+            forward_s += scale * self._seconds.of_copy(round(input_bytes / scale), self.dtype, pace)
             self._layers[key] = LayerWork(
                 forward_s=forward_s,
                 backward_s=again_s + backward_s,
                 first_gradient_s=again_s + before_s,
                 on_disk="weights" in (there or ()),
+                input_bytes=input_bytes,
                 **self._moved(sizes, placed, choice, number),
                 **self._iterations(number, pace, resident=resident),
             )

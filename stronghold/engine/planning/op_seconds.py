@@ -29,6 +29,10 @@ class OpSeconds:
         """Returns what adding so many bytes to as many takes."""
         return self._uncached({Op("other", dtype, (), 0, 3 * length_bytes): 1}, pace)
 
+    def of_copy(self, length_bytes: int, dtype: str, pace: Pace) -> float:
+        """Returns what copying so many bytes on the device takes, nothing for none."""
+        return self._uncached({Op("other", dtype, (), 0, 2 * length_bytes): 1}, pace) if length_bytes else 0.0
+
     def _uncached(self, ops: Mapping[Op, int], pace: Pace) -> float:
         if pace not in self._rates:
             self._rates[pace] = op_rates(self._machine, pace)

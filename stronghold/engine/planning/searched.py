@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.engine.planning.kept_inputs import kept_inputs
+from stronghold.engine.planning.kept_inputs import OFF_DEVICE, InputsOfLayers
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.model_planner import ModelPlanner
@@ -69,7 +69,7 @@ class PlannedModel:
             )
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._model, self._directories = model, directories
-        self._recompute = activations
+        self._recompute = activations if activations in OFF_DEVICE else "recompute"
         self._sequence, self._name = sequence, name or type(model).__name__
         is_host, block_bytes = machine.is_host, 1 if machine.is_host else BLOCK_BYTES
         memory_of = partial(
@@ -126,10 +126,10 @@ class PlannedModel:
 
     def inputs_host_bytes(self, micro_batch: int | None) -> int:
         """Returns what of the host's memory the layers' inputs take that are not kept on the device."""
-        return kept_inputs(self.computation.runs(micro_batch), self._recompute).host
+        return InputsOfLayers(self.computation, self._recompute).taken(micro_batch).host
 
     def _told(self, planner: ModelPlanner, found: Found, limits: Limits, tokens: int) -> TrainingPlan:
-        told = _Told(planner, self._directories, self.memory)
+        told = _Told(planner, self._directories, self.memory, self._recompute)
         best = found.plans[0]
         _, taken, activation_bytes = planner.placed(best.choice)
         slow_s, fast_s = (told.step_s(best.choice, pace) for pace in ("slow", "fast"))
@@ -177,15 +177,16 @@ class PlannedModel:
 class _Told:
     """Says choices in the words of ``offload`` and ``AdamW``."""
 
-    def __init__(self, planner: ModelPlanner, directories: Sequence[str], memory: ModelMemory) -> None:
+    def __init__(self, planner: ModelPlanner, directories: Sequence[str], memory: ModelMemory, recompute: str) -> None:
         self._planner, self._directories, self._memory = planner, list(directories), memory
+        self._recompute = recompute
 
     def settings(self, choice: Choice) -> dict[str, Any]:
         layers = len(self._memory.units.layers)
         placed, _, activations = self._planner.placed(choice)
         device, host = self._planner.budgets(choice, activations)
         found: dict[str, Any] = {"window": choice.window, "resident": choice.resident}
-        found["activations"] = "keep" if choice.kept == layers else "recompute"
+        found["activations"] = "keep" if choice.kept == layers else self._recompute
         if choice.micro_batch is not None:
             found["micro_batch"] = choice.micro_batch
         if choice.store != "ram":

@@ -15,6 +15,7 @@ from stronghold.lab.cli.shared_arguments import (
     whole,
 )
 from stronghold.lab.settings import ModelSettings
+from stronghold.settings import ACTIVATIONS
 
 _EXAMPLES = """\
 examples:
@@ -98,7 +99,7 @@ def _add_settings(settings: Group) -> None:
         metavar="K|auto",
         help="experts of a mixture that move together (default: auto, all of a layer or, in one process, as fits)",
     )
-    settings.add_argument("--activations", choices=("recompute", "keep"), help="of all layers")
+    settings.add_argument("--activations", choices=ACTIVATIONS, help="of all layers (default: recompute or keep)")
     settings.add_argument("--update", choices=("deferred", "in_backward"), help="when layers are updated")
     settings.add_argument(
         "--optimizer",

@@ -53,6 +53,9 @@ def told(plan):
         {"window": 1, "store": "disk"},
         {"store": "disk", "states": "8bit", "host_memory": "1GiB"},
         {"window": 2, "store": "disk", "update": "in_backward"},
+        {"window": 2, "resident": 1, "activations": "host"},
+        {"window": 2, "resident": 0, "activations": "host", "micro_batch": 2},
+        {"window": 2, "store": "disk", "activations": "disk"},
     ],
     ids=str,
 )
@@ -78,7 +81,7 @@ def test_bytes_are_the_reports_to_the_byte(settings, dtype, tmp_path):
     assert plan.resident_bytes == report.resident_device_bytes
     assert plan.root_gradient_bytes == report.root_gradients_device_bytes
     assert plan.pinned_bytes + plan.pageable_bytes == report.host_bytes
-    assert plan.disk_bytes == report.disk_bytes
+    assert plan.disk_bytes == report.disk_bytes + report.inputs_disk_bytes
     stronghold.close(model)
 
 
@@ -88,6 +91,30 @@ def test_what_the_user_sets_is_kept_and_the_rest_is_chosen():
     assert {name: plan.settings[name] for name in wanted} == wanted
     assert plan.optimizer == {"states": "fp32", "update": "deferred"}
     assert planned(given=machine()).step_s.likely <= plan.step_s.likely
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_layers_inputs_on_the_host_go_there_and_back_over_the_link(micro_batch):
+    given = {"given": machine(), "window": 2, "resident": 1, "update": "deferred", "micro_batch": micro_batch}
+    there, here = (planned(activations=activations, **given) for activations in ("host", "recompute"))
+    assert (there.settings["activations"], there.assumed) == ("host", [])
+    pieces = 1 if micro_batch is None else 4
+    one_s = 4 * 32 * 64 * 4 / 25e9 + pieces * 8e-6  # bytes of four samples by the link, and what each copy takes
+    for lane in ("gradients", "fetches"):
+        assert there.busy_s[lane] - here.busy_s[lane] == pytest.approx(5 * one_s, rel=1e-6)
+    assert there.busy_s["compute"] > here.busy_s["compute"]  # they are copied into their slot
+    assert there.pinned_bytes - here.pinned_bytes == 5 * 4 * 32 * 64 * 4
+    frozen = on_meta()
+    frozen.embedding.requires_grad_(False)
+    fewer = planned(frozen, activations="host", **given)
+    assert there.busy_s["gradients"] - fewer.busy_s["gradients"] >= one_s * (1 - 1e-6)  # the first layer's stay
+
+
+def test_layers_inputs_on_disk_are_planned_for_with_a_store_there(tmp_path):
+    given = machine(disks={str(tmp_path): dict.fromkeys(DISK, about(1e9))})
+    plan = planned(given=given, activations="disk", store=str(tmp_path))
+    assert (plan.settings["activations"], plan.settings["store"]) == ("disk", [str(tmp_path)])
+    assert plan.assumed == ["layers' inputs take no time on their way to disk and back"]
 
 
 def test_a_model_that_fits_a_machine_of_one_memory_stays_where_it_is():
@@ -180,7 +207,9 @@ def test_budgets_that_nothing_fits_are_told_with_the_least_that_would_do():
         ({"resident": -1}, r"resident must be a number of layers from 0 to 5 \(got -1\)"),
         ({"states": "fp64"}, "states must be"),
         ({"update": "never"}, "update must be"),
-        ({"activations": "host"}, "activations must be"),
+        ({"activations": "all"}, "activations must be"),
+        ({"activations": "disk"}, r"in the store's directory \(got store='ram'\)"),
+        ({"activations": "host", "processes": 2}, r"for one process \(got activations='host' with processes=2\)"),
         ({"micro_batch": "some"}, "micro_batch must be"),
         ({"store": "/mnt/nowhere"}, "the machine must have the speed of each directory of the store"),
         ({"device_memory": "lots"}, "lots"),
