@@ -102,7 +102,7 @@ class Device(ThrottledDevice):
 
 
 def run(machine: Machine, *, layers: int, window: int, update: str, muon: bool, steps: int) -> dict[str, Any]:
-    """Returns the median seconds of ``steps`` steps after two that are not counted, and of each resource's work."""
+    """Returns the mean seconds of ``steps`` steps after two that are not counted, and of each resource's work."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = Model(layers)
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, nargs="+", default=[2, 4], help="windows to try (default: 2 4)")
     parser.add_argument("--layers", type=int, default=32, help="layers of the model (default: 32)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of which the median counts (default: 3)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of which the mean counts (default: 3)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="where to append the records")
     options = parser.parse_args(arguments)
     table = Table(title="seconds of a step, by the simulated clocks", title_justify="left")

@@ -114,7 +114,7 @@ def with_slow_host(machine: Machine, update: str, share: float = 0.9) -> Machine
 def run(
     machine: Machine, *, layers: int, window: int, update: str, steps: int, paced: bool, resident: int = 0
 ) -> Outcome:
-    """Trains ``steps`` steps after one that is not counted, and returns the median step."""
+    """Trains ``steps`` steps after one that is not counted, and returns what one of them takes."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = _Model(layers)
@@ -135,7 +135,11 @@ def run(
 
 
 def timed(device: ThrottledDevice, step: Callable[[], None], *, steps: int, warm: int) -> Outcome:
-    """Returns the median of ``steps`` steps after ``warm`` that are not counted, by the clocks and by the wall."""
+    """Returns what a step takes of ``steps`` after ``warm`` that are not counted, by the clocks and by the wall.
+
+    That is the mean by the clocks, for of what goes on beside a step one may have more and the next one less, and the
+    median by the wall.
+    """
     clocks, walls, works = [], [], []
     for _ in range(warm + steps):
         device.clock_s = device.paced_until(device.clock_s)  # both clocks begin the step at one time
@@ -145,9 +149,9 @@ def timed(device: ThrottledDevice, step: Callable[[], None], *, steps: int, warm
         walls.append(time.perf_counter() - wall_s)
         works.append({name: device.busy_s[name] - before[name] for name in before})
     return Outcome(
-        step_s=statistics.median(clocks[warm:]),
+        step_s=statistics.fmean(clocks[warm:]),
         wall_s=statistics.median(walls[warm:]) if device.paced else 0.0,
-        busy_s={name: statistics.median(work[name] for work in works[warm:]) for name in works[0]},
+        busy_s={name: statistics.fmean(work[name] for work in works[warm:]) for name in works[0]},
     )
 
 
@@ -157,7 +161,7 @@ def main() -> None:
         "--windows", type=int, nargs="+", default=[1, 2, 4, 8], help="windows to try (default: 1 2 4 8)"
     )
     parser.add_argument("--layers", type=int, default=32, help="layers of the model (default: 32)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of which the median counts (default: 3)")
+    parser.add_argument("--steps", type=int, default=3, help="steps that count (default: 3)")
     parser.add_argument("--clock-only", action="store_true", help="do not sleep; trust the simulated clocks")
     arguments = parser.parse_args()
     console = Console(width=150)

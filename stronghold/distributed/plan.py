@@ -103,10 +103,10 @@ def plan(
     directories = [os.path.realpath(path) for path in paths]
     given = inputs if inputs is not None else token_inputs(model, batch, sequence)
 
-    def best(replicas: int, rival_s: float = math.inf, *, model: nn.Module = model) -> TrainingPlan:
+    def best(replicas: int, rival_s: float = math.inf, *, of: nn.Module = model) -> TrainingPlan:
         """Returns the best plan of one process, or of so many replicas where that may be shorter than ``rival_s``."""
         planned = PlannedModel(
-            model,
+            of,
             machine,
             given if replicas == 1 else part_of(given, replicas),
             layers=layers,
@@ -156,7 +156,7 @@ def plan(
             )
         formats = [MUON]
     if processes == 1:
-        return plan_in_parts(model, experts_per_part, lambda one: best(1, model=one))
+        return plan_in_parts(model, experts_per_part, lambda one: best(1, of=one))
     if experts_per_part is not None:
         raise ValueError(
             f"experts are cut apart for one process (got experts_per_part={experts_per_part!r} with "

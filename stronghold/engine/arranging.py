@@ -67,13 +67,13 @@ class Asked:
     def _arrange(self, model: nn.Module) -> Arrangement:
         number = self.experts_per_part
         if number is None:
-            cut, (settings, planned) = None, self._settled(model)
+            cut, (settings, planned) = None, self._settled(model, model)
         elif number == "auto":
-            cut, best = cut_to_fit(model, self._fit)
+            cut, best = cut_to_fit(model, lambda one: self._fit(one, model))
             settings, planned = best.found
         elif isinstance(number, int):
             in_parts = split_experts(without_values(model), number)
-            cut, (settings, planned) = number, self._settled(in_parts)
+            cut, (settings, planned) = number, self._settled(in_parts, model)
             self._placed(in_parts, settings)
         else:
             raise ValueError(
@@ -83,7 +83,7 @@ class Asked:
             split_experts(model, cut)
         return Arrangement(settings=settings, planned=planned, placement=self._placed(model, settings))
 
-    def _settled(self, model: nn.Module) -> tuple[OffloadSettings, PlannedSteps | None]:
+    def _settled(self, model: nn.Module, whole: nn.Module) -> tuple[OffloadSettings, PlannedSteps | None]:
         if self.inputs is None and self.plan is None:
             return self.settings, None
         # Here, since what it imports takes a second that training does without.
@@ -97,6 +97,7 @@ class Asked:
             plan=self.plan,
             layers=self.layers,
             dtype=self.dtype,
+            in_memory=whole,
         )
 
     def _placed(self, model: nn.Module, settings: OffloadSettings) -> Placement:
@@ -104,8 +105,8 @@ class Asked:
         on_host = [*self.shared, *(kept_on_disk(model, settings.directories[0]) if self.reopen else ())]
         return plan(model, self.layers, self.dtype, settings, self.device, self.replicas, on_host)
 
-    def _fit(self, model: nn.Module) -> Fit:
-        settings, planned = self._settled(model)
+    def _fit(self, model: nn.Module, whole: nn.Module) -> Fit:
+        settings, planned = self._settled(model, whole)
         free = self.device.free_bytes() if settings.device_memory is None else None
         limited = settings if free is None else replace(settings, device_memory=free)
         window = self._placed(model, limited).window

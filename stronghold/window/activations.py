@@ -118,7 +118,8 @@ class Activations:
         down = self.device.gradients
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
         self.waits.stream(down, self.device.record_event(), Wait.INPUT_WRITTEN)
-        down.copy(room[kept.offset : kept.offset + kept.length_bytes], slot.flat[: kept.length_bytes])
+        with self.device.noted(down, f"inputs down {inputs.layer}"):
+            down.copy(room[kept.offset : kept.offset + kept.length_bytes], slot.flat[: kept.length_bytes])
         slot.event = down.record()
         self.shelf.arrived(inputs, kept.offset, kept.length_bytes, slot.event)
         return kept
@@ -159,7 +160,8 @@ class Activations:
         source, there = self.shelf.source(inputs)
         # The host must have the inputs before they are copied up again.
         self.waits.stream(up, there, Wait.INPUT_DOWN)
-        up.copy(slot.flat[:length], source[:length])
+        with self.device.noted(up, f"inputs up {inputs.layer}"):
+            up.copy(slot.flat[:length], source[:length])
         slot.event = up.record()
         self.shelf.copied_up(inputs, slot.event)
         slot.inputs, slot.used_bytes = weakref.ref(inputs), length

@@ -124,7 +124,8 @@ def test_what_is_resident_in_stages_fits_the_device_memory_that_is_told():
         ({"processes": 3, "update": "in_backward"}, "stages are planned for with deferred updates"),
         ({"processes": 3, "resident": 2}, "all layers stay on the device in a plan, or none"),
         ({"processes": 3, "micro_batch": 2}, "micro-batches of a model in stages go through all of them"),
-        ({"activations": "host"}, "activations must be"),
+        ({"activations": "host"}, "inputs are planned beside the device for one process"),
+        ({"activations": "all"}, "activations must be"),
     ],
 )
 def test_what_cannot_be_planned_for_is_refused(change, message):

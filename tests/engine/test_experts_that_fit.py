@@ -99,13 +99,16 @@ def test_where_inputs_are_known_the_planner_says_what_fits_and_which_is_shortest
         on_a_gpu(here, model(), inputs=inputs, device_memory=budget)
     tried, fit = {}, Asked._fit
 
-    def noted(self, of):
-        found = fit(self, of)
+    def noted(self, of, whole):
+        found = fit(self, of, whole)
         tried[experts_per_part_of(of)] = found.cost
         return found
 
     monkeypatch.setattr(Asked, "_fit", noted)
-    of = on_a_gpu(here, model(), inputs=inputs, device_memory=budget, experts_per_part="auto")
+    counted, given = [], model()
+    monkeypatch.setattr("stronghold.engine.planning.asked.process_bytes", lambda of: counted.append(of) or 2**28)
+    of = on_a_gpu(here, given, inputs=inputs, device_memory=budget, experts_per_part="auto")
+    assert all(one is given for one in counted)  # a copy without values would leave the experts to the process
     found = stronghold.report(of)
     assert None not in tried
     assert len(tried) > 1

@@ -45,14 +45,18 @@ def settled(
     plan: TrainingPlan | str | os.PathLike[str] | None,
     layers: str | Sequence[str] | None,
     dtype: torch.dtype | None,
+    in_memory: nn.Module,
 ) -> tuple[OffloadSettings, PlannedSteps]:
     """Returns the settings with what was ``"auto"`` by the ``plan``, or by one for ``inputs``, and what it says.
 
-    That is by the ``update`` of AdamW, of which ``inputs`` leave both open.
+    That is by the ``update`` of AdamW, of which ``inputs`` leave both open. ``in_memory`` is what the model stands for,
+    whose values are the process's until they are in the store.
     """
     if plan is None:
         assert inputs is not None
-        found, steps, inputs_host_bytes = _planned(model, settings, device, inputs, layers=layers, dtype=dtype)
+        found, steps, inputs_host_bytes = _planned(
+            model, settings, device, inputs, layers=layers, dtype=dtype, in_memory=in_memory
+        )
         said = {"micro_batch": None, **found.settings, "store": settings.store, "host_memory": settings.host_memory}
         return PlannedSettings(**{**vars(settings), **said}, kept_inputs_bytes=inputs_host_bytes), steps
     if inputs is not None:
@@ -88,6 +92,7 @@ def _planned(
     *,
     layers: str | Sequence[str] | None,
     dtype: torch.dtype | None,
+    in_memory: nn.Module,
 ) -> tuple[TrainingPlan, PlannedSteps, int]:
     """Plans what ``settings`` leave to ``"auto"``, for AdamW with moments in fp32 and updates behind the backward pass.
 
@@ -121,7 +126,7 @@ def _planned(
         updates=("deferred",),
         stores=("disk",) if directories else ("ram",),
     )
-    most = limits(machine, model, settings.device_memory, None)
+    most = limits(machine, in_memory, settings.device_memory, None)
     if most.device is not None and settings.device_memory is None and (free := device.free_bytes()) is not None:
         most = replace(most, device=min(most.device, int((1 - RESERVED) * free)))
     if (host := settings.host_memory) is not None:

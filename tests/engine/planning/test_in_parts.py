@@ -25,7 +25,9 @@ def by_hand(number, budget):
         return None
 
 
-def test_it_is_for_whole_layers_or_for_the_parts_with_the_shortest_step():
+def test_it_is_for_whole_layers_or_for_the_parts_with_the_shortest_step(monkeypatch):
+    counted = []
+    monkeypatch.setattr("stronghold.engine.planning.asked.process_bytes", lambda of: counted.append(of) or 2**28)
     least = stronghold.plan(model(), window=1, resident=0, **GIVEN).device_bytes
     cuts = []
     for share in (0.8, 0.7, 0.6):
@@ -35,6 +37,7 @@ def test_it_is_for_whole_layers_or_for_the_parts_with_the_shortest_step():
         names = [*of.state_dict()]
         found = stronghold.plan(of, device_memory=budget, experts_per_part="auto", **GIVEN)
         assert [*of.state_dict()] == names
+        assert counted[-1] is of  # a copy without values would leave the experts to the process
         number = found.experts_per_part
         assert (number is None) == (plans[None] is not None)
         assert {**plans[number].settings, **({"experts_per_part": number} if number else {})} == found.settings
