@@ -125,7 +125,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, required=True, metavar="DIR", help="on a disk with 20 GB free")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="on a disk with 20 GB free, in bf16 twice the checkpoint",
+    )
     parser.add_argument("--base", choices=("nf4_nested", "bf16"), default="nf4_nested", help="(default: nf4_nested)")
     parser.add_argument("--layers", type=int, default=32, metavar="N", help="(default: 32)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="(default: 3)")

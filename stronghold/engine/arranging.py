@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.device import Device
-from stronghold.engine.experts_that_fit import Fit, cut_to_fit, without_values
+from stronghold.engine.experts_that_fit import Fit, cut_as_asked
 from stronghold.engine.placement import Placement, plan
 from stronghold.engine.reopening import kept_on_disk
 from stronghold.engine.split_experts import split_experts
@@ -65,20 +65,8 @@ class Asked:
         return replace(self, plan=plan, experts_per_part=planned)
 
     def _arrange(self, model: nn.Module) -> Arrangement:
-        number = self.experts_per_part
-        if number is None:
-            cut, (settings, planned) = None, self._settled(model, model)
-        elif number == "auto":
-            cut, best = cut_to_fit(model, lambda one: self._fit(one, model))
-            settings, planned = best.found
-        elif isinstance(number, int):
-            in_parts = split_experts(without_values(model), number)
-            cut, (settings, planned) = number, self._settled(in_parts, model)
-            self._placed(in_parts, settings)
-        else:
-            raise ValueError(
-                f"experts_per_part must be a number of experts, 'auto' or None (got {number!r}); pass 'auto'"
-            )
+        cut, best = cut_as_asked(model, self.experts_per_part, lambda one: self._fit(one, model))
+        settings, planned = best.found
         if cut is not None:
             split_experts(model, cut)
         return Arrangement(settings=settings, planned=planned, placement=self._placed(model, settings))
@@ -107,6 +95,11 @@ class Asked:
 
     def _fit(self, model: nn.Module, whole: nn.Module) -> Fit:
         settings, planned = self._settled(model, whole)
+        if self.experts_per_part != "auto":
+            # A cut is placed without its experts' values first, so that an error leaves the model whole.
+            if model is not whole:
+                self._placed(model, settings)
+            return Fit(0.0, (settings, planned))
         free = self.device.free_bytes() if settings.device_memory is None else None
         limited = settings if free is None else replace(settings, device_memory=free)
         window = self._placed(model, limited).window

@@ -26,6 +26,25 @@ class Fit:
     found: Any = None
 
 
+def cut_as_asked(
+    model: nn.Module, experts_per_part: int | str | None, fit: Callable[[nn.Module], Fit]
+) -> tuple[int | None, Fit]:
+    """Returns the experts of a part that ``model`` is to be cut into, None for whole layers, and what ``fit`` says.
+
+    That is as many as are asked for, or for ``"auto"`` as :func:`cut_to_fit` finds. The model is not changed. Raises
+    what ``fit`` and :func:`split_experts` raise, and ValueError for what is no number.
+    """
+    if experts_per_part is None:
+        return None, fit(model)
+    if experts_per_part == "auto":
+        return cut_to_fit(model, fit)
+    if isinstance(experts_per_part, int) and not isinstance(experts_per_part, bool):
+        return experts_per_part, fit(split_experts(without_values(model), experts_per_part))
+    raise ValueError(
+        f"experts_per_part must be a number of experts, 'auto' or None (got {experts_per_part!r}); pass 'auto'"
+    )
+
+
 def cut_to_fit(model: nn.Module, fit: Callable[[nn.Module], Fit]) -> tuple[int | None, Fit]:
     """Returns the experts of a part with which ``model`` costs least, None where it fits with whole layers, and how.
 

@@ -20,11 +20,14 @@ class IssuedInputs:
         self._sent: deque[int | None] = deque([None] * SLOTS)
         self._down: dict[int, int] = {}
         self._up: dict[int, int] = {}
+        self._kept: list[int] = []
+        """The layers whose inputs the backward pass still needs, the next one last."""
 
     def sent(self, layer: int, after: list[int | None]) -> list[int | None]:
         """Sends a layer's inputs down before it computes; returns what must have freed the slot that they leave by."""
         if layer not in self._layers:
             return []
+        self._kept.append(layer)
         free = self._sent.popleft()
         self._down[layer] = self._issue(Resource.GRADIENTS, Kind.INPUTS_DOWN, layer, after=[*after, free])
         self._sent.append(self._down[layer])
@@ -34,9 +37,8 @@ class IssuedInputs:
         """Returns the copy up of a layer's inputs, and begins that of those that are needed next."""
         if layer not in self._layers:
             return None
-        before = max((other for other in self._layers if other < layer), default=None)
-        for one in (layer, before):
-            if one is not None and one not in self._up:
+        for one in self._kept[:-3:-1]:
+            if one not in self._up:
                 after = [self._down[one], computed]
                 self._up[one] = self._issue(Resource.FETCHES, Kind.INPUTS_UP, one, after=after)
-        return self._up.pop(layer)
+        return self._up.pop(self._kept.pop())

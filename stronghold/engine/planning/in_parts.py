@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from stronghold.engine.experts_that_fit import Fit, cut_to_fit, without_values
-from stronghold.engine.split_experts import split_experts
+from stronghold.engine.experts_that_fit import Fit, cut_as_asked
 from stronghold.planner.other_plans import Alternative, Refused
 from stronghold.planner.training_plan import TrainingPlan
 
@@ -25,15 +24,13 @@ def plan_in_parts(
     The model is not changed. Raises BudgetError where nothing fits, and ValueError for a model without experts that can
     be cut apart, or a number that is none.
     """
-    number = experts_per_part
-    if number is None:
-        return plan(model)
-    if number == "auto":
-        number, found = _shortest(model, plan)
-    elif isinstance(number, int) and not isinstance(number, bool):
-        found = plan(split_experts(without_values(model), number))
-    else:
-        raise ValueError(f"experts_per_part must be a number of experts, 'auto' or None (got {number!r}); pass 'auto'")
+
+    def fit(one: nn.Module) -> Fit:
+        found = plan(one)
+        return Fit(found.step_s.likely, found)
+
+    number, fits = cut_as_asked(model, experts_per_part, fit)
+    found: TrainingPlan = fits.found
     if number is None:
         return found
 
@@ -42,13 +39,3 @@ def plan_in_parts(
 
     settings = {**found.settings, "experts_per_part": number}
     return replace(found, settings=settings, others=told(found.others), refused=told(found.refused))
-
-
-def _shortest(model: nn.Module, plan: Callable[[nn.Module], TrainingPlan]) -> tuple[int | None, TrainingPlan]:
-    def fit(one: nn.Module) -> Fit:
-        found = plan(one)
-        return Fit(found.step_s.likely, found)
-
-    number, fits = cut_to_fit(model, fit)
-    planned: TrainingPlan = fits.found
-    return number, planned
