@@ -58,7 +58,9 @@ class EightBits:
                 f"{parameter.dtype}); call {where}.to('cpu'), which quantises it, before offload()"
             )
         if parameter.CB is not None:
+            scales = state.SCB  # of a weight that PEFT's DoRA has looked at they are here alone
             module.init_8bit_state()  # type: ignore[operator]
+            state.SCB = scales if state.SCB is None else state.SCB
         state.CB = parameter  # its memory, wherever it is
 
     def unpacked(self, parameter: Any) -> Tensor:

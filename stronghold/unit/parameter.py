@@ -151,6 +151,20 @@ class BoundParameter(_Parameter):
         return done
 
 
+class _Placed(nn.Parameter):
+    """A quantised weight that is itself where it is asked to be where it is.
+
+    bitsandbytes makes another of it, and PEFT puts that into its place after it has looked at the values (DoRA, on the
+    CPU): the window would not know it.
+    """
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if device in (None, self.device) and dtype in (None, self.dtype):
+            return self
+        return super().to(*args, **kwargs)
+
+
 @contextmanager
 def bound(units: Sequence[Unit]) -> Iterator[None]:
     """Makes the parameters of units on the device plain ones for the block, which computes with them.
@@ -177,7 +191,8 @@ def become(kind: type[_Parameter], parameters: Iterable[nn.Parameter]) -> None:
 
 @functools.cache
 def _both(kind: type[_Parameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
-    return type(kind.__name__, (kind, own), {})
+    """Returns a class that is both, by the name of ``own``: PEFT tells quantised weights by the name of their class."""
+    return type(own.__name__, (_Placed, kind, own), {})
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

@@ -21,7 +21,13 @@ import stronghold
 from tests.adapters import trained, with_adapters
 from tests.examples.test_flux import Masters
 
-LORA = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], lora_dropout=0.1)
+TARGETS = ["to_q", "to_v"]
+ADAPTERS: dict[str, peft.PeftConfig] = {
+    "lora": peft.LoraConfig(r=2, target_modules=TARGETS, lora_dropout=0.1),
+    "dora": peft.LoraConfig(r=2, target_modules=TARGETS, use_dora=True),
+    "ia3": peft.IA3Config(target_modules=TARGETS, feedforward_modules=[]),
+    "vera": peft.VeraConfig(r=4, target_modules=TARGETS),
+}
 SAMPLES = 2
 
 
@@ -63,10 +69,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., dict[str, Tensor]
 """Each with its inputs and the number of its layers."""
 
 
-def built(name: str, dtype: torch.dtype, *, lora: bool) -> nn.Module:
+def built(name: str, dtype: torch.dtype, method: str) -> nn.Module:
     torch.manual_seed(1)
     model = MODELS[name][0]().to(dtype).train()
-    return with_adapters(model, LORA) if lora else model
+    return model if method == "all" else with_adapters(model, ADAPTERS[method])
 
 
 def losses_of(name: str, model: nn.Module, optimizer: Any, dtype: torch.dtype, steps: int) -> list[float]:
@@ -95,10 +101,10 @@ def gradients_of(name: str, model: nn.Module, dtype: torch.dtype) -> list[Tensor
 
 
 def compare(
-    folder: Path, name: str, dtype: torch.dtype, places: list[tuple[int, str]], *, lora: bool, steps: int
+    folder: Path, name: str, method: str, dtype: torch.dtype, places: list[tuple[int, str]], steps: int
 ) -> None:
-    masters = not lora and dtype == torch.bfloat16
-    plain = built(name, dtype, lora=lora)
+    masters = method == "all" and dtype == torch.bfloat16
+    plain = built(name, dtype, method)
     stepped = Masters(plain) if masters else torch.optim.AdamW(trained(plain), lr=2e-3, foreach=False)
     gradients = gradients_of(name, plain, dtype) if masters else []
     expected = losses_of(name, plain, stepped, dtype, steps)
@@ -106,7 +112,7 @@ def compare(
     rows = []
     for window, store in places:
         where = "ram" if store == "ram" else str(folder / f"{window}")
-        model = built(name, dtype, lora=lora)
+        model = built(name, dtype, method)
         stronghold.offload(model, device="cpu", window=window, store=where, dtype=dtype if masters else None)
         optimizer: Any = torch.optim.AdamW(trained(model), lr=2e-3, foreach=False)
         if masters:
@@ -127,7 +133,8 @@ def compare(
         assert rows[0] == expected
 
 
-CASES = [("wan", False), ("wan", True), ("flux", True)]
+CASES = [("wan", "all"), ("wan", "lora"), ("flux", "lora")]
+"""Models and what is trained of them: all of their weights, or one kind of PEFT's adapters."""
 PLACES = {
     torch.float32: [(1, "ram"), (2, "disk"), (-1, "ram")],
     torch.bfloat16: [(1, "disk"), (2, "ram"), (-1, "disk")],
@@ -136,17 +143,19 @@ PLACES = {
 
 
 @pytest.mark.parametrize("dtype", PLACES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("name", "lora"), CASES, ids=["wan", "wan-lora", "flux-lora"])
+@pytest.mark.parametrize(("name", "method"), CASES)
 def test_diffusers_models_learn_the_bits_that_they_learn_in_memory(
-    tmp_path: Path, name: str, lora: bool, dtype: torch.dtype
+    tmp_path: Path, name: str, method: str, dtype: torch.dtype
 ) -> None:
     places = [(window if window > 0 else MODELS[name][2], store) for window, store in PLACES[dtype]]
-    compare(tmp_path, name, dtype, places, lora=lora, steps=4)
+    compare(tmp_path, name, method, dtype, places, steps=4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", PLACES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("name", "lora"), CASES, ids=["wan", "wan-lora", "flux-lora"])
-def test_and_for_fifty_steps(tmp_path: Path, name: str, lora: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"), [*CASES, *((name, method) for name in MODELS for method in ("dora", "ia3", "vera"))]
+)
+def test_and_for_fifty_steps(tmp_path: Path, name: str, method: str, dtype: torch.dtype) -> None:
     places = [(window if window > 0 else MODELS[name][2], store) for window, store in PLACES[dtype]]
-    compare(tmp_path, name, dtype, places, lora=lora, steps=50)
+    compare(tmp_path, name, method, dtype, places, steps=50)

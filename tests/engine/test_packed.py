@@ -121,6 +121,44 @@ def test_adapters_learn_the_bits_that_they_learn_in_memory(
 
 
 @pytest.mark.parametrize(
+    ("kind", "settings", "first"),
+    [
+        ("nf4", {"window": 1}, "adapters"),
+        ("nf4", {"window": 2, "store": "disk"}, "offload"),
+        ("int8", {"window": 1}, "adapters"),
+        ("int8", {"window": 1}, "offload"),
+        ("int8", {"window": 2, "store": "disk"}, "offload"),
+    ],
+    ids=str,
+)
+def test_dora_reads_the_values_of_quantised_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any], first: str
+) -> None:
+    """It puts ``weight.to("cpu")`` in their place, each time it has; of eight bits bitsandbytes loses the scales so."""
+    config = peft.LoraConfig(r=2, target_modules="all-linear", use_dora=True)
+    torch.manual_seed(0)
+    if first == "adapters":
+        model = with_adapters(packed(True, kind), config)
+        train(model, torch.optim.SGD(trained(model), lr=0.0), steps=1)
+        offload(tmp_path, model, **settings)
+    else:
+        model = with_adapters(offload(tmp_path, packed(True, kind), **settings), config)
+    assert any(type(p).__name__ in ("Params4bit", "Int8Params") for p in model.parameters())
+    learned = train(model, torch.optim.AdamW(trained(model), lr=1e-2, foreach=False), accumulation=2)
+    monkeypatch.setattr(bitsandbytes.nn.Int8Params, "to", lambda weight, device: weight)
+    built = packed(True, kind, pack=kind == "nf4")
+    if kind == "int8":
+        for module in built.modules():
+            if isinstance(module, bitsandbytes.nn.Linear8bitLt):
+                module.weight = module.weight._quantize(torch.device("cpu"))
+                module.init_8bit_state()
+    plain = with_adapters(built, config)
+    assert train(plain, torch.optim.AdamW(trained(plain), lr=1e-2, foreach=False), accumulation=2) == learned
+    for (key, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, other), key
+
+
+@pytest.mark.parametrize(
     ("nested", "kind", "each", "title"),
     [(False, "nf4", 0.5625, "four"), (True, "nf4", 0.516, "four"), (False, "int8", 1 + 4 * 1280 / 188416, "eight")],
 )

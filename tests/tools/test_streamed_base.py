@@ -1,4 +1,4 @@
-"""Loops of other libraries train adapters over an NF4 base that streams: the bits that they learn in memory."""
+"""Loops of other libraries train adapters over a base that streams, NF4 or not: the bits that they learn in memory."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ PLACES: dict[torch.dtype, list[dict[str, Any]]] = {
 }
 
 
-def adapted(dtype: torch.dtype) -> nn.Module:
-    """Returns a Llama whose layers' linear weights are in four bits, which compute in ``dtype``, with adapters."""
+def adapted(dtype: torch.dtype, base: str) -> nn.Module:
+    """Returns a Llama in ``dtype`` with adapters, whose layers' linear weights may be in four bits."""
     model: Any = CASE.model().to(dtype)
-    return with_adapters(packed_by_bitsandbytes(model, model.model.layers, "nf4", dtype), LORA).train()
+    if base == "nf4":
+        packed_by_bitsandbytes(model, model.model.layers, base, dtype)
+    return with_adapters(model, LORA).train()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained(model), lr=3e-3, weight_decay=0.0, foreach=False)
 
 
-def compare(place: Path, dtype: torch.dtype, losses_of: Callable[..., list[float]], steps: int) -> None:
-    plain = adapted(dtype)
+def compare(place: Path, dtype: torch.dtype, base: str, losses_of: Callable[..., list[float]], steps: int) -> None:
+    plain = adapted(dtype, base)
     expected = losses_of(place / "plain", plain, steps)
     assert len(expected) == steps and len(set(expected)) > 1
     for number, settings in enumerate(PLACES[dtype]):
         given = settings | ({"store": str(place / f"store{number}")} if "store" in settings else {})
-        model = stronghold.offload(adapted(dtype), device="cpu", **given)
+        model = stronghold.offload(adapted(dtype, base), device="cpu", **given)
         assert losses_of(place / str(number), model, steps) == expected, settings
         for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(parameter, other), name
@@ -125,11 +127,12 @@ LOOPS = pytest.mark.parametrize(
 @DTYPES
 @LOOPS
 def test_a_loop_learns_the_same_bits(tmp_path: Path, dtype: torch.dtype, loop: Callable[..., list[float]]) -> None:
-    compare(tmp_path, dtype, loop, steps=6)
+    compare(tmp_path, dtype, "nf4", loop, steps=6)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("base", ["nf4", "plain"])
 @DTYPES
 @LOOPS
-def test_and_for_fifty_steps(tmp_path: Path, dtype: torch.dtype, loop: Callable[..., list[float]]) -> None:
-    compare(tmp_path, dtype, loop, steps=50)
+def test_and_for_fifty_steps(tmp_path: Path, dtype: torch.dtype, base: str, loop: Callable[..., list[float]]) -> None:
+    compare(tmp_path, dtype, base, loop, steps=50)
