@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten
+
+from stronghold.engine.planning.fakes import Fakes
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class LayerTraces:
     ``outputs`` are tensors without memory of ``mode``, in which every computation that is given these traces runs.
     """
 
-    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    mode: Fakes = field(default_factory=Fakes)
     outputs: dict[Hashable, Any] = field(default_factory=dict)
     runs: dict[Hashable, Any] = field(default_factory=dict)
     passes: dict[Hashable, Any] = field(default_factory=dict)

@@ -96,7 +96,8 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
-        self.initialize()
+        if not self.norm.weight.is_meta:  # without values there is nothing to draw
+            self.initialize()
 
     def config_dict(self) -> dict[str, Any]:
         """Returns what ``stronghold.save`` writes as config.json."""
