@@ -94,7 +94,8 @@ class OffloadedParameter(_Parameter):
         if value.shape != self.shape or value.dtype != self.dtype:
             raise OffloadedModelError(
                 f"the data of an offloaded parameter keeps its shape and dtype ({tuple(self.shape)} {self.dtype}; got "
-                f"{tuple(value.shape)} {value.dtype}); change the parameter before offload()"
+                f"{tuple(value.shape)} {value.dtype}); change the parameter before offload(), where "
+                "peft.prepare_model_for_kbit_training() belongs, too: adapters do not need it"
             )
         with torch.no_grad():
             self.copy_(value)

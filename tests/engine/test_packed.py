@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 import stronghold
-from stronghold.errors import CheckpointError
+from stronghold.errors import CheckpointError, OffloadedModelError
 from tests.adapters import PLACES, base, batches, offload, train, trained, with_adapters
 from tests.reference import differences, snapshot
 
@@ -156,6 +156,26 @@ def test_dora_reads_the_values_of_quantised_weights(
     assert train(plain, torch.optim.AdamW(trained(plain), lr=1e-2, foreach=False), accumulation=2) == learned
     for (key, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(parameter, other), key
+
+
+def test_peft_s_preparation_of_a_quantised_model_comes_before_offload() -> None:
+    """It makes all that is not packed fp32, and has transformers compute layers again inside of ours."""
+
+    def prepared(model: nn.Module) -> nn.Module:
+        model.is_loaded_in_4bit = True  # type: ignore[assignment]
+        return peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    plain, model = (with_adapters(prepared(packed(True)), LORA) for _ in range(2))
+    stronghold.offload(model, device="cpu", window=2)
+    losses = [train(one, torch.optim.AdamW(trained(one), lr=1e-2, foreach=False)) for one in (plain, model)]
+    assert losses[1] == losses[0]
+    late = stronghold.offload(packed(True), device="cpu", window=2)
+    with pytest.raises(
+        OffloadedModelError, match=r"before offload\(\), where peft\.prepare_model_for_kbit_training\(\) b"
+    ):
+        prepared(late)
+    late = with_adapters(late, LORA)
+    assert train(late, torch.optim.AdamW(trained(late), lr=1e-2, foreach=False))  # nothing is lost
 
 
 @pytest.mark.parametrize(
