@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,28 +68,53 @@ class DistributedGroup:
             values.copy_(sent)
 
     def all_gather_object(self, value: T) -> list[T]:
+        values = self._gathered(value)
+        if (failed := _failed(values)) is not None:  # in what all run, before it came here
+            self.watch.all_know = True
+            raise self._elsewhere(failed, values)
+        return values
+
+    def run_on_all(self, action: Callable[[], T]) -> T:
+        with self.watch.together():
+            return self._run_together(action)
+
+    def _run_together(self, action: Callable[[], T]) -> T:
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as raised:  # told to the others first, then raised
+            if self.watch.all_know:
+                raise
+            error = raised
+            self.watch.fail(str(error) or type(error).__name__)
+        values = self._gathered(None if error is None else _Failure(str(error) or type(error).__name__))
+        if (failed := _failed(values)) is None:
+            return result  # type: ignore[return-value]
+        self.watch.all_know = True
+        if self.rank != failed:
+            raise self._elsewhere(failed, values) from error
+        assert error is not None
+        raise error
+
+    def _gathered(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         with self._waiting():
             dist.all_gather_object(values, value, group=self._link)
         return values
 
-    def run_on_all(self, action: Callable[[], T]) -> T:
-        result, error = None, None
-        try:
-            result = action()
-        except Exception as raised:  # told to the others first, then raised
-            error = raised
-            self.watch.fail(str(error) or type(error).__name__)
-        errors = self.all_gather_object(None if error is None else str(error) or type(error).__name__)
-        failed = [rank for rank, text in enumerate(errors) if text is not None]
-        if not failed:
-            return result  # type: ignore[return-value]
-        if self.rank != failed[0]:
-            raise ParallelError(
-                f"process {self._members[failed[0]]} failed: {errors[failed[0]]}", ours=False
-            ) from error
-        assert error is not None
-        raise error
+    def _elsewhere(self, rank: int, values: list[Any]) -> ParallelError:
+        return ParallelError(f"process {self._members[rank]} failed: {values[rank].text}", ours=False)
+
+
+class _Failure(NamedTuple):
+    """What a process sends that has failed in what all run, while others may still gather something within it."""
+
+    text: str
+
+
+def _failed(values: Sequence[Any]) -> int | None:
+    """Returns the first rank that has failed."""
+    return next((rank for rank, value in enumerate(values) if isinstance(value, _Failure)), None)
 
 
 def _settle(tensor: Tensor) -> None:

@@ -72,6 +72,9 @@ class Watch:
         """Whether this process has an error of its own, which it tells."""
         self._done = False
         """Whether it has ended in good order."""
+        self.all_know = False
+        """Whether, in what all run together, all processes know that one has failed: nobody waits to hear it again."""
+        self._together = 0
         self._main = threading.main_thread()
         self._process = psutil.Process()
         self._beats: dict[int, tuple[list[str], float]] = {}
@@ -118,6 +121,16 @@ class Watch:
             raise self.explained(error) from error
         finally:
             del self._beside[thread]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Says that all processes run what is inside; what may be inside of another."""
+        self._together += 1
+        try:
+            yield
+        finally:
+            self._together -= 1
+            self.all_know = self.all_know and self._together > 0
 
     @contextmanager
     def working(self) -> Iterator[None]:
