@@ -79,15 +79,15 @@ class DistributedGroup:
             return self._run_together(action)
 
     def _run_together(self, action: Callable[[], T]) -> T:
-        result, error = None, None
+        result, error, failure = None, None, None
         try:
             result = action()
         except Exception as raised:  # told to the others first, then raised
             if self.watch.all_know:
                 raise
-            error = raised
-            self.watch.fail(str(error) or type(error).__name__)
-        values = self._gathered(None if error is None else _Failure(str(error) or type(error).__name__))
+            error, failure = raised, _Failure(str(raised) or type(raised).__name__)
+            self.watch.fail(failure.text)
+        values = self._gathered(failure)
         if (failed := _failed(values)) is None:
             return result  # type: ignore[return-value]
         self.watch.all_know = True

@@ -124,13 +124,13 @@ class Watch:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Says that all processes run what is inside; what may be inside of another."""
+        """Says that all processes run what is inside, which may have others like it inside."""
+        self.all_know = self.all_know and self._together > 0
         self._together += 1
         try:
             yield
         finally:
             self._together -= 1
-            self.all_know = self.all_know and self._together > 0
 
     @contextmanager
     def working(self) -> Iterator[None]:

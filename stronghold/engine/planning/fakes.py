@@ -1,4 +1,4 @@
-"""Tensors without memory whose operators are computed in a third of the time that PyTorch's take."""
+"""Tensors without memory, with less of PyTorch's own work around each operator."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 _SPECIAL = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 _SPECIAL_NAMES = ("convolution", "_foreach_", "_to_copy")
 """In the names of operators whose strides or device FakeTensorMode works out in ways of its own."""
-
-
 _PLAIN = {bool, int, float, str, torch.dtype, torch.layout, torch.memory_format}
+"""Arguments that a call may have beside tensors of the mode, for its kernel to be asked at once."""
 
 
 class Fakes(FakeTensorMode):
