@@ -19,6 +19,7 @@ import torch
 
 from stronghold.errors import CheckpointError
 from stronghold.formats.moments import ADAMW, MUON, NAMES
+from stronghold.formats.tensor_files import DTYPES
 from stronghold.layout import BLOCK, PAGE_BYTES
 
 BUFFERS = "buffers.safetensors"
@@ -29,7 +30,8 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
 }
 _TRAINED = ("float32", "bfloat16")
-_QUANTISED = ("uint8", "int8", "int32", "float16", "float8_e4m3fn", "float8_e5m2")
+_FROZEN = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+"""What a quantised weight consists of may be of any dtype."""
 _NUMBERS = 2**63
 """What the system's and torch's own whole numbers are below."""
 
@@ -177,7 +179,7 @@ def _check_parameter(name: str, parameter: dict[str, Any], content: dict[str, An
         tensors = {name + kind: t for kind in _KINDS if (t := files[file]["tensors"].get(name + kind)) is not None}
         _need(found.keys().isdisjoint(tensors), f"{where}.{key}", "a file that holds what the other does not", file)
         found |= tensors
-    own = _TRAINED if parameter["step"] is not None else _TRAINED + _QUANTISED
+    own = _TRAINED if parameter["step"] is not None else _FROZEN
     of: dict[str, tuple[Sequence[str], list[int]]] = {name: (own, parameter["shape"])}
     if f"{name}/remainder" in found:
         of[name] = (("bfloat16",), parameter["shape"])

@@ -22,10 +22,16 @@ DTYPES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 """What a file can hold, and its name there."""
 _WRITE_BYTES = 64 * 2**20
@@ -35,8 +41,8 @@ class TensorFileWriter:
     """Writes one file in the safetensors format (huggingface/safetensors, README, "Format").
 
     ``tensors`` says each one's dtype and shape beforehand; then each is written, in any order. Leaving the ``with``
-    block syncs the file; after an error the file is removed. Raises ValueError for a tensor that is not as announced,
-    or was not written, and OSError where the disk refuses.
+    block syncs the file; after an error the file is removed. Raises ValueError for a dtype that the format has no name
+    for, for a tensor that is not as announced, or was not written, and OSError where the disk refuses.
     """
 
     def __init__(
@@ -52,6 +58,11 @@ class TensorFileWriter:
         end = 0
         # The widest first: so each begins at a multiple of its elements' size.
         for name, (dtype, shape) in sorted(self._announced.items(), key=lambda item: -item[1][0].itemsize):
+            if dtype not in DTYPES:
+                raise ValueError(
+                    f"a tensor in a file must be of a dtype that the format has (got {name} of {dtype}; it has "
+                    f"{', '.join(str(one).removeprefix('torch.') for one in DTYPES)}); quantise to another type"
+                )
             size = dtype.itemsize * torch.Size(shape).numel()
             header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
             self._places[name] = end

@@ -185,6 +185,75 @@ class Opaque(torch.Tensor):
         raise NotImplementedError(f"no kernel for {function}")
 
 
+class Shifted(torch.Tensor):
+    """A quantised weight of int8, with a scale and a zero point a row."""
+
+    @staticmethod
+    def __new__(cls, *inner: Tensor) -> Shifted:
+        return Tensor._make_wrapper_subclass(cls, inner[0].shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+        self.codes, self.scale, self.zero = codes, scale, zero
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale", "zero"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> Shifted:
+        return cls(inner["codes"], inner["scale"], inner["zero"])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            own = args[1]
+            return nn.functional.linear(args[0], (own.codes - own.zero.float()) * own.scale, *args[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale, args[0].zero)
+        raise NotImplementedError(f"no kernel for {function}")
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int16, torch.float64, torch.bool, torch.uint16])
+def test_what_a_quantised_weight_consists_of_may_be_of_any_dtype(tmp_path: Path, kind: torch.dtype) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(2)
+        made = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4)))
+        for layer in made:
+            codes, scale = torch.randint(-99, 99, (16, 16), dtype=torch.int8), torch.rand(16, 1) / 99
+            weight = Shifted(codes, scale, torch.randint(0, 2, (16, 1)).to(kind))
+            layer[0].weight = nn.Parameter(weight, requires_grad=False)  # type: ignore[index]
+        return made
+
+    def losses(one: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for _ in range(3):
+            loss = one(torch.linspace(-1, 1, 64).view(4, 16)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def offloaded(**settings: Any) -> tuple[nn.Module, stronghold.AdamW]:
+        made = stronghold.offload(model(), device="cpu", **settings)
+        return made, stronghold.AdamW(trained(made), lr=1e-2)
+
+    plain = model()
+    in_memory = losses(plain, torch.optim.AdamW(trained(plain), lr=1e-2))
+    whole, its = offloaded(window=4)
+    expected = [losses(whole, its) for _ in range(2)]
+    assert expected[0] == pytest.approx(in_memory, rel=1e-6) and expected[0][0] == in_memory[0]
+    one, optimizer = offloaded(window=2, store=str(tmp_path / "store"))
+    assert losses(one, optimizer) == expected[0]
+    stronghold.checkpoint.save(tmp_path / "kept", one, optimizer)
+    other, its = offloaded(window=1)
+    stronghold.checkpoint.load(tmp_path / "kept", other, its)
+    assert losses(one, optimizer) == expected[1] == losses(other, its)
+
+
 @pytest.mark.parametrize(
     ("config", "shard", "store"),
     [(INT8, "20KB", "ram"), (FLOAT8, "5GB", "disk"), (quantization.IntxWeightOnlyConfig(torch.int4), "5GB", "ram")],

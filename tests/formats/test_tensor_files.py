@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from stronghold.formats.tensor_files import TensorFileWriter
+from stronghold.formats.tensor_files import DTYPES, TensorFileWriter
 from stronghold.native import crc32c
 
 TENSORS = {
@@ -39,6 +39,22 @@ def test_the_library_reads_what_was_written_in_any_order(tmp_path):
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert path.stat().st_size == file_length(path)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_library_reads_each_dtype(tmp_path, dtype):
+    tensor = torch.arange(64, dtype=torch.uint8).view(dtype)
+    with TensorFileWriter(tmp_path / "file", {"one": (dtype, tensor.shape)}) as file:
+        file.write("one", tensor)
+    found = load_file(tmp_path / "file")["one"]
+    assert found.dtype is dtype
+    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_dtype_without_a_name_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"one of torch.complex64; it has float64, .*quantise to another"):
+        TensorFileWriter(tmp_path / "file", {"one": (torch.complex64, (2,))})
+    assert not (tmp_path / "file").exists()
 
 
 def file_length(path):
