@@ -9,7 +9,12 @@ from setuptools import Extension, setup
 # every instruction set computes the same bits. No errno from sqrt: it keeps a loop from being vectorised.
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
 
-# pip brings pybind11 for the build. Where it was told to take what is there, PyTorch's copy of the headers does too.
+# pip brings pybind11 for the build. Where it was told to take what is there, PyTorch's copy of the headers does too,
+# and compiles one file after the other.
+if find_spec("pybind11"):
+    from pybind11.setup_helpers import ParallelCompile
+
+    ParallelCompile("STRONGHOLD_BUILD_JOBS").install()
 HEADERS = [f"{spec.submodule_search_locations[0]}/include" for spec in map(find_spec, ("pybind11", "torch")) if spec]
 
 setup(

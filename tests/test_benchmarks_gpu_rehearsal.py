@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -68,6 +69,20 @@ def test_a_shell_script_without_time_says_what_is_left(tmp_path, script):
     assert "no time for: " in printed
     (output,) = tmp_path.iterdir()
     assert output.read_text() == printed
+
+
+def test_a_packed_call_leaves_its_records_and_one_file_and_the_next_one_goes_on_in_it(tmp_path):
+    (tmp_path / "trace_00.json.gz").write_bytes(b"a trace")
+    (tmp_path / "smoke.jsonl").write_text("{}\n")
+    printed = [call("first.sh", tmp_path, "--minutes", 0, "--pack") for _ in range(2)]
+    assert {path.name for path in tmp_path.iterdir()} == {"smoke.jsonl", "beside.tar"}
+    with tarfile.open(tmp_path / "beside.tar") as packed:
+        assert sorted(packed.getnames()) == ["first.txt", "trace_00.json.gz"]
+        assert packed.extractfile("trace_00.json.gz").read() == b"a trace"
+        assert packed.extractfile("first.txt").read().decode() == "".join(printed)
+    call("large.sh", tmp_path, "--minutes", 0)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"smoke.jsonl", "first.txt", "trace_00.json.gz", "large.txt"}
 
 
 def test_modes_are_compared_with_plain_pytorch_and_one_that_dies_is_told(tmp_path):

@@ -1,16 +1,17 @@
 # shellcheck shell=bash
 # Sourced by first.sh, compare.sh and large.sh: their options, their clock, and what each needs before it measures.
 #
-# Options: --minutes N (9.5), --out DIR ($OUT, else results/gpu), --wheels DIR, --device NAME, --commit NAME, --small.
-# A part runs in what is left of the minutes, and is ended then; its records so far are there, and the same command goes
-# on with the rest. What DIR lacks comes from results/gpu, where an earlier call's output was put.
+# Options: --minutes N (9.5), --out DIR ($OUT, else results/gpu), --wheels DIR, --device NAME, --commit NAME, --small,
+# --pack. A part runs in what is left of the minutes, and is ended then; its records so far are there, and the same
+# command goes on with the rest. What DIR lacks comes from results/gpu, where an earlier call's output was put. With --pack
+# all but the records ends up in one file, beside.tar: a machine that is lent may give few files back.
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(cd "$HERE/../.." && pwd)"
 PYTHON="${PYTHON:-python3}"
 MARGIN=8 # seconds for a part to draw its table
 
-minutes=9.5 out="${OUT:-$ROOT/results/gpu}" wheels="" commit="" device="" small="" given=()
+minutes=9.5 out="${OUT:-$ROOT/results/gpu}" wheels="" commit="" device="" small="" packs="" given=()
 while (($#)); do
   case "$1" in
     --minutes) minutes="$2" && shift 2 ;;
@@ -18,6 +19,7 @@ while (($#)); do
     --wheels) wheels="$(cd "$2" && pwd)" && shift 2 ;;
     --commit) commit="$2" && shift 2 ;;
     --device) device="$2" && given+=(--device "$2") && shift 2 ;;
+    --pack) packs=yes && shift ;;
     --small) small=yes && given+=(--small) && shift ;;
     *) printf 'error: an option is one of --minutes, --out, --wheels, --commit, --device, --small (got %s)\n' "$1" >&2 && exit 2 ;;
   esac
@@ -25,11 +27,16 @@ done
 END=$("$PYTHON" -c 'import sys; print(int(60 * float(sys.argv[1])))' "$minutes")
 SECONDS=0
 mkdir -p "$out"
+if [[ -d "$ROOT/results/gpu" && ! "$out" -ef "$ROOT/results/gpu" ]]; then
+  find "$ROOT/results/gpu" -maxdepth 1 -type f \( -name '*.jsonl' -o -name '*.tar' \) -exec cp -n {} "$out" \;
+fi
+if [[ -e "$out/beside.tar" ]]; then tar -xf "$out/beside.tar" -C "$out" && rm "$out/beside.tar"; fi
 exec > >(tee -a "$out/$(basename "$0" .sh).txt") 2>&1
 TEE=$!
 not_done=() failed=()
 
 left() { echo $((END - SECONDS)); }
+share() { echo $((END * $1 / 100)); } # of the minutes, in seconds, so many percent
 in_minutes() { printf '%d.%02d' $(($1 / 60)) $(($1 % 60 * 100 / 60)); }
 
 # part NAME MOST COMMAND...: runs COMMAND, for MOST seconds and for what is left at most, and says how it ended.
@@ -66,9 +73,6 @@ measure() {
 # prepare: modules from the wheels, the extension, and, once for each start of the machine, its memory.
 prepare() {
   mkdir -p "$ROOT/build"
-  if [[ -d "$ROOT/results/gpu" && ! "$out" -ef "$ROOT/results/gpu" ]]; then
-    find "$ROOT/results/gpu" -maxdepth 1 -type f \( -name '*.jsonl' -o -name '*.tar' \) -exec cp -n {} "$out" \;
-  fi
   export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
   export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}" # OpenMP's idle threads sleep: other threads want their cores
   export KINETO_LOG_LEVEL="${KINETO_LOG_LEVEL:-99}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
@@ -83,7 +87,7 @@ prepare() {
   local touched
   touched="$ROOT/build/touched-$(cat /proc/sys/kernel/random/boot_id)"
   if [[ ! -e "$touched" ]]; then
-    measure "touching the memory" 100 touch.py
+    measure "touching the memory" "$(share 17)" touch.py
     touch "$touched"
   fi
 }
@@ -104,13 +108,17 @@ build() {
       echo "pybind11 and setuptools from 77 on build the extension; pass --wheels DIR with them"
       return 1
     fi
-    "$PYTHON" -m pip --disable-pip-version-check install --quiet --no-index --find-links "$wheels" \
-      --target "$ROOT/build/tools" --upgrade pybind11 'setuptools>=77' || return
+    from_wheels --target "$ROOT/build/tools" --upgrade --no-warn-conflicts pybind11 'setuptools>=77' || return
   fi
   "$PYTHON" setup.py --quiet build_ext --inplace
 }
 
-# install_missing MODULE...: installs from --wheels those that are not there, all at once.
+from_wheels() {
+  "$PYTHON" -m pip --disable-pip-version-check install --quiet --no-index --find-links "$wheels" "$@"
+}
+
+# install_missing MODULE...: installs from --wheels those that are not there: all at once, else one by one, and one whose
+# own needs are not all there without them, for it may do: what is missing of one is not to keep away another.
 install_missing() {
   local missing
   mapfile -t missing < <("$PYTHON" -c '
@@ -124,10 +132,19 @@ for name in sys.argv[1:]:
     printf 'missing: %s; pass --wheels DIR with their wheels\n' "${missing[*]}"
     return 1
   fi
-  "$PYTHON" -m pip --disable-pip-version-check install --quiet --no-index --find-links "$wheels" "${missing[@]}"
+  if from_wheels "${missing[@]}" 2>/dev/null; then return 0; fi
+  local name lacking=()
+  for name in "${missing[@]}"; do
+    from_wheels "$name" 2>/dev/null && continue
+    from_wheels "$name" || true # which says what it lacks
+    from_wheels --no-deps "$name" 2>/dev/null || lacking+=("$name")
+  done
+  if ((${#lacking[@]} == 0)); then return 0; fi
+  printf 'missing, and without a wheel in %s: %s\n' "$wheels" "${lacking[*]}"
+  return 1
 }
 
-export -f build install_missing
+export -f build from_wheels install_missing
 export PYTHON ROOT wheels
 
 # finish: says what is left, and ends with 1 where a part failed.
@@ -137,7 +154,15 @@ finish() {
   if ((${#failed[@]})); then printf 'failed or wrong: %s\n' "$(join "${failed[@]}")"; fi
   exec >&- 2>&-
   wait "$TEE" || true # the file's last lines, before whoever called takes it away
+  if [[ -n "$packs" ]]; then pack_beside; fi
   exit $((${#failed[@]} > 0))
+}
+
+# pack_beside: everything but the records into one file, which the next call with the same DIR unpacks.
+pack_beside() {
+  local beside
+  mapfile -t beside < <(find "$out" -maxdepth 1 -type f ! -name '*.jsonl' ! -name beside.tar -printf '%f\n')
+  tar -cf "$out/beside.tar" -C "$out" --remove-files "${beside[@]}"
 }
 
 join() { local IFS=";" && sed 's/;/; /g' <<<"$*"; }

@@ -24,7 +24,7 @@ pack() {
 }
 
 prepare
-if [[ -n "$wheels" ]]; then install_missing deepspeed ninja torchao || true; fi # its methods say what is missing
+if [[ -n "$wheels" ]]; then install_missing hjson pydantic einops msgpack ninja torchao deepspeed || true; fi # its methods say what is missing
 if "$PYTHON" -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("deepspeed") is None)'; then
   unpack
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first ten minutes: does it build, does each mode work, what does the machine give, where does a step go.
+# The first minutes, ten by default: does it build, does each mode work, what does the machine give, where does a step go.
 # README.md beside this file has the options, and what each number should be.
 set -euo pipefail
 # shellcheck source=benchmarks/gpu/common.sh
@@ -24,7 +24,7 @@ export out
 
 prepare
 part "the machine, into machine.txt" 30 bash -c about
-measure "every mode beside plain PyTorch" 200 smoke.py
-measure "what the machine gives" 150 probe.py
+measure "every mode beside plain PyTorch" "$(share 35)" smoke.py
+measure "what the machine gives" "$(share 26)" probe.py
 measure "where a step goes" 600 trace_steps.py
 finish

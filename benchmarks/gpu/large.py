@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     budget.took(before_s - budget.left_s)
                     if "error" in outcome:
                         break  # an interrupted backward pass: a smaller batch is for the next call
-            except (RuntimeError, ValueError, MemoryError, stronghold.errors.StrongholdError) as error:
+            except (ImportError, RuntimeError, ValueError, MemoryError, stronghold.errors.StrongholdError) as error:
                 recorded.add(_call(large, left[0], options), {"error": error_of(error)})
             finally:
                 if loop is not None:

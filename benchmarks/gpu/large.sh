@@ -6,6 +6,6 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 prepare
-measure "matrix products, to take shares of" 60 probe.py --only product
+measure "matrix products, to take shares of" "$(share 10)" probe.py --only product
 measure "models larger than the cap" 600 large.py
 finish
