@@ -133,7 +133,7 @@ def _has_cuda_graphs() -> bool:
 
 def _read(compiled: Callable[..., Any]) -> CompilerSettings:
     """Reads backend and settings of what torch.compile has returned, which has no name for them."""
-    from torch._dynamo.eval_frame import OptimizeContext, innermost_backend
+    from torch._dynamo.eval_frame import OptimizeContext
 
     cells = getattr(compiled, "__closure__", None) or ()
     contexts = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, OptimizeContext)]
@@ -143,8 +143,10 @@ def _read(compiled: Callable[..., Any]) -> CompilerSettings:
             "otherwise); leave layer.compile() out and pass offload(..., compile={...})"
         )
     context = contexts[0]
-    assert callable(context.callback)
-    inner = innermost_backend(context.callback)
+    inner: Any = context.callback
+    assert callable(inner)
+    while hasattr(inner, "_torchdynamo_orig_backend"):  # as dynamo unwraps it, by functions of other names since 2.9
+        inner = inner._torchdynamo_orig_backend
     if (options := getattr(inner, "config", {})).get("triton.cudagraphs"):
         refuse_cuda_graphs(f"options={options!r}")
     name = str(getattr(inner, "compiler_name", inner))
