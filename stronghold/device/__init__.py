@@ -19,6 +19,7 @@ from stronghold.device.memory import (
     resident_host_bytes,
     return_free_memory,
 )
+from stronghold.device.slow_products import tell_of_slow_products
 from stronghold.device.streams import Stream, finish_streams
 from stronghold.device.timeline import Timeline
 from stronghold.device.vector_math import find_kernels
@@ -51,6 +52,7 @@ __all__ = [
     "over",
     "resident_host_bytes",
     "return_free_memory",
+    "tell_of_slow_products",
 ]
 
 find_kernels()  # before anything computes, which may do so in several threads

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.device import Device, Timeline, open_device, return_free_memory
+from stronghold.device import Device, Timeline, open_device, return_free_memory, tell_of_slow_products
 from stronghold.engine.arranging import Asked
 from stronghold.engine.closing import close_engine
 from stronghold.engine.compiled import uncompiled
@@ -208,6 +208,7 @@ def _offload(
         plan=plan,
     )
     arranged = asked.arrange(model)
+    tell_of_slow_products((d for unit in arranged.placement.layers for d in unit.dtypes), opened.torch_device)
     values = Reopened(model) if reopen else open_weights(model, weights)
     own = opened is not device
     engine = Engine(
