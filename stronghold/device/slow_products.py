@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+from stronghold.device.device import Device
+
 ROWS, SIZE = 32, 256
 """Of the product that is timed: its 4 M operations take 8 ms at the slowest that was seen, 0.5 GFLOP/s."""
 SLOW = 4.0
@@ -43,7 +45,7 @@ def _tell(times: float) -> None:
     )
 
 
-def tell_of_slow_products(dtypes: Iterable[torch.dtype], device: torch.device) -> None:
+def tell_of_slow_products(dtypes: Iterable[torch.dtype], device: Device) -> None:
     """Warns, once in a process, where layers compute in bf16 on a CPU that is slow at it."""
-    if device.type == "cpu" and torch.bfloat16 in dtypes and (times := times_as_long()) > SLOW:
+    if device.is_host and torch.bfloat16 in dtypes and (times := times_as_long()) > SLOW:
         _tell(times)

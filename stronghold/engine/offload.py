@@ -208,7 +208,7 @@ def _offload(
         plan=plan,
     )
     arranged = asked.arrange(model)
-    tell_of_slow_products((d for unit in arranged.placement.layers for d in unit.dtypes), opened.torch_device)
+    tell_of_slow_products((d for unit in arranged.placement.layers for d in unit.dtypes), opened)
     values = Reopened(model) if reopen else open_weights(model, weights)
     own = opened is not device
     engine = Engine(

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import stronghold
-from stronghold.device import slow_products
+from stronghold.device import CpuDevice, slow_products
 from stronghold.device.slow_products import SLOW, tell_of_slow_products, times_as_long
+from stronghold.device.throttled import Speed, ThrottledDevice
 
-CPU = torch.device("cpu")
+CPU, APART = CpuDevice(), ThrottledDevice(Speed(flops=1e12, up=1e10, down=1e10, host=1e10), tokens=8)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def test_it_is_the_time_of_products_that_is_told(monkeypatch):
     took_s = {torch.bfloat16: 0.06, torch.float32: 0.01}
 
     def product(gradient, weight):
-        assert gradient.dtype is weight.dtype and gradient.device == weight.device == CPU
+        assert gradient.dtype is weight.dtype and gradient.device == weight.device == CPU.torch_device
         time.sleep(took_s[gradient.dtype])
 
     monkeypatch.setattr(torch, "mm", product)
@@ -41,7 +42,7 @@ def test_it_is_the_time_of_products_that_is_told(monkeypatch):
     [
         (SLOW, [torch.bfloat16], CPU),
         (50.0, [torch.float32, torch.uint8], CPU),
-        (50.0, [torch.bfloat16], torch.device("meta")),
+        (50.0, [torch.bfloat16], APART),
     ],
 )
 def test_nothing_is_told_of_other_types_devices_and_processors(monkeypatch, times, dtypes, device):
