@@ -4,12 +4,14 @@
 # Options: --minutes N (9.5), --out DIR ($OUT, else results/gpu), --wheels DIR, --device NAME, --commit NAME, --small,
 # --pack. A part runs in what is left of the minutes, and is ended then; its records so far are there, and the same
 # command goes on with the rest. What DIR lacks comes from results/gpu, where an earlier call's output was put. With --pack
-# all but the records ends up in one file, beside.tar: a machine that is lent may give few files back.
+# all but the records ends up in beside.tar, and traces in traces.tar: a machine that is lent may give back few files, and
+# none above some size.
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(cd "$HERE/../.." && pwd)"
 PYTHON="${PYTHON:-python3}"
 MARGIN=8 # seconds for a part to draw its table
+PACKED_BYTES=$((15 * 2 ** 20)) # of traces.tar, at most: the traces beyond that stay beside it
 
 minutes=9.5 out="${OUT:-$ROOT/results/gpu}" wheels="" commit="" device="" small="" packs="" given=()
 while (($#)); do
@@ -30,7 +32,9 @@ mkdir -p "$out"
 if [[ -d "$ROOT/results/gpu" && ! "$out" -ef "$ROOT/results/gpu" ]]; then
   find "$ROOT/results/gpu" -maxdepth 1 -type f \( -name '*.jsonl' -o -name '*.tar' \) -exec cp -n {} "$out" \;
 fi
-if [[ -e "$out/beside.tar" ]]; then tar -xf "$out/beside.tar" -C "$out" && rm "$out/beside.tar"; fi
+for packed in "$out"/beside.tar "$out"/traces.tar; do
+  if [[ -e "$packed" ]]; then tar -xf "$packed" -C "$out" && rm "$packed"; fi
+done
 exec > >(tee -a "$out/$(basename "$0" .sh).txt") 2>&1
 TEE=$!
 not_done=() failed=()
@@ -158,11 +162,18 @@ finish() {
   exit $((${#failed[@]} > 0))
 }
 
-# pack_beside: everything but the records into one file, which the next call with the same DIR unpacks.
+# pack_beside: everything but the records into two files, which the next call with the same DIR unpacks.
 pack_beside() {
-  local beside
-  mapfile -t beside < <(find "$out" -maxdepth 1 -type f ! -name '*.jsonl' ! -name beside.tar -printf '%f\n')
+  local beside=() traces=() name bytes=0
+  while read -r name; do
+    if [[ "$name" != trace_* ]]; then
+      beside+=("$name")
+    elif (((bytes += $(stat -c %s "$out/$name")) <= PACKED_BYTES)); then
+      traces+=("$name")
+    fi
+  done < <(find "$out" -maxdepth 1 -type f ! -name '*.jsonl' -printf '%f\n' | sort)
   tar -cf "$out/beside.tar" -C "$out" --remove-files "${beside[@]}"
+  if ((${#traces[@]})); then tar -cf "$out/traces.tar" -C "$out" --remove-files "${traces[@]}"; fi
 }
 
 join() { local IFS=";" && sed 's/;/; /g' <<<"$*"; }
