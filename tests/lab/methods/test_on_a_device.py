@@ -1,5 +1,7 @@
 """The methods that take any accelerator, on a GPU or on the one in software, beside PyTorch's loop on the CPU."""
 
+import gc
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ pytestmark = [pytest.mark.gpu, needs_device]
 @pytest.mark.parametrize("method", ["megatron-lm", "l2l", "stronghold"])
 def test_it_trains_as_pytorch_does_and_tells_what_it_takes(method):
     settings = settings_of(device=DEVICE)
+    gc.collect()
+    before_bytes = torch.accelerator.memory_allocated(DEVICE)  # what other tests of the process have left
     expected, plain = plain_losses(settings_of())
     prepared = prepare(method, settings)
     assert losses_of(prepared) == pytest.approx(expected, rel=1e-4)  # a GPU adds in another order
@@ -21,6 +25,6 @@ def test_it_trains_as_pytorch_does_and_tells_what_it_takes(method):
     weights = 4 * sum(p.numel() for p in plain.parameters())
     assert torch.accelerator.max_memory_allocated(DEVICE) >= report.peak_device_bytes > 0
     if method == "megatron-lm":  # weights and two moments; gradients are given up
-        assert 3 * weights <= report.device_bytes <= report.peak_device_bytes
+        assert 3 * weights <= report.device_bytes - before_bytes <= report.peak_device_bytes
     if method == "l2l":
-        assert report.device_bytes < weights
+        assert report.device_bytes - before_bytes < weights
