@@ -177,7 +177,9 @@ except BaseException as error:
     print(type(error).__name__, error, flush=True)
 os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    # Python tells from 3.12 on that a process with threads forks.
+    python = [sys.executable, "-W", "ignore::DeprecationWarning"]
+    done = subprocess.run([*python, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("OffloadedModelError an offloaded model computes and is trained in the process")
 
