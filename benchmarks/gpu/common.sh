@@ -23,7 +23,7 @@ while (($#)); do
     --device) device="$2" && given+=(--device "$2") && shift 2 ;;
     --pack) packs=yes && shift ;;
     --small) small=yes && given+=(--small) && shift ;;
-    *) printf 'error: an option is one of --minutes, --out, --wheels, --commit, --device, --small (got %s)\n' "$1" >&2 && exit 2 ;;
+    *) printf 'error: an option is one of --minutes, --out, --wheels, --commit, --device, --pack, --small (got %s)\n' "$1" >&2 && exit 2 ;;
   esac
 done
 END=$("$PYTHON" -c 'import sys; print(int(60 * float(sys.argv[1])))' "$minutes")
@@ -137,11 +137,12 @@ for name in sys.argv[1:]:
     return 1
   fi
   if from_wheels "${missing[@]}" 2>/dev/null; then return 0; fi
-  local name lacking=()
+  local name said lacking=()
   for name in "${missing[@]}"; do
-    from_wheels "$name" 2>/dev/null && continue
-    from_wheels "$name" || true # which says what it lacks
-    from_wheels --no-deps "$name" 2>/dev/null || lacking+=("$name")
+    if ! said=$(from_wheels "$name" 2>&1); then
+      printf '%s\n' "$said"
+      from_wheels --no-deps "$name" 2>/dev/null || lacking+=("$name")
+    fi
   done
   if ((${#lacking[@]} == 0)); then return 0; fi
   printf 'missing, and without a wheel in %s: %s\n' "$wheels" "${lacking[*]}"

@@ -1,6 +1,5 @@
 """A processor without products in bf16 is told of, once, where layers compute in bf16 on it, and nowhere else."""
 
-import time
 import warnings
 
 import pytest
@@ -24,14 +23,15 @@ def _unsaid():
 
 
 def test_it_is_the_time_of_products_that_is_told(monkeypatch):
-    took_s = {torch.bfloat16: 0.06, torch.float32: 0.01}
+    took_s, now_s = {torch.bfloat16: 0.06, torch.float32: 0.01}, [0.0]
 
     def product(gradient, weight):
         assert gradient.dtype is weight.dtype and gradient.device == weight.device == CPU.torch_device
-        time.sleep(took_s[gradient.dtype])
+        now_s[0] += took_s[gradient.dtype]
 
     monkeypatch.setattr(torch, "mm", product)
-    assert times_as_long() == pytest.approx(6, rel=0.2)
+    monkeypatch.setattr("stronghold.device.slow_products.time.perf_counter", lambda: now_s[0])
+    assert times_as_long() == pytest.approx(6)
     with torch.device("meta"), pytest.warns(RuntimeWarning, match=r"took 6 times as long.*dtype=torch\.float32"):
         times_as_long.cache_clear()
         tell_of_slow_products([torch.uint8, torch.bfloat16], CPU)
