@@ -141,23 +141,21 @@ class StagePlanner:
         if key not in self._layers:
             rows = self._row.of(self._batch // choice.replicas // choice.micro_batches)
             slower = self._processes if self._machine.is_host else 1  # they have its cores in common
-            seconds: dict[int, tuple[float, float]] = {}
-            for row in rows:
-                if id(row) not in seconds:
+            weights, found = self._alone(choice), list[LayerCost]()
+            known: dict[tuple[int, int], LayerCost] = {}  # most layers are like others
+            for row, memory in zip(rows, self._row.memory, strict=True):
+                if (id(row), id(memory)) not in known:
                     both = (self._row.seconds(ops, pace) for ops in (row.forward, row.backward))
                     forward_s, backward_s = (slower * one for one in both)
-                    seconds[id(row)] = forward_s, backward_s
-            weights = self._alone(choice)
-            self._layers[key] = [
-                LayerCost(
-                    forward_s=seconds[id(row)][0],
-                    backward_s=seconds[id(row)][1],
-                    weight_bytes=weights[id(memory)],
-                    activation_bytes=row.saved_bytes,
-                    input_bytes=row.input_bytes,
-                )
-                for row, memory in zip(rows, self._row.memory, strict=True)
-            ]
+                    known[id(row), id(memory)] = LayerCost(
+                        forward_s=forward_s,
+                        backward_s=backward_s,
+                        weight_bytes=weights[id(memory)],
+                        activation_bytes=row.saved_bytes,
+                        input_bytes=row.input_bytes,
+                    )
+                found.append(known[id(row), id(memory)])
+            self._layers[key] = found
         return self._layers[key]
 
     def _alone(self, choice: StagedChoice) -> dict[int, int]:
@@ -177,14 +175,14 @@ class StagePlanner:
         if key not in self._moved:
             weights, is_host, replicas = self._alone(choice), self._machine.is_host, choice.replicas
             made = {
-                id(one): OffloadedLayer(
+                kind: OffloadedLayer(
                     slot_bytes=one.layers[0].slot,
                     gradient_bytes=one.layers[0].gradient_slot,
-                    root_bytes=weights[id(one)],
+                    root_bytes=weights[kind],
                     elements=-(-one.layers[0].trained_elements // replicas)
                     + is_host * sum(-(-unit.trained_elements // replicas) for unit in one.root),
                 )
-                for one in self._row.memory
+                for kind, one in {id(one): one for one in self._row.memory}.items()
             }
             self._moved[key] = [made[id(one)] for one in self._row.memory]
         return self._moved[key]

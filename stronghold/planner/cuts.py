@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +39,12 @@ def missing_bytes(runs: StageRuns, limit_bytes: float) -> Seconds:
 def nearest(costs: StageCosts, limits: Sequence[float], most_s: float, ends: Sequence[int]) -> list[int]:
     """Returns where the row is cut so that no stage takes more than ``most_s``, as close to ``ends`` as can be."""
 
+    wished = np.array(ends)
+
     def moved(runs: StageRuns, limit_bytes: float) -> Seconds:
-        return np.where(runs.time_s(limit_bytes) <= most_s, np.abs(np.subtract(runs.ends, ends[runs.stage])), math.inf)
+        return np.where(
+            runs.time_s(limit_bytes) <= most_s, np.abs(np.subtract(runs.ends, wished[runs.stage])), math.inf
+        )
 
     return cut(costs, limits, moved, np.add, at_once=_is_swift(costs, limits))[1]
 
@@ -74,17 +80,31 @@ def furthest(costs: StageCosts, limits: Sequence[float]) -> list[int]:
     """
     stages, cuts = len(limits), [0]
     for stage, limit in enumerate(limits):
-        low, high = cuts[-1], len(costs.layers) - (stages - 1 - stage)  # each of the others has a layer
-        while low < high:
-            middle = (low + high + 1) // 2
-            if costs.runs(stage, cuts[-1], middle).least_bytes() <= limit:
-                low = middle
-            else:
-                high = middle - 1
-        if low == cuts[-1]:
+        begin, most = cuts[-1], len(costs.layers) - (stages - 1 - stage)  # each of the others has a layer
+        end = _furthest_end(costs, stage, begin, most, limit)
+        if end == begin:
             return []
-        cuts.append(low)
+        cuts.append(end)
     return cuts if cuts[-1] == len(costs.layers) else []
+
+
+def _furthest_end(costs: StageCosts, stage: int, begin: int, most: int, limit_bytes: float) -> int:
+    """Returns up to where a stage from ``begin`` on fits, no further than ``most``: ``begin`` if no layer does."""
+    if costs.ratios is None:
+        least_bytes = partial(_least_bytes, costs, stage, begin)
+        return begin + bisect_right(range(begin + 1, most + 1), limit_bytes, key=least_bytes)
+    end, step = begin, 2 * -(-len(costs.layers) // len(costs.held))
+    while end < most:
+        ends = np.arange(end + 1, min(most, end + step) + 1)
+        more = int(np.searchsorted(costs.runs(stage, begin, ends).least_bytes(), limit_bytes, side="right"))
+        end += more
+        if more < len(ends):
+            break
+    return end
+
+
+def _least_bytes(costs: StageCosts, stage: int, begin: int, end: int) -> int:
+    return int(costs.runs(stage, begin, end).least_bytes())
 
 
 def _guesses(costs: StageCosts, limits: Sequence[float]) -> Iterator[list[int]]:
@@ -100,6 +120,9 @@ def _guesses(costs: StageCosts, limits: Sequence[float]) -> Iterator[list[int]]:
 
 
 def _slowest_s(costs: StageCosts, limits: Sequence[float], ends: Sequence[int]) -> float:
+    if _is_swift(costs, limits):
+        runs = costs.runs(np.arange(len(limits)), np.array(ends[:-1]), np.array(ends[1:]))
+        return float(runs.time_s(np.array(limits)).max())
     cuts = zip(ends, ends[1:], limits, strict=False)
     return max(float(costs.runs(n, begin, end).time_s(limit)) for n, (begin, end, limit) in enumerate(cuts))
 

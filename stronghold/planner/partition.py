@@ -137,6 +137,19 @@ def partition(
         buffered=pipeline.micro_batches if receive_buffers else 0,
         offloaded=offloaded,
     )
+    return cut_into_stages(costs, pipeline, limits, balance=balance, near=near)
+
+
+def cut_into_stages(
+    costs: StageCosts,
+    pipeline: Pipeline,
+    limits: Sequence[float],
+    *,
+    balance: str | Sequence[int] = "time",
+    near: Sequence[int] | None = None,
+) -> Partition:
+    """Returns the partition of a row whose costs are known, where each stage may take the bytes of ``limits``."""
+    layers, stages = costs.layers, pipeline.stages
     if not isinstance(balance, str):
         cuts = [0, *accumulate(_checked_sizes(balance, stages, len(layers)))]
         _check_memory(costs, limits, cuts)

@@ -103,6 +103,7 @@ def search(
     *,
     count: int = 3,
     rival_s: float = math.inf,
+    least_s_of: Callable[[Choice], float] = lambda _: 0.0,
 ) -> Found:
     """Returns the ``count`` best plans among the choices of ``space`` whose bytes are within ``limits``, by place.
 
@@ -116,9 +117,11 @@ def search(
     played, the most promising first, until no other choice can be shorter, and around the best once more.
 
     ``rival_s`` is a step that is known from elsewhere: what cannot be shorter than that is not played, but for one
-    choice that fits, so that there is a plan.
+    choice that fits, so that there is a plan. ``least_s_of`` says what no step of a choice's micro-batch is below, with
+    as many ``kept`` layers: where that is no shorter than the best step, ``work_of`` and ``bytes_of`` are not asked
+    about the micro-batch.
     """
-    return _Search(space, work_of, bytes_of, limits, rival_s).found(count)
+    return _Search(space, work_of, bytes_of, limits, rival_s, least_s_of).found(count)
 
 
 class _Search:
@@ -129,9 +132,10 @@ class _Search:
         bytes_of: Callable[[Choice], Mapping[str, int]],
         limits: Mapping[str, int],
         rival_s: float,
+        least_s_of: Callable[[Choice], float],
     ) -> None:
         self._space, self._work_of, self._bytes_of, self._limits = space, work_of, bytes_of, limits
-        self._rival_s = rival_s
+        self._rival_s, self._least_s_of = rival_s, least_s_of
         self._bounds: dict[Choice, StepBound] = {}
         self._widest_known: dict[Choice, Choice | None] = {}
         self._plans: dict[Choice, Plan] = {}
@@ -140,12 +144,16 @@ class _Search:
     def found(self, count: int) -> Found:
         """Searches, and returns the ``count`` best plans."""
         space, best = self._space, None
-        for few in product(space.micro_batches, space.updates, space.states, space.stores):
-            combined = Choice(window=1, micro_batch=few[0], update=few[1], states=few[2], store=few[3])
-            for begin in self._beginnings(combined, best):
-                end = self._descend(begin, self._bound_s)
-                best = min(best or end, end, key=self._bound_s)
-        self._play_promising(count)
+        for micro_batch in space.micro_batches:
+            least = Choice(window=1, kept=space.kepts[-1], micro_batch=micro_batch)
+            if self._plans and self._is_no_shorter(self._least_s_of(least), count):
+                continue
+            for update, states, store in product(space.updates, space.states, space.stores):
+                combined = Choice(window=1, micro_batch=micro_batch, update=update, states=states, store=store)
+                for begin in self._beginnings(combined, best):
+                    end = self._descend(begin, self._bound_s)
+                    best = min(best or end, end, key=self._bound_s)
+            self._play_promising(count)
         if self._plans:
             self._descend(self._best().choice, self._played_s)
         plans = sorted(self._plans.values(), key=lambda plan: plan.step.step_s)
@@ -176,12 +184,14 @@ class _Search:
     def _play_promising(self, count: int) -> None:
         """Plays the choices whose bounds are the lowest, until no other can be shorter by more than ``ENOUGH``."""
         for choice in sorted(self._bounds, key=lambda choice: self._bounds[choice].step_s):
-            least_s = self._bounds[choice].step_s
-            if self._plans and least_s >= self._rival_s:
-                break
-            if len(self._plans) >= count and least_s >= (1 - ENOUGH) * self._best().step.step_s:
+            if self._plans and self._is_no_shorter(self._bounds[choice].step_s, count):
                 break
             self._play(choice)
+
+    def _is_no_shorter(self, least_s: float, count: int) -> bool:
+        """Whether a step of ``least_s`` or more need not be played, where plans are known."""
+        known = len(self._plans) >= count and least_s >= (1 - ENOUGH) * self._best().step.step_s
+        return known or least_s >= self._rival_s
 
     def _best(self) -> Plan:
         return min(self._plans.values(), key=lambda plan: plan.step.step_s)

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from stronghold.planner.machine_file import Spread
 from stronghold.planner.offloaded_stages import Counts, Largest, Layers, OffloadedStages, Seconds, Times
 
+Limits = float | NDArray[np.floating[Any]]
+"""Bytes that a stage may take, or each of many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
@@ -41,7 +44,7 @@ class LayerCost:
             if not name.endswith("_measured_s") and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); measure the layer again")
 
-    @property
+    @cached_property
     def spread_s(self) -> tuple[float, float]:
         """Seconds between the quartiles of the forward and of the backward pass, 0 where they were not measured."""
         forward_s, backward_s = (
@@ -88,8 +91,8 @@ class StageCosts:
         offloaded: OffloadedStages | None = None,
     ) -> None:
         self.layers = layers
-        self.held = held
-        self.ratios = ratios
+        self.held = np.array(held, np.int64)
+        self.ratios = None if ratios is None else np.array(ratios, np.float64)
         self.micro_batches = micro_batches
         self.offloaded = offloaded
         # Sums over the first n layers: a run's own is the difference of two.
@@ -112,13 +115,13 @@ class StageCosts:
             return [(self.forward_s + backward_s, 0.0)]
         return self.offloaded.least_sums(self.forward_s, backward_s, self.micro_batches)
 
-    def runs(self, stage: int, firsts: Layers, ends: Layers) -> StageRuns:
-        """Returns what ``stage`` could be if it had the layers from ``firsts`` to before ``ends``."""
+    def runs(self, stage: Layers, firsts: Layers, ends: Layers) -> StageRuns:
+        """Returns what ``stage`` could be, or each of many, if it had the layers from ``firsts`` to before ``ends``."""
         return StageRuns(self, stage, firsts, ends)
 
 
 class StageRuns:
-    """One stage of each of many runs of layers: arrays of the shape that ``firsts`` and ``ends`` have together.
+    """Stages of many runs of layers: arrays of the shape that ``stage``, ``firsts`` and ``ends`` have together.
 
     To recompute its last k layers saves a stage, against keeping everything, held · Σ (activations - input) of those
     layers less the largest activations among them, for one at a time has them while it is recomputed. Where each run is
@@ -126,7 +129,7 @@ class StageRuns:
     summed once for all of them, and the fewest layers are found by bisection.
     """
 
-    def __init__(self, costs: StageCosts, stage: int, firsts: Layers, ends: Layers) -> None:
+    def __init__(self, costs: StageCosts, stage: Layers, firsts: Layers, ends: Layers) -> None:
         self._costs = costs
         self._held = costs.held[stage]
         self._ratio = None if costs.ratios is None else costs.ratios[stage]
@@ -134,12 +137,12 @@ class StageRuns:
         self._firsts = firsts
         self._lengths = np.subtract(ends, firsts)
 
-    def recomputed(self, limit_bytes: float) -> Counts:
+    def recomputed(self, limit_bytes: Limits) -> Counts:
         """Returns the fewest layers to recompute that fit the memory, more than there are where no number does."""
         if self._ratio is not None:
             counts = self._by_ratio()
             return np.where(self.memory_bytes(counts) <= limit_bytes, counts, self._lengths + 1)
-        if limit_bytes == math.inf:
+        if np.min(limit_bytes) == math.inf:
             return np.zeros_like(self._lengths)
         missing = self.memory_bytes(np.zeros_like(self._lengths)) - limit_bytes
         return np.minimum(np.searchsorted(self._most_saved_bytes, missing), self._lengths + 1)
@@ -153,7 +156,7 @@ class StageRuns:
             return Times(forward_s, backward_s, forward_s + backward_s, np.zeros_like(self._lengths))
         return costs.offloaded.times(forward_s, backward_s, self._firsts, self.ends, costs.micro_batches)
 
-    def time_s(self, limit_bytes: float) -> Seconds:
+    def time_s(self, limit_bytes: Limits) -> Seconds:
         """Returns the seconds of one micro-batch, infinite where the stage does not fit the memory."""
         recomputed = self.recomputed(limit_bytes)
         fits = recomputed <= self._lengths

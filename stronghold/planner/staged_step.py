@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cached_property
+
+import numpy as np
 
 from stronghold.planner.cuts import furthest
 from stronghold.planner.offloaded_stages import OffloadedStages
-from stronghold.planner.partition import Partition, equal_sizes, partition, played
+from stronghold.planner.partition import Partition, cut_into_stages, equal_sizes, played
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.simulate import Simulation
 from stronghold.planner.stage_costs import LayerCost, StageCosts
@@ -34,9 +37,17 @@ class StagedWork:
     update_s: Sequence[float] = ()
     shared_s: float = 0.0
 
-    @property
-    def recompute_ratio(self) -> float:
-        return 0.0 if self.is_kept else 1.0
+    @cached_property
+    def costs(self) -> StageCosts:
+        pipeline = self.pipeline
+        return StageCosts(
+            self.layers,
+            pipeline.held(),
+            [0.0 if self.is_kept else 1.0] * pipeline.stages,
+            micro_batches=pipeline.micro_batches,
+            buffered=pipeline.micro_batches,
+            offloaded=self.offloaded,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +64,12 @@ def staged_step(work: StagedWork, sizes: Sequence[int] | None = None) -> StagedS
 
     It ends when the last process has updated what is resident there. Raises BudgetError where no partition fits.
     """
-    found = partition(
-        work.layers,
+    limit_bytes = math.inf if work.memory_bytes == math.inf else int(work.memory_bytes)
+    found = cut_into_stages(
+        work.costs,
         work.pipeline,
+        [limit_bytes] * work.pipeline.stages,
         balance="time" if sizes is None else sizes,
-        memory_bytes=None if work.memory_bytes == float("inf") else int(work.memory_bytes),
-        recompute_ratio=work.recompute_ratio,
-        receive_buffers=True,
-        offloaded=work.offloaded,
     )
     simulation = played(found, work.pipeline, [work.link_s[stage.first] for stage in found.stages[1:]])
     ends_s = [
@@ -101,9 +110,9 @@ def staged_bound_s(work: StagedWork) -> float:
 
 def needed_bytes(work: StagedWork) -> int:
     """Returns what the fullest stage takes if all have as many layers: with so much each, a partition fits."""
-    costs = _costs(work)
-    cuts = [0, *accumulate(equal_sizes(len(work.layers), work.pipeline.stages))]
-    return max(_bytes(costs, stage, *ends) for stage, ends in enumerate(pairwise(cuts)))
+    stages = work.pipeline.stages
+    cuts = np.cumsum([0, *equal_sizes(len(work.layers), stages)])
+    return int(work.costs.runs(np.arange(stages), cuts[:-1], cuts[1:]).least_bytes().max())
 
 
 def fits(work: StagedWork) -> bool:
@@ -113,20 +122,4 @@ def fits(work: StagedWork) -> bool:
     """
     if needed_bytes(work) <= work.memory_bytes:
         return True
-    return bool(furthest(_costs(work), [work.memory_bytes] * work.pipeline.stages))
-
-
-def _costs(work: StagedWork) -> StageCosts:
-    pipeline = work.pipeline
-    return StageCosts(
-        work.layers,
-        pipeline.held(),
-        [work.recompute_ratio] * pipeline.stages,
-        micro_batches=pipeline.micro_batches,
-        buffered=pipeline.micro_batches,
-        offloaded=work.offloaded,
-    )
-
-
-def _bytes(costs: StageCosts, stage: int, first: int, end: int) -> int:
-    return int(costs.runs(stage, first, end).least_bytes())
+    return bool(furthest(work.costs, [work.memory_bytes] * work.pipeline.stages))

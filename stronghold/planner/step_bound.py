@@ -23,10 +23,11 @@ def step_bound(
     The backward pass ends when all gradients are on the host, and under ``in_backward`` all layers are updated; so the
     passes do not overlap, and each is as long as what its longest resource does within it, with what must go before and
     come behind. When updates are deferred, each trained layer is updated and fetched within the forward pass; else
-    ``window`` of them are fetched before it. All but ``window`` of the layers, frozen ones among them, are fetched
-    within each pass: behind the computation of the first one that is not resident, for only then a slot is free, and
-    before that of the last one. A window of one does not fetch while it computes. Beyond that no resource does more
-    than a second's work in a second of the step.
+    ``window`` of them are fetched before it. Root parameters that are used first and updated on the host come down, are
+    updated and go up before the forward pass computes, and before that of any layer. All but ``window`` of the layers,
+    frozen ones among them, are fetched within each pass: behind the computation of the first one that is not resident,
+    for only then a slot is free, and before that of the last one. A window of one does not fetch while it computes.
+    Beyond that no resource does more than a second's work in a second of the step.
     """
     resident, window = frozenset(settings.resident), settings.window
     streamed = [layer for number, layer in enumerate(layers) if number not in resident]
@@ -39,11 +40,15 @@ def step_bound(
     gradients_s = [machine.down_s(layer.gradient_bytes) for layer in trained]
     updates_s = sum(map(machine.update_s, trained))
     on_host = [one for one in root if not one.resident]
-    on_device: list[UnitWork] = [*(layers[number] for number in resident), *(one for one in root if one.resident)]
-    on_device_s = sum(map(machine.on_device_s, on_device))
-    forward = {Resource.COMPUTE: sum(unit.forward_s for unit in units)}
+    first = [one for one in on_host if one.first and one.elements]
+    first_updates_s = machine.down_s(first[0].gradient_bytes) + sum(map(machine.update_s, first)) if first else 0.0
+    first_ready_s = first_updates_s + machine.copy_s + first[-1].weight_bytes / h2d if first else 0.0
+    layers_s = sum(machine.on_device_s(layers[number]) for number in resident)
+    root_s = sum(machine.on_device_s(one) for one in root if one.resident)
+    in_step_s = max(first_ready_s, root_s if settings.in_backward else root_s + layers_s)
+    forward = {Resource.COMPUTE: in_step_s + sum(unit.forward_s for unit in units)}
     backward = {
-        Resource.COMPUTE: sum(unit.backward_s for unit in units) + on_device_s,
+        Resource.COMPUTE: sum(unit.backward_s for unit in units) + (layers_s if settings.in_backward else 0.0),
         Resource.GRADIENTS: sum(gradients_s),
         Resource.FETCHES: again_s,
     }
@@ -53,7 +58,7 @@ def step_bound(
         if settings.in_backward:
             backward[Resource.UPDATES] = last.backward_s + gradients_s[-1] + updates_s
         else:
-            forward[Resource.UPDATES] = updates_s + last_fetch_s + last.forward_s
+            forward[Resource.UPDATES] = first_updates_s + updates_s + last_fetch_s + last.forward_s
     if trained and trained[0] is layers[0]:  # its gradients come when all is computed
         backward[Resource.COMPUTE] += gradients_s[0]
     forward[Resource.FETCHES] = sum(first_s[: max(0, len(trained) - window) if settings.in_backward else None])

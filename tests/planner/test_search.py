@@ -165,6 +165,17 @@ def test_no_step_is_shorter_than_its_bound(seed):
 
 
 @pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("large", [1, 30])
+def test_no_step_is_shorter_than_its_bound_where_the_device_updates_slowly(seed, large):
+    """Beside updates of root parameters on the host, which may be longer."""
+    work, machine, settings, root = random_step_work(seed, slowed={})
+    root = [replace(one, elements=large * one.elements, weight_bytes=large * one.weight_bytes) for one in root]
+    machine = replace(machine, device_update_ns=2 * machine.host_update_ns)
+    bound = step_bound(work, machine, settings, root)
+    assert 0 < bound.step_s <= step_time(work, machine, settings, root).step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(100))
 def test_no_step_of_frozen_layers_is_shorter_than_its_bound(seed):
     work, machine, settings, root = random_step_work(seed, slowed={})
     work = [replace(layer, elements=0, gradient_bytes=0) for layer in work]
@@ -201,6 +212,25 @@ def test_a_hundred_layers_take_few_steps_that_are_played(monkeypatch):
     assert len(played) < 10
     assert len(bounded) < 5000
     assert fits(model, found.plans[0].choice, limits | {"disk": 10**12})
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4, 5, 6])
+def test_a_micro_batch_that_computes_for_longer_than_the_best_step_is_not_asked_about(seed):
+    model, space, limits = small_case(seed)
+    space = replace(space, micro_batches=(None, 2, 1))
+    whole = search(replace(space, micro_batches=(None,)), model.work_of, model.bytes_of, limits)
+    asked = []
+
+    def work_of(choice):
+        asked.append(choice.micro_batch)
+        return model.work_of(choice)
+
+    def least_s(choice):
+        return {None: 0.0, 2: whole.plans[0].step.step_s, 1: 0.0}[choice.micro_batch]
+
+    found = search(space, work_of, model.bytes_of, limits, count=1, least_s_of=least_s)
+    assert 2 not in asked and 1 in asked
+    assert found.plans[0].step.step_s <= whole.plans[0].step.step_s
 
 
 def test_where_nothing_fits_it_says_of_which_place_how_much_is_lacking():

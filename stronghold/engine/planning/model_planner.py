@@ -14,7 +14,7 @@ from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.most_alive import most_alive
 from stronghold.engine.planning.muon_work import muon_assumed
-from stronghold.engine.planning.op_seconds import OpSeconds
+from stronghold.engine.planning.op_seconds import OpSeconds, computing_s
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, carried_s, machine_of, message_rates
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
@@ -131,13 +131,8 @@ class ModelPlanner:
         trained = [number for number, unit in enumerate(sizes.root, count) if unit.trained]  # these may all be resident
         rounding = self._memory.rounding(choice, sizes.joined(self._memory.spread(choice.resident), trained))
         inputs = self.inputs(choice)
-        beside = (
-            activations
-            + inputs.device
-            + rounding
-            + self._memory.iterations_bytes(())[0]
-            + sum(unit.root_gradient for unit in sizes.root)
-        )
+        beside = activations + inputs.device + rounding + self._memory.iterations_bytes(())[0]
+        beside += sum(unit.root_gradient for unit in sizes.root)
         device = None if self._limits.device is None else max(0, self._limits.device - beside)
         if choice.store == "ram":
             return device, None
@@ -190,6 +185,10 @@ class ModelPlanner:
             ),
             root=self._root(sizes, placed, choice, pace),
         )
+
+    def computing_s(self, choice: Choice) -> float:
+        """Returns what a step of its micro-batch computes at the least, wherever units are."""
+        return computing_s(self._computation, self._seconds, choice.micro_batch)
 
     def _layer_work(self, sizes: ModelBytes, placed: Placed, choice: Choice, number: int, pace: Pace) -> LayerWork:
         """Returns what a layer does: the same as another one of its kind that is where this one is."""

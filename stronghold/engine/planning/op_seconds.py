@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, op_rates
 from stronghold.planner.op_costs import Op, OpRates
+
+if TYPE_CHECKING:
+    from stronghold.engine.planning.computation import ModelComputation
 
 
 class OpSeconds:
@@ -37,3 +41,14 @@ class OpSeconds:
         if pace not in self._rates:
             self._rates[pace] = op_rates(self._machine, pace)
         return self._times * self._rates[pace].seconds(ops)
+
+
+def computing_s(of: ModelComputation, seconds: OpSeconds, micro_batch: int | None) -> float:
+    """Returns what a step computes over such micro-batches if no layer is recomputed."""
+    root, runs = of.root, [of.layer(number, micro_batch) for number in of.group_of]
+    outside = (root.before, root.behind, root.behind_backward, root.before_backward)
+    within = (
+        of.batch / run.samples * (seconds.of(run.forward, "likely") + seconds.of(run.backward, "likely"))
+        for run in runs
+    )
+    return sum(seconds.of(ops, "likely") for ops in outside) + sum(within)

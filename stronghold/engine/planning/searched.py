@@ -119,7 +119,14 @@ class PlannedModel:
         if self._machine.is_host and alone and "disk" not in space.stores and space.layers in space.residents:
             spaces.insert(0, replace(space, residents=(space.layers,)))
         for one in spaces:
-            found = search(one, planner.work_of, planner.bytes_of, planner.limits, rival_s=rival_s)
+            found = search(
+                one,
+                planner.work_of,
+                planner.bytes_of,
+                planner.limits,
+                rival_s=rival_s,
+                least_s_of=planner.computing_s,
+            )
             if found.plans:
                 return self._told(planner, found, limits, tokens)
         raise _nothing_fits(found.refused, has_experts=fewest_experts(self._model) > 1)
