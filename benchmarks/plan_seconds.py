@@ -91,7 +91,7 @@ def main() -> None:
 
 def _timed(checkout: Path, case: str) -> dict[str, Any]:
     """Returns what a process found that has the package of ``checkout``, and this file."""
-    command = [sys.executable, "-c", f"from benchmarks.plan_seconds import timed; timed({case!r})"]
+    command = [sys.executable, "-c", f"import runpy; runpy.run_path({__file__!r})['timed']({case!r})"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(checkout), str(HERE)))}
     run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=checkout, env=environment)
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
