@@ -71,7 +71,7 @@ def units_of(
             "no loss scaling"
         )
     if in_pieces:
-        _check_micro_batch(found)
+        check_micro_batch(found)
     owned, root = share_out(model, found)
     units_by_parameter: dict[int, Unit] = {}
     modules: list[nn.Module] = []
@@ -146,7 +146,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return np.shares_memory(first.numpy(), second.numpy())
 
 
-def _check_micro_batch(layers: Sequence[Layer]) -> None:
+def check_micro_batch(layers: Sequence[Layer]) -> None:
     """Refuses layers whose samples cannot be told apart, or depend on one another."""
     for layer in layers:
         if isinstance(layer.module, ExpertsPart):

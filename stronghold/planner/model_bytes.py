@@ -91,16 +91,24 @@ class ModelBytes:
     def _kinds(self) -> tuple[list[UnitBytes], list[int]]:
         """One unit of each kind, layers and root parameters apart, and for each unit the number of its kind."""
         first, kinds, kind_of = dict[tuple[object, ...], int](), list[UnitBytes](), list[int]()
+        known: dict[tuple[int, bool], int] = {}  # often they are the same object
         for number, unit in enumerate(self.units):
-            fields = {**vars(unit), "moments": frozenset(unit.moments.items())}
-            kind_of.append(first.setdefault((number < len(self.layers), *fields.values()), len(kinds)))
-            if kind_of[-1] == len(kinds):
-                kinds.append(unit)
+            same = id(unit), number < len(self.layers)
+            if same not in known:
+                fields = {**vars(unit), "moments": frozenset(unit.moments.items())}
+                known[same] = first.setdefault((same[1], *fields.values()), len(kinds))
+                if known[same] == len(kinds):
+                    kinds.append(unit)
+            kind_of.append(known[same])
         return kinds, kind_of
 
     def kind_of(self, number: int) -> int:
         """Returns the number of the kind of a unit: of units that take the same, layers or root parameters."""
         return self._kinds[1][number]
+
+    @cached_property
+    def _count_of_kinds(self) -> Counter[int]:
+        return Counter(self._kinds[1])
 
     @cached_property
     def _counted(self) -> dict[frozenset[int], list[Counted]]:
@@ -115,7 +123,7 @@ class ModelBytes:
         key = frozenset(resident)
         if key not in self._counted:
             kinds, kind_of = self._kinds
-            every, there = Counter(kind_of), Counter(map(kind_of.__getitem__, key))
+            every, there = self._count_of_kinds, Counter(map(kind_of.__getitem__, key))
             self._counted[key] = [
                 Counted(unit, there[kind], every[kind] - there[kind]) for kind, unit in enumerate(kinds)
             ]

@@ -149,7 +149,7 @@ def cut_into_stages(
     near: Sequence[int] | None = None,
 ) -> Partition:
     """Returns the partition of a row whose costs are known, where each stage may take the bytes of ``limits``."""
-    layers, stages = costs.layers, pipeline.stages
+    layers, stages, spread = costs.layers, pipeline.stages, spread_of(costs.layers)
     if not isinstance(balance, str):
         cuts = [0, *accumulate(_checked_sizes(balance, stages, len(layers)))]
         _check_memory(costs, limits, cuts)
@@ -160,7 +160,7 @@ def cut_into_stages(
         slowest_s, cuts = fastest(costs, limits)
         if not cuts:
             raise _nothing_fits(costs, pipeline, limits)
-        if spread := spread_of(layers):
+        if spread:
             sizes = equal_sizes(len(layers), stages) if near is None else _checked_sizes(near, stages, len(layers))
             cuts = nearest(costs, limits, (1 + spread) * slowest_s, [*accumulate(sizes)])
     else:
@@ -168,7 +168,7 @@ def cut_into_stages(
     return Partition(
         stages=tuple(_stage(costs, stage, *ends, limits[stage]) for stage, ends in enumerate(pairwise(cuts))),
         ideal_s=float(costs.forward_s[-1] + costs.backward_s[-1]) / stages,
-        spread=spread_of(layers),
+        spread=spread,
     )
 
 

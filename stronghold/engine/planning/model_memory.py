@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from stronghold.engine.budget import BUFFERS, model_bytes
-from stronghold.engine.model_units import ModelUnits, units_of
+from stronghold.engine.find_layers import find_layers
+from stronghold.engine.model_units import ModelUnits, check_micro_batch, units_of
 from stronghold.engine.planning.muon_work import MuonUnit, muon_units
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.optim.adamw_on_device import scratch_bytes
@@ -65,15 +66,16 @@ class ModelMemory:
         self._most_scratch: dict[tuple[str, str, frozenset[int]], int] = {}
         self._spread: dict[int, frozenset[int]] = {}
 
-    def _units(self, alignment: int, *, in_pieces: bool = False) -> ModelUnits:
-        return units_of(*self._given, alignment, apart=not self.is_host, in_pieces=in_pieces)
+    def _units(self, alignment: int) -> ModelUnits:
+        return units_of(*self._given, alignment, apart=not self.is_host, in_pieces=False)
 
     @cached_property
     def can_be_cut(self) -> bool:
         """Whether the layers can run over micro-batches."""
+        model, layers, _ = self._given
         try:
-            self._units(ALIGNMENT_BYTES, in_pieces=True)
-        except ValueError:  # it was laid out before: this is why it cannot
+            check_micro_batch(find_layers(model, layers))
+        except ValueError:
             return False
         return True
 
