@@ -10,11 +10,11 @@ from torch import nn
 from stronghold.distributed.layered_model import LayeredModel
 from stronghold.engine.budget import BUFFERS
 from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import machine_of
 from stronghold.planner.machine_share import share_of
 from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
-from stronghold.planner.search import Choice
 from stronghold.planner.step_costs import Machine
 from stronghold.probing import kept_machine
 

@@ -18,8 +18,8 @@ from stronghold.engine.planning.given import machine_given, model_given, token_i
 from stronghold.engine.planning.in_parts import plan_in_parts
 from stronghold.engine.planning.kept_inputs import OFF_DEVICE
 from stronghold.engine.planning.searched import PlannedModel
+from stronghold.planner.choices import Space
 from stronghold.planner.machine_file import MachineFile
-from stronghold.planner.search import Space
 from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.settings import STATES

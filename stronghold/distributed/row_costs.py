@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from stronghold.distributed.layered_model import LayeredModel
 from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, op_rates
 from stronghold.planner.model_bytes import ModelBytes
 from stronghold.planner.op_costs import Op, OpRates
-from stronghold.planner.search import Choice
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.layer_traces import LayerTraces

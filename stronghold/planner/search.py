@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import islice, product
-from typing import NamedTuple
 
+from stronghold.planner.choices import Choice, Space
 from stronghold.planner.step import StepTime, step_time
 from stronghold.planner.step_bound import StepBound, step_bound
 from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings
@@ -17,42 +17,6 @@ ENOUGH = 0.02
 """A step that is shorter by no more than this share is not looked for."""
 REFUSALS = 50
 """So many choices that do not fit are looked at for each place."""
-
-
-class Choice(NamedTuple):
-    """One setting of everything that is searched over; names and values are those of ``offload`` and ``AdamW``.
-
-    ``resident`` and ``kept`` are numbers of layers: which ones stay on the device and which keep their activations
-    follows from how many.
-    """
-
-    window: int
-    resident: int = 0
-    kept: int = 0
-    micro_batch: int | None = None
-    update: str = "deferred"
-    states: str = "fp32"
-    store: str = "ram"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Space:
-    """What may be chosen: everything that the user has left open, and of what the user has set that alone."""
-
-    layers: int
-    residents: Sequence[int] = (0,)
-    kepts: Sequence[int] = (0,)
-    windows: Sequence[int] | None = None
-    """Ascending, as ``residents`` and ``kepts``; None for any."""
-    micro_batches: Sequence[int | None] = (None,)
-    updates: Sequence[str] = ("deferred", "in_backward")
-    states: Sequence[str] = ("fp32",)
-    stores: Sequence[str] = ("ram",)
-
-    def windows_beside(self, resident: int) -> list[int]:
-        """Returns the windows, ascending, that there are beside so many resident layers; 1 where no layer is left."""
-        most = max(1, self.layers - resident)
-        return [window for window in self.windows or range(1, most + 1) if window <= most]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +137,31 @@ class _Search:
         To have layers resident takes bytes on the device and gives them back on the host: what fits may begin with
         either.
         """
-        found = []
-        for residents in (self._space.residents, self._space.residents[::-1]):
-            each = (combined._replace(resident=n, kept=self._space.kepts[0]) for n in residents)
-            found.append(next((wide for one in each if (wide := self._widest(one)) is not None), None))
+        each = [combined._replace(resident=n, kept=self._space.kepts[0]) for n in self._space.residents]
+        found = [self._first_that_fits(each), self._first_that_fits(each[::-1])]
         if best is not None:
             found.append(self._widest(combined._replace(resident=best.resident, kept=best.kept)))
         return [one for one in found if one is not None]
+
+    def _first_that_fits(self, each: Sequence[Choice]) -> Choice | None:
+        """Returns the first of a row that fits, with its window.
+
+        What the place that refuses the first one has to hold grows or shrinks along the row: the first one that it does
+        not refuse is found by halves. If that one is refused as well, all are looked at.
+        """
+        place, low, high = self._refused_at(each[0]), -1, len(each) - 1
+        while place is not None and high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._refused_at(each[middle]) == place else (low, middle)
+        if place is not None and (wide := self._widest(each[high])) is not None:
+            return wide
+        return next((wide for one in each if (wide := self._widest(one)) is not None), None)
+
+    def _refused_at(self, choice: Choice) -> str | None:
+        """Returns the place that a choice does not fit with its smallest window, None if it fits or has no window."""
+        if self._widest(choice) is not None or not (windows := self._space.windows_beside(choice.resident)):
+            return None
+        return self._refusals[choice._replace(window=windows[0])].place
 
     def _play_promising(self, count: int) -> None:
         """Plays the choices whose bounds are the lowest, until no other can be shorter by more than ``ENOUGH``."""

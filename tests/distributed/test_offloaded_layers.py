@@ -14,7 +14,7 @@ from stronghold.engine.budget import BUFFERS, held_on_device
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.models.layered_gpt import LayeredGPT
-from stronghold.planner.search import Choice
+from stronghold.planner.choices import Choice
 from tests.planner import machines
 
 CPU = torch.device("cpu")

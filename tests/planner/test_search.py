@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 
 from stronghold.planner import search as search_module
-from stronghold.planner.search import Choice, Space, Work, search
+from stronghold.planner.choices import Choice, Space
+from stronghold.planner.search import Work, search
 from stronghold.planner.step import step_time
 from stronghold.planner.step_bound import step_bound
 from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
@@ -231,6 +232,21 @@ def test_a_micro_batch_that_computes_for_longer_than_the_best_step_is_not_asked_
     found = search(space, work_of, model.bytes_of, limits, count=1, least_s_of=least_s)
     assert 2 not in asked and 1 in asked
     assert found.plans[0].step.step_s <= whole.plans[0].step.step_s
+
+
+def test_of_many_numbers_of_resident_layers_few_are_asked_about_until_one_fits():
+    """Half of them have too many for the device, and a quarter too few for the host."""
+    asked = []
+
+    def bytes_of(choice):
+        asked.append(choice.resident)
+        return {"device": choice.resident, "host": 1000 - choice.resident}
+
+    model, space = Model(1, layers=4), Space(layers=1000, windows=(1,), residents=range(1001), updates=("deferred",))
+    found = search(space, model.work_of, bytes_of, {"device": 500, "host": 750}, count=1, least_s_of=lambda _: 0.0)
+    assert min(asked) == 0 and max(asked) == 1000
+    assert {250, 500} <= set(asked) and len(set(asked)) < 80
+    assert 250 <= found.plans[0].choice.resident <= 500
 
 
 def test_where_nothing_fits_it_says_of_which_place_how_much_is_lacking():

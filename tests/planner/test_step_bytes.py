@@ -9,7 +9,7 @@ import stronghold
 from stronghold.engine import engine_of
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.lab.models.gpt import GPT, GPTConfig
-from stronghold.planner.search import Choice
+from stronghold.planner.choices import Choice
 from stronghold.planner.step_bytes import spread
 from tests.delayed import Apart
 from tests.small import Decoder, Frozen

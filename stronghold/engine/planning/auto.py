@@ -20,8 +20,9 @@ from stronghold.engine.planning.searched import PlannedModel
 from stronghold.errors import BudgetError
 from stronghold.planned import MUON as BY_MUON
 from stronghold.planned import PlannedStep, PlannedSteps
+from stronghold.planner.choices import Space
 from stronghold.planner.machine_file import MachineFile
-from stronghold.planner.search import ENOUGH, Space
+from stronghold.planner.search import ENOUGH
 from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.probing import DTYPES, glance, kept_machine

@@ -15,8 +15,8 @@ from stronghold.engine.model_units import ModelUnits, check_micro_batch, units_o
 from stronghold.engine.planning.muon_work import MuonUnit, muon_units
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.optim.adamw_on_device import scratch_bytes
+from stronghold.planner.choices import Choice
 from stronghold.planner.model_bytes import ModelBytes
-from stronghold.planner.search import Choice
 from stronghold.planner.step_bytes import (
     MUON,
     Placed,

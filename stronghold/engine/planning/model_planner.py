@@ -15,11 +15,12 @@ from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.most_alive import most_alive
 from stronghold.engine.planning.muon_work import muon_assumed
 from stronghold.engine.planning.op_seconds import OpSeconds, computing_s
+from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, carried_s, machine_of, message_rates
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
 from stronghold.planner.model_bytes import ModelBytes
-from stronghold.planner.search import Choice, Work
+from stronghold.planner.search import Work
 from stronghold.planner.step_bytes import MUON, Placed, StepBytes
 from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
 from stronghold.unit import part_of

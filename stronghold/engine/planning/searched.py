@@ -18,10 +18,11 @@ from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.model_planner import ModelPlanner
 from stronghold.engine.split_experts import fewest_experts
 from stronghold.errors import BudgetError
+from stronghold.planner.choices import Choice, Space
 from stronghold.planner.machine_file import MachineFile, Spread
 from stronghold.planner.machine_rates import Pace
 from stronghold.planner.other_plans import Alternative, Refused
-from stronghold.planner.search import Choice, Found, Plan, Refusal, Space, search
+from stronghold.planner.search import Found, Plan, Refusal, search
 from stronghold.planner.step import step_time
 from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan

@@ -10,8 +10,8 @@ from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_planner import ModelPlanner
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.planner.choices import Choice
 from stronghold.planner.model_bytes import ModelBytes
-from stronghold.planner.search import Choice
 from tests.planner.machines import about, laptop, machine
 
 LAYERS = 5
