@@ -38,7 +38,6 @@ def missing_bytes(runs: StageRuns, limit_bytes: float) -> Seconds:
 
 def nearest(costs: StageCosts, limits: Sequence[float], most_s: float, ends: Sequence[int]) -> list[int]:
     """Returns where the row is cut so that no stage takes more than ``most_s``, as close to ``ends`` as can be."""
-
     wished = np.array(ends)
 
     def moved(runs: StageRuns, limit_bytes: float) -> Seconds:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stronghold.planner.machine_file import Spread
 from stronghold.planner.offloaded_stages import Counts, Largest, Layers, OffloadedStages, Seconds, Times
 
-Limits = float | NDArray[np.floating[Any]]
+LimitBytes = float | NDArray[np.floating[Any]]
 """Bytes that a stage may take, or each of many."""
 
 
@@ -139,7 +139,7 @@ class StageRuns:
         self._firsts = firsts
         self._lengths = np.subtract(ends, firsts)
 
-    def recomputed(self, limit_bytes: Limits) -> Counts:
+    def recomputed(self, limit_bytes: LimitBytes) -> Counts:
         """Returns the fewest layers to recompute that fit the memory, more than there are where no number does."""
         if self._ratio is not None:
             counts = self._by_ratio()
@@ -158,7 +158,7 @@ class StageRuns:
             return Times(forward_s, backward_s, forward_s + backward_s, np.zeros_like(self._lengths))
         return costs.offloaded.times(forward_s, backward_s, self._firsts, self.ends, costs.micro_batches)
 
-    def time_s(self, limit_bytes: Limits) -> Seconds:
+    def time_s(self, limit_bytes: LimitBytes) -> Seconds:
         """Returns the seconds of one micro-batch, infinite where the stage does not fit the memory."""
         recomputed = self.recomputed(limit_bytes)
         fits = recomputed <= self._lengths
