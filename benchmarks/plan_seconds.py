@@ -118,7 +118,7 @@ def _traced() -> Iterator[list[float]]:
 
     taken_s, depth = list[float](), [0]
 
-    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             begin, depth[0] = time.process_time(), depth[0] + 1
             try:
@@ -133,7 +133,7 @@ def _traced() -> Iterator[list[float]]:
     with ExitStack() as stack:
         for name in ("__init__", "_run_layer", "_run_passes"):
             method = getattr(ModelComputation, name)
-            stack.enter_context(patch.object(ModelComputation, name, timed(method)))
+            stack.enter_context(patch.object(ModelComputation, name, counted(method)))
         yield taken_s
 
 

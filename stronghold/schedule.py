@@ -83,7 +83,7 @@ def possible_now(
             victim = None
             if len(held) >= window:
                 if held.issubset({*future[:t], computing}):
-                    return  # all are needed before, and so whichever is needed last
+                    return  # each is computed before this layer is, so that none can make room
                 # One computation ahead: with two slots or more, what computes just before stays.
                 victim = _needed_last(held.difference((previous,) if window > 1 else ()), future, t, known)
                 if victim == computing or victim in future[:t]:

@@ -92,7 +92,7 @@ def _furthest_end(costs: StageCosts, stage: int, begin: int, most: int, limit_by
     if costs.ratios is None:
         least_bytes = partial(_least_bytes, costs, stage, begin)
         return begin + bisect_right(range(begin + 1, most + 1), limit_bytes, key=least_bytes)
-    end, step = begin, 2 * -(-len(costs.layers) // len(costs.held))
+    end, step = begin, 2 * -(-len(costs.layers) // len(costs.held))  # few stages have more than twice an equal share
     while end < most:
         ends = np.arange(end + 1, min(most, end + step) + 1)
         more = int(np.searchsorted(costs.runs(stage, begin, ends).least_bytes(), limit_bytes, side="right"))

@@ -67,7 +67,7 @@ def search(
     *,
     count: int = 3,
     rival_s: float = math.inf,
-    least_s_of: Callable[[Choice], float] = lambda _: 0.0,
+    least_s_of: Callable[[int | None], float] = lambda _: 0.0,
 ) -> Found:
     """Returns the ``count`` best plans among the choices of ``space`` whose bytes are within ``limits``, by place.
 
@@ -81,9 +81,9 @@ def search(
     played, the most promising first, until no other choice can be shorter, and around the best once more.
 
     ``rival_s`` is a step that is known from elsewhere: what cannot be shorter than that is not played, but for one
-    choice that fits, so that there is a plan. ``least_s_of`` says what no step of a choice's micro-batch is below, with
-    as many ``kept`` layers: where that is no shorter than the best step, ``work_of`` and ``bytes_of`` are not asked
-    about the micro-batch.
+    choice that fits, so that there is a plan. ``least_s_of`` says what no step over such a micro-batch is below: where
+    that is no shorter than a rival, or than the best step by more than ``ENOUGH`` once there are ``count`` plans,
+    ``work_of`` and ``bytes_of`` are not asked about the micro-batch.
     """
     return _Search(space, work_of, bytes_of, limits, rival_s, least_s_of).found(count)
 
@@ -96,7 +96,7 @@ class _Search:
         bytes_of: Callable[[Choice], Mapping[str, int]],
         limits: Mapping[str, int],
         rival_s: float,
-        least_s_of: Callable[[Choice], float],
+        least_s_of: Callable[[int | None], float],
     ) -> None:
         self._space, self._work_of, self._bytes_of, self._limits = space, work_of, bytes_of, limits
         self._rival_s, self._least_s_of = rival_s, least_s_of
@@ -109,8 +109,7 @@ class _Search:
         """Searches, and returns the ``count`` best plans."""
         space, best = self._space, None
         for micro_batch in space.micro_batches:
-            least = Choice(window=1, kept=space.kepts[-1], micro_batch=micro_batch)
-            if self._plans and self._is_no_shorter(self._least_s_of(least), count):
+            if self._plans and self._is_no_shorter(self._least_s_of(micro_batch), count):
                 continue
             for update, states, store in product(space.updates, space.states, space.stores):
                 combined = Choice(window=1, micro_batch=micro_batch, update=update, states=states, store=store)
@@ -137,18 +136,21 @@ class _Search:
         To have layers resident takes bytes on the device and gives them back on the host: what fits may begin with
         either.
         """
-        each = [combined._replace(resident=n, kept=self._space.kepts[0]) for n in self._space.residents]
+        residents = [n for n in self._space.residents if self._space.windows_beside(n)]
+        each = [combined._replace(resident=n, kept=self._space.kepts[0]) for n in residents]
         found = [self._first_that_fits(each), self._first_that_fits(each[::-1])]
         if best is not None:
             found.append(self._widest(combined._replace(resident=best.resident, kept=best.kept)))
         return [one for one in found if one is not None]
 
     def _first_that_fits(self, each: Sequence[Choice]) -> Choice | None:
-        """Returns the first of a row that fits, with its window.
+        """Returns the first of a row that fits, with its window; where layers differ much, one of the first.
 
-        What the place that refuses the first one has to hold grows or shrinks along the row: the first one that it does
-        not refuse is found by halves. If that one is refused as well, all are looked at.
+        What the place that refuses the first one has to hold shrinks along the row: the first one that it does not
+        refuse is found by halves. If that one is refused as well, all are looked at.
         """
+        if not each:
+            return None
         place, low, high = self._refused_at(each[0]), -1, len(each) - 1
         while place is not None and high - low > 1:
             middle = (low + high) // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from stronghold.planner.disk_play import CHUNK_BYTES
 from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings, UnitWork
 
 
@@ -24,10 +25,10 @@ def step_bound(
     passes do not overlap, and each is as long as what its longest resource does within it, with what must go before and
     come behind. When updates are deferred, each trained layer is updated and fetched within the forward pass; else
     ``window`` of them are fetched before it. Root parameters that are used first and updated on the host come down, are
-    updated and go up before the forward pass computes, and before that of any layer. All but ``window`` of the layers,
-    frozen ones among them, are fetched within each pass: behind the computation of the first one that is not resident,
-    for only then a slot is free, and before that of the last one. A window of one does not fetch while it computes.
-    Beyond that no resource does more than a second's work in a second of the step.
+    updated and go up before what they are used in is computed, and deferred updates of layers are behind them. All but
+    ``window`` of the layers, frozen ones among them, are fetched within each pass: behind the computation of the first
+    one that is not resident, for only then a slot is free, and before that of the last one. A window of one does not
+    fetch while it computes. Beyond that no resource does more than a second's work in a second of the step.
     """
     resident, window = frozenset(settings.resident), settings.window
     streamed = [layer for number, layer in enumerate(layers) if number not in resident]
@@ -38,15 +39,20 @@ def step_bound(
     first_s = sorted(machine.copy_s + layer.weight_bytes / h2d for layer in trained)
     again_s = sum(fetches_s[: len(streamed) - window]) if window < len(streamed) else 0.0
     gradients_s = [machine.down_s(layer.gradient_bytes) for layer in trained]
-    updates_s = sum(map(machine.update_s, trained))
+    updates_s = sum(_update_s(layer, machine) for layer in trained)
     on_host = [one for one in root if not one.resident]
-    first = [one for one in on_host if one.first and one.elements]
-    first_updates_s = machine.down_s(first[0].gradient_bytes) + sum(map(machine.update_s, first)) if first else 0.0
-    first_ready_s = first_updates_s + machine.copy_s + first[-1].weight_bytes / h2d if first else 0.0
     layers_s = sum(machine.on_device_s(layers[number]) for number in resident)
-    root_s = sum(machine.on_device_s(one) for one in root if one.resident)
-    in_step_s = max(first_ready_s, root_s if settings.in_backward else root_s + layers_s)
-    forward = {Resource.COMPUTE: in_step_s + sum(unit.forward_s for unit in units)}
+    in_step_s = sum(machine.on_device_s(one) for one in root if one.resident)
+    first_updates_s, computed_s = 0.0, in_step_s + (0.0 if settings.in_backward else layers_s)
+    for one in root:
+        if not one.first:
+            continue
+        if one.elements and not one.resident:
+            first_updates_s = max(first_updates_s, machine.down_s(one.gradient_bytes)) + _update_s(one, machine)
+            computed_s = max(computed_s, first_updates_s + machine.copy_s + one.weight_bytes / h2d)
+        computed_s += one.forward_s
+    behind: list[UnitWork] = [*layers, *(one for one in root if not one.first)]
+    forward = {Resource.COMPUTE: computed_s + sum(unit.forward_s for unit in behind)}
     backward = {
         Resource.COMPUTE: sum(unit.backward_s for unit in units) + (layers_s if settings.in_backward else 0.0),
         Resource.GRADIENTS: sum(gradients_s),
@@ -78,7 +84,7 @@ def step_bound(
     whole = {
         Resource.HOST: 2 * len(layers) * settings.pieces * machine.launch_s if machine.runs_behind else 0.0,
         Resource.FETCHES: max(sum(first_s), again_s) + again_s,
-        Resource.UPDATES: updates_s + sum(map(machine.update_s, on_host)),
+        Resource.UPDATES: updates_s + sum(_update_s(one, machine) for one in on_host),
         Resource.DISK: ring_bytes / read + ring_bytes / write + sum(reads_s),
     }
     longest_s, resource = max((seconds, one) for one, seconds in whole.items())
@@ -90,3 +96,11 @@ def step_bound(
         seconds - each[Resource.COMPUTE] for (seconds, _), each in zip(in_passes, (forward, backward), strict=True)
     ]
     return StepBound(passes_s, in_passes[held_up.index(max(held_up))][1])
+
+
+def _update_s(unit: UnitWork, machine: Machine) -> float:
+    """Returns what a unit's update keeps the next one waiting for at the least."""
+    if 0 < unit.ring_bytes <= CHUNK_BYTES:  # one chunk: the next update goes on beside this one's iterations
+        first_s, _, others_s, last_s = machine.parts_s(unit)
+        return first_s + others_s + last_s
+    return machine.update_s(unit)

@@ -9,6 +9,7 @@ import pytest
 
 from stronghold.planner import search as search_module
 from stronghold.planner.choices import Choice, Space
+from stronghold.planner.disk_play import CHUNK_BYTES
 from stronghold.planner.search import Work, search
 from stronghold.planner.step import step_time
 from stronghold.planner.step_bound import step_bound
@@ -176,6 +177,45 @@ def test_no_step_is_shorter_than_its_bound_where_the_device_updates_slowly(seed,
     assert 0 < bound.step_s <= step_time(work, machine, settings, root).step_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_no_step_is_shorter_than_its_bound_where_several_root_parameters_come_first(seed):
+    """In any order, of which some compute before others are updated."""
+    rng = random.Random(seed)
+    work, machine, settings, root = random_step_work(seed, slowed={})
+    elements = max(layer.elements for layer in work) or 100
+    more = [
+        RootWork(
+            first=True,
+            forward_s=rng.choice((0.0, work[0].forward_s, 10 * work[0].forward_s)),
+            elements=rng.choice((0, elements, 20 * elements)),
+            weight_bytes=rng.randint(0, 10 * work[0].weight_bytes),
+            resident=rng.random() < 0.3,
+        )
+        for _ in range(3)
+    ]
+    bound = step_bound(work, machine, settings, [*more, *root])
+    assert bound.step_s <= step_time(work, machine, settings, [*more, *root]).step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ring_bytes", [0, 1, 2 * CHUNK_BYTES])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_no_step_with_iterations_beside_updates_is_shorter_than_its_bound(in_backward, ring_bytes):
+    """Of layers that pass through the ring in one chunk the next one's update goes on beside the iterations."""
+    layer = LayerWork(
+        forward_s=1,
+        backward_s=2,
+        weight_bytes=1,
+        gradient_bytes=1,
+        elements=10**9,
+        matrices=2,
+        iteration_s=10,
+        ring_bytes=ring_bytes,
+    )
+    machine = Machine(h2d_bytes_per_s=10, d2h_bytes_per_s=10, host_update_ns=1, slowed={})
+    work = [layer] * 4, machine, StepSettings(window=2, in_backward=in_backward)
+    assert step_bound(*work).step_s <= step_time(*work).step_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_no_step_of_frozen_layers_is_shorter_than_its_bound(seed):
     work, machine, settings, root = random_step_work(seed, slowed={})
@@ -226,8 +266,8 @@ def test_a_micro_batch_that_computes_for_longer_than_the_best_step_is_not_asked_
         asked.append(choice.micro_batch)
         return model.work_of(choice)
 
-    def least_s(choice):
-        return {None: 0.0, 2: whole.plans[0].step.step_s, 1: 0.0}[choice.micro_batch]
+    def least_s(micro_batch):
+        return {None: 0.0, 2: whole.plans[0].step.step_s, 1: 0.0}[micro_batch]
 
     found = search(space, work_of, model.bytes_of, limits, count=1, least_s_of=least_s)
     assert 2 not in asked and 1 in asked

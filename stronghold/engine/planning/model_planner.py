@@ -187,9 +187,9 @@ class ModelPlanner:
             root=self._root(sizes, placed, choice, pace),
         )
 
-    def computing_s(self, choice: Choice) -> float:
-        """Returns what a step of its micro-batch computes at the least, wherever units are."""
-        return computing_s(self._computation, self._seconds, choice.micro_batch)
+    def computing_s(self, micro_batch: int | None) -> float:
+        """Returns what a step over such a micro-batch computes at the least, wherever units are."""
+        return computing_s(self._computation, self._seconds, micro_batch)
 
     def _layer_work(self, sizes: ModelBytes, placed: Placed, choice: Choice, number: int, pace: Pace) -> LayerWork:
         """Returns what a layer does: the same as another one of its kind that is where this one is."""

@@ -1,4 +1,4 @@
-"""What recorded operators take on a measured machine, each record found once for each pace."""
+"""What recorded operators take on a measured machine, each record found once for each pace, and what a step of them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class OpSeconds:
 
 
 def computing_s(of: ModelComputation, seconds: OpSeconds, micro_batch: int | None) -> float:
-    """Returns what a step computes over such micro-batches if no layer is recomputed."""
-    root, runs = of.root, [of.layer(number, micro_batch) for number in of.group_of]
+    """Returns what a step computes, over micro-batches of so many samples, if no layer is recomputed."""
+    root, runs = of.root, [of.layer(number, micro_batch) for number in range(len(of.group_of))]
     outside = (root.before, root.behind, root.behind_backward, root.before_backward)
     within = (
         of.batch / run.samples * (seconds.of(run.forward, "likely") + seconds.of(run.backward, "likely"))

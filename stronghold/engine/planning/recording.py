@@ -52,7 +52,7 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch would have each call ask torch.compile to keep out, which under tensors without memory it does."""
+        """Spares every call what PyTorch wraps it in to keep torch.compile out, which does not look into it here."""
         return False
 
     def begin(self, ops: Counter[Op]) -> None:
