@@ -58,7 +58,7 @@ class Processes(DistributedGroup):
         self._machines = self.all_gather_object(this_machine())
         self.local_world_size = self._machines.count(self._machines[self.rank])
         replicas = self.world_size if replicas is None else replicas
-        if self.world_size % replicas:
+        if replicas < 1 or self.world_size % replicas:
             self.refuse(
                 f"the replicas must divide the processes (got {replicas} replicas and {self.world_size} processes); "
                 f"start torchrun with --nproc-per-node {wanted}"

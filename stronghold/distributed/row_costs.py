@@ -76,13 +76,13 @@ class RowCosts:
 
     @cached_property
     def shared_bytes(self) -> int:
-        """The gradients of what the first stage has and the last one, too."""
+        """The gradients of what the first stage has and the last one, too, in fp32 as they are added up."""
         layered, last = self._layered, len(self._layered.layers) - 1
         if not last:
             return 0
         first = {id(p) for p in layered.stage(0, 1).parameters()}
         both = {id(p): p for p in layered.stage(last, last + 1).parameters() if id(p) in first and p.requires_grad}
-        return sum(p.numel() * (self._dtype or p.dtype).itemsize for p in both.values())
+        return sum(4 * p.numel() for p in both.values())
 
     def of(self, samples: int) -> list[LayerRow]:
         """Returns what each layer does over a micro-batch of so many samples."""
@@ -121,10 +121,10 @@ class RowCosts:
     def _run(self, samples: int) -> list[LayerRow]:
         known: dict[tuple[int, torch.Size, torch.dtype], tuple[LayerRow, Tensor]] = {}
         rows, x = [], _part(self._inputs, samples)
-        for number, kind in enumerate(self.kinds):
+        for kind in self.kinds:
             key = kind.number, x.shape, x.dtype
             if key not in known:
-                known[key] = self._run_alone(number, x)
+                known[key] = self._run_alone(kind.number, x)
             row, x = known[key]
             rows.append(row)
         return rows

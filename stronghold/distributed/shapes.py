@@ -57,5 +57,7 @@ class Shapes:
                     f"a stage must return one tensor (got {type(output).__name__} from stage {number}); let each layer "
                     "take and return one"
                 )
+            if number + 1 < len(self._stages):
+                output = output.contiguous()  # as it is sent
             found.append(output.detach().requires_grad_(output.requires_grad))
         return found

@@ -44,6 +44,11 @@ class Stage(PipelineStage):
             self.output_chunks[-1] = output.new_empty(0)
         return output
 
+    def forward_maybe_with_nosync(self, *arguments: Any, **options: Any) -> Any:
+        """Returns what is sent on in one piece: of a view with gaps, or in another order, the memory would be sent."""
+        output = super().forward_maybe_with_nosync(*arguments, **options)
+        return output if self.is_last else output.contiguous()
+
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         self._begin_pass(bwd_chunk_id, self._micro_batches)
         with self._working():

@@ -205,6 +205,7 @@ class StagedModule(nn.Module):
     def _run(self, inputs: Tensor, targets: Tensor, micro_batches: int, *, training: bool) -> Tensor:
         from stronghold.distributed.schedules import without_outputs
 
+        inputs = inputs.contiguous()  # what is received has the strides of the first batch
         schedule = self._schedule(inputs, micro_batches, training)
         first, last = 0 in self._numbers, self._order.stages - 1 in self._numbers
         losses: list[Tensor] = []

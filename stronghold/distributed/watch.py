@@ -62,14 +62,14 @@ class Watch:
         """What the main thread waits for."""
         self._beside: dict[int, _Wait] = {}
         """What other threads of this process wait for, by the thread."""
-        self._ending = False
-        """Whether an error is on its way that says which process is lost."""
+        self._ending: LostProcessError | None = None
+        """The error, on its way, that says which process is lost."""
         self._ended = False
         """Whether the thread has told why this process ends, and is about to end it."""
         self._told = False
-        self._claimed = threading.RLock()
-        """Taken for good by who tells of a lost process: the main thread or the watch's own."""
         """Whether this process has an error of its own, which it tells."""
+        self._claimed = threading.RLock()
+        """Taken for good by who tells of a lost process: a thread that waited for it, or the watch's own."""
         self._done = False
         """Whether it has ended in good order."""
         self.all_know = False
@@ -175,9 +175,11 @@ class Watch:
         while time.monotonic() < deadline:
             if (lost := self._lost(6 * BEAT_S)) is not None:
                 while not self._claimed.acquire(timeout=BEAT_S):
-                    pass  # the thread tells, and ends this process
-                self._ending = True
-                return LostProcessError(self._message(lost), ours=self._is_to_tell(lost))
+                    if self._ending is not None:  # another thread has it, whose error may wait for this one's end
+                        return self._ending
+                    # Else the watch's thread tells, and ends this process.
+                self._ending = LostProcessError(self._message(lost), ours=self._is_to_tell(lost, 6 * BEAT_S))
+                return self._ending
             time.sleep(BEAT_S / 4)
         self.tell()
         return error
@@ -189,7 +191,7 @@ class Watch:
             self._look(now)
             lost = None if self._told or self._ending else self._lost(LOST_S)
             if lost is not None and self._claimed.acquire(blocking=False):
-                self._end(self._message(lost) if self._is_to_tell(lost) else None, lost)
+                self._end(self._message(lost) if self._is_to_tell(lost, LOST_S) else None, lost)
             if self._is_deadlock(now):
                 self._end(self._why_deadlock() if self._rank == 0 else None)
             if self._is_stuck(now):
@@ -276,13 +278,16 @@ class Watch:
         all_wait = bool(others) and all(beat[1:2] == ["1"] for beat in others)
         return bool(self._waits()) and all_wait and now - self._last_active > STUCK_S
 
-    def _is_to_tell(self, lost: int) -> bool:
+    def _is_to_tell(self, lost: int, limit_s: float) -> bool:
         """Whether this is the process to tell of a ``lost`` one: the first that is left, unless that one has itself.
 
-        Where the store is lost with it, it is the first on each machine.
+        Others may have been lost with it, within two beats of the ``limit_s`` that it has not been heard of. Where the store is, it is the first on each machine.
         """
         left = set(range(self._count)) - {lost}
-        if self._store_gone_since is not None:  # whether others are left cannot be known: their machine may be gone
+        if self._store_gone_since is None:
+            since = time.monotonic() - (limit_s - 2 * BEAT_S)
+            left -= {rank for rank, (_, seen) in self._beats.items() if seen < since and not self._is_done(rank)}
+        else:  # whether others are left cannot be known: their machine may be gone
             left &= self._local_ranks
         first = min(left)
         return not self._has_told(lost) and self._rank == first

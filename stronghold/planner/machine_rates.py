@@ -145,10 +145,12 @@ def _update(machine: MachineFile, form: str) -> dict[str, Spread]:
 def _disk(machine: MachineFile, directories: Sequence[str], way: str, pace: Pace) -> float:
     """Returns what all of them together sustain, or infinity where there are none.
 
-    The step model's disk does one thing at a time, and a step's reads and writes are there together: a disk that does
-    both at once faster, or slower, than one after the other is that much faster, or slower.
+    Each has as much of every unit, so that the slowest has them all wait. The step model's disk does one thing at a
+    time, and a step's reads and writes are there together: a disk that does both at once faster, or slower, than one
+    after the other is that much faster, or slower.
     """
-    return sum(_mixed(machine.disks[path]) * _rate(machine.disks[path][way], pace) for path in directories) or math.inf
+    each = [_mixed(machine.disks[path]) * _rate(machine.disks[path][way], pace) for path in directories]
+    return len(each) * min(each) if each else math.inf
 
 
 def _check_disks(machine: MachineFile, directories: Sequence[str]) -> None:

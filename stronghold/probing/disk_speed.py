@@ -122,11 +122,15 @@ class DiskSpeed:
     def _beside(self) -> Mapping[Key, float]:
         """How many times as long computing takes beside transfers, and transfers beside computing."""
         count, taken_s, stopped = self._counts["both"], list[float](), threading.Event()
+        failed = list[BaseException]()
         layer_s, alone_s = self._layer.timed(SAMPLE_S / 2), self._both(count)
 
         def transfer() -> None:
-            while not stopped.is_set():
-                taken_s.append(self._both(count))
+            try:
+                while not stopped.is_set():
+                    taken_s.append(self._both(count))
+            except BaseException as error:  # raised where it is waited for
+                failed.append(error)
 
         thread = threading.Thread(target=transfer, name="stronghold-probe", daemon=True)
         thread.start()
@@ -135,6 +139,8 @@ class DiskSpeed:
         finally:
             stopped.set()
             thread.join()
+        if failed:
+            raise failed[0]
         names = dict(zip(DISK_BESIDE_COMPUTE, (beside_s / layer_s, taken_s[0] / alone_s), strict=True))
         return {("disk", self._directory, name): max(1.0, factor) for name, factor in names.items()}
 

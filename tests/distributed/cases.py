@@ -343,8 +343,43 @@ def fetches(*, foreseen: bool) -> int:
     return stronghold.report(stages).step.fetches
 
 
+class Turned(nn.Linear):
+    """Returns a view whose memory goes on in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).transpose(1, 2)
+
+
+def turned() -> list[str]:
+    """Trains stages that return views, on a view of a batch; returns what differs from one process."""
+
+    def row() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Turned(6, 8), Turned(5, 5), Turned(8, 3), nn.Flatten())
+
+    whole, model, different = row(), row(), list[str]()
+    names = {id(p): name for name, p in model.named_parameters()}
+    stages = stronghold.pipeline(
+        model, loss=F.cross_entropy, stages=2, micro_batches=4, balance=[1, 2], device="cpu", window=1
+    )
+    for number, wide in enumerate((6, 5, 6)):  # as views of more and as they are
+        x, y = torch.randn(8, wide, 6)[:, :5], torch.randint(15, (8,))
+        losses = [F.cross_entropy(whole(one), two) / 4 for one, two in zip(x.chunk(4), y.chunk(4), strict=True)]
+        sum(losses).backward()
+        if not torch.allclose(stages.forward_backward(x, y), sum(losses).detach(), rtol=1e-5):
+            different.append(f"loss {number}")
+        expected = dict(whole.named_parameters())
+        for parameter in stages.parameters():
+            if not torch.allclose(parameter.grad, expected[names[id(parameter)]].grad, rtol=1e-5, atol=1e-7):
+                different.append(f"gradient {names[id(parameter)]} {number}")
+        if not torch.allclose(stages.evaluate(x, y), F.cross_entropy(whole(x), y).detach(), rtol=1e-5):
+            different.append(f"evaluation {number}")
+    return different
+
+
 def without_shared_parameters(folder: str) -> dict[str, Any]:
     return {
+        "turned": turned(),
         "unequal": bits(folder),
         "foreseen": fetches(foreseen=True),
         "by itself": fetches(foreseen=False),

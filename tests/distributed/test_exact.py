@@ -91,6 +91,11 @@ def test_stages_without_shared_parameters_train_to_the_bit_as_micro_batches_do_i
     assert [found["unequal"] for found in without_shared_parameters] == [[], []]
 
 
+def test_stages_may_pass_on_views_of_their_activations(without_shared_parameters):
+    """What is sent is one piece of memory, in the order in which the next stage reads it."""
+    assert [found["turned"] for found in without_shared_parameters] == [[], []]
+
+
 def test_the_window_foresees_the_order_of_the_pipeline(without_shared_parameters):
     for found in without_shared_parameters:
         assert found["foreseen"] < 0.9 * found["by itself"]

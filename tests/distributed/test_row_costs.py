@@ -72,6 +72,16 @@ def test_operations_of_each_layer_are_those_that_torch_counts():
         assert sum(op.flops * count for op, count in row.forward.items()) == counter.get_total_flops() > 0
 
 
+def test_layers_that_are_alike_may_take_inputs_of_other_sizes():
+    """Of a convolutional network's layers that have the same weights, with fewer pixels each time."""
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)) for _ in range(4)]
+    row = LayeredSequential(nn.Sequential(*layers), lambda output, _: output.square().mean())
+    rows = costs(row, torch.empty(4, 8, 32, 32)).of(2)
+    assert [one.input_bytes for one in rows] == [4 * 2 * 8 * size**2 for size in (32, 16, 8, 4)]
+    flops = [sum(op.flops * count for op, count in one.forward.items()) for one in rows]
+    assert flops == [4**n * flops[-1] for n in (3, 2, 1, 0)]
+
+
 def test_calls_are_alike_that_differ_in_nothing_that_computation_depends_on():
     x, y = torch.empty(2, 3), torch.empty(2, 3)
     assert call_of((x, 1), {"mask": None}) == call_of((y, 1), {"mask": None})

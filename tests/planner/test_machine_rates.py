@@ -50,6 +50,15 @@ def test_disks_and_computing_slow_one_another_as_was_measured():
     assert isclose(found.disk_read_bytes_per_s, 3e9)
 
 
+def test_disks_together_are_as_fast_as_the_slowest_of_them_as_often_as_there_are_some():
+    """Each has the same part of every unit."""
+    slow = {name: about(measured.likely / 10) for name, measured in DISK.items()}
+    disks = {"/d": DISK, "/e": slow, "/f": DISK}
+    found = machine_of(laptop(disks=disks), dtype="float32", states="fp32", directories=list(disks))
+    assert isclose(found.disk_read_bytes_per_s, 3 * 0.15e9)
+    assert isclose(found.disk_write_bytes_per_s, 3 * 0.3e9)
+
+
 def test_a_directory_that_was_not_measured_is_refused():
     with pytest.raises(ValueError, match=r"speed of each directory .*'/d'.*stronghold probe --disk /d -o machine.json"):
         machine_of(laptop(), dtype="float32", states="fp32", directories=["/d"])
