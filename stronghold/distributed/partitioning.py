@@ -49,10 +49,12 @@ def choose_stages(
     window: int | str | None = None,
     machine: MachineFile | str | os.PathLike[str] | None = None,
     here: int = 1,
+    replicas: int = 1,
 ) -> Chosen:
     """Returns where the row is cut.
 
-    ``"time"`` and ``"memory"`` measure every layer with the first micro-batch of ``inputs`` and ``targets``, and are
+    ``"time"`` and ``"memory"`` measure every layer with the first micro-batch of ``inputs`` and ``targets``, which are
+    those of all ``replicas``, and are
     the least of the slowest stage and of the fullest (stronghold.planner.partition), with all layers recomputed unless
     ``activations`` are kept. With a ``window`` of so many layers, what a stage has on the device is that window rather
     than all its weights; and its fetches and updates count beside computing where ``machine``, what was measured of the
@@ -80,8 +82,8 @@ def choose_stages(
         )
     costs = measure(
         layered,
-        first_micro_batch(inputs, order.micro_batches),
-        None if targets is None else first_micro_batch(targets, order.micro_batches),
+        first_micro_batch(inputs, order.micro_batches, replicas),
+        None if targets is None else first_micro_batch(targets, order.micro_batches, replicas),
         device=device,
         dtype=dtype,
     )
@@ -94,14 +96,16 @@ def choose_stages(
     return Chosen([stage.layers for stage in found.stages], planned=planned_stages(found, order, link_s))
 
 
-def first_micro_batch(batch: Tensor, micro_batches: int) -> Tensor:
-    """Returns the first of so many parts of a batch. Raises ParallelError where it does not divide into them."""
-    if not len(batch) or len(batch) % micro_batches:
+def first_micro_batch(batch: Tensor, micro_batches: int, replicas: int) -> Tensor:
+    """Returns the first micro-batch of so many in each replica. Raises ParallelError where a batch does not divide."""
+    parts = micro_batches * replicas
+    if not len(batch) or len(batch) % parts:
+        each = f" in each of {replicas} replicas" if replicas > 1 else ""
         raise ParallelError(
             f"the micro-batches must divide the batch (got a batch of {len(batch)} samples and {micro_batches} "
-            f"micro-batches); pass a batch of a multiple of {micro_batches} samples"
+            f"micro-batches{each}); pass a batch of a multiple of {parts} samples"
         )
-    return batch[: len(batch) // micro_batches]
+    return batch[: len(batch) // parts]
 
 
 def read_stages(path: str | os.PathLike[str], activations: str | None) -> tuple[list[int], list[int]]:

@@ -141,14 +141,15 @@ def in_stages(
             layered,
             order,
             balance,
-            inputs=None if inputs is None else inputs[: len(inputs) * each // processes.world_size],
-            targets=None if targets is None else targets[: len(targets) * each // processes.world_size],
+            inputs=inputs,
+            targets=targets,
             device=processes.device,
             dtype=dtype,
             activations=settings.get("activations"),
             window=settings.get("window"),
             machine=machine,
             here=processes.local_world_size,
+            replicas=processes.world_size // each,
         ),
     )
     return StagedModule(

@@ -281,7 +281,8 @@ class Watch:
     def _is_to_tell(self, lost: int, limit_s: float) -> bool:
         """Whether this is the process to tell of a ``lost`` one: the first that is left, unless that one has itself.
 
-        Others may have been lost with it, within two beats of the ``limit_s`` that it has not been heard of. Where the store is, it is the first on each machine.
+        Others may have been lost with it, within two beats of the ``limit_s`` that it has not been heard of. Where the
+        store is, it is the first on each machine.
         """
         left = set(range(self._count)) - {lost}
         if self._store_gone_since is None:

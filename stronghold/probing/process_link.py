@@ -23,6 +23,7 @@ BYTES = 16 * 2**20
 LARGE, SMALL = 8, 64
 """So many of each in a sample."""
 TIMEOUT_S = 60
+"""So long either waits for the other within a sample."""
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def process_link(device: torch.device) -> Iterator[list[Measure]]:
             for child in children:
                 assert child.stdin is not None
                 with suppress(OSError):
-                    child.stdin.close()  # which the first takes for the end, and tells the second
+                    child.stdin.close()  # which each takes for the end
             for child in children:
                 try:
                     child.wait(timeout=5)
@@ -55,7 +56,10 @@ def process_link(device: torch.device) -> Iterator[list[Measure]]:
 
 
 class _Sample:
-    """Asks the first of the processes for a sample, until one of them has failed."""
+    """Asks both processes for a sample, of which the first answers, until one of them has failed.
+
+    Between samples neither waits for the other: what else is probed meanwhile may take longer than ``TIMEOUT_S``.
+    """
 
     def __init__(self, children: list[subprocess.Popen[str]], folder: Path) -> None:
         self._children, self._folder, self._failed = children, folder, False
@@ -63,12 +67,13 @@ class _Sample:
     def take(self) -> Mapping[Key, float]:
         if self._failed:
             return {}
-        asked, answers = self._children[0].stdin, self._children[0].stdout
-        assert asked is not None
+        answers = self._children[0].stdout
         assert answers is not None
         try:
-            asked.write("\n")
-            asked.flush()
+            for child in self._children:
+                assert child.stdin is not None
+                child.stdin.write("\n")
+                child.stdin.flush()
             message_s, bytes_per_s = map(float, answers.readline().split())
         except (OSError, ValueError):
             self._failed = True
@@ -91,8 +96,8 @@ class _Sample:
         return "; ".join(dict.fromkeys(line[-1] for line in lines if line)) or "no answer"
 
 
-def serve(folder: str, rank: int, device_type: str, asked: IO[str], answers: IO[str]) -> None:
-    """Is one of the two processes: the first measures for each line of ``asked`` and writes what it found."""
+def serve(folder: str, rank: int, device_type: str, timeout_s: float, asked: IO[str], answers: IO[str]) -> None:
+    """Is one of the two processes: for each line of ``asked`` they measure, and the first writes what it found."""
     device = torch.device(device_type, rank) if device_type != "cpu" else torch.device("cpu")
     if device_type != "cpu":
         torch.accelerator.set_device_index(rank)
@@ -101,24 +106,20 @@ def serve(folder: str, rank: int, device_type: str, asked: IO[str], answers: IO[
         store=dist.FileStore(f"{folder}/store", 2),
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     small, large = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (8, BYTES))
-    goes_on = torch.ones(1, device=device)
-    if rank:
-        while True:
-            dist.recv(goes_on, 0)
-            if not goes_on.item():
-                break
-            for _ in range(SMALL):
+    for _ in asked:
+        if rank:
+            for _ in range(1 + SMALL):
                 dist.recv(small, 0)
                 dist.send(small, 0)
             for _ in range(LARGE):
                 dist.recv(large, 0)
             dist.send(small, 0)
-    else:
-        for _ in asked:
-            dist.send(goes_on, 1)
+        else:
+            dist.send(small, 1)
+            dist.recv(small, 1)  # the other one has been asked as well
             begin_s = time.perf_counter()
             for _ in range(SMALL):
                 dist.send(small, 1)
@@ -133,7 +134,6 @@ def serve(folder: str, rank: int, device_type: str, asked: IO[str], answers: IO[
             large_s = time.perf_counter() - between_s - (LARGE + 1) * message_s
             answers.write(f"{message_s} {LARGE * BYTES / max(large_s, 1e-9)}\n")
             answers.flush()
-        dist.send(goes_on.zero_(), 1)
     dist.destroy_process_group()
 
 
@@ -146,7 +146,7 @@ def _child(folder: str, rank: int, device_type: str) -> subprocess.Popen[str]:
     code = (
         f"import os, sys; answers = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1); sys.path[:] = {sys.path!r}; "
         "from stronghold.probing.process_link import serve; "
-        f"serve({folder!r}, {rank}, {device_type!r}, sys.stdin, answers)"
+        f"serve({folder!r}, {rank}, {device_type!r}, {TIMEOUT_S}, sys.stdin, answers)"
     )
     with Path(folder, f"{rank}.err").open("w") as errors:
         return subprocess.Popen(

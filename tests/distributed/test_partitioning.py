@@ -21,6 +21,7 @@ from stronghold.distributed.partitioning import choose_stages
 from stronghold.errors import ParallelError
 from stronghold.planner.partition import partition
 from stronghold.planner.pipeline_order import Pipeline
+from stronghold.planner.stage_costs import LayerCost
 from tests.distributed.cases import residual
 from tests.distributed.launched import launch
 from tests.distributed.waiting import Waiting
@@ -322,6 +323,18 @@ def test_activations_that_contradict_a_file_are_refused(tmp_path, ratios, given,
 def test_what_is_no_balance_is_refused(balance, inputs, message):
     with pytest.raises(ParallelError, match=message):
         choose_stages(linear(5), pipeline_of(2), balance, inputs=inputs, device=CPU)
+
+
+def test_the_batch_that_is_measured_with_is_that_of_all_replicas(monkeypatch):
+    taken, cost = [], LayerCost(forward_s=1, backward_s=2, weight_bytes=1, activation_bytes=1, input_bytes=1)
+    monkeypatch.setattr(partitioning, "measure", lambda _, *batch, **__: taken.append(batch) or [cost] * 5)
+    inputs, targets = torch.arange(48.0).reshape(24, 2), torch.arange(24)
+    named = {"inputs": inputs, "targets": targets, "device": CPU, "replicas": 2}
+    choose_stages(linear(5), pipeline_of(2), "time", **named)
+    assert torch.equal(taken[0][0], inputs[:3]) and torch.equal(taken[0][1], targets[:3])
+    rule = "got a batch of 12 samples and 4 micro-batches in each of 2 replicas.; pass a batch of a multiple of 8"
+    with pytest.raises(ParallelError, match=rule):
+        choose_stages(linear(5), pipeline_of(2), "time", **{**named, "inputs": inputs[:12]})
 
 
 def test_more_stages_than_layers_are_refused():

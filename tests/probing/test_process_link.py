@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ import torch
 import stronghold
 from stronghold.planner.machine_file import PROCESSES, MachineFile
 from stronghold.planner.machine_rates import messages_s
+from stronghold.probing import process_link as module
 from stronghold.probing.process_link import _Sample, process_link
 from tests.planner.machines import about, laptop
 from tests.probing.small import make_short
@@ -31,6 +33,15 @@ def test_two_processes_are_measured_again_and_again_and_end_with_the_block():
         assert set(one) == {("processes", name) for name in PROCESSES}
         assert 1e-7 < one["processes", "message_s"] < 1
         assert 1e6 < one["processes", "bytes_per_s"] < 1e12
+
+
+def test_what_is_measured_in_between_may_take_longer_than_they_wait_for_one_another(monkeypatch):
+    """As a slow disk may."""
+    monkeypatch.setattr(module, "TIMEOUT_S", 10)
+    with process_link(CPU) as (measure,):
+        assert measure.sample()
+        time.sleep(12)
+        assert measure.sample()
 
 
 def test_what_a_library_prints_is_no_answer(monkeypatch, tmp_path):
