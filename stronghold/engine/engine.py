@@ -305,6 +305,7 @@ class Engine:
         with self.turns.taken_in_backward():
             if not self.turns.in_backward:
                 self._end_backward()  # of a pass before, that failed
+                self.gradients.begin_pass()
                 self.turns.begin(self._end_backward)
             self._backward_open = True
 

@@ -250,24 +250,24 @@ class HostAdamW(torch.optim.Optimizer):
         Raises NonFiniteGradientError as the settings say.
         """
         finite = math.isfinite(norm)
-        if not finite:
-            for update in self.in_order:
-                if not update.finite:
-                    update.take_back()
+        self.settle(finite=finite)
+        if finite:  # torch.nn.utils.clip_grad_norm_'s coefficient
+            return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
+        if self.nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f"the gradients' norm must be finite (got {norm}); nothing was updated"
+                f"{' from the first such layer on' if self.in_backward else ''}. Lower the learning rate, clip, or "
+                "pass nonfinite='skip' to go on without such steps"
+            )
+        self.skipped_steps += 1
+        return None
+
+    def settle(self, *, finite: bool) -> None:
+        """Ends a backward pass of ``finite`` gradients or others: what was not updated does not count as a step."""
+        for update in self.in_order:
+            if not (finite or update.finite):
+                update.take_back()
         self.in_order.clear()
-        if not finite:
-            if self.nonfinite == "raise":
-                raise NonFiniteGradientError(
-                    f"the gradients' norm must be finite (got {norm}); nothing was updated"
-                    f"{' from the first such layer on' if self.in_backward else ''}. Lower the learning rate, clip, or "
-                    "pass nonfinite='skip' to go on without such steps"
-                )
-            self.skipped_steps += 1
-            return None
-        if self.max_grad_norm is None:
-            return 1.0
-        # torch.nn.utils.clip_grad_norm_'s coefficient
-        return min(1.0, self.max_grad_norm / (norm + 1e-6))
 
     def has_state(self, unit: Unit, index: int) -> bool:
         """Whether a parameter has been updated, or a state was loaded for it."""

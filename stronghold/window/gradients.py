@@ -93,12 +93,27 @@ class Gradients:
         """The layers of the backward pass so far, with what had gradients: what replicas must have in common."""
         self._found_inf = torch.zeros((), dtype=torch.float64, device=device.torch_device)
         device.copied(self._found_inf)  # where there are replicas, their gradients' stream works on it
+        self._unseen = False
+        """Whether it may be other than zero."""
 
     def take_found_inf(self) -> bool:
         """Whether a gradient of the backward pass was not finite, from where on no layer was updated; forgets it."""
         found_inf = not math.isfinite(self._found_inf.item())
         self._found_inf.zero_()
+        self._unseen = False
         return found_inf
+
+    def begin_pass(self) -> None:
+        """Called as a backward pass begins: what was not finite before is forgotten if all gradients have been dropped.
+
+        A step would have said so; who looks at the gradients' norm may leave it out.
+        """
+        optimizer = self._optimizer
+        if not self._unseen or optimizer is None:
+            return
+        if all(gradient_of(parameter) is None for unit in self.units for parameter in unit.parameters):
+            optimizer.wait()
+            optimizer.settle(finite=not self.take_found_inf())
 
     def open(self, layer: int) -> None:
         """Begins the backward pass of ``layer``: its ``.grad`` become the class's own."""
@@ -176,6 +191,7 @@ class Gradients:
         taken = self._taken(unit, indices)
         optimizer = self._optimizer
         found_inf = self._found_inf if optimizer is not None and optimizer.in_backward else None
+        self._unseen |= found_inf is not None
         slot = self.grad_offload.send(unit, indices, self._threads, found_inf)
         self._done.append((layer, tuple(indices)))
         if not self._held[layer].keys().isdisjoint(taken):
@@ -224,7 +240,7 @@ class Gradients:
             taken[index], its = held.pop(index), known.pop(index)
             remainders[index] = its.remainder if its is not None else None
         squares = torch.zeros(len(taken), dtype=torch.float64, device=self.device.torch_device)
-        parts = list(squares.unbind())
+        parts, self._unseen = list(squares.unbind()), True
         self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._found_inf))
         pairs = zip(taken.items(), parts, strict=True)
         return Ready(unit, {p: HostGrad(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs})

@@ -370,6 +370,28 @@ def test_gradients_that_are_not_finite_in_the_backward_pass(layer, nonfinite):
     assert [state["step"].item() for state in optimizer.state.values()] == [step + 1 for step in steps]
 
 
+@pytest.mark.parametrize("dropped_by", ["optimizer", "model"])
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_a_loop_may_leave_out_the_step_of_gradients_that_are_not_finite(layer, dropped_by):
+    """It goes on as with a step that is skipped."""
+    (model, optimizer), (other, skips) = offloaded("in_backward"), offloaded("in_backward", nonfinite="skip")
+    for one, its in ((model, optimizer), (other, skips)):
+        torch.manual_seed(3)
+        ordinary_loop(one, its, numbers(2))
+        handle = one.layers[layer].up.weight.register_hook(lambda gradient: gradient * float("nan"))
+        torch.manual_seed(4)
+        one(numbers(1)[0]).backward()
+        handle.remove()
+        if its is skips:
+            its.step()
+        (one if one is model and dropped_by == "model" else its).zero_grad()
+        torch.manual_seed(5)
+        ordinary_loop(one, its, numbers(2))
+    assert_same_models(model, other)
+    assert_same_states(optimizer, skips)
+    assert not torch.isnan(model.layers[0].up.weight).any()
+
+
 def test_in_backward_refuses_a_second_backward():
     model, optimizer = offloaded("in_backward")
     ordinary_loop(model, optimizer, numbers(2))
