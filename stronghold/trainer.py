@@ -75,8 +75,8 @@ class KeepEverything(TrainerCallback, ExportableState):
         """Called when Trainer has written a checkpoint of its own."""
         model, optimizer, engine = _trained(given)
         folder = _folder(args.output_dir, state.global_step)
-        if folder.exists():  # of a run before, whose files Trainer has just overwritten
-            from_rank0(engine.processes, lambda: remove(folder))
+        # Of a run before, whose files Trainer has just overwritten. One process looks: it may be gone for the next.
+        from_rank0(engine.processes, lambda: remove(folder) if folder.exists() else None)
         save(folder, model, optimizer, extra={"mark": self._mark})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:

@@ -176,6 +176,17 @@ class _File(io.FileIO):
             self._files.refused(self._path, error)
             raise
 
+    def close(self) -> None:
+        """Syncs what is left: torch syncs a file while its end may still be in the buffer."""
+        if not self.closed:
+            try:
+                os.fsync(self.fileno())
+            except OSError as error:
+                self._files.refused(self._path, error)
+                super().close()
+                raise
+        super().close()
+
 
 class _SavePlanner(dcp.DefaultSavePlanner):
     """Takes each tensor of the model when it is written, and where several processes have one, the first's."""

@@ -66,6 +66,7 @@ def prune(folder: str | Path, step: int, keep: int, damaged: Collection[Path] = 
 def remove(path: Path) -> None:
     """Removes one checkpoint."""
     hidden = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed
     path.rename(hidden)
     sync_directory(path.parent)
     shutil.rmtree(hidden)

@@ -38,10 +38,11 @@ def to_plain(value: Any, where: str = "value") -> Any:
         items = [to_plain(item, f"{where}[{number}]") for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        plain = not isinstance(value, Counter)
+        if plain and all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: to_plain(item, f"{where}.{key}") for key, item in value.items()}
         pairs = [[to_plain(key, where), to_plain(item, f"{where}.{key}")] for key, item in value.items()]
-        return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
+        return {"$dict" if plain else "$counter": pairs}
     raise ValueError(
         f"a checkpoint holds numbers, texts, tensors and lists, tuples and dictionaries of them (got a "
         f"{type(value).__name__} at {where}); leave it out, or turn it into such"

@@ -166,6 +166,7 @@ def _save(
         )
     limit = parse_bytes(max_shard_size)
     check_save_folder(folder)
+    folder = Path(os.path.realpath(folder))  # a link stays one: what it points to is replaced
     model = uncompiled(model)
     outgoing = None if has_adapters(model) else _Outgoing(model, dtype)
     partial = folder.with_name(f".{folder.name}.partial")

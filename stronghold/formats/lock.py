@@ -49,7 +49,13 @@ def locked_to_read(directory: Path) -> Iterator[None]:
 def _take(descriptor: int, kind: int, directory: Path) -> None:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
+        if not isinstance(error, BlockingIOError):
+            os.close(descriptor)
+            raise StoreError(
+                f"a store's directory must be on a file system with locks (got {error.strerror} at {directory}); pass "
+                "a directory on another one"
+            ) from error
         owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
         os.close(descriptor)
         if owner == str(os.getpid()):

@@ -152,8 +152,8 @@ class RunCheckpoints:
     def save(self, step: int) -> Path:
         """Saves the checkpoint of ``step`` and then removes those that are too many. Raises what :func:`save` does."""
         path = step_path(self._folder, step)
-        if path.exists():  # a damaged one, for the run would have gone on from it
-            from_rank0(self._processes, lambda: remove(path))
+        # A damaged one, for the run would have gone on from it. One process looks: it may be gone for the next.
+        from_rank0(self._processes, lambda: remove(path) if path.exists() else None)
         self._save(path, step)
         self._skipped.pop(path, None)
         keep = self._settings.keep_checkpoints

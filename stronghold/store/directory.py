@@ -80,6 +80,10 @@ class Directory:
     def inventory_path(self) -> Path:
         return self.paths[0] / _INVENTORY
 
+    @property
+    def _partial_path(self) -> Path:
+        return self.inventory_path.with_suffix(".partial")
+
     def files(self, number: int, name: str) -> list[Path]:
         """Returns the files for the stripes of the unit with this number; units take turns in which has the first."""
         first = number % len(self.paths)
@@ -96,7 +100,8 @@ class Directory:
                 )
             return Inventory(units=[UnitRecord(**unit) for unit in content["units"]])
         except FileNotFoundError:
-            foreign = sorted(p.name for path in self.paths for p in path.iterdir() if p.name != LOCK)
+            own = {LOCK, self._partial_path.name}  # the latter of a process that was killed, or a disk that was full
+            foreign = sorted(p.name for path in self.paths for p in path.iterdir() if p.name not in own)
             if foreign:
                 raise StoreError(
                     f"a store's directory must be new or empty, or hold a run (got {self.paths[0]} with "
@@ -111,7 +116,7 @@ class Directory:
 
     def write(self, inventory: Inventory) -> None:
         """Writes the inventory: it is the old one or the new one, whatever happens."""
-        partial = self.inventory_path.with_suffix(".partial")
+        partial = self._partial_path
         with partial.open("w", encoding="utf-8") as file:
             json.dump(asdict(inventory), file)
             file.flush()

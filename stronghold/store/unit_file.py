@@ -82,7 +82,7 @@ class UnitFile:
         self.taken_bytes = 0
         self._parts: list[tuple[int, weakref.ref[memoryview]]] = []
         """Where each part that was taken begins, and what its tensors keep alive."""
-        self._used_once = 0
+        self._used_once = self.kept_bytes
         """How far the file has ever been taken: what was given back of it is not zero."""
         pages = self.capacity_bytes // PAGE_BYTES
         self.sums = HostBuffer(4 * pages, memory=replicas.memory(4 * pages)).view(0, (pages,), torch.int32)

@@ -383,3 +383,14 @@ def test_what_is_not_such_a_checkpoint_is_refused(tmp_path: Any, capsys: pytest.
     capsys.readouterr()
     refused("(?s)could not be read.*Unsupported global", tmp_path / "harmful")
     assert "unpickled" not in capsys.readouterr().out
+
+
+def test_a_file_is_on_disk_to_its_end_when_it_is_closed(tmp_path, monkeypatch) -> None:
+    """torch syncs that of the metadata while its end is still in a buffer."""
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda one: synced.append(os.fstat(one).st_size) or fsync(one))
+    with dcp_saving._Files().create_stream(tmp_path / "file", "wb") as stream:
+        stream.write(b"x" * 100)
+        os.fsync(stream.fileno())
+    assert synced[-1] == os.path.getsize(tmp_path / "file") == 100

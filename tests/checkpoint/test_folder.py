@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stronghold.checkpoint.folder import newest, prune, step_path, steps_in
+from stronghold.checkpoint.folder import newest, prune, remove, step_path, steps_in
 from tests.checkpoint.training import of_kind
 
 
@@ -69,3 +69,11 @@ def test_damaged_ones_go_and_do_not_count(saved: Any) -> None:
     assert sorted(os.listdir(saved)) == ["step-000020", "step-000040"]
     found, _ = newest(saved)
     assert found is not None and found.extra == {"position": 40}, "removing one takes no file from another"
+
+
+def test_one_is_removed_where_a_process_was_killed_as_it_removed_another(tmp_path: Any) -> None:
+    for folder in (step_path(tmp_path, 10), tmp_path / ".step-000010.removed"):
+        folder.mkdir()
+        (folder / "manifest.json").touch()
+    remove(step_path(tmp_path, 10))
+    assert not os.listdir(tmp_path)

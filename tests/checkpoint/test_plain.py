@@ -64,8 +64,9 @@ def test_generators_and_what_schedulers_hold_come_back():
     assert keys.dtype == expected[1].dtype
     assert (keys == expected[1]).all()
     assert there_and_back(random.getstate()) == random.getstate()
-    counter = there_and_back(Counter({3: 1, 5: 2}))
-    assert (type(counter), counter) == (Counter, Counter({3: 1, 5: 2}))
+    for counted in (Counter({3: 1, 5: 2}), Counter({"one": 1}), Counter()):
+        counter = there_and_back(counted)
+        assert (type(counter), counter) == (Counter, counted)
     assert math.isnan(there_and_back(float("nan")))
     assert there_and_back([float("-inf"), np.float64(0.1), np.int64(3)]) == [float("-inf"), 0.1, 3]
     assert there_and_back({"$tuple": [1]}) == {"$tuple": [1]}

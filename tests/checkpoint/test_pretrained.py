@@ -244,6 +244,18 @@ def test_saving_replaces_a_model_and_nothing_else(tmp_path):
     check_save_folder(tmp_path / "empty")
 
 
+def test_where_a_link_points_to_is_replaced_and_the_link_stays(tmp_path):
+    """As to a larger disk."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "saved").symlink_to(tmp_path / "large" / "model")
+    for _ in range(3):
+        model = GPT(CONFIG)
+        stronghold.save(model, tmp_path / "saved")
+        assert (tmp_path / "saved").is_symlink() and os.listdir(tmp_path / "large") == ["model"]
+        assert same(load_model(tmp_path / "large" / "model")[0], model)
+    assert sorted(os.listdir(tmp_path)) == ["large", "saved"]
+
+
 @pytest.mark.parametrize("after", [0, 1, 5, 9])
 def test_a_full_disk_names_the_folder_and_leaves_the_old_model(tmp_path, monkeypatch, after):
     model = GPT(CONFIG)

@@ -1,5 +1,7 @@
 """A run's directory: whose it is, and when another run may have it."""
 
+import errno
+import fcntl
 import gc
 import json
 import os
@@ -39,6 +41,29 @@ def test_a_manifest_comes_back(tmp_path):
     directory.write(manifest)
     assert directory.read() == manifest
     assert not (tmp_path / "a" / "store.partial").exists()
+
+
+def test_what_a_full_disk_left_of_a_first_inventory_is_not_another_s(tmp_path, monkeypatch):
+    directory = Directory([tmp_path / "a"])
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            directory.write(Inventory(units=[record()]))
+    directory.release()
+    assert Directory([tmp_path / "a"]).read() is None
+
+
+def test_a_file_system_without_locks_is_told_as_that(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(StoreError, match=r"a file system with locks \(got No locks available at .*another one"):
+        Directory([tmp_path / "a"])
 
 
 def test_a_directory_has_one_user_at_a_time(tmp_path):

@@ -109,15 +109,16 @@ def _finetune_settings(options: argparse.Namespace) -> FinetuneSettings:
 
 
 def _adapters(options: argparse.Namespace) -> AdapterSettings | None:
-    new = [name for name in ("lora", "lora_alpha", "targets") if getattr(options, name) != DEFAULTS[name]]
+    own = ("lora", "lora_alpha", "lora_dropout", "targets")
+    new = [name for name in own if getattr(options, name) != DEFAULTS[name]]
     if options.adapter is not None and new:
         names = ", ".join("--" + name.replace("_", "-") for name in new)
         raise ValueError(
-            f"adapters of a folder have their own rank, scale and layers (got --adapter with {names}); leave out one "
-            "or the other"
+            f"adapters of a folder have their own rank, scale, dropout and layers (got --adapter with {names}); leave "
+            "out one or the other"
         )
     if options.adapter is None and options.lora is None:
-        if new or options.lora_dropout or options.quantize:
+        if new or options.quantize:
             raise ValueError(
                 "--lora-alpha, --lora-dropout, --targets and --quantize are of adapters (got none); pass --lora too"
             )

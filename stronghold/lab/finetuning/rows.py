@@ -95,6 +95,12 @@ def _json_list(file: Path, content: bytes) -> Iterator[Row]:
                 f"a data file must hold a whole list of JSON (at {file}:{line}: neither a comma nor the end behind a "
                 f"row); {_CUT}"
             )
+    if (behind := _skip(text, position + 1)) < len(text):
+        line = 1 + text.count("\n", 0, behind)
+        raise ValueError(
+            f"a data file must hold one list of JSON and nothing else (at {file}:{line}: more behind its end); write "
+            "the rows of several lists into one, or a row in each line (.jsonl)"
+        )
 
 
 def _skip(text: str, position: int) -> int:

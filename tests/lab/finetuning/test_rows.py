@@ -60,6 +60,7 @@ GOOD = '{"text": "w1"}'
         ("a.json", f"[\n{GOOD},\n", r"a\.json:3, in the row that begins in line 3: Expecting value"),
         ("a.json", f"[\n{GOOD}\n{GOOD}]", r"a\.json:3: neither a comma nor the end .*cut short"),
         ("a.json", f"[\n{GOOD}\n", r"a\.json:3: neither a comma nor the end .*cut short"),
+        ("a.json", f"[\n{GOOD}]\n[{GOOD}]", r"one list of JSON and nothing else \(at .*a\.json:3: more behind"),
         ("a.json", b"[\n{\xff", r"a\.json:2: .*invalid start byte"),
         ("a.json", "[\n3]", r"a\.json:2: got a int"),
         ("a.csv", "text\nw1\n", r"files called \.jsonl, \.ndjson, \.json, \.parquet \(got .*a\.csv"),
