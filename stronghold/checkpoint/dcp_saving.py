@@ -178,14 +178,15 @@ class _File(io.FileIO):
 
     def close(self) -> None:
         """Syncs what is left: torch syncs a file while its end may still be in the buffer."""
-        if not self.closed:
-            try:
-                os.fsync(self.fileno())
-            except OSError as error:
-                self._files.refused(self._path, error)
-                super().close()
-                raise
-        super().close()
+        if self.closed:
+            return
+        try:
+            os.fsync(self.fileno())
+        except OSError as error:
+            self._files.refused(self._path, error)
+            raise
+        finally:
+            super().close()
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

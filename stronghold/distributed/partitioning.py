@@ -54,14 +54,13 @@ def choose_stages(
     """Returns where the row is cut.
 
     ``"time"`` and ``"memory"`` measure every layer with the first micro-batch of ``inputs`` and ``targets``, which are
-    those of all ``replicas``, and are
-    the least of the slowest stage and of the fullest (stronghold.planner.partition), with all layers recomputed unless
-    ``activations`` are kept. With a ``window`` of so many layers, what a stage has on the device is that window rather
-    than all its weights; and its fetches and updates count beside computing where ``machine``, what was measured of the
-    machine that ``here`` processes are on, or what is kept of this one, has their rates. ``"layers"`` gives each stage
-    as many, the first ones one more where they do not divide. Where there is but one partition nothing is measured.
-    Raises ParallelError where the numbers do not make up the row, or there is nothing to measure with, and what
-    read_stages and machine_known raise.
+    those of all ``replicas``, and are the least of the slowest stage and of the fullest (stronghold.planner.partition),
+    with all layers recomputed unless ``activations`` are kept. With a ``window`` of so many layers, what a stage has on
+    the device is that window rather than all its weights; and its fetches and updates count beside computing where
+    ``machine``, what was measured of the machine that ``here`` processes are on, or what is kept of this one, has their
+    rates. ``"layers"`` gives each stage as many, the first ones one more where they do not divide. Where there is but
+    one partition nothing is measured. Raises ParallelError where the numbers do not make up the row, or there is
+    nothing to measure with, and what read_stages and machine_known raise.
     """
     recomputed: list[int] | None = None
     if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance not in BALANCES):

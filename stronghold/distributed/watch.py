@@ -171,14 +171,14 @@ class Watch:
             time.sleep(BEAT_S)
         if self._told or isinstance(error, LostProcessError):
             return error
-        deadline = time.monotonic() + LOST_S
+        deadline, limit_s = time.monotonic() + LOST_S, 6 * BEAT_S
         while time.monotonic() < deadline:
-            if (lost := self._lost(6 * BEAT_S)) is not None:
+            if (lost := self._lost(limit_s)) is not None:
                 while not self._claimed.acquire(timeout=BEAT_S):
                     if self._ending is not None:  # another thread has it, whose error may wait for this one's end
                         return self._ending
                     # Else the watch's thread tells, and ends this process.
-                self._ending = LostProcessError(self._message(lost), ours=self._is_to_tell(lost, 6 * BEAT_S))
+                self._ending = LostProcessError(self._message(lost), ours=self._is_to_tell(lost, limit_s))
                 return self._ending
             time.sleep(BEAT_S / 4)
         self.tell()

@@ -49,13 +49,7 @@ def locked_to_read(directory: Path) -> Iterator[None]:
 def _take(descriptor: int, kind: int, directory: Path) -> None:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if not isinstance(error, BlockingIOError):
-            os.close(descriptor)
-            raise StoreError(
-                f"a store's directory must be on a file system with locks (got {error.strerror} at {directory}); pass "
-                "a directory on another one"
-            ) from error
+    except BlockingIOError:
         owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
         os.close(descriptor)
         if owner == str(os.getpid()):
@@ -67,3 +61,9 @@ def _take(descriptor: int, kind: int, directory: Path) -> None:
             f"the store at {directory} is in use by another run (process {owner or 'unknown'}); end that one, or "
             "pass another directory"
         ) from None
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(
+            f"a store's directory must be on a file system with locks (got {error.strerror} at {directory}); pass a "
+            "directory on another one"
+        ) from error

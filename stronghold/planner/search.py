@@ -77,8 +77,9 @@ def search(
     For each combination of the settings that are few (micro-batch, update, states, store), the many-valued ones are
     moved step by step: what relieves the resource that is longest is tried first, as Aceso does (Liu et al., Aceso:
     Efficient Parallel DNN Training through Iterative Bottleneck Alleviation, EuroSys 2024), and the window is always
-    the largest that fits beside. That is done with a lower bound of the step, which takes sums alone; then steps are
-    played, the most promising first, until no other choice can be shorter, and around the best once more.
+    the largest that fits beside. That is done with a lower bound of the step, which takes sums alone; behind each
+    micro-batch steps are played, the most promising first, until no other choice so far can be shorter, and at the end
+    around the best once more.
 
     ``rival_s`` is a step that is known from elsewhere: what cannot be shorter than that is not played, but for one
     choice that fits, so that there is a plan. ``least_s_of`` says what no step over such a micro-batch is below: where

@@ -42,8 +42,10 @@ def step_bound(
     updates_s = sum(_update_s(layer, machine) for layer in trained)
     on_host = [one for one in root if not one.resident]
     layers_s = sum(machine.on_device_s(layers[number]) for number in resident)
-    in_step_s = sum(machine.on_device_s(one) for one in root if one.resident)
-    first_updates_s, computed_s = 0.0, in_step_s + (0.0 if settings.in_backward else layers_s)
+    # In the optimizer's step the device updates beside the host; of what is used first, each waits for its own update.
+    first_updates_s, computed_s = 0.0, sum(machine.on_device_s(one) for one in root if one.resident)
+    if not settings.in_backward:
+        computed_s += layers_s
     for one in root:
         if not one.first:
             continue

@@ -104,15 +104,18 @@ class Gradients:
         return found_inf
 
     def begin_pass(self) -> None:
-        """Called as a backward pass begins: what was not finite before is forgotten if all gradients have been dropped.
+        """Called as a backward pass begins: forgets what was not finite in one whose gradients have been dropped.
 
-        A step would have said so; who looks at the gradients' norm may leave it out.
+        A step would have told it, and does not come where a loop looks at the norm and goes on.
         """
         optimizer = self._optimizer
         if not self._unseen or optimizer is None:
             return
-        if all(gradient_of(parameter) is None for unit in self.units for parameter in unit.parameters):
-            optimizer.wait()
+        trained = (
+            p for unit in self.units for index, p in enumerate(unit.parameters) if optimizer.updates(unit, index)
+        )
+        if all(gradient_of(parameter) is None for parameter in trained):
+            optimizer.wait()  # what was not updated is known then
             optimizer.settle(finite=not self.take_found_inf())
 
     def open(self, layer: int) -> None:

@@ -528,26 +528,13 @@ def test_a_new_optimizer_begins_at_zero_where_an_earlier_one_has_left_more(
     training = Training(CASE.model(), store=path, window=2, clip=None, states="8bit")
     training.steps(batches[:2])
     training.save(path)
-    with_another_optimizer(training)
+    training.optimize()
     training.steps(batches[2:3])
     training.save(path)
     del training
     gc.collect()
     training = reopened(path)
     training.load(path)
-    with_another_optimizer(training, states="8bit")
+    training.optimize(states="8bit")
     training.steps(batches[3:])
     assert len(left) > 3 * len(engine_of(training.model).layers) and not any(left)
-
-
-def with_another_optimizer(training: Training, **settings: Any) -> None:
-    """Gives the model a new one, when the one before is gone with its states."""
-    del training.scheduler, training.optimizer
-    gc.collect()
-    trained = [p for p in training.model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    training.optimizer = stronghold.AdamW(groups, lr=1e-2, eps=1e-4, **settings)
-    training.scheduler = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, max_lr=1e-2, total_steps=50)

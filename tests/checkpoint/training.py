@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ class Training:
         adamw = {key: settings.pop(key) for key in ("states", "update", "threads") if key in settings}
         self.clip = clip if adamw.get("update") != "in_backward" else None
         self.model = stronghold.offload(model, device="cpu", **settings)
+        self.optimize(**adamw)
+
+    def optimize(self, **adamw: Any) -> None:
+        """Begins with a new optimizer and scheduler; those before are gone with their states."""
+        self.optimizer = self.scheduler = None
+        gc.collect()
         trained = [p for p in self.model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},

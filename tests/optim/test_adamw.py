@@ -392,6 +392,23 @@ def test_a_loop_may_leave_out_the_step_of_gradients_that_are_not_finite(layer, d
     assert not torch.isnan(model.layers[0].up.weight).any()
 
 
+def test_gradients_of_others_do_not_keep_such_a_loop_from_going_on():
+    """Parameters that are in no group have theirs until the user drops them."""
+    _, model = pair(Residual)
+    others = set(model.layers[1].parameters())
+    optimizer = stronghold.AdamW([p for p in model.parameters() if p not in others], update="in_backward")
+    handle = model.layers[3].up.weight.register_hook(lambda gradient: gradient * float("nan"))
+    model(numbers(1)[0]).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    assert model.layers[1].up.weight.grad is not None
+    for parameter in others:
+        parameter.grad.nan_to_num_()  # behind the layer whose gradients were not
+    before = model.layers[0].up.weight.clone()
+    ordinary_loop(model, optimizer, numbers(1))
+    assert not torch.equal(model.layers[0].up.weight, before)
+
+
 def test_in_backward_refuses_a_second_backward():
     model, optimizer = offloaded("in_backward")
     ordinary_loop(model, optimizer, numbers(2))

@@ -283,7 +283,7 @@ def test_of_many_numbers_of_resident_layers_few_are_asked_about_until_one_fits()
         return {"device": choice.resident, "host": 1000 - choice.resident}
 
     model, space = Model(1, layers=4), Space(layers=1000, windows=(1,), residents=range(1001), updates=("deferred",))
-    found = search(space, model.work_of, bytes_of, {"device": 500, "host": 750}, count=1, least_s_of=lambda _: 0.0)
+    found = search(space, model.work_of, bytes_of, {"device": 500, "host": 750}, count=1)
     assert min(asked) == 0 and max(asked) == 1000
     assert {250, 500} <= set(asked) and len(set(asked)) < 80
     assert 250 <= found.plans[0].choice.resident <= 500

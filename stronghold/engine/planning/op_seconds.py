@@ -1,4 +1,4 @@
-"""What recorded operators take on a measured machine, each record found once for each pace, and what a step of them."""
+"""What recorded operators take on a measured machine, each record found once for each pace: those of a step, too."""
 
 from __future__ import annotations
 

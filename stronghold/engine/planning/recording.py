@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -49,11 +50,6 @@ class Recording(TorchDispatchMode):
         self._before: Any = None
         self._paused = False
         _alone()  # not for the first time in a backward pass
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spares every call what PyTorch wraps it in to keep torch.compile out, which does not look into it here."""
-        return False
 
     def begin(self, ops: Counter[Op]) -> None:
         """Counts into ``ops`` from now on, and the peak from what is alive."""
@@ -92,7 +88,8 @@ class Recording(TorchDispatchMode):
                 self.ops[Op("other", dtype, (), 0, 3 * args[0].numel() * args[0].element_size())] += 1
             return args[0]
         out = func(*args, **(kwargs or {}))
-        found, given = _tensors(out), _tensors(args, kwargs)
+        found = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         new = [tensor for tensor in found if self._is_new(tensor, given)]
         if self._paused:
             return out
@@ -135,19 +132,6 @@ class Recording(TorchDispatchMode):
 
     def _gone(self, taken: list[int]) -> None:
         self.live_bytes -= taken[0]
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    """Returns the tensors among what an operator is called with, or returns: these are nested in few ways."""
-    found = list[Tensor]()
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(*value)
-        elif isinstance(value, dict):
-            found += _tensors(*value.values())
-    return found
 
 
 class _References(NamedTuple):
