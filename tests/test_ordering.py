@@ -331,6 +331,7 @@ NO_EVENTS = {
     "checkpoint/dcp_saving.py: writer.write_data(planner.finish_plan(plans[processes.rank]), planner).wait",
     "checkpoint/loading.py: optimizer.wait",  # these go through Wait.UPDATE_READ
     "engine/updates.py: optimizer.wait",
+    "window/gradients.py: optimizer.wait",
     "optim/host_adamw.py: self.wait",
     "store/input_file.py: transfer.wait",  # and these are for transfers that the same thread has submitted
     "store/disk.py: file.wait",

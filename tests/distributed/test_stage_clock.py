@@ -17,10 +17,12 @@ from tests.distributed.launched import launch
 from tests.distributed.waiting import Waiting
 
 FORWARD_MS, BACKWARD_MS, MICRO_BATCHES = 20, 40, 4
+BATCHES = 5
+"""Other work on the machine makes a stage compute for longer and wait for less; it seldom does so in each of them."""
 
 
 def timed(balance: str) -> list[object]:
-    """Returns the stages' times before a batch, after it, and the report's, in a process of two."""
+    """Returns the stages' times before a batch, after each of them, and the report's, in a process of two."""
     torch.manual_seed(0)
     layers = [Waiting(FORWARD_MS, BACKWARD_MS) for _ in range(4)]
     inputs = torch.randn(8, 4)
@@ -36,23 +38,28 @@ def timed(balance: str) -> list[object]:
         window=1,
     )
     before = model.stage_times()
-    model.forward_backward(inputs, inputs)
-    model.evaluate(inputs, inputs)  # which is no step
-    return [before, model.stage_times(), stronghold.report(model).stages]
+    times = []
+    for _ in range(BATCHES):
+        model.forward_backward(inputs, inputs)
+        model.evaluate(inputs, inputs)  # which is no step
+        times.append(model.stage_times())
+    return [before, times, stronghold.report(model).stages]
 
 
 @pytest.mark.parametrize(("balance", "sizes"), [("given", [3, 1]), ("time", [2, 2])])
 def test_a_stage_computes_for_its_layers_and_waits_for_the_others(tmp_path, balance, sizes):
     pass_s = (FORWARD_MS + BACKWARD_MS) / 1000
-    for number, (before, (one,), reported) in enumerate(
+    for number, (before, times, reported) in enumerate(
         launch("tests.distributed.test_stage_clock", "timed", 2, tmp_path, balance)
     ):
+        (one,) = times[-1]
         assert before == () and reported == (one,)
         assert (one.stage, one.layers) == (number, sizes[number])
         computing_s = MICRO_BATCHES * sizes[number] * pass_s
-        assert computing_s <= one.computing_s < 1.5 * computing_s + 0.2
+        least_s = min(one.computing_s for (one,) in times)
+        assert computing_s <= least_s < 1.5 * computing_s + 0.2
         if balance == "given" and number == 1:  # two thirds of the other's time, at the least
-            assert one.waiting_s > MICRO_BATCHES * 2 * pass_s * 0.8
+            assert max(one.waiting_s for (one,) in times) > MICRO_BATCHES * 2 * pass_s * 0.8
         assert one.sent_bytes == 8 * 4 * 4  # activations one way, their gradients the other
         assert (one.planned is None) == (balance == "given")
         if one.planned is not None:
