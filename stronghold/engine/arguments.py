@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -44,12 +45,21 @@ def fill(value: Any, tensors: tuple[Tensor, ...]) -> Any:
     return structural_copy(value)
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in an output, and in the lists, tuples, dictionaries and dataclasses that it is made of."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in([*value.values()])
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in([getattr(value, field.name, None) for field in fields(value)])
+
+
 def nodes_of(output: Any) -> set[Node]:
     """Returns where the backward pass enters the layer, as far as its output shows."""
-    if isinstance(output, Tensor):
+    if isinstance(output, Tensor):  # most often, and at every layer
         return set() if output.grad_fn is None else {output.grad_fn}
-    if isinstance(output, (list, tuple)):
-        return {node for item in output for node in nodes_of(item)}
-    if isinstance(output, dict):
-        return {node for item in output.values() for node in nodes_of(item)}
-    return set()
+    return {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from stronghold.engine.arguments import tensors_in
 from stronghold.engine.replay import structural_copy
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit
@@ -20,7 +20,7 @@ def copied_out(output: Any, lies_in_slot: Callable[[Tensor], bool]) -> Any:
 
     Those are views of its weights, or the weights themselves. Without any, ``output`` itself is returned.
     """
-    if not any(map(lies_in_slot, _tensors(output))):
+    if not any(map(lies_in_slot, tensors_in(output))):
         return output
     return structural_copy(output, lambda tensor: tensor.clone() if lies_in_slot(tensor) else tensor)
 
@@ -48,15 +48,3 @@ def _kept(unit: Unit, window: Window) -> str:
     assert unit.layer is not None
     found = next(window.kept_by_others(unit.layer), None)
     return "one that no object of Python's has" if found is None else f"one of shape {tuple(found.shape)}"
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, field.name) for field in fields(value)])

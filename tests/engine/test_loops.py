@@ -483,6 +483,9 @@ def test_hooks_on_parameters(activations):
                 model.layers[2].down.weight.register_post_accumulate_grad_hook(look)
                 model.out.weight.register_post_accumulate_grad_hook(look)
             loss = model(batch)
+            if step == 2:
+                model.layers[1].down.weight.register_post_accumulate_grad_hook(look)
+                model.layers[3].up.bias.register_hook(lambda gradient: gradient * 3)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

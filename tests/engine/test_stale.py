@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import stronghold
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import unit_of
-from tests.small import SIZE, Residual, Spectral, numbers, pair
+from tests.small import SIZE, Block, Residual, Spectral, numbers, pair
 
 OF_LAYERS = "must be the same in the backward pass"
 OF_ROOT = "modified by an inplace operation"  # torch's own
@@ -64,6 +65,43 @@ def test_a_weight_that_the_user_writes(activations: str) -> None:
     loss = model(numbers(1)[0])
     with torch.no_grad():
         model.layers[2].up.weight.mul_(2)
+    with pytest.raises(OffloadedModelError, match=OF_LAYERS):
+        loss.backward()
+
+
+@dataclass(slots=True)
+class Output:
+    hidden: Tensor
+
+
+class Wrapped(Block):
+    """A layer that returns its output in an object of a class of the model's own."""
+
+    def forward(self, x: Tensor | Output) -> Output:
+        return Output(super().forward(x.hidden if isinstance(x, Output) else x))
+
+
+class OutOfWrapped(Residual):
+    def __init__(self) -> None:
+        super().__init__(block=Wrapped)
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x.hidden)
+
+
+@pytest.mark.parametrize("placed", PLACED[:2], ids=str)
+@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
+def test_what_a_layer_returns_may_be_an_object(activations: str, placed: dict[str, Any]) -> None:
+    plain, model = pair(OutOfWrapped, activations=activations, **placed)
+    for one in (plain, model):
+        torch.manual_seed(1)
+        one(numbers(1)[0]).backward()
+    same_gradients(plain, model)
+    loss = model(numbers(1)[0])
+    model.layers[2].up.weight.data.mul_(2)
     with pytest.raises(OffloadedModelError, match=OF_LAYERS):
         loss.backward()
 
