@@ -80,8 +80,9 @@ def plan(
         name: What the model is called in the plan.
         processes: That train it together on the machine, each with an accelerator of its own, or all on its cores; they
             share its memory, threads and disks. Searched over are then stages and replicas, too: replicas of any model,
-            and stages of an ``nn.Sequential`` or a row of layers, with layers in RAM and deferred updates. Of the
-            plan, ``parallel`` and ``settings`` are what ``stronghold.pipeline`` takes, or ``settings`` alone
+            and stages of an ``nn.Sequential`` or a row of layers, with deferred updates. What the host memory of a
+            stage does not hold is in the ``store``'s directories; where the device's memory is the host's, all of it.
+            Of the plan, ``parallel`` and ``settings`` are what ``stronghold.pipeline`` takes, or ``settings`` alone
             ``stronghold.replicate``. ``device_memory`` and ``host_memory`` are what each process may take, the latter
             by default an equal part. Of replicas of one stage that cannot be the shortest, the plan that is shown
             beside the best may be longer than it has to be.
@@ -177,6 +178,7 @@ def plan(
             kepts=[count > 0 for count in kepts(activations, 1)],
             window=window,
             resident=resident,
+            directories=directories,
         )
     samples = len(whole[0])
 

@@ -17,8 +17,8 @@ from stronghold.planner.staged_step import staged_step
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.units import format_bytes
 
-_WORKS = dict(zip(RESOURCES, ("compute", "fetches", "gradients", "updates"), strict=True))
-_WAITED = dict(zip(RESOURCES[1:], ("fetch", "gradients", "update"), strict=True))
+_WORKS = dict(zip(RESOURCES, ("compute", "fetches", "gradients", "updates", "disk"), strict=True))
+_WAITED = dict(zip(RESOURCES[1:], ("fetch", "gradients", "update", "disk"), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +113,10 @@ def settings_of(planner: StagePlanner, plan: StagedPlan, *, is_host: bool) -> di
         found: dict[str, Any] = {"window": "auto" if is_host else 1, "resident": "auto", "activations": activations}
     else:
         found = {"window": choice.window, "resident": 0, "activations": activations}
+    if choice.store != "ram":
+        found["store"] = [*planner.directories]
+        if (room := planner.host_memory) is not None:
+            found["host_memory"] = room
     if not is_host:
         found["device_memory"] = max(one.device_memory for one in planner.taken(choice, plan.step))
     return found
@@ -157,14 +161,16 @@ def _told(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict[str, 
         "activation_bytes": taken.activation_bytes,
         "pinned_bytes": taken.held.pinned,
         "pageable_bytes": taken.held.pageable,
-        "disk_bytes": 0,
-        "written_bytes": 0,
+        "disk_bytes": taken.held.disk,
+        "written_bytes": taken.written_bytes,
     }
 
 
 def _refused(planner: StagePlanner, one: StagedRefusal) -> Refused:
     choice = one.choice
-    window = {"resident": "auto"} if choice.window is None else {"window": choice.window, "resident": 0}
+    window: dict[str, Any] = {"resident": "auto"} if choice.window is None else {"window": choice.window, "resident": 0}
+    if choice.store != "ram":
+        window["store"] = [*planner.directories]
     return Refused(
         settings={**window, "activations": "keep" if choice.is_kept else "recompute"},
         optimizer={"states": choice.states, "update": "deferred"},

@@ -75,6 +75,12 @@ class RowCosts:
         return [kind.memory for kind in self.kinds]
 
     @cached_property
+    def memory_on_disk(self) -> list[ModelBytes]:
+        """The same where the store is on disk."""
+        found = {id(kind): kind.of.of(Choice(window=1, store="disk")) for kind in self._kinds.values()}
+        return [found[id(kind)] for kind in self.kinds]
+
+    @cached_property
     def shared_bytes(self) -> int:
         """The gradients of what the first stage has and the last one, too, in fp32 as they are added up."""
         layered, last = self._layered, len(self._layered.layers) - 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,37 +14,49 @@ from stronghold.engine.planning.model_planner import Limits
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, machine_of, message_rates, messages_s
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
-from stronghold.planner.model_bytes import ModelBytes
+from stronghold.planner.model_bytes import ModelBytes, Part
 from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
 from stronghold.planner.stage_costs import LayerCost
+from stronghold.planner.stage_disk import OnHost, StageDisk
 from stronghold.planner.staged_search import StagedChoice
 from stronghold.planner.staged_step import StagedStep, StagedWork
-from stronghold.planner.step_bytes import Placed, StepBytes, held_on_device, step_bytes
+from stronghold.planner.step_bytes import Placed, StepBytes, held_on_device, parts_on_disk, step_bytes, written_bytes
 from stronghold.planner.step_costs import Machine
 
 
 class Taken(NamedTuple):
-    """What a process takes: units and buffers as its report has them, activations on top, and the device's budget."""
+    """What a process takes: units and buffers as its report has them, activations on top, the device's budget, and what
+    a step writes to disk."""
 
     held: StepBytes
     activation_bytes: int
     device_memory: int
+    written_bytes: int
 
 
 class StagePlanner:
     """Answers choice by choice for so many ``processes`` that are all on the ``machine``, each with its share of it.
 
-    Layers are in RAM and updates deferred. Where layers stay on the device they are updated there, as are the root
-    parameters of a stage whose device has memory of its own. ``limits`` are each process's.
+    Updates are deferred. Where layers stay on the device they are updated there, as are the root parameters of a stage
+    whose device has memory of its own. Of layers in ``directories`` as much stays in RAM as each process's has room
+    for; where the device's memory is the host's, nothing does. ``limits`` are each process's.
     """
 
     def __init__(
-        self, row: RowCosts, machine: MachineFile, limits: Limits, *, dtype: str, batch: int, processes: int
+        self,
+        row: RowCosts,
+        machine: MachineFile,
+        limits: Limits,
+        *,
+        dtype: str,
+        batch: int,
+        processes: int,
+        directories: Sequence[str] = (),
     ) -> None:
-        self._row, self._machine, self._limits = row, machine, limits
+        self._row, self._machine, self._limits, self.directories = row, machine, limits, directories
         self._dtype, self._batch, self._processes = dtype, batch, processes
         self._layers: dict[tuple[StagedChoice, Pace], list[LayerCost]] = {}
-        self._moved: dict[tuple[int, str], list[OffloadedLayer]] = {}
+        self._moved: dict[tuple[int, str, str], list[OffloadedLayer]] = {}
         self._updates_s: dict[tuple[int, str, Pace], list[float]] = {}
         self._works: dict[tuple[StagedChoice, Pace], StagedWork] = {}
         self._working: dict[tuple[int, bool], int] = {}
@@ -68,9 +82,12 @@ class StagePlanner:
         machine, layers = self._share(choice, pace), self._costs(choice, pace)
         offloaded, update_s = None, list[float]()
         if choice.window is not None:
-            moved = self._offloaded(choice)
             offloaded = OffloadedStages(
-                window=choice.window, layers=moved, gradient_slots=BUFFERS.gradient_slots, machine=machine
+                window=choice.window,
+                layers=self._offloaded(choice),
+                gradient_slots=BUFFERS.gradient_slots,
+                machine=machine,
+                disk=self._disk(choice, machine),
             )
         else:
             update_s = self._updates_of(choice, machine, pace)
@@ -102,7 +119,8 @@ class StagePlanner:
         work, found = self.work_of(choice), []
         for process in range(choice.processes):
             stages = [step.partition.stages[number] for number in choice.pipeline.stages_of(process)]
-            row = [one for stage in stages for one in self._row.memory[stage.first : stage.first + stage.layers]]
+            memory = self._memory(choice)
+            row = [one for stage in stages for one in memory[stage.first : stage.first + stage.layers]]
             model = ModelBytes(
                 layers=[one.layers[0] for one in row],
                 root=[unit for one in row for unit in one.root],
@@ -110,10 +128,10 @@ class StagePlanner:
                 is_host=self._machine.is_host,
             )
             resident = self._resident(model, choice)
-            window = min(choice.window or 1, len(row))
+            window, there = min(choice.window or 1, len(row)), self._on_disk(model, resident, choice)
             held = step_bytes(
                 model,
-                Placed(window=window, resident=resident),
+                Placed(window=window, resident=resident, on_disk=there),
                 BUFFERS,
                 states=choice.states,
                 replicas=choice.replicas,
@@ -126,8 +144,44 @@ class StagePlanner:
                 else:
                     weights = int(work.offloaded.held_bytes(stage.first, end))
                 on_top += stage.memory_bytes - weights
-            found.append(Taken(held, on_top, held_on_device(model, window, resident, BUFFERS)))
+            device_memory = held_on_device(model, window, resident, BUFFERS)
+            written = written_bytes(model, there, states=choice.states, replicas=choice.replicas)
+            found.append(Taken(held, on_top, device_memory, written))
         return found
+
+    @property
+    def host_memory(self) -> int | None:
+        """What each process may have in RAM of what is kept on disk else; None for nothing."""
+        return None if self._machine.is_host else self._limits.host - self._limits.process
+
+    def _memory(self, choice: StagedChoice) -> list[ModelBytes]:
+        return self._row.memory if choice.store == "ram" else self._row.memory_on_disk
+
+    def _on_disk(self, model: ModelBytes, resident: frozenset[int], choice: StagedChoice) -> dict[int, frozenset[Part]]:
+        if choice.store == "ram":
+            return {}
+        order = range(len(model.units))
+        return parts_on_disk(model, order, resident, BUFFERS, self.host_memory, processes=choice.replicas)
+
+    def _disk(self, choice: StagedChoice, machine: Machine) -> StageDisk | None:
+        """Returns what stages have on disk, by sums over their layers."""
+        if choice.store == "ram":
+            return None
+        assert choice.window is not None
+        kinds = {id(one): one for one in self._memory(choice)}
+        made = {kind: OnHost.of(one, self._resident(one, choice), choice.states) for kind, one in kinds.items()}
+        layers, room = [made[id(one)] for one in self._memory(choice)], 0
+        if self.host_memory is not None:
+            each = self.host_memory - BUFFERS.ring_bytes - BUFFERS.gradient_slots * self._largest_gradients
+            room = choice.replicas * (each - BUFFERS.disk_buffers * max(one.weights for one in layers))
+        return StageDisk(
+            window=choice.window,
+            layers=layers,
+            machine=machine,
+            room_bytes=room,
+            replicas=choice.replicas,
+            staged=not self._machine.is_host,
+        )
 
     def _resident(self, model: ModelBytes, choice: StagedChoice) -> frozenset[int]:
         """Returns what stays on the device: layers without a window, and root parameters apart from the host."""
@@ -143,7 +197,7 @@ class StagePlanner:
             slower = self._processes if self._machine.is_host else 1  # they have its cores in common
             weights, found = self._alone(choice), list[LayerCost]()
             known: dict[tuple[int, int], LayerCost] = {}  # most layers are like others
-            for row, memory in zip(rows, self._row.memory, strict=True):
+            for row, memory in zip(rows, self._memory(choice), strict=True):
                 if (id(row), id(memory)) not in known:
                     both = (self._row.seconds(ops, pace) for ops in (row.forward, row.backward))
                     forward_s, backward_s = (slower * one for one in both)
@@ -161,17 +215,19 @@ class StagePlanner:
     def _alone(self, choice: StagedChoice) -> dict[int, int]:
         """Returns what each kind of layer takes in a stage by itself, but for slots: on the host's device all of it."""
         found = {}
-        for memory in {id(one): one for one in self._row.memory}.values():
-            placed = Placed(window=1, resident=self._resident(memory, choice))
+        for memory in {id(one): one for one in self._memory(choice)}.values():
+            resident = self._resident(memory, choice)
+            placed = Placed(window=1, resident=resident, on_disk=self._on_disk(memory, resident, choice))
             held = step_bytes(memory, placed, BUFFERS, states=choice.states, replicas=choice.replicas)
             found[id(memory)] = held.root + held.resident + held.root_gradients
             if self._machine.is_host:
                 staged = 0 if choice.window is None else BUFFERS.gradient_slots * memory.layers[0].gradients
-                found[id(memory)] += held.host - staged
+                through_ring = choice.store != "ram" and any(unit.trained for unit in memory.units)
+                found[id(memory)] += held.host - staged - through_ring * BUFFERS.ring_bytes
         return found
 
     def _offloaded(self, choice: StagedChoice) -> list[OffloadedLayer]:
-        key = choice.replicas, choice.states
+        key = choice.replicas, choice.states, choice.store
         if key not in self._moved:
             weights, is_host, replicas = self._alone(choice), self._machine.is_host, choice.replicas
             made = {
@@ -182,9 +238,9 @@ class StagePlanner:
                     elements=-(-one.layers[0].trained_elements // replicas)
                     + is_host * sum(-(-unit.trained_elements // replicas) for unit in one.root),
                 )
-                for kind, one in {id(one): one for one in self._row.memory}.items()
+                for kind, one in {id(one): one for one in self._memory(choice)}.items()
             }
-            self._moved[key] = [made[id(one)] for one in self._row.memory]
+            self._moved[key] = [made[id(one)] for one in self._memory(choice)]
         return self._moved[key]
 
     def _updates_of(self, choice: StagedChoice, machine: Machine, pace: Pace) -> list[float]:
@@ -218,6 +274,8 @@ class StagePlanner:
             beside += self._limits.process
             if choice.window is not None:
                 beside += BUFFERS.gradient_slots * self._largest_gradients
+            if choice.store != "ram":
+                beside += BUFFERS.ring_bytes
         return beside
 
     @cached_property
@@ -225,6 +283,9 @@ class StagePlanner:
         return max(one.layers[0].gradients for one in self._row.memory)
 
     def _share(self, choice: StagedChoice, pace: Pace) -> Machine:
-        rates = machine_of(self._machine, dtype=self._dtype, states=choice.states, pace=pace)
+        directories = self.directories if choice.store != "ram" else ()
+        rates = machine_of(self._machine, dtype=self._dtype, states=choice.states, directories=directories, pace=pace)
+        if directories and self._machine.is_host:  # layers are read into their slots
+            rates = replace(rates, h2d_bytes_per_s=math.inf)
         share = share_of(rates, self._processes, is_host=self._machine.is_host)
         return reduced(share, choice.replicas, **message_rates(self._machine))

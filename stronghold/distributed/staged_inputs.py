@@ -81,22 +81,26 @@ def staged_model(
     kepts: Sequence[bool],
     window: int | None,
     resident: int | None,
+    directories: Sequence[str] = (),
 ) -> StagedModel:
     """Returns who answers for steps of a row of layers in stages, and what may be chosen.
 
-    On the host's memory a window is a second copy of layers, which replicas need, who have them in common. Raises
-    ValueError for layers that cannot be offloaded or computed.
+    On the host's memory a window is a second copy of layers, which replicas need, who have them in common. Layers may
+    be in ``directories``, if there are any. Raises ValueError for layers that cannot be offloaded or computed.
     """
     batch, layers = len(inputs[0]), len(row.layers)
     costs = RowCosts(row, machine, inputs[0], inputs[1] if len(inputs) > 1 else None, dtype=dtype)
     compute = str(dtype or next(iter(row.layers[0].parameters())).dtype).removeprefix("torch.")
-    planner = StagePlanner(costs, machine, limits, dtype=compute, batch=batch, processes=processes)
+    planner = StagePlanner(
+        costs, machine, limits, dtype=compute, batch=batch, processes=processes, directories=directories
+    )
     windows = range(1, layers + 1) if window is None else (window,)
     space = StagedSpace(
         layers=layers,
         batch=batch,
         kepts=kepts,
         states=states,
+        stores=("ram", "disk") if directories else ("ram",),
         windows=windows,
         may_stay=window is None and resident is None,
         apart=not machine.is_host,

@@ -74,17 +74,20 @@ def fastest(costs: StageCosts, limits: Sequence[float]) -> tuple[float, list[int
 def furthest(costs: StageCosts, limits: Sequence[float]) -> list[int]:
     """Returns where the row is cut if each stage, from the first one on, takes as many layers as its memory allows.
 
-    There are no cuts where that does not come to the end: then none fits, if no stage ever takes less with another
-    layer.
+    There are no cuts where that does not come to the end: then none fits, if no stage but the last ever takes less with
+    another layer. Behind the last one nothing is received.
     """
     stages, cuts = len(limits), [0]
     for stage, limit in enumerate(limits):
+        if stage == stages - 1:
+            has_room = _least_bytes(costs, stage, cuts[-1], len(costs.layers)) <= limit
+            return [*cuts, len(costs.layers)] if has_room else []
         begin, most = cuts[-1], len(costs.layers) - (stages - 1 - stage)  # each of the others has a layer
         end = _furthest_end(costs, stage, begin, most, limit)
         if end == begin:
             return []
         cuts.append(end)
-    return cuts if cuts[-1] == len(costs.layers) else []
+    return []
 
 
 def _furthest_end(costs: StageCosts, stage: int, begin: int, most: int, limit_bytes: float) -> int:

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stronghold.planner.stage_disk import StageDisk
 from stronghold.planner.step_costs import Machine
 
 Seconds = NDArray[np.floating[Any]]
 Counts = NDArray[np.int64]
 Layers = int | Counts
 """A number of a layer, or many."""
-COMPUTING, FETCHES, GRADIENTS, UPDATES = RESOURCES = ("computing", "fetches", "gradients", "updates")
+RESOURCES = ("computing", "fetches", "gradients", "updates", "disk")
 """What a stage does at the same time."""
 
 
@@ -81,25 +82,26 @@ class OffloadedStages:
     On the device a stage has its window's slots, each as long as its longest layer, ``gradient_slots`` as long as its
     longest layer's gradients, and all its root: no more weights, however many layers it has. ``machine`` is what moves
     layers and updates them, with the share of its rates that a process has; without it they take no time. Several
-    stages on one device have the window in common, which here each counts whole. Weights and states are taken to be in
-    host memory, and no layer to be resident. Raises ValueError for a window below 1.
+    stages on one device have the window in common, which here each counts whole. Weights and states are in host memory,
+    but for what is on a ``disk``, and no layer is resident. Raises ValueError for a window below 1.
 
     A pass through n layers fetches n - ``window`` of them: the schedule turns back at the stage's end, where the last
     ones are still in the window, and finds the first ones there at its beginning (:class:`stronghold.schedule.Schedule`
     says so of accumulation, which micro-batches are). While a pass runs, the window is full of layers that it is still
     to compute, and so no pass can make use of the time of another one: each takes as long as what is longest in it,
-    computing or fetching, and in a backward pass bringing gradients down. That is the bound of
+    computing, fetching or reading from disk, and in a backward pass bringing gradients down. That is the bound of
     :func:`stronghold.planner.step_bound.step_bound`, pass by pass, with its rule that a window of one does not fetch
     while it computes. The first forward pass of a step has more to do: updates run beside it, and it fetches anew every
-    layer that was updated. What that takes beyond an ordinary forward pass is the stage's once in a step, and is
-    divided among the micro-batches here. A stage further back begins that pass later and so has some time more, which
-    is not counted: what is balanced is the least that each stage takes by itself.
+    layer that was updated, which the disk writes and reads. What that takes beyond an ordinary forward pass is the
+    stage's once in a step, and is divided among the micro-batches here. A stage further back begins that pass later and
+    so has some time more, which is not counted: what is balanced is the least that each stage takes by itself.
     """
 
     window: int
     layers: Sequence[OffloadedLayer]
     gradient_slots: int = 2
     machine: Machine | None = None
+    disk: StageDisk | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
@@ -128,19 +130,25 @@ class OffloadedStages:
         changed = self._changed_s[ends] - self._changed_s[firsts]
         if self.window == 1:
             fetched, again, changed = fetched + forward_s, again + backward_s, changed + forward_s
-        forward = np.maximum(forward_s, fetched)
+        forward, once = np.maximum(forward_s, fetched), np.maximum(updates, changed)
         backward = np.maximum(np.maximum(backward_s, again), gradients)
-        late = (np.maximum(forward, np.maximum(updates, changed)) - forward) / micro_batches
         # What is longer than the computation beside it holds the stage up; of several, the one that does so most.
-        held_up = np.stack(
-            (
-                computing,
-                np.maximum(0.0, fetched - forward_s) + np.maximum(0.0, again - backward_s),
-                np.where(gradients > again, np.maximum(0.0, gradients - backward_s), 0.0),
-                late,
-            )
-        )
-        return Times(forward + late, backward, forward_s + backward_s, held_up.argmax(axis=0))
+        held_up = [
+            computing,
+            np.maximum(0.0, fetched - forward_s) + np.maximum(0.0, again - backward_s),
+            np.where(gradients > again, np.maximum(0.0, gradients - backward_s), 0.0),
+        ]
+        if self.disk is None:
+            late = (np.maximum(forward, once) - forward) / micro_batches
+            held_up.append(late)
+        else:
+            read, read_again, on_disk = self.disk.times(forward_s, backward_s, firsts, ends)
+            forward, backward = np.maximum(forward, read), np.maximum(backward, read_again)
+            late = (np.maximum(forward, np.maximum(once, on_disk)) - forward) / micro_batches
+            held_up.append(np.where(on_disk > once, 0.0, late))
+            passes = np.maximum(0.0, read - forward_s) + np.maximum(0.0, read_again - backward_s)
+            held_up.append(passes + np.where(on_disk > once, late, 0.0))
+        return Times(forward + late, backward, forward_s + backward_s, np.stack(held_up).argmax(axis=0))
 
     def least_sums(self, forward_s: Seconds, backward_s: Seconds, micro_batches: int) -> list[tuple[Seconds, float]]:
         """Returns sums over the first n layers, with seconds that a stage's own sum of each may exceed its time by.
@@ -162,14 +170,26 @@ class OffloadedStages:
             ),
         ]
         backward = [(backward_s, 0.0), (self._fetch_s + beside * backward_s, found_s), (self._gradients_s, 0.0)]
+        if self.disk is not None:
+            (read, found), (once, beyond) = self.disk.least_sums()
+            forward += [
+                (read, found),
+                ((1 - 1 / micro_batches) * forward_s + once / micro_batches, beyond / micro_batches),
+            ]
+            backward.append((read, found))
         return [(one + other, found + again) for (one, found), (other, again) in product(forward, backward)]
 
     def least_s(self, stages: int) -> tuple[float, float, float]:
-        """Returns the least of a pass's fetches, its gradients and a step's updates in so many stages together."""
+        """Returns the least of a pass's fetches, its gradients and a step's updates in so many stages together.
+
+        What the disk does for fetches, and for updates, counts as theirs.
+        """
         if self.machine is None:
             return 0.0, 0.0, 0.0
         stay_s = stages * self.window * float(np.diff(self._fetch_s).max(initial=0.0))
-        return max(0.0, self._fetch_s[-1] - stay_s), float(self._gradients_s[-1]), float(self._updates_s[-1])
+        read_s, once_s = (0.0, 0.0) if self.disk is None else self.disk.least_s(stages)
+        fetches_s, updates_s = max(read_s, self._fetch_s[-1] - stay_s), max(once_s, float(self._updates_s[-1]))
+        return fetches_s, float(self._gradients_s[-1]), updates_s
 
     @cached_property
     def _slot_bytes(self) -> Largest:

@@ -13,6 +13,8 @@ from stronghold.planner.staged_step import StagedStep, StagedWork, fits, needed_
 
 PER_PROCESS = (1, 2)
 """Stages that a process may have."""
+FEW = 16
+"""Layers of a model for which every window is looked at."""
 PER_STAGE = 4
 """Micro-batches for each stage, at most: with as many the bubble is small (Huang et al., GPipe, 2019)."""
 
@@ -21,7 +23,7 @@ class StagedChoice(NamedTuple):
     """One setting of everything that is searched over where a model is in stages.
 
     Each of ``replicas`` has ``processes``, with ``per_process`` stages each. ``window`` is None where all layers stay
-    on the device.
+    on the device; ``store`` is where they are kept else.
     """
 
     replicas: int
@@ -31,6 +33,7 @@ class StagedChoice(NamedTuple):
     is_kept: bool
     states: str
     window: int | None = None
+    store: str = "ram"
 
     @property
     def stages(self) -> int:
@@ -56,13 +59,15 @@ class StagedSpace:
 
     Without them all layers stay on the device, which they may do, too, where they ``may_stay``. Where the device's
     memory is not ``apart`` from the host's, layers that stay are there once, and slots are a second copy; but of
-    replicas, which have in common what does not stay, each would have a copy of its own.
+    replicas, which have in common what does not stay, each would have a copy of its own. Where layers are on disk
+    slots are the only copy.
     """
 
     layers: int
     batch: int
     kepts: Sequence[bool] = (False, True)
     states: Sequence[str] = ("fp32",)
+    stores: Sequence[str] = ("ram",)
     windows: Sequence[int] = ()
     may_stay: bool = True
     apart: bool = True
@@ -83,8 +88,11 @@ class StagedSpace:
                 choice = StagedChoice(replicas, processes, per_process, micro_batches, is_kept, states)
                 if self.may_stay and (self.apart or replicas == 1):
                     yield choice
-                if self.windows and per_process == 1 and (self.apart or replicas > 1 or not self.may_stay):
-                    yield choice._replace(window=self.windows[0])
+                if not self.windows or per_process > 1:
+                    continue
+                for store in self.stores:
+                    if self.apart or replicas > 1 or not self.may_stay or store != "ram":
+                        yield choice._replace(window=self.windows[0], store=store)
 
 
 def micro_batches_of(samples: int, stages: int) -> list[int]:
@@ -177,12 +185,14 @@ class _StagedSearch:
     def _windows(self, choice: StagedChoice) -> list[StagedChoice]:
         """Returns the choice with windows that fit, of which its own does: the largest ones first.
 
-        They are the largest with which as many layers in each stage fit, the largest at all, and some below that. A
-        larger window spares fetches, and may leave no room for stages of equal time.
+        They are the largest with which as many layers in each stage fit, the largest at all, and some below that, of
+        few layers all. A larger window spares fetches, and may leave no room for stages of equal time.
         """
         work_of, windows = self._work_of, self._space.windows
         evenly = self._largest(choice, lambda one: needed_bytes(work_of(one)) <= work_of(one).memory_bytes)
         place, steps = self._largest(choice, lambda one: fits(work_of(one))), [0, 1]
+        if self._space.layers <= FEW:
+            return [choice._replace(window=window) for window in reversed(windows[: place + 1])]
         # In a long stage a layer more or less counts for little.
         faster = 2 if ENOUGH * self._space.layers < choice.stages else 8
         while steps[-1] <= place:

@@ -198,3 +198,15 @@ def step_bytes(
         + (buffers.ring_bytes if through_ring else 0),
         disk=on_disk // replicas,
     )
+
+
+def written_bytes(
+    model: ModelBytes, on_disk: Mapping[int, frozenset[Part]], *, states: str = "fp32", replicas: int = 1
+) -> int:
+    """Returns what a step writes to disk: whole pages of all of a unit's parts there, if its moments are among them.
+
+    Of ``replicas`` each writes its part.
+    """
+    updated = ((model.units[number], parts) for number, parts in on_disk.items() if "moments" in parts)
+    sizes = (unit.part(part, states) for unit, parts in updated if unit.trained for part in parts)
+    return sum(round_up(size, PAGE_BYTES) for size in sizes) // replicas

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from stronghold.planner.offloaded_stages import RESOURCES, OffloadedLayer, Offlo
 from stronghold.planner.partition import partition
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.stage_costs import LayerCost
+from stronghold.planner.stage_disk import OnHost, StageDisk
+from stronghold.planner.step import step_time
 from stronghold.planner.step_bound import step_bound
 from stronghold.planner.step_costs import LayerWork, Machine, StepSettings
 from stronghold.schedule import Action, Computation, Schedule
@@ -27,6 +30,29 @@ def layer(forward_s=1, backward_s=2, activation_bytes=0, input_bytes=0):
         weight_bytes=10**9,  # which no window has
         activation_bytes=activation_bytes,
         input_bytes=input_bytes,
+    )
+
+
+def disk_s(disk, first, end, forward_s, backward_s):
+    """Returns the disk's seconds in (a forward pass, a backward pass, once a step), with memory filled by layers."""
+    layers, window = disk.layers[first:end], disk.window
+    read, write = (getattr(disk.machine, f"disk_{way}_bytes_per_s") for way in ("read", "write"))
+    room, there, written = disk.room_bytes - sum(one.stays for one in layers), [], 0
+    for one in layers:
+        kept = min(one.weights, max(0, room))
+        room -= kept
+        there.append(one.weights - kept)
+    for one in layers:
+        kept = min(one.most_states, max(0, room))
+        room -= kept
+        if one.most_states:
+            written += one.states * (one.most_states - kept) / one.most_states
+    trained = sum(size for size, one in zip(there, layers, strict=True) if one.trained)
+    beside = window == 1 and not disk.staged
+    return (
+        sum(there[window:]) / read + beside * forward_s,
+        sum(there[: max(0, len(there) - window)]) / read + beside * backward_s,
+        trained / read + (trained + written) / disk.replicas * (1 / read + 1 / write) + beside * forward_s,
     )
 
 
@@ -52,17 +78,22 @@ def times_s(layers, offloaded, first, end, again, micro_batches):
     if window == 1:
         fetched_s, refetched_s, changed_s = fetched_s + forward_s, refetched_s + backward_s, changed_s + forward_s
     update_s = sum(moved[n].elements for n in numbers) * machine.host_update_ns * 1e-9
-    forward = max(forward_s, fetched_s)
-    late_s = max(0, update_s - forward, changed_s - forward) / micro_batches
+    read_s = reread_s = once_s = 0
+    if offloaded.disk is not None:
+        read_s, reread_s, once_s = disk_s(offloaded.disk, first, end, forward_s, backward_s)
+    forward = max(forward_s, fetched_s, read_s)
+    late_s = max(0, update_s - forward, changed_s - forward, once_s - forward) / micro_batches
+    by_disk = once_s > max(update_s, changed_s)
     over = {
         "computing": 0,
         "fetches": max(0, fetched_s - forward_s) + max(0, refetched_s - backward_s),
         "gradients": max(0, down_s - backward_s) if down_s > refetched_s else 0,
-        "updates": late_s,
+        "updates": 0 if by_disk else late_s,
+        "disk": max(0, read_s - forward_s) + max(0, reread_s - backward_s) + (late_s if by_disk else 0),
     }
     return (
         forward + late_s,
-        max(backward_s, refetched_s, down_s),
+        max(backward_s, refetched_s, down_s, reread_s),
         {name for name in RESOURCES if over[name] == pytest.approx(max(over.values()))},
     )
 
@@ -87,14 +118,34 @@ layer_costs = st.builds(layer, forward_s=few, backward_s=few, activation_bytes=f
 
 
 @st.composite
+def on_host(draw):
+    states, trained = draw(few), draw(st.booleans())
+    return OnHost(draw(few), trained * states, trained * states * draw(st.integers(1, 3)), draw(few), trained)
+
+
+@st.composite
+def disks_of(draw, window, layers):
+    return StageDisk(
+        window=window,
+        layers=draw(st.lists(on_host(), min_size=layers, max_size=layers)),
+        machine=replace(MACHINE, disk_read_bytes_per_s=3.0, disk_write_bytes_per_s=1.5),
+        room_bytes=draw(st.integers(0, 40)),
+        replicas=draw(st.integers(1, 2)),
+        staged=draw(st.booleans()),
+    )
+
+
+@st.composite
 def cases(draw):
     layers = draw(st.lists(layer_costs, min_size=1, max_size=8))
     moved = draw(st.lists(offloaded_layers, min_size=len(layers), max_size=len(layers)))
+    window, machine = draw(st.integers(1, 4)), draw(st.none() | st.just(MACHINE))
     offloaded = OffloadedStages(
-        window=draw(st.integers(1, 4)),
+        window=window,
         layers=moved,
         gradient_slots=draw(st.integers(0, 2)),
-        machine=draw(st.none() | st.just(MACHINE)),
+        machine=machine,
+        disk=None if machine is None else draw(st.none() | disks_of(window, len(layers))),
     )
     return layers, offloaded, pipeline_of(draw(st.integers(1, min(4, len(layers)))))
 
@@ -209,6 +260,50 @@ def test_with_one_micro_batch_it_is_the_bound_of_a_step_but_for_a_layer_at_its_e
     (stage,) = partition([layer()] * 6, pipeline_of(1, 1), offloaded=offloaded, recompute_ratio=1).stages
     layer_s = max(work.backward_s, MACHINE.copy_s + 6 / 4, MACHINE.copy_s + 5 / 2)
     assert bound.step_s - 2 * layer_s <= stage.time_s <= bound.step_s
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_layers_on_disk_a_stage_takes_what_a_played_step_does(seed):
+    """Of one micro-batch, with the weights of the first layers in memory: no more, and at most 5 % less."""
+    rng = random.Random(seed)
+    count, window, elements = rng.randint(8, 24), rng.randint(1, 4), 20_000_000
+    in_memory, forward_s = rng.choice((0, 0, count // 3)), rng.choice((0.001, 0.02, 0.1, 0.3))
+    weights, moments = 2 * elements, 10 * elements
+    machine = Machine(
+        h2d_bytes_per_s=25e9,
+        d2h_bytes_per_s=25e9,
+        host_update_ns=0.4,
+        copy_s=8e-6,
+        disk_read_bytes_per_s=3e9 * rng.uniform(0.3, 3),
+        disk_write_bytes_per_s=2e9 * rng.uniform(0.3, 3),
+    )
+    work = LayerWork(
+        forward_s=forward_s,
+        backward_s=3 * forward_s,
+        first_gradient_s=forward_s,
+        weight_bytes=weights,
+        gradient_bytes=weights,
+        elements=elements,
+    )
+    played = step_time(
+        [replace(work, on_disk=n >= in_memory, ring_bytes=moments + (n >= in_memory) * weights) for n in range(count)],
+        machine,
+        StepSettings(window=window),
+    )
+    offloaded = OffloadedStages(
+        window=window,
+        layers=[OffloadedLayer(slot_bytes=weights, gradient_bytes=weights, elements=elements)] * count,
+        machine=machine,
+        disk=StageDisk(
+            window=window,
+            layers=[OnHost(weights, moments, moments, weights)] * count,
+            machine=machine,
+            room_bytes=count * weights + in_memory * weights,
+        ),
+    )
+    costs = [layer(forward_s, 2 * forward_s)] * count
+    (stage,) = partition(costs, pipeline_of(1, 1), offloaded=offloaded, recompute_ratio=1).stages
+    assert 0.95 * played.step_s <= stage.time_s <= played.step_s * (1 + 1e-9)
 
 
 def test_what_is_refused():

@@ -1,6 +1,7 @@
 """The search over stages and replicas against every choice, on random rows of layers and random machines."""
 
 import random
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
@@ -12,6 +13,7 @@ from stronghold.planner import staged_search
 from stronghold.planner.machine_share import reduced, share_of
 from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
 from stronghold.planner.stage_costs import LayerCost, StageCosts
+from stronghold.planner.stage_disk import OnHost, StageDisk
 from stronghold.planner.staged_search import StagedSpace, search_stages
 from stronghold.planner.staged_step import StagedWork, fits, needed_bytes, staged_bound_s, staged_step
 from stronghold.planner.step_costs import Machine
@@ -31,7 +33,9 @@ class Row:
             h2d_bytes_per_s=2e6 * factor(), d2h_bytes_per_s=2e6 * factor(), host_update_ns=500 * factor(),
             device_update_ns=30, copy_s=1e-4,
         )  # fmt: skip
+        machine = replace(machine, disk_read_bytes_per_s=3e6 * factor(), disk_write_bytes_per_s=2e6 * factor())
         self.machine = share_of(machine, processes, is_host=self.is_host)
+        self.room_bytes = 0
         self.message_s, self.bytes_per_s = rng.choice((0, 1e-3)), 1e7 * factor()
         self.small_s = rng.choice((0, 1e-3))  # what any pass takes, however few samples it has
         self.memory_bytes = float("inf")
@@ -62,6 +66,7 @@ class Row:
                 window=choice.window,
                 layers=self.moved(choice.replicas),
                 machine=reduced(self.machine, choice.replicas, **rates),
+                disk=None if choice.store == "ram" else self.disk(choice),
             )
         return StagedWork(
             layers=layers,
@@ -74,10 +79,23 @@ class Row:
             shared_s=0.001,
         )
 
+    def disk(self, choice):
+        state_bytes = {"fp32": 8, "8bit": 2}[choice.states]
+        return StageDisk(
+            window=choice.window,
+            layers=[OnHost(2 * n, (2 + state_bytes) * n, 10 * n, 0) for n in self.elements],
+            machine=self.machine,
+            room_bytes=self.room_bytes,
+            replicas=choice.replicas,
+            staged=not self.is_host,
+        )
+
     def host_bytes(self, choice, step):
         """The fullest process's of what is not on the device, shared by its replicas."""
         if choice.window is None:
             return {"host": 0}
+        if choice.store != "ram":
+            return {"host": self.room_bytes // choice.replicas}
         sizes = [stage.layers for stage in step.partition.stages]
         firsts = [stage.first for stage in step.partition.stages]
         fullest = max(sum(self.elements[a : a + n]) for a, n in zip(firsts, sizes, strict=True))
@@ -107,7 +125,10 @@ def case(seed):
     rng = random.Random(seed)
     processes = rng.choice((2, 3, 4, 4, 6))
     row = Row(seed, layers=rng.randint(max(2, processes), 9), processes=processes, batch=rng.choice((2, 6, 8, 12)))
-    space = space_of(row, states=rng.choice((("fp32",), ("fp32", "8bit"))), may_stay=rng.random() < 0.7)
+    stores = rng.choice((("ram",), ("ram", "disk")))
+    row.room_bytes = rng.choice((0, sum(row.elements)))
+    states = rng.choice((("fp32",), ("fp32", "8bit")))
+    space = space_of(row, states=states, may_stay=rng.random() < 0.7, stores=stores)
     splits = [
         (replicas, processes // replicas)
         for replicas in range(1, processes)
@@ -141,8 +162,9 @@ def test_the_choice_over_stages_and_replicas_is_within_three_percent_of_the_best
 def test_no_cut_makes_a_step_shorter_than_its_bound(seed):
     rng = random.Random(seed)
     row = Row(seed, layers=rng.randint(3, 7), processes=4, batch=8)
-    space = space_of(row)
-    for choice in rng.sample([*every_choice(space, 2, 2), *every_choice(space, 1, 3)], 12):
+    row.room_bytes = rng.choice((0, sum(row.elements)))
+    space = space_of(row, stores=("ram", "disk"))
+    for choice in rng.sample([*every_choice(space, 2, 2), *every_choice(space, 1, 3)], 16):
         work = row.work_of(choice)
         cuts = combinations(range(1, row.layers), choice.stages - 1)
         steps = [
@@ -180,7 +202,7 @@ def test_only_what_is_allowed_is_chosen():
     row = Row(0, layers=6, processes=2, batch=8)
     space = space_of(row, windows=(2,), may_stay=False, kepts=(True,), states=("8bit",))
     plan = search_stages(space, 1, 2, row.work_of, row.host_bytes, {"device": 10**9}).plan
-    assert plan.choice._replace(micro_batches=0) == (1, 2, 1, 0, True, "8bit", 2)
+    assert plan.choice._replace(micro_batches=0) == (1, 2, 1, 0, True, "8bit", 2, "ram")
     assert plan.choice.stages == len(plan.step.partition.stages) == 2
 
 
