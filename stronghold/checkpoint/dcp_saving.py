@@ -29,7 +29,7 @@ from stronghold.formats.manifest import Manifest, ParameterEntry, content_of
 from stronghold.native import Blocks
 from stronghold.optim.blocks import decode
 from stronghold.optim.muon_groups import is_muon
-from stronghold.optim.states import ADAMW_MOMENTS, MUON_MOMENTS
+from stronghold.optim.states import ADAMW_MOMENTS, MUON_MOMENTS, ParameterState
 from stronghold.unit import ProcessGroup, Unit, from_rank0
 
 T = TypeVar("T")
@@ -213,7 +213,7 @@ def _master(engine: Engine, unit: Unit, index: int) -> Tensor:
     return master
 
 
-def _moment(engine: Engine, unit: Unit, state: dict[str, Any] | None, key: str, shape: torch.Size) -> Tensor:
+def _moment(engine: Engine, unit: Unit, state: ParameterState | None, key: str, shape: torch.Size) -> Tensor:
     """Returns a copy of a moment in fp32 on the host; zeros where there is none yet."""
     if not state:
         return torch.zeros(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from stronghold.formats.moments import wrong_moment
 from stronghold.formats.reader import Checkpoint, UnitReader
 from stronghold.native import BLOCK, Blocks
 from stronghold.optim.blocks import decode
-from stronghold.optim.states import moments_of
+from stronghold.optim.states import ParameterState, moments_of
 from stronghold.split import join
 from stronghold.unit import Unit
 
@@ -77,7 +77,7 @@ def _load_master(file: UnitReader | DistributedTensors, unit: Unit, index: int, 
         unit.masters.remainders[index].zero_()
 
 
-def _load_moments(file: UnitReader | DistributedTensors, state: dict[str, Any], name: str) -> None:
+def _load_moments(file: UnitReader | DistributedTensors, state: ParameterState, name: str) -> None:
     for key in moments_of(state):
         moment, codes = state[key], f"{name}/{key}"
         exponents = f"{codes}/exponents"

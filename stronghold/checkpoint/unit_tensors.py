@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from stronghold.engine import Engine, engine_of
 from stronghold.engine.adamw import AdamW
 from stronghold.errors import OffloadedModelError
 from stronghold.native import Blocks
-from stronghold.optim.states import moments_of
+from stronghold.optim.states import ParameterState, moments_of
 from stronghold.unit import ProcessGroup, Unit, all_parameters, index_of, unit_of
 
 Names = dict[Unit, list[str]]
@@ -98,7 +98,7 @@ def holds(engine: Engine, directory: Path) -> bool:
     return everyone[0]
 
 
-def tensors_of(unit: Unit, names: list[str], states: Mapping[Tensor, dict[str, Any]]) -> dict[str, Tensor]:
+def tensors_of(unit: Unit, names: list[str], states: Mapping[Tensor, ParameterState]) -> dict[str, Tensor]:
     """Returns what is kept of a unit, by the names in its file; the tensors are the unit's own memory.
 
     A weight has its parameter's name; ``/remainder``, ``/exp_avg`` and ``/exp_avg_sq``, or Muon's ``/momentum_buffer``,
@@ -109,7 +109,7 @@ def tensors_of(unit: Unit, names: list[str], states: Mapping[Tensor, dict[str, A
         found[name] = unit.weight[index]
         if index in unit.masters.remainders:
             found[f"{name}/remainder"] = unit.masters.remainders[index]
-        state = states.get(parameter) or {}
+        state = states.get(parameter) or ParameterState()
         for key in moments_of(state):
             moment = state[key]
             if isinstance(moment, Blocks):
@@ -119,7 +119,7 @@ def tensors_of(unit: Unit, names: list[str], states: Mapping[Tensor, dict[str, A
     return found
 
 
-def step_of(parameter: Tensor, states: Mapping[Tensor, dict[str, Any]]) -> float | None:
+def step_of(parameter: Tensor, states: Mapping[Tensor, ParameterState]) -> float | None:
     """Returns how many steps the optimizer has taken with a parameter, None where it has no moments."""
     state = states.get(parameter)
     return float(state["step"]) if state else None

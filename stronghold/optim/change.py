@@ -12,7 +12,7 @@ from torch import Tensor
 from stronghold import native
 from stronghold.native import Blocks
 from stronghold.optim.muon_step import MomentumSegment, StepSegment
-from stronghold.optim.states import ADAMW_MOMENTS
+from stronghold.optim.states import ADAMW_MOMENTS, ParameterState
 from stronghold.unit import HostGrad, Unit
 
 Segment = native.Segment | MomentumSegment | StepSegment
@@ -25,7 +25,7 @@ class Change(ABC):
 
     index: int
     gradient: HostGrad
-    state: dict[str, Any]
+    state: ParameterState
     moments: ClassVar[tuple[str, ...]]
     """The names of what its state has beside the step."""
 
@@ -68,7 +68,7 @@ class AdamWChange(Change):
     weight_decay: float
 
     @classmethod
-    def of(cls, index: int, gradient: HostGrad, state: dict[str, Any], group: Mapping[str, Any]) -> AdamWChange:
+    def of(cls, index: int, gradient: HostGrad, state: ParameterState, group: Mapping[str, Any]) -> AdamWChange:
         """Returns the update with the settings of ``group`` as they are now."""
         beta1, beta2 = group["betas"]
         return cls(

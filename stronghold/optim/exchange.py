@@ -14,7 +14,7 @@ from stronghold.native import Blocks
 from stronghold.optim.blocks import LARGEST, decode, encode
 from stronghold.optim.groups import check_saved_group, check_saved_step
 from stronghold.optim.muon_groups import check_saved_muon_group, is_muon
-from stronghold.optim.states import ADAMW_MOMENTS, MUON_MOMENTS, Moment, as_state, moments_of
+from stronghold.optim.states import ADAMW_MOMENTS, MUON_MOMENTS, Moment, ParameterState, as_state, moments_of
 
 
 def checked_states(
@@ -96,17 +96,17 @@ def _checked_state(
     return state
 
 
-def as_saved(state: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
+def as_saved(state: ParameterState, shape: torch.Size) -> dict[str, Any]:
     """Returns one parameter's state as torch.optim has it: 8-bit moments as copies in fp32, and no step of Muon's."""
     if moments_of(state) == MUON_MOMENTS:
         return {name: state[name] for name in MUON_MOMENTS}
     if not isinstance(state["exp_avg"], Blocks):
-        return state
+        return {**state}
     exp_avg, exp_avg_sq = decode(state["exp_avg"], signed=True), decode(state["exp_avg_sq"], signed=False)
     return {**state, "exp_avg": exp_avg.view(shape), "exp_avg_sq": exp_avg_sq.view(shape)}
 
 
-def take_saved(saved: dict[str, Any], moments: tuple[Moment, ...]) -> dict[str, Any]:
+def take_saved(saved: dict[str, Any], moments: tuple[Moment, ...]) -> ParameterState:
     """Copies one parameter's saved state into ``moments``; returns the state that holds them."""
     for moment, name in zip(moments, moments_of(saved), strict=True):
         if isinstance(moment, Blocks):

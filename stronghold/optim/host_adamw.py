@@ -15,7 +15,7 @@ from stronghold.errors import NonFiniteGradientError, OffloadedModelError
 from stronghold.optim.change import AdamWChange, Change
 from stronghold.optim.exchange import as_saved, checked_states, take_saved
 from stronghold.optim.groups import check_group, check_groups, units_of
-from stronghold.optim.states import Moments, as_state
+from stronghold.optim.states import Moments, ParameterState, as_state
 from stronghold.optim.threads import Threads
 from stronghold.optim.update import Update
 from stronghold.settings import check_optimizer
@@ -273,11 +273,10 @@ class HostAdamW(torch.optim.Optimizer):
         """Whether a parameter has been updated, or a state was loaded for it."""
         return bool(self._state.get(unit.parameters[index]))
 
-    def state_of(self, unit: Unit, index: int) -> dict[str, Any]:
+    def state_of(self, unit: Unit, index: int) -> ParameterState:
         """Returns the state of a parameter, or a first one that is not in use yet."""
-        if state := self._state.get(unit.parameters[index]):
-            return state
-        return as_state(torch.zeros((), dtype=torch.float32), self._moments.begin(unit, index))
+        state: ParameterState | None = self._state.get(unit.parameters[index])
+        return state or as_state(torch.zeros((), dtype=torch.float32), self._moments.begin(unit, index))
 
     def group_of(self, unit: Unit, index: int) -> dict[str, Any]:
         """Returns the group that a parameter is in."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stronghold.optim.change import Change, Segment
 from stronghold.optim.muon_step import Direction, MomentumSegment, StepSegment, adjusted_lr
-from stronghold.optim.states import MUON_MOMENTS
+from stronghold.optim.states import MUON_MOMENTS, ParameterState
 from stronghold.unit import HostGrad, Unit
 
 
@@ -38,7 +38,7 @@ class MuonChange(Change):
         cls,
         index: int,
         gradient: HostGrad,
-        state: dict[str, Any],
+        state: ParameterState,
         group: dict[str, Any],
         room: Tensor | None,
     ) -> MuonChange:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from typing import Any
 
 import torch
@@ -19,17 +19,60 @@ ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 MUON_MOMENTS = ("momentum_buffer",)
 
 
-def moments_of(state: dict[str, Any] | None) -> tuple[str, ...]:
+class ParameterState:
+    """A parameter's entry in ``optimizer.state``, read and written as a dictionary is: its step and its moments.
+
+    It is no ``collections.abc.Mapping``. Lightning's Trainer walks through those at the beginning of a fit and at its
+    end, and puts copies on its device in the place of moments, which are updated where their unit lives.
+    """
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, **entries: Any) -> None:
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> Any:
+        return self._entries[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._entries[name] = value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._entries.get(name, default)
+
+    def keys(self) -> KeysView[str]:
+        return self._entries.keys()
+
+    def values(self) -> ValuesView[Any]:
+        return self._entries.values()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._entries.items()
+
+
+def moments_of(state: ParameterState | dict[str, Any] | None) -> tuple[str, ...]:
     """Returns the names of the moments in a parameter's state, which is None or empty where there is none."""
     if not state:
         return ()
     return MUON_MOMENTS if MUON_MOMENTS[0] in state else ADAMW_MOMENTS
 
 
-def as_state(step: Tensor, moments: tuple[Moment, ...]) -> dict[str, Any]:
+def as_state(step: Tensor, moments: tuple[Moment, ...]) -> ParameterState:
     """Returns a parameter's state, of AdamW with two moments, of Muon with one."""
     names = MUON_MOMENTS if len(moments) == 1 else ADAMW_MOMENTS
-    return {"step": step, **dict(zip(names, moments, strict=True))}
+    return ParameterState(step=step, **dict(zip(names, moments, strict=True)))
 
 
 def lay_out_moments(unit: Unit, indices: Iterable[int], states: str) -> Layout:

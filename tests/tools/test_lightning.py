@@ -8,7 +8,9 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stronghold
 from stronghold.errors import OffloadedModelError
@@ -49,6 +51,19 @@ class Module(lightning.LightningModule):
                 optimizer.step()
                 optimizer.zero_grad()
         return loss
+
+
+class Copies(TorchDispatchMode):
+    """Notes the copies between devices that are made in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            self.made.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def offloaded(**settings: Any) -> nn.Module:
@@ -118,3 +133,31 @@ def test_half_precision_of_its_own_is_refused(tmp_path: Path) -> None:
     module = Module(offloaded(window=2), stronghold.AdamW)
     with pytest.raises(OffloadedModelError, match=r"stays on cpu with dtype torch\.float32 .*torch\.bfloat16"):
         fit(module, tmp_path, precision="bf16-true", enable_checkpointing=False)
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_fits_one_after_the_other(tmp_path: Path, states: str) -> None:
+    """At the beginning of each and at its end Lightning moves what the optimizer's states hold."""
+    module = Module(offloaded(window=2), stronghold.AdamW, states=states)
+    for _ in range(2):
+        fit(module, tmp_path, enable_checkpointing=False)
+    expected = Module(CASE.model(), torch.optim.AdamW)
+    for _ in range(2):
+        fit(expected, tmp_path, enable_checkpointing=False)
+    assert len(module.losses) == 24
+    tolerance = 1e-5 if states == "fp32" else 1e-2
+    torch.testing.assert_close(module.losses, expected.losses, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_its_moves_of_states_leave_them_where_they_are(tmp_path: Path, states: str) -> None:
+    module = Module(offloaded(window=2), stronghold.AdamW, states=states)
+    fit(module, tmp_path, enable_checkpointing=False)
+    before = {parameter: dict(state.items()) for parameter, state in module.optimizer.state.items()}
+    assert before
+    with Copies() as copies:
+        _optimizers_to_device([module.optimizer], torch.device("meta"))  # any but the states' own
+    assert copies.made == []
+    for parameter, state in module.optimizer.state.items():
+        assert all(value is before[parameter][key] for key, value in state.items())
+    fit(module, tmp_path, enable_checkpointing=False)
