@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from stronghold.engine.block import Block
     from stronghold.engine.engine import Engine
 
+_HOST = torch.device("cpu")
+
 
 class _Method:
     """Stands for a method of ``module``; a copy of the module, in memory or in a file, gets its own back."""
@@ -34,7 +36,8 @@ class _Method:
 class Apply(_Method):
     """Stands for ``nn.Module._apply``: ``.to(device)`` on an offloaded model changes nothing, or is refused.
 
-    Trainers move their model to the device as a matter of course.
+    Trainers move their model to the device as a matter of course, and Lightning's to the host when a fit has ended: the
+    layers are there already, and root and resident layers stay on the device for the next one.
     """
 
     name = "_apply"
@@ -50,7 +53,7 @@ class Apply(_Method):
             for dtype in sorted({dtype for unit in engine.units for dtype in unit.dtypes}, key=str):
                 probe = torch.empty(0, dtype=dtype, device=engine.device.torch_device)
                 result = function(probe)
-                if result.device != probe.device or result.dtype != probe.dtype:
+                if result.device not in (probe.device, _HOST) or result.dtype != probe.dtype:
                     raise OffloadedModelError(
                         f"an offloaded model stays on {probe.device} with dtype {probe.dtype} (got a move to "
                         f"{result.device}, {result.dtype}); build it anew and pass device= and dtype= to offload()"
