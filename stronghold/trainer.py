@@ -21,7 +21,7 @@ from stronghold.checkpoint.random_states import put_random_states, take_random_s
 from stronghold.checkpoint.unit_tensors import engine_for
 from stronghold.engine import Engine
 from stronghold.engine.adamw import AdamW
-from stronghold.errors import CheckpointError
+from stronghold.errors import CheckpointError, OffloadedModelError
 from stronghold.formats.manifest import NAME, read_manifest
 from stronghold.unit import from_rank0
 
@@ -42,9 +42,10 @@ class KeepEverything(TrainerCallback, ExportableState):
     and in ours says which two belong together: the folder is looked for in ``args.output_dir``, where it was saved, and
     in ``args.resume_from_checkpoint``.
 
-    Raises OffloadedModelError when training begins where the model is not offloaded or the optimizer is not its
-    :class:`stronghold.AdamW`, ValueError for ``save_only_model=True``, and CheckpointError where the checkpoint that
-    Trainer resumes from is found without ours, and lost bits by that.
+    Raises OffloadedModelError when training begins where the model is not offloaded, the optimizer is not its
+    :class:`stronghold.AdamW`, or Trainer would train on several GPUs of one process, ValueError for
+    ``save_only_model=True``, and CheckpointError where the checkpoint that Trainer resumes from is found without ours,
+    and lost bits by that.
     """
 
     def __init__(self) -> None:
@@ -62,6 +63,12 @@ class KeepEverything(TrainerCallback, ExportableState):
             raise ValueError(
                 "KeepEverything needs the random states that Trainer keeps in its checkpoints (got "
                 "save_only_model=True); pass save_only_model=False, or leave the callback out"
+            )
+        if args.n_gpu > 1:
+            raise OffloadedModelError(
+                f"Trainer trains an offloaded model on one GPU of a process (got args.n_gpu={args.n_gpu}, to each of "
+                "which it would copy the model by torch.nn.DataParallel); set CUDA_VISIBLE_DEVICES=0, or train by "
+                "stronghold.replicate and a loop of your own in one process per GPU, which torchrun starts"
             )
         model, optimizer, engine = _trained(given)
         engine.keep_masters(True)

@@ -269,6 +269,24 @@ def test_what_the_callback_cannot_keep_is_refused_when_training_begins(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+class TwoGPUs(transformers.TrainingArguments):
+    """Those of one process that sees two GPUs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._n_gpu = 2
+
+
+def test_several_gpus_of_one_process_are_refused_when_training_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "TrainingArguments", TwoGPUs)
+    model, optimizer = offloaded(CASES["llama"], window=2)
+    with pytest.raises(OffloadedModelError, match=r"\(got args\.n_gpu=2.*set CUDA_VISIBLE_DEVICES=0"):
+        trained(tmp_path, CASES["llama"], model, optimizer, callbacks=[KeepEverything()])
+    assert not optimizer.state
+
+
 def test_stronghold_itself_imports_neither_transformers_nor_accelerate() -> None:
     asked = "import stronghold, sys; print([m for m in ('transformers', 'accelerate', 'peft') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,22 @@ class Apply(_Method):
                         f"{result.device}, {result.dtype}); build it anew and pass device= and dtype= to offload()"
                     )
         return module
+
+
+class Replicate(_Method):
+    """Stands for ``nn.Module._replicate_for_data_parallel``, by which torch.nn.DataParallel copies a model: refused.
+
+    That comes so far where all layers are resident: of others DataParallel itself refuses the parameters on the host.
+    """
+
+    name = "_replicate_for_data_parallel"
+
+    def __call__(self) -> NoReturn:
+        raise OffloadedModelError(
+            f"an offloaded model computes on one device of a process (got a replica of a "
+            f"{type(self._module()).__name__} for another one, as torch.nn.DataParallel makes them); set "
+            "CUDA_VISIBLE_DEVICES=0, or train it by stronghold.replicate in one process per GPU, which torchrun starts"
+        )
 
 
 class Compile(_Method):

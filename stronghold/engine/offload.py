@@ -16,7 +16,7 @@ from stronghold.engine.arranging import Asked
 from stronghold.engine.closing import close_engine
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.engine import Engine
-from stronghold.engine.methods import Apply, Compile
+from stronghold.engine.methods import Apply, Compile, Replicate
 from stronghold.engine.reopening import Reopened
 from stronghold.engine.taking_in import live
 from stronghold.errors import OffloadedModelError
@@ -225,6 +225,7 @@ def _offload(
     live.add(engine)
     for module in model.modules():
         module._apply = Apply(module, engine)  # type: ignore[method-assign]
+        module._replicate_for_data_parallel = Replicate(module)  # type: ignore[method-assign]
     for block in engine.blocks:
         block.module.compile = Compile(block.module, block)  # type: ignore[method-assign]
     return_free_memory()  # the parameters' own, which the store has taken over

@@ -169,7 +169,9 @@ class _Names:
         )
 
 
-_OF_EVERY_MODULE = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "_apply", "compile"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {
+    *("forward", "_apply", "_replicate_for_data_parallel", "compile")
+}
 _ABSENT = object()
 _LEFT = object()
 """Stands for a value with a graph: to hold it would keep the graph of every step before."""

@@ -298,6 +298,16 @@ def test_a_move_changes_nothing_or_is_refused():
     assert_unchanged(before, model)
 
 
+def test_a_replica_for_data_parallel_is_refused():
+    _, model = pair(Decoder)
+    wrapped = nn.Sequential(model)
+    for module in (model, model.layers[0]):
+        with pytest.raises(OffloadedModelError, match=r"on one device .*DataParallel.*CUDA_VISIBLE_DEVICES=0"):
+            module._replicate_for_data_parallel()
+    assert wrapped._replicate_for_data_parallel()[0] is model
+    assert copy.deepcopy(model)._replicate_for_data_parallel()._is_replica  # an ordinary model
+
+
 def replaced_in_a_layer(model):
     model.layers[1].up.weight = nn.Parameter(torch.zeros(2 * SIZE, SIZE))
 

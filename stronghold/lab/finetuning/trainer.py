@@ -123,6 +123,7 @@ def make_trainer(
             disable_tqdm=True,
             dataloader_pin_memory=settings.device != "cpu",
         )
+        arguments._n_gpu = min(1, arguments.n_gpu)  # of several GPUs Trainer would give each a copy of the model
         trainer = Finetuner(
             model=model,
             args=arguments,

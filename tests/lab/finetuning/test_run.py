@@ -142,6 +142,23 @@ def test_with_ours_losses_and_weights_are_trls_to_rounding(tmp_path: Path, name:
     assert_alike(saved, model)
 
 
+class TwoGPUs(trl.SFTConfig):
+    """Those of a process that sees two GPUs, which Trainer would copy the model to."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._n_gpu = 2
+
+
+def test_of_several_gpus_one_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = case(tmp_path, "all weights", out=str(tmp_path / "one"), save=str(tmp_path / "one" / "model"))
+    runs.run(expected)
+    wanted = case(tmp_path, "all weights")
+    monkeypatch.setattr(trainers, "SFTConfig", TwoGPUs)
+    runs.run(wanted)
+    assert runs.losses(wanted) == runs.losses(expected)
+
+
 @pytest.mark.parametrize(
     "adapters", [None, replace(LORA, targets=("q_proj", "v_proj"))], ids=["all weights", "adapters"]
 )
