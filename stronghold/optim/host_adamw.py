@@ -102,7 +102,8 @@ class HostAdamW(torch.optim.Optimizer):
         """Returns the state in ``torch.optim.AdamW``'s format; 8-bit moments as copies in fp32."""
         result = super().state_dict()
         parameters = list(self._parameters())
-        return {**result, "state": {n: as_saved(state, parameters[n].shape) for n, state in result["state"].items()}}
+        states = {n: as_saved(state, parameters[n].shape) for n, state in result["state"].items() if state}
+        return {**result, "state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dictionary of this class or of ``torch.optim.AdamW``.

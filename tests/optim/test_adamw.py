@@ -541,6 +541,16 @@ def test_a_parameter_without_a_gradient_has_no_state():
     assert 0 < len(optimizer.state_dict()["state"]) < parameters
 
 
+def test_a_look_at_a_state_that_is_not_there_adds_none():
+    """The look itself leaves an entry without any, as torch.optim's does."""
+    model = pair(Residual)[1]
+    optimizer = stronghold.AdamW(model.parameters(), **ADAMW)
+    assert not optimizer.state[model.layers[0].up.weight]
+    saved = optimizer.state_dict()
+    assert saved["state"] == {}
+    optimizer.load_state_dict(saved)
+
+
 def test_reset_states_begin_at_zero():
     """By clearing them, which users do, and by loading a dictionary without any."""
 
