@@ -66,9 +66,9 @@ def take_in_additions(engine: Engine) -> bool:
     """Takes in what was added to the model of ``engine``; returns whether nothing else of it has changed.
 
     A layer must still have all of its parameters, wherever in it, and the model those of the root. Not of a model that
-    several processes train, in which each would have added its own. What is frozen by now, and was not trained, gives
-    back what it had for that. Raises BudgetError and ValueError for parameters that cannot be taken in, and nothing has
-    changed.
+    several processes train, in which each would have added its own. Where no optimizer is left, what is frozen by now
+    gives back what it had for its training, but for remainders that training has written. Raises BudgetError and
+    ValueError for parameters that cannot be taken in, and nothing has changed.
     """
     model = engine.model()
     if model is None or engine.replicas.world_size > 1 or engine.processes.world_size > 1:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stronghold.device import Buffer, Event, Wait, Waits, check_process, forks
 from stronghold.errors import OffloadedModelError
 from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout, lay_out, round_up, shares
+from stronghold.unit.attributes import octets, raw_version, requires_grad
 from stronghold.unit.computed_with import ComputedWith
 from stronghold.unit.gradient_memory import GradientMemory
 from stronghold.unit.masters import Masters
@@ -71,6 +72,8 @@ class Unit:
         """Where parameters of the root have a device copy, views of that; a layer has none but its slot."""
         self.device_copy: Buffer | None = None
         self.masters = Masters()
+        self._learned = False
+        """Whether an update or a checkpoint has written the masters."""
         self._memory_of: weakref.ref[Memory] | None = None
         self.gradients = GradientMemory(self)
         self.updated: Event | None = None
@@ -147,7 +150,7 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
-        return any(_requires_grad(p) for p in self.parameters)
+        return any(requires_grad(p) for p in self.parameters)
 
     @property
     def slot_bytes(self) -> int:
@@ -185,7 +188,8 @@ class Unit:
             for offset, shape, dtype in zip(self.layout.offsets, self.shapes, self.dtypes, strict=True)
         ]
         indices = self.master_places()
-        self._place_remainders(indices)
+        if indices:
+            self._place_remainders(indices)
         return indices
 
     def allocate(self, length_bytes: int, kind: Kind) -> Buffer:
@@ -200,7 +204,7 @@ class Unit:
     def master_places(self) -> list[int]:
         """Returns which parameters have a remainder: those in bf16 that are trained."""
         indices = [index for index, dtype in enumerate(self.dtypes) if dtype != torch.float32]
-        return [index for index in indices if _requires_grad(self.parameters[index])]
+        return [index for index in indices if requires_grad(self.parameters[index])]
 
     def master(self, index: int) -> Tensor:
         """Returns the fp32 master of a parameter: a copy, or with fp32 compute the weight itself.
@@ -223,14 +227,19 @@ class Unit:
         return self.masters.remainders[index]
 
     def keep_weights_alone(self) -> None:
-        """Gives back what a unit has for its training, as it is frozen: remainders and room for gradients."""
+        """Gives back what a unit that is frozen has for its training: room for gradients, and remainders.
+
+        Of weights that were updated, or read from a checkpoint, the remainders stay: nothing else has what they hold.
+        """
         self.wait_on_host()
-        self.masters, self.gradients = Masters(), GradientMemory(self)
+        self.gradients = GradientMemory(self)
+        if not self._learned:
+            self.masters = Masters()
         self.sample()
 
     def has_finer_master(self, index: int) -> bool:
         """Whether a parameter that is trained has a master of more bits than its weight, or may get one."""
-        if self.dtypes[index] == torch.float32 or not _requires_grad(self.parameters[index]):
+        if self.dtypes[index] == torch.float32 or not requires_grad(self.parameters[index]):
             return False
         check_process(self._born)
         remainder = self.masters.remainders.get(index)
@@ -249,9 +258,8 @@ class Unit:
         count = self.counts[index]
         if self.resident:
             return [(0, count)] * self.replicas.local_world_size
-        return shares(
-            count, self.replicas.local_world_size, GRAIN if self.alignment == PAGE_BYTES else BLOCK, first=index
-        )
+        grain = GRAIN if self.alignment == PAGE_BYTES else BLOCK
+        return shares(count, self.replicas.local_world_size, grain, first=index)
 
     def share(self, index: int) -> tuple[int, int]:
         """Returns which elements of a parameter this process updates."""
@@ -264,8 +272,6 @@ class Unit:
 
     def _place_remainders(self, indices: Sequence[int]) -> None:
         layout = lay_out([2 * self.parameters[index].numel() for index in indices], self.alignment)
-        if not indices:
-            return
         buffer = self.allocate(layout.total_bytes, "remainders")
         self.masters.buffers.append(buffer)
         for index, offset in zip(indices, layout.offsets, strict=True):
@@ -452,7 +458,7 @@ class Unit:
     def take_writes(self, arrived: Sequence[Tensor] = ()) -> None:
         """Brings the fp32 masters up to what the user wrote into the weights; ``arrived`` is from the device copy."""
         for index, value in enumerate(arrived):
-            if not torch.equal(_octets(value), _octets(self.weight[index])):
+            if not torch.equal(octets(value), octets(self.weight[index])):
                 self.mark_dirty()
                 self.masters.replace(index, self.weight[index], value)
         if not self.has_device_copy and self.masters:
@@ -462,19 +468,6 @@ class Unit:
 
     def rewritten(self) -> None:
         """Called when the engine has written the weights, not the user: an update, or what loads a checkpoint."""
+        self._learned = True
         self.masters.updated(self.weight, self._is_aliased)
         self.sample()
-
-
-def _octets(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def raw_version(parameter: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter._version
-
-
-def _requires_grad(parameter: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.requires_grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,26 @@ def test_replicas_are_refused_what_each_would_have_added_for_itself() -> None:
         stronghold.close(engine_of(model).model())
 
     in_threads(2, run)
+
+
+@pytest.mark.parametrize("store", ["ram", "disk"])
+def test_masters_that_were_trained_are_kept_when_an_adapter_is_added_behind_their_optimizer(
+    tmp_path: Path, store: str
+) -> None:
+    settings = {"window": 2, "dtype": torch.bfloat16, **({"store": "disk"} if store == "disk" else {})}
+    model = offload(tmp_path, base(torch.float32), **settings)
+    layer = unit_of(next(model.model.layers[0].parameters()))
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, steps=2)
+    optimizer.wait()
+    del optimizer
+    gc.collect()
+    learned = {name: unit_of(p).master(p._index).clone() for name, p in model.named_parameters()}
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in learned.values())
+    model = with_adapters(model, WITHOUT_DROPOUT)
+    train(model, stronghold.AdamW(trained(model), lr=1e-2), steps=1)
+    assert layer.gradients.buffer is None
+    assert not layer.trainable
+    found = {name: p for name, p in model.get_base_model().named_parameters() if "lora" not in name}
+    for (name, master), p in zip(learned.items(), found.values(), strict=True):
+        assert torch.equal(unit_of(p).master(p._index), master), name
