@@ -125,12 +125,7 @@ class Engine:
             else RamStore(self.device, self.budget)
         )
         try:
-            on_disk = sum(
-                (unit.layout.total_bytes if unit.lives("weights") == "disk" else 0)
-                + (unit.remainder_bytes() if unit.lives("remainders") == "disk" else 0)
-                for unit in self.units
-            )
-            store.check_space(on_disk, "the model's weights")
+            store.check_place(self.units)
             for unit in self.units:
                 unit.belong_to(self, self.waits, self.close_backward, self.turns.taken)
             if isinstance(weights, Reopened):

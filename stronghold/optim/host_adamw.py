@@ -19,7 +19,7 @@ from stronghold.optim.states import Moments, ParameterState, as_state
 from stronghold.optim.threads import Threads
 from stronghold.optim.update import Update
 from stronghold.settings import check_optimizer
-from stronghold.unit import HostGrad, Unit, closed_error, unit_of
+from stronghold.unit import HostGrad, Need, Unit, check_room, closed_error, missing_remainders, unit_of
 
 
 class HostAdamW(torch.optim.Optimizer):
@@ -166,11 +166,12 @@ class HostAdamW(torch.optim.Optimizer):
         kept = [unit for unit in units if self._keeps_gradients(unit, sums_gradients)]
         gradient_bytes = sum(unit.gradients.layout.total_bytes for unit in kept if unit.gradients.buffer is None)
         trained = {unit: self._trained(unit) for unit in units}
-        self._check_memory(units[0], trained, gradient_bytes, f"{self.called}, its states and gradients,")
+        needs = [need for unit, its in trained.items() for need in self._needs(unit, its)]
+        check_room(needs, f"{self.called}, its states and gradients,", gradient_bytes=gradient_bytes)
         before = [unit for unit in units if unit.gradients.buffer is None]
         try:
             for unit in units:
-                self._moments.allocate(unit, trained[unit])
+                self._allocate(unit, trained[unit])
                 if unit in kept:
                     unit.gradients.allocate(device)
         except BaseException as error:
@@ -186,23 +187,22 @@ class HostAdamW(torch.optim.Optimizer):
 
     def provide(self, indices: Mapping[Unit, list[int]]) -> None:
         """Allocates moments of parameters that had none when the optimizer was made; refuses what does not fit."""
-        missing = {unit: its for unit, its in indices.items() if self._moments.missing_bytes(unit, its)}
-        if not missing:
+        needs = [need for unit, its in indices.items() for need in self._needs(unit, its) if need[2]]
+        if not needs:
             return
-        what = f"{self.called}'s state of {', '.join(unit.name for unit in missing)[:200]}"
-        self._check_memory(next(iter(missing)), missing, 0, what)
-        for unit, its in missing.items():
-            self._moments.allocate(unit, its)
+        names = ", ".join(dict.fromkeys(unit.name for unit, _, _ in needs))
+        check_room(needs, f"{self.called}'s state of {names[:200]}")
+        for unit, its in indices.items():
+            self._allocate(unit, its)
 
-    def _check_memory(self, one: Unit, indices: Mapping[Unit, list[int]], gradient_bytes: int, what: str) -> None:
-        missing = {unit: self._moments.missing_bytes(unit, its) for unit, its in indices.items()}
-        host_bytes, device_bytes, disk_bytes = (
-            sum(size for unit, size in missing.items() if unit.lives("moments") == where)
-            for where in ("host", "device", "disk")
-        )
-        one.memory.check_memory(
-            host_bytes=host_bytes + gradient_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes, what=what
-        )
+    def _needs(self, unit: Unit, indices: list[int]) -> list[Need]:
+        """Returns what the parameters at ``indices`` have not got and an update needs: moments and remainders."""
+        return [(unit, "moments", self._moments.missing_bytes(unit, indices)), missing_remainders(unit, indices)]
+
+    def _allocate(self, unit: Unit, indices: list[int]) -> None:
+        # First: moments are given back with the optimizer, and from a file's end alone.
+        unit.provide_remainders(indices)
+        self._moments.allocate(unit, indices)
 
     def _keeps_gradients(self, unit: Unit, sums_gradients: bool) -> bool:
         sums = not self.in_backward or sums_gradients

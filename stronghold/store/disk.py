@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 import weakref
@@ -21,7 +22,7 @@ from stronghold.store.input_file import InputFile
 from stronghold.store.kept import file_name, open_kept, otherwise
 from stronghold.store.limits import Budget
 from stronghold.store.ram import InPlace
-from stronghold.store.ring import DiskUpdateIO, Ring
+from stronghold.store.ring import RING_BYTES, DiskUpdateIO, Ring
 from stronghold.store.staging import AHEAD, DiskStaging, Read, staging_bytes
 from stronghold.store.store import Store, UpdateIO
 from stronghold.store.unit_file import UnitFile
@@ -101,10 +102,23 @@ class DiskStore(Store):
     def counters(self) -> DiskCounters:
         return self.disk.counters()
 
-    def check_space(self, needed_bytes: int, what: str) -> None:
-        """Raises StoreError where the directories' file systems do not have ``needed_bytes`` left."""
-        needed_bytes -= sum(file.used_bytes - file.taken_bytes for file in self._files.values())  # kept, not yet taken
-        check_free(self.paths, needed_bytes, what)
+    def check_space(self, needed_bytes: Mapping[Unit, int], what: str) -> None:
+        for unit in needed_bytes:
+            unit.wait_updated()  # what an update works on cannot be given back yet
+
+        def check() -> None:
+            files = [(self._file_of(unit), length) for unit, length in needed_bytes.items()]
+            more = sum(length if file is None else file.missing_bytes(length) for file, length in files)
+            check_free(self.paths, more, what)
+
+        try:
+            check()
+        except StoreError:
+            gc.collect()  # an optimizer's parameter groups may refer to one another
+            check()
+
+    def ring_bytes(self) -> int:
+        return 0 if self._ring is not None else RING_BYTES * self._replicas.local_world_size  # each has its own
 
     def input_file(self) -> InputFile:
         self._inputs.append(InputFile(self.disk, self.device, self.paths))
@@ -223,6 +237,8 @@ class DiskStore(Store):
             return InPlace(parts)
         self._directory.unseal()
         if self._ring is None:  # of a model that was frozen when it was placed
+            what = "the ring through which layers on disk are updated"
+            self.check_memory(host_bytes=self.ring_bytes(), device_bytes=0, what=what)
             self._ring = Ring(self.device)
         return DiskUpdateIO(self._ring, file, operands, parts, lambda: unit.is_aliased)
 

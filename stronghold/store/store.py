@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -100,17 +100,35 @@ class Store(ABC):
         """Returns what it has read from disk and written there so far, past the page cache."""
         return DiskCounters(read_bytes=0, written_bytes=0, busy_s=0.0)
 
-    def check_space(self, needed_bytes: int, what: str) -> None:
-        """Raises StoreError where the directories' file systems do not have ``needed_bytes`` left."""
-        assert needed_bytes == 0
+    def check_space(self, needed_bytes: Mapping[Unit, int], what: str) -> None:
+        """Raises StoreError where the directories' file systems do not have the bytes left that each unit needs."""
+        assert not any(needed_bytes.values())
 
-    def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
+    def check_place(self, units: Iterable[Unit]) -> None:
+        """Raises StoreError where the disk has no room for what of ``units`` lies there when they are placed."""
+        weights = {unit: unit.layout.total_bytes if unit.lives("weights") == "disk" else 0 for unit in units}
+        needed = {
+            unit: length + (unit.remainder_bytes() if unit.lives("remainders") == "disk" else 0)
+            for unit, length in weights.items()
+        }
+        self.check_space(needed, "the model's weights")
+
+    def ring_bytes(self) -> int:
+        """Returns what the store takes of the host's memory in this process before it first updates what is on disk."""
+        return 0
+
+    def check_memory(
+        self, *, host_bytes: int, device_bytes: int, disk_bytes: Mapping[Unit, int] | None = None, what: str
+    ) -> None:
         """Raises BudgetError where ``what`` does not fit the budgets beside what is allocated already.
 
-        Raises MemoryError where the machine can never have it, StoreError where the disk does not; warns where the
-        host's memory is not free now.
+        ``disk_bytes`` are of what is updated on disk, by unit; the ring for that counts too, until it is there. Raises
+        MemoryError where the machine can never have it, StoreError where the disk does not; warns where the host's
+        memory is not free now.
         """
-        self.check_space(disk_bytes, what)
+        if disk_bytes:
+            self.check_space(disk_bytes, what)
+            host_bytes += self.ring_bytes()
         if self._budget is not None:
             self._budget.check(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
 

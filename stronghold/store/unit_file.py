@@ -128,6 +128,11 @@ class UnitFile:
         self._parts.append((begin, weakref.ref(part)))
         return MappedBuffer(part, length_bytes)
 
+    def missing_bytes(self, length_bytes: int) -> int:
+        """Returns what a part of ``length_bytes`` takes of the file system beside what is reserved already."""
+        self._give_back()
+        return max(0, self.taken_bytes + round_up(length_bytes, PAGE_BYTES) - self._used_once)
+
     def _give_back(self) -> None:
         while self._replicas.local_world_size == 1 and self._parts and self._parts[-1][1]() is None:
             self.taken_bytes, _ = self._parts.pop()

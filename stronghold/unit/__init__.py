@@ -38,6 +38,7 @@ from stronghold.unit.parameter import (
 from stronghold.unit.process_group import ONE_PROCESS, OneProcess, ProcessGroup, from_rank0, sum_over
 from stronghold.unit.quantised import part_of
 from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
+from stronghold.unit.room import Need, check_room, missing_remainders
 from stronghold.unit.unit import Unit
 from stronghold.unit.unit_memory import Kind, Memory
 from stronghold.unit.users import has_company, is_shared
@@ -53,6 +54,7 @@ __all__ = [
     "Kind",
     "Lane",
     "Memory",
+    "Need",
     "OffloadedGradient",
     "OffloadedParameter",
     "OneProcess",
@@ -65,6 +67,7 @@ __all__ = [
     "bound",
     "check_mixed",
     "check_packed",
+    "check_room",
     "close_parameter",
     "closed_error",
     "consumed_error",
@@ -79,6 +82,7 @@ __all__ = [
     "is_shared",
     "latest",
     "make_plain",
+    "missing_remainders",
     "note_gradient",
     "opaque",
     "pack",

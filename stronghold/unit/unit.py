@@ -20,6 +20,7 @@ from stronghold.unit.gradient_memory import GradientMemory
 from stronghold.unit.masters import Masters
 from stronghold.unit.packed import is_packed
 from stronghold.unit.replicas import ONE_REPLICA, Replicas
+from stronghold.unit.room import check_room, missing_remainders
 from stronghold.unit.samples import Samples
 from stronghold.unit.unit_memory import Kind, Memory
 from stronghold.unit.users import Turn, Users, is_aliased
@@ -222,9 +223,15 @@ class Unit:
         """Returns what the optimizer updates beside the weight, or None with fp32 compute."""
         if self.dtypes[index] == torch.float32:
             return None
-        if index not in self.masters.remainders:  # frozen until now: the weight is all there is of it
-            self._place_remainders([index])
+        self.provide_remainders([index])
         return self.masters.remainders[index]
+
+    def provide_remainders(self, indices: Iterable[int]) -> None:
+        """Allocates remainders of what was frozen until now, whose weight is all there is of it; all zero."""
+        missing = [i for i in indices if self.dtypes[i] != torch.float32 and i not in self.masters.remainders]
+        if missing:
+            check_room([missing_remainders(self, missing)], f"the low bits of {self.name}'s fp32 masters")
+            self._place_remainders(missing)
 
     def keep_weights_alone(self) -> None:
         """Gives back what a unit that is frozen has for its training: room for gradients, and remainders.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from stronghold.device import Buffer, Device
@@ -22,9 +23,12 @@ class Memory(Protocol):
     def allocate(self, unit: Unit, length_bytes: int, kind: Kind) -> Buffer:
         """Allocates memory of a unit, all zero."""
 
-    def check_memory(self, *, host_bytes: int, device_bytes: int, disk_bytes: int = 0, what: str) -> None:
+    def check_memory(
+        self, *, host_bytes: int, device_bytes: int, disk_bytes: Mapping[Unit, int] | None = None, what: str
+    ) -> None:
         """Raises BudgetError where ``what`` does not fit the budgets beside what is allocated already.
 
+        ``disk_bytes`` are by unit, each of which has files of its own.
         Raises MemoryError where the machine can never have it, StoreError where the disk does not; warns where the
         host's memory is not free now.
         """

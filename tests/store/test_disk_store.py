@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import shutil
 from functools import cache, partial
 
 import pytest
@@ -301,3 +302,38 @@ def test_a_run_with_a_second_optimizer_is_saved_in_place_and_goes_on(tmp_path):
     optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, states="8bit")
     stronghold.checkpoint.load(store, model, optimizer)
     assert differences(snapshot(model, optimizer), kept) == []
+
+
+def test_an_optimizer_needs_no_space_that_is_reserved_since_one_that_is_gone(tmp_path, monkeypatch):
+    model = wide(tmp_path / "store")
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer, 0)
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=0))
+    optimizer.param_groups[0]["itself"] = optimizer  # so that only the collector finds it
+    del optimizer
+    steps(model, stronghold.AdamW(model.parameters(), lr=1e-2), 0)
+    del model
+    gc.collect()
+
+
+def test_what_is_reserved_for_one_layer_is_no_space_for_another(tmp_path, monkeypatch):
+    model = wide(tmp_path / "store")
+    stronghold.AdamW(model[0].parameters(), lr=1e-2)
+    gc.collect()
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=0))
+    with pytest.raises(StoreError, match=r"takes .* KiB at .*, where 0 B are free"):
+        stronghold.AdamW(model[1].parameters(), lr=1e-2)
+    stronghold.AdamW(model[0].parameters(), lr=1e-2)
+
+
+def test_masters_that_come_late_leave_the_next_optimizer_its_room(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3))).bfloat16().requires_grad_(False)
+    stronghold.offload(model, window=2, device="cpu", store=tmp_path / "store").requires_grad_(True)
+    for seed in (0, 10, 20):
+        optimizer = None
+        optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+        steps(model, optimizer, seed)
+    stronghold.verify(model)

@@ -11,6 +11,9 @@ import torch
 
 import stronghold
 from stronghold import native
+from stronghold.engine import engine_of
+from stronghold.store import disk, ring
+from stronghold.unit import unit_of
 from tests.small import Residual, numbers, ordinary_loop
 
 
@@ -63,3 +66,74 @@ def test_what_is_needed_is_compared_with_what_is_left_beside_what_is_held(machin
     with pytest.raises(MemoryError):
         stronghold.AdamW(model.parameters())
     assert seen == [stronghold.report(model).host_bytes]
+
+
+def unfrozen_later(**settings):
+    """A model in bf16 that was frozen when it was offloaded: it has no masters and no ring."""
+    torch.manual_seed(0)
+    model = Residual().bfloat16().requires_grad_(False)
+    return stronghold.offload(model, device="cpu", window=1, **settings).requires_grad_(True)
+
+
+def test_masters_that_come_late_are_counted_before_the_optimizer_is_made(machine):
+    model = unfrozen_later()
+    before = stronghold.report(model).host_bytes
+    optimizer = stronghold.AdamW(model.parameters(), update="in_backward")
+    taken = stronghold.report(model).host_bytes
+    assert taken - before >= 10 * sum(p.numel() for p in model.parameters()), "moments and the low bits of masters"
+    ordinary_loop(model, optimizer, [batch.bfloat16() for batch in numbers(1)])
+    assert all(len(unit.masters.remainders) == len(unit.parameters) for unit in engine_of(model).units)
+    model = unfrozen_later()
+    machine.total = machine.available = taken - 1
+    with pytest.raises(MemoryError, match=r"AdamW, its states and gradients, takes"):
+        stronghold.AdamW(model.parameters(), update="in_backward")
+    assert stronghold.report(model).host_bytes == before
+    machine.total = machine.available = taken
+    optimizer = stronghold.AdamW(model.parameters(), update="in_backward")
+    assert stronghold.report(model).host_bytes == taken
+
+
+def test_masters_of_what_is_unfrozen_behind_the_optimizer_are_refused_before_anything_is_updated(machine):
+    model = unfrozen_later().requires_grad_(False)
+    model.out.requires_grad_(True)
+    optimizer = stronghold.AdamW(model.parameters())
+    model.requires_grad_(True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(numbers(1)[0].bfloat16()).backward()
+    held = stronghold.report(model).host_bytes
+    moments = 8 * sum(p.numel() for name, p in model.named_parameters() if not name.startswith("out"))
+    machine.total = machine.available = held + moments + 1000
+    with pytest.raises(MemoryError, match=r"AdamW's state of .* takes .* KiB of host memory beside .* leaves"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    machine.total = machine.available = 2**36
+    optimizer.step()
+    optimizer.wait()
+    assert not all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_remainder_is_refused_where_there_is_no_memory_for_it(machine):
+    model = unfrozen_later()
+    unit = unit_of(model.layers[0].up.weight)
+    machine.total = machine.available = stronghold.report(model).host_bytes + 100
+    with pytest.raises(MemoryError, match=r"the low bits of layers\.0's fp32 masters takes .* leaves 100 B"):
+        unit.remainder(2)
+    assert not unit.masters
+
+
+def test_a_ring_that_comes_late_is_counted(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(ring, "SLOT_BYTES", 2**20)
+    monkeypatch.setattr(disk, "RING_BYTES", 4 * 2**20, raising=False)
+    model = unfrozen_later(store=tmp_path / "store")
+    held = stronghold.report(model).host_bytes
+    machine.total = machine.available = held + 4 * 2**20 - 1
+    with pytest.raises(MemoryError, match=r"AdamW, its states and gradients, takes 4\..* MiB of host memory beside"):
+        stronghold.AdamW(model.parameters(), update="in_backward")
+    machine.total = machine.available = 2**36
+    optimizer = stronghold.AdamW(model.parameters(), update="in_backward")
+    machine.total = machine.available = stronghold.report(model).host_bytes + 4 * 2**20 - 1
+    with pytest.raises(MemoryError, match=r"the ring through which layers on disk are updated takes 4\.00 MiB"):
+        model(numbers(1)[0].bfloat16()).backward()
+    machine.total = machine.available = 2**36
+    optimizer.zero_grad()
+    ordinary_loop(model, optimizer, [batch.bfloat16() for batch in numbers(1)])
