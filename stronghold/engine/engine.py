@@ -18,6 +18,7 @@ from stronghold.engine.compiled import Compiling
 from stronghold.engine.held_memory import HeldMemory
 from stronghold.engine.hooks import Hooks
 from stronghold.engine.members import refuse_changes
+from stronghold.engine.optimizers import Optimizers
 from stronghold.engine.placement import Placement, copy_to_device
 from stronghold.engine.reopening import Reopened
 from stronghold.engine.root import Root
@@ -77,7 +78,7 @@ class Engine:
         self.layers = placement.layers
         self.micro_batch = settings.micro_batch_samples
         self.waits = Waits(device)
-        self.optimizer: weakref.ref[HostAdamW] | None = None
+        self.optimizers = Optimizers()
         self.processes: ProcessGroup = ONE_PROCESS
         """Those that train the same model."""
         self._processes_here = 1
@@ -177,8 +178,8 @@ class Engine:
 
     @property
     def own_optimizer(self) -> HostAdamW | None:
-        """The optimizer of stronghold's that updates this model, if there is one."""
-        return None if self.optimizer is None else self.optimizer()
+        """The optimizer of stronghold's that updates this model, the newest of several, if there is one."""
+        return self.optimizers.newest
 
     def check_open(self) -> None:
         """Raises OffloadedModelError where the model was closed."""
@@ -189,8 +190,7 @@ class Engine:
         """Ends the threads and gives back memory, locks and files; nothing of the engine can be used after it."""
         self.closed = True
         self._end()  # a layer may still be on its way, from memory or disk
-        if (optimizer := self.own_optimizer) is not None:
-            optimizer.forget()
+        self.optimizers.forget()
         for unit in self.units:
             for parameter in unit.parameters:
                 close_parameter(parameter)
@@ -390,14 +390,9 @@ class Engine:
     # What the optimizer and the parameters say.
 
     def adopt(self, optimizer: HostAdamW) -> None:
-        """Makes ``optimizer`` the one that updates this model; raises where it has one already."""
-        known = self.own_optimizer
-        if known is not None and (known.in_backward or optimizer.in_backward):
-            raise OffloadedModelError(
-                "update='in_backward' needs the model's only optimizer, because the backward pass itself updates (got "
-                "a second one); delete the first, or use update='deferred'"
-            )
-        self.optimizer = self.gradients.optimizer = weakref.ref(optimizer)
+        """Makes ``optimizer`` one that updates this model; raises where its other ones do not allow that."""
+        self.optimizers.add(optimizer)
+        self.gradients.optimizer = weakref.ref(optimizer)
         if self.device.is_host and not self.store.paths and not optimizer.in_backward:
             keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 

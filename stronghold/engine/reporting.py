@@ -21,7 +21,7 @@ def report(model: nn.Module) -> Report:
     Raises OffloadedModelError for a model that is not offloaded.
     """
     engine = known_engine(model)
-    optimizer: Any = engine.optimizer() if engine.optimizer is not None else None
+    optimizer: Any = engine.own_optimizer
     unit, device = engine.layers[0], engine.device
     shelf = engine.activations.shelf if engine.activations is not None else None
     parameters = [p for h in engine.units for p in h.parameters]

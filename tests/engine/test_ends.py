@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import stronghold
+from stronghold.errors import OffloadedModelError
 from tests.delayed import DelayedDevice
 from tests.test_ordering import Model
 
@@ -49,3 +50,38 @@ def test_a_model_may_go_amid_a_prefetch(tmp_path, monkeypatch, store, update):
 
 def left(before: set[int | None]) -> set[int | None]:
     return {thread.ident for thread in threading.enumerate()} - before
+
+
+def test_a_model_that_is_closed_gives_back_what_each_of_its_optimizers_holds():
+    model = stronghold.offload(Model(), window=1, device="cpu")
+    halves = [list(model.parameters())[:4], list(model.parameters())[4:]]
+    optimizers = [stronghold.AdamW(half) for half in halves]
+    model(torch.ones(6, 8)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    moments = [
+        weakref.ref(optimizer.state[half[0]]["exp_avg"]) for optimizer, half in zip(optimizers, halves, strict=True)
+    ]
+    stronghold.close(model)
+    gc.collect()
+    assert [moment() for moment in moments] == [None, None]
+    for optimizer in optimizers:
+        with pytest.raises(OffloadedModelError, match="closed"):
+            optimizer.step()
+        with pytest.raises(OffloadedModelError, match="closed"):
+            _ = optimizer.state
+
+
+def test_an_optimizer_counts_as_long_as_it_is_there_whichever_was_made_last():
+    model = stronghold.offload(Model(), window=1, device="cpu")
+    halves = [list(model.parameters())[:4], list(model.parameters())[4:]]
+    first, second = (stronghold.AdamW(half) for half in halves)
+    del second
+    gc.collect()
+    assert stronghold.report(model).states == first.states
+    with pytest.raises(OffloadedModelError, match="needs the model's only optimizer"):
+        stronghold.AdamW(halves[1], update="in_backward")
+    del first
+    gc.collect()
+    assert stronghold.report(model).states is None
+    stronghold.AdamW(model.parameters(), update="in_backward")
