@@ -63,7 +63,7 @@ class Directory:
     """
 
     def __init__(self, paths: Sequence[Path], *, ours: bool = True) -> None:
-        self.paths = list(paths)
+        self.paths = [path.absolute() for path in paths]  # the user's program may go to another directory
         self.is_ours = ours
         self._made: list[Path] = []
         self._locks: list[int] = []
@@ -227,12 +227,15 @@ def check_same(
 def check_free(paths: Sequence[Path], needed_bytes: int, what: str) -> None:
     """Raises StoreError where the file systems of ``paths`` do not have ``needed_bytes`` left, dealt out over them."""
     # Units, and stripes of them, are dealt out over the directories, which therefore each take about as much.
+    on_drive: dict[int, list[Path]] = {}
     for path in paths:
-        needed, free = needed_bytes // len(paths), shutil.disk_usage(path).free
+        on_drive.setdefault(os.stat(path).st_dev, []).append(path)
+    for there in on_drive.values():
+        needed, free = needed_bytes * len(there) // len(paths), shutil.disk_usage(there[0]).free
         if needed > free:
             raise StoreError(
-                f"{what} takes {format_bytes(needed)} at {path}, where {format_bytes(free)} are free; free "
-                f"{format_bytes(needed - free)} more, or pass a directory on a larger disk"
+                f"{what} takes {format_bytes(needed)} at {', '.join(map(str, there))}, where {format_bytes(free)} "
+                f"are free; free {format_bytes(needed - free)} more, or pass a directory on a larger disk"
             )
 
 

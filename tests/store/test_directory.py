@@ -14,7 +14,7 @@ from torch import nn
 import stronghold
 from stronghold.engine import engine_of
 from stronghold.errors import StoreError
-from stronghold.store.directory import Directory, Inventory, UnitRecord, check_same
+from stronghold.store.directory import Directory, Inventory, UnitRecord, check_free, check_same
 
 
 def layers(width=8, count=3):
@@ -183,3 +183,47 @@ def test_a_store_without_threads_leaves_nothing_and_the_directory_to_others(tmp_
         start(tmp_path / "s")
     assert not (tmp_path / "s").exists()
     start(tmp_path / "s")
+
+
+def test_directories_on_one_drive_need_the_space_of_all(tmp_path, monkeypatch):
+    paths = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    for path in paths:
+        path.mkdir()
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=2 * 2**20))
+    check_free(paths, 2 * 2**20, "it")
+    told = r"it takes 2\.50 MiB at .*/a, .*/b, .*/c, where 2\.00 MiB are free; free 512 KiB more"
+    with pytest.raises(StoreError, match=told):
+        check_free(paths, 5 * 2**19, "it")
+
+
+def test_directories_on_several_drives_need_their_shares(tmp_path, monkeypatch):
+    paths = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    for path in paths:
+        path.mkdir()
+    stat, real, free = os.stat, shutil.disk_usage, {"a": 2 * 2**20, "b": 10 * 2**20, "c": 2 * 2**20}
+    monkeypatch.setattr(os, "stat", lambda path, **how: on_drive(stat(path, **how), path, paths[1]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=free[path.name]))
+    check_free(paths, 3 * 2**20, "it")
+    told = r"it takes 4\.00 MiB at .*/a, .*/c, where 2\.00 MiB are free; free 2\.00 MiB more"
+    with pytest.raises(StoreError, match=told):
+        check_free(paths, 6 * 2**20, "it")
+
+
+def on_drive(found, path, other):
+    return found if path != other else os.stat_result([*found[:2], found.st_dev + 1, *found[3:10]])
+
+
+def test_a_store_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "gone to").mkdir()
+    monkeypatch.chdir(tmp_path / "begun")
+    model = start("store")
+    monkeypatch.chdir(tmp_path / "gone to")
+    optimizer = stronghold.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    stronghold.checkpoint.save(tmp_path / "begun" / "store", model, optimizer)
+    stronghold.close(model)
+    assert (tmp_path / "begun" / "store" / "manifest.json").exists()
+    assert not any((tmp_path / "gone to").iterdir())
