@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,24 +47,25 @@ def seal(path: Path, *, step: int, learned: Mapping[str, Any], data: int) -> Non
     sync_directory(path.parent)
 
 
-def newest(out: str | Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """Returns the newest checkpoint in the folder ``out`` that is whole, or None where there is no checkpoint at all.
+def newest(out: str | Path, say: Callable[[str], None]) -> tuple[Checkpoint | None, set[Path]]:
+    """Returns the newest checkpoint in the folder ``out`` that is whole, and the later ones, which are not.
 
-    ``say`` is told of each one that is not. Raises CheckpointError where there are some, and none of them is whole.
+    ``say`` is told of each of these. None is for a folder without any checkpoint; raises CheckpointError where there
+    are some, and none of them is whole.
     """
-    paths, problems = _paths(out), []
+    paths, problems = _paths(out), dict[Path, str]()
     for path in reversed(paths):
         try:
-            return _read(path)
+            return _read(path), set(problems)
         except (StrongholdError, OSError) as error:
-            problems.append(f"{path}: {error}")
+            problems[path] = f"{path}: {error}"
             say(f"skipped    {path}: {error}")
     if problems:
         raise CheckpointError(
             f"a run goes on from a whole checkpoint (got {len(problems)} in {out}, none of them whole: "
-            f"{'; '.join(problems)}); restore one, or begin a run in another folder"
+            f"{'; '.join(problems.values())}); restore one, or begin a run in another folder"
         )
-    return None
+    return None, set()
 
 
 def check_same(found: Checkpoint, learned: Mapping[str, Any], data: int) -> None:
@@ -93,18 +94,27 @@ def check_empty(out: str | Path) -> None:
         )
 
 
-def prune(out: str | Path, keep: int) -> None:
-    """Removes all checkpoints in ``out`` but the newest ``keep`` that are whole."""
-    whole = [path for path in _paths(out) if (path / SEAL).is_file()]
+def prune(out: str | Path, step: int, keep: int, damaged: Collection[Path] = ()) -> None:
+    """Removes all checkpoints in ``out`` up to ``step`` but the newest ``keep`` that are whole.
+
+    Those without a seal, of whatever step, and those known to be ``damaged`` are not whole.
+    """
+    sealed = [path for path in _paths(out) if (path / SEAL).is_file()]
+    later = [path for path in sealed if _step_of(path) > step]
+    whole = [path for path in sealed if path not in later and path not in damaged]
     for path in _paths(out):
-        if path not in whole[-keep:]:
+        if path not in later and path not in whole[-keep:]:
             (path / SEAL).unlink(missing_ok=True)  # first: half of one must not look whole
             shutil.rmtree(path)
 
 
 def _paths(out: str | Path) -> list[Path]:
-    found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(out).glob("checkpoint-*")}
-    return sorted((path for path, match in found.items() if match), key=lambda path: int(path.name.split("-")[1]))
+    found = (path for path in Path(out).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.split("-")[1])
 
 
 def _read(path: Path) -> Checkpoint:

@@ -71,7 +71,7 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
-    found = newest(settings.out, say) if settings.resume else None
+    found, damaged = newest(settings.out, say) if settings.resume else (None, set())
     if not settings.resume:
         check_run_folder(settings.out)
         check_empty(settings.out)
@@ -128,6 +128,7 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
         watch = Watch(
             settings,
             data=fingerprint,
+            damaged=damaged,
             console=console,
             log=log,
             stop=stop,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ class Watch(TrainerCallback):
     """Writes each step's record into ``log`` and onto ``console``, and ends the run where ``stop`` is asked for.
 
     A checkpoint that Trainer has written is sealed, and those that are too many are removed; where the run is stopped
-    one is written. ``report`` says what the model takes, ``begin`` is told how many steps there will be, before the
-    first.
+    one is written. Those that are known to be ``damaged`` do not count. ``report`` says what the model takes, ``begin``
+    is told how many steps there will be, before the first.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Watch(TrainerCallback):
         settings: FinetuneSettings,
         *,
         data: int,
+        damaged: Collection[Path],
         console: Console,
         log: RunLog,
         stop: Stop,
@@ -42,6 +43,7 @@ class Watch(TrainerCallback):
     ) -> None:
         self._settings = settings
         self._data = data
+        self._damaged = set(damaged)
         self._console = console
         self._log = log
         self._stop = stop
@@ -100,7 +102,8 @@ class Watch(TrainerCallback):
         path = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._log.sync()  # first: the records of all its steps are there whenever a checkpoint is
         seal(path, step=state.global_step, learned=self._settings.learned(), data=self._data)
-        prune(args.output_dir, self._settings.keep_checkpoints)
+        self._damaged.discard(path)
+        prune(args.output_dir, state.global_step, self._settings.keep_checkpoints, self._damaged)
         self.saved = path
         self._log.checkpoint({"step": state.global_step, "path": str(path), "save_s": time.perf_counter() - begin})
 

@@ -19,7 +19,7 @@ from stronghold.errors import BudgetError, CheckpointError
 from stronghold.lab.command import INTERRUPTED
 from stronghold.lab.finetuning import run as runner
 from stronghold.lab.finetuning import watch
-from stronghold.lab.finetuning.checkpoints import SEAL
+from stronghold.lab.finetuning.checkpoints import SEAL, prune
 from stronghold.lab.finetuning.settings import CourseSettings, FinetuneSettings
 from stronghold.settings import OffloadSettings
 from tests.lab.finetuning import runs, small
@@ -223,3 +223,32 @@ def test_a_mixture_goes_on_in_the_parts_that_it_was_cut_into(tmp_path: Path, mon
         assert runs.records(one, "start")[0]["settings"]["experts_per_part"] == 2
     with pytest.raises(ValueError, match="experts_per_part=1, which was 2"):
         runner.finetune(replace(roomy, experts_per_part=1))
+
+
+def test_damaged_checkpoints_do_not_count_among_the_newest_that_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = runs.settings(tmp_path, checkpoint_every=4, keep_checkpoints=3)
+    runs.run(wanted)
+    expected = runs.losses(wanted)
+    damaged(Path(wanted.out) / "checkpoint-12", "a byte of the weights")
+    damaged(Path(wanted.out) / "checkpoint-8", "a byte of the weights")
+    one = replace(wanted, resume=True, checkpoint_every=3, keep_checkpoints=1)
+    with monkeypatch.context() as patch:
+        stop_after(6, patch)  # behind checkpoints after steps 6 and, for it is stopped, 7
+        shown = runs.run(one)
+    assert "after step 4" in shown
+    kept = {path.name for path in Path(wanted.out).glob("checkpoint-*")}
+    assert kept == {"checkpoint-7", "checkpoint-8", "checkpoint-12"}, "what is later stays until the run is there"
+    assert "after step 7" in runs.run(one)
+    assert runs.losses(wanted) == expected
+    assert {path.name for path in Path(wanted.out).glob("checkpoint-*")} == {"checkpoint-12"}
+
+
+def test_pruning_counts_what_is_whole_up_to_the_step(tmp_path: Path) -> None:
+    for step in (5, 10, 20, 30, 40, 100):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if step != 30:
+            (tmp_path / f"checkpoint-{step}" / SEAL).touch()
+    prune(tmp_path, 40, 2, {tmp_path / "checkpoint-20"})
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10", "checkpoint-40", "checkpoint-100"}
