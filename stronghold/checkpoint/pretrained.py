@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +70,12 @@ def load(
 
     The model is what ``from_pretrained(directory)`` and :func:`offload` would make: its parameters have the dtype that
     the config names (without one the files'), and it is in evaluation mode; call
-    ``train()`` for dropout. Nothing is fetched from a hub. Raises ValueError, before anything is allocated, for a
-    folder that is not such a checkpoint, and for tensors that are missing, of another shape, or not the model's; and
-    what :func:`offload` raises.
+    ``train()`` for dropout. Nothing is fetched from a hub. Where a process was killed while :func:`save` replaced a
+    model there, the one before is read, and a RuntimeWarning says so. Raises ValueError, before anything is allocated,
+    for a folder that is not such a checkpoint, and for tensors that are missing, of another shape, or not the model's;
+    and what :func:`offload` raises.
     """
-    folder = Path(directory)
+    folder = _there(Path(directory))
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"a model must be a folder with a config.json (got {str(directory)!r}); pass one")
@@ -170,8 +172,9 @@ def _save(
     model = uncompiled(model)
     outgoing = None if has_adapters(model) else _Outgoing(model, dtype)
     partial = folder.with_name(f".{folder.name}.partial")
-    replaced = folder.with_name(f".{folder.name}.replaced")
+    replaced = _replaced(folder)
     try:
+        _put_back(folder)  # of a process that was killed in between
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if folder.exists():
@@ -195,7 +198,33 @@ def _save(
     except OSError as error:
         raise OSError(error.errno, f"cannot save the model ({error.strerror or error})", str(folder)) from error
     finally:
+        _put_back(folder)
         shutil.rmtree(partial, ignore_errors=True)  # what is still there is no model, and may fill the disk
+
+
+def _replaced(folder: Path) -> Path:
+    """Returns where the model that ``folder`` holds is while another takes its place."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def _put_back(folder: Path) -> None:
+    """Gives the model its name back that was to be replaced, where no other has taken it."""
+    if not folder.exists() and _replaced(folder).exists():
+        _replaced(folder).rename(folder)
+
+
+def _there(folder: Path) -> Path:
+    """Returns where the model of ``folder`` is: beside it, where saving another ended before that had its name."""
+    replaced = _replaced(Path(os.path.realpath(folder)))
+    if folder.exists() or not replaced.exists():
+        return folder
+    warnings.warn(
+        f"{folder} was being replaced when a process ended, and the model that it held is read from {replaced}; rename "
+        "that, or save a model there again",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return replaced
 
 
 def check_save_folder(folder: str | os.PathLike[str]) -> None:

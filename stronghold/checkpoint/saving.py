@@ -83,7 +83,7 @@ def save(
     check_format(format)
     model = uncompiled(model)
     engine = engine_for(model, optimizer)
-    processes, directory = engine.processes, Path(os.path.abspath(directory))
+    processes, directory = engine.processes, Path(os.path.realpath(directory))  # a link stays one
     if holds(engine, directory) and format == "safetensors":
         return save_in_place(model, engine, optimizer, settings_of(optimizer, scheduler, extra))
     partial = directory.with_name(f".{directory.name}.partial")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,46 @@ def test_where_a_link_points_to_is_replaced_and_the_link_stays(tmp_path):
         assert (tmp_path / "saved").is_symlink() and os.listdir(tmp_path / "large") == ["model"]
         assert same(load_model(tmp_path / "large" / "model")[0], model)
     assert sorted(os.listdir(tmp_path)) == ["large", "saved"]
+
+
+def test_a_model_is_found_where_a_process_was_killed_while_it_was_replaced(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    model = GPT(CONFIG)
+    stronghold.save(model, tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").write_text("{}")
+    (tmp_path / "saved").rename(tmp_path / ".saved.replaced")
+    (tmp_path / ".saved.partial").mkdir()
+    for name in ("saved", "link"):
+        with pytest.warns(RuntimeWarning, match=r"saved\.replaced; rename") as told:
+            again = stronghold.load(tmp_path / name, device="cpu", model_class=GPT)
+        assert [warning.filename for warning in told] == [__file__]
+        assert same(again, model)
+    second = GPT(CONFIG)
+    stronghold.save(second, tmp_path / "link")
+    assert sorted(os.listdir(tmp_path)) == ["link", "saved"]
+    assert (tmp_path / "saved" / "tokenizer.json").exists(), "what was beside the model stays"
+    assert same(load_model(tmp_path / "saved")[0], second)
+    shutil.rmtree(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"a folder with a config\.json"):
+        stronghold.load(tmp_path / "saved", device="cpu", model_class=GPT)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=repr)
+def test_an_error_while_a_model_is_replaced_leaves_the_one_before(tmp_path, monkeypatch, error):
+    model = GPT(CONFIG)
+    stronghold.save(model, tmp_path / "saved")
+    real = os.rename
+
+    def rename(source, target, **more):
+        if os.fspath(source).endswith(".partial"):
+            raise error
+        real(source, target, **more)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(type(error)):
+        stronghold.save(GPT(CONFIG), tmp_path / "saved")
+    assert os.listdir(tmp_path) == ["saved"]
+    assert same(load_model(tmp_path / "saved")[0], model)
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 9])

@@ -127,6 +127,20 @@ def test_a_directory_in_use_is_refused_and_an_empty_one_taken(tmp_path: Any) -> 
     assert os.listdir(tmp_path) == ["empty"]
 
 
+def test_where_a_link_points_to_the_checkpoint_goes(tmp_path: Any) -> None:
+    """As to a larger disk, where a directory is already, or none yet."""
+    training, _ = of_kind()
+    (tmp_path / "large" / "empty").mkdir(parents=True)
+    for name in ("empty", "new"):
+        (tmp_path / name).symlink_to(tmp_path / "large" / name)
+        path = training.save(tmp_path / name)
+        assert path == tmp_path / "large" / name
+        assert (tmp_path / name).is_symlink()
+        training.load(tmp_path / name)
+    assert sorted(os.listdir(tmp_path / "large")) == ["empty", "new"]
+    assert sorted(os.listdir(tmp_path)) == ["empty", "large", "new"]
+
+
 def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path: Any) -> None:
     training, _ = of_kind()
     with pytest.raises(ValueError, match=r"got a object at extra\.it"):
