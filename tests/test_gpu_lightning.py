@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -108,9 +110,14 @@ def test_a_move_to_the_host_leaves_everything_where_it_is():
     model.register_buffer("scale", torch.ones(3, device=DEVICE))
     places = {name: (t.device, t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
     assert {device.type for device, _ in places.values()} == {"cpu", DEVICE}
-    for move in (model.cpu, lambda: model.to("cpu"), lambda: model.to(DEVICE), model.layers[0].cpu):
-        move()
+    said: list[int] = []
+    for move in (model.cpu, lambda: model.to("cpu"), model.layers[0].cpu, lambda: model.to(DEVICE)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            move()
+        said.append(sum("nothing was copied to the host" in str(one.message) for one in told))
         assert {n: (t.device, t.data_ptr()) for n, t in model.state_dict(keep_vars=True).items()} == places
+    assert said == [1, 1, 1, 0]
     for move in (lambda: model.to("cpu", torch.bfloat16), lambda: model.to("meta")):
         with pytest.raises(OffloadedModelError, match=r"stays on .* build it anew and pass device="):
             move()

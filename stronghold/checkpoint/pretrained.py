@@ -172,10 +172,11 @@ def _save(
     model = uncompiled(model)
     outgoing = None if has_adapters(model) else _Outgoing(model, dtype)
     partial = folder.with_name(f".{folder.name}.partial")
-    replaced = _replaced(folder)
+    replaced, removed = _replaced(folder), folder.with_name(f".{folder.name}.removed")
     try:
         _put_back(folder)  # of a process that was killed in between
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in partial, removed:
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
         if folder.exists():
             _keep_others(folder, partial, replaces)
@@ -193,7 +194,9 @@ def _save(
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
         partial.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaced.exists():
+            replaced.rename(removed)  # half of a model is never taken for one
+            shutil.rmtree(removed, ignore_errors=True)
         sync_directory(folder.parent)
     except OSError as error:
         raise OSError(error.errno, f"cannot save the model ({error.strerror or error})", str(folder)) from error

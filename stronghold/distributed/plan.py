@@ -80,8 +80,8 @@ def plan(
         name: What the model is called in the plan.
         processes: That train it together on the machine, each with an accelerator of its own, or all on its cores; they
             share its memory, threads and disks. Searched over are then stages and replicas, too: replicas of any model,
-            and stages of an ``nn.Sequential`` or a row of layers, with deferred updates. What the host memory of a
-            stage does not hold is in the ``store``'s directories; where the device's memory is the host's, all of it.
+            and stages of an ``nn.Sequential`` or a row of layers, with deferred updates. Layers of stages are in
+            RAM or, where that does not hold them, all in the ``store``'s directories.
             Of the plan, ``parallel`` and ``settings`` are what ``stronghold.pipeline`` takes, or ``settings`` alone
             ``stronghold.replicate``. ``device_memory`` and ``host_memory`` are what each process may take, the latter
             by default an equal part. Of replicas of one stage that cannot be the shortest, the plan that is shown

@@ -89,7 +89,9 @@ def best_of(
             refused += [_refused(planner, one) for one in result.refused[:1]]
             missing += _missing(result, replicas)
     if not plans:
-        raise _nothing(processes, missing, left_out)
+        raise _nothing(
+            processes, missing, left_out, may_disk=isinstance(staged, str) or bool(staged.planner.directories)
+        )
     best, *others = sorted(plans, key=lambda plan: plan.step_s.likely)
     alternatives = [
         Alternative(
@@ -115,8 +117,6 @@ def settings_of(planner: StagePlanner, plan: StagedPlan, *, is_host: bool) -> di
         found = {"window": choice.window, "resident": 0, "activations": activations}
     if choice.store != "ram":
         found["store"] = [*planner.directories]
-        if (room := planner.host_memory) is not None:
-            found["host_memory"] = room
     if not is_host:
         found["device_memory"] = max(one.device_memory for one in planner.taken(choice, plan.step))
     return found
@@ -169,8 +169,8 @@ def _told(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict[str, 
 def _refused(planner: StagePlanner, one: StagedRefusal) -> Refused:
     choice = one.choice
     window: dict[str, Any] = {"resident": "auto"} if choice.window is None else {"window": choice.window, "resident": 0}
-    if choice.store != "ram":
-        window["store"] = [*planner.directories]
+    if planner.directories:
+        window["store"] = "ram" if choice.store == "ram" else [*planner.directories]
     return Refused(
         settings={**window, "activations": "keep" if choice.is_kept else "recompute"},
         optimizer={"states": choice.states, "update": "deferred"},
@@ -196,11 +196,11 @@ def _missing(found: StagedFound, replicas: int) -> list[str]:
     return [f"{least.choice.stages} stages{of}: {place} of each process must hold {needed} (got {limit})"]
 
 
-def _nothing(processes: int, missing: Sequence[str], left_out: Sequence[LeftOut]) -> Exception:
+def _nothing(processes: int, missing: Sequence[str], left_out: Sequence[LeftOut], *, may_disk: bool) -> Exception:
     if missing:
         return BudgetError(
             f"nothing fits {processes} processes: {'; '.join(missing)}; raise the budgets of each process, allow "
-            "states='8bit', or make the batch smaller"
+            f"states='8bit', {'' if may_disk else 'keep layers on disk (store=), '}or make the batch smaller"
         )
     reasons = "; ".join(f"stages={one.stages}, replicas={one.replicas}: {one.reason}" for one in left_out)
     return ValueError(

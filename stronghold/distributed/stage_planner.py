@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import NamedTuple
 
 from stronghold.distributed.row_costs import RowCosts
@@ -17,7 +16,7 @@ from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
 from stronghold.planner.model_bytes import ModelBytes, Part
 from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
 from stronghold.planner.stage_costs import LayerCost
-from stronghold.planner.stage_disk import OnHost, StageDisk
+from stronghold.planner.stage_disk import OnDisk, StageDisk
 from stronghold.planner.staged_search import StagedChoice
 from stronghold.planner.staged_step import StagedStep, StagedWork
 from stronghold.planner.step_bytes import Placed, StepBytes, held_on_device, parts_on_disk, step_bytes, written_bytes
@@ -26,20 +25,21 @@ from stronghold.planner.step_costs import Machine
 
 class Taken(NamedTuple):
     """What a process takes: units and buffers as its report has them, activations on top, the device's budget, and what
-    a step writes to disk."""
+    a step writes to disk. ``sums_bytes`` more are of the host where gradients of micro-batches are added up."""
 
     held: StepBytes
     activation_bytes: int
     device_memory: int
     written_bytes: int
+    sums_bytes: int
 
 
 class StagePlanner:
     """Answers choice by choice for so many ``processes`` that are all on the ``machine``, each with its share of it.
 
     Updates are deferred. Where layers stay on the device they are updated there, as are the root parameters of a stage
-    whose device has memory of its own. Of layers in ``directories`` as much stays in RAM as each process's has room
-    for; where the device's memory is the host's, nothing does. ``limits`` are each process's.
+    whose device has memory of its own. Layers are in RAM, or all of them in ``directories``. ``limits`` are each
+    process's.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StagePlanner:
         found: dict[str, int] = {}
         for one in self.taken(choice, step):
             device = one.held.device + one.held.root_gradients + one.activation_bytes
-            host = one.held.host + self._limits.process
+            host = one.held.host + one.sums_bytes + self._limits.process
             each = {self.place: device + host} if self._machine.is_host else {self.place: device, "host": host}
             found = {place: max(size, found.get(place, 0)) for place, size in each.items()}
         return found
@@ -136,7 +136,8 @@ class StagePlanner:
                 states=choice.states,
                 replicas=choice.replicas,
             )
-            on_top = self._working_bytes(choice)
+            on_host, on_device = _sums_bytes(model, resident, choice)
+            on_top = self._working_bytes(choice) + on_device
             for stage in stages:
                 end = stage.first + stage.layers
                 if work.offloaded is None:
@@ -146,13 +147,8 @@ class StagePlanner:
                 on_top += stage.memory_bytes - weights
             device_memory = held_on_device(model, window, resident, BUFFERS)
             written = written_bytes(model, there, states=choice.states, replicas=choice.replicas)
-            found.append(Taken(held, on_top, device_memory, written))
+            found.append(Taken(held, on_top, device_memory, written, on_host))
         return found
-
-    @property
-    def host_memory(self) -> int | None:
-        """What each process may have in RAM of what is kept on disk else; None for nothing."""
-        return None if self._machine.is_host else self._limits.host - self._limits.process
 
     def _memory(self, choice: StagedChoice) -> list[ModelBytes]:
         return self._row.memory if choice.store == "ram" else self._row.memory_on_disk
@@ -160,8 +156,7 @@ class StagePlanner:
     def _on_disk(self, model: ModelBytes, resident: frozenset[int], choice: StagedChoice) -> dict[int, frozenset[Part]]:
         if choice.store == "ram":
             return {}
-        order = range(len(model.units))
-        return parts_on_disk(model, order, resident, BUFFERS, self.host_memory, processes=choice.replicas)
+        return parts_on_disk(model, range(len(model.units)), resident, BUFFERS, None, processes=choice.replicas)
 
     def _disk(self, choice: StagedChoice, machine: Machine) -> StageDisk | None:
         """Returns what stages have on disk, by sums over their layers."""
@@ -169,16 +164,11 @@ class StagePlanner:
             return None
         assert choice.window is not None
         kinds = {id(one): one for one in self._memory(choice)}
-        made = {kind: OnHost.of(one, self._resident(one, choice), choice.states) for kind, one in kinds.items()}
-        layers, room = [made[id(one)] for one in self._memory(choice)], 0
-        if self.host_memory is not None:
-            each = self.host_memory - BUFFERS.ring_bytes - BUFFERS.gradient_slots * self._largest_gradients
-            room = choice.replicas * (each - BUFFERS.disk_buffers * max(one.weights for one in layers))
+        made = {kind: OnDisk.of(one, self._resident(one, choice), choice.states) for kind, one in kinds.items()}
         return StageDisk(
             window=choice.window,
-            layers=layers,
+            layers=[made[id(one)] for one in self._memory(choice)],
             machine=machine,
-            room_bytes=room,
             replicas=choice.replicas,
             staged=not self._machine.is_host,
         )
@@ -219,11 +209,12 @@ class StagePlanner:
             resident = self._resident(memory, choice)
             placed = Placed(window=1, resident=resident, on_disk=self._on_disk(memory, resident, choice))
             held = step_bytes(memory, placed, BUFFERS, states=choice.states, replicas=choice.replicas)
-            found[id(memory)] = held.root + held.resident + held.root_gradients
+            on_host, on_device = _sums_bytes(memory, resident, choice)
+            found[id(memory)] = held.root + held.resident + held.root_gradients + on_device
             if self._machine.is_host:
                 staged = 0 if choice.window is None else BUFFERS.gradient_slots * memory.layers[0].gradients
                 through_ring = choice.store != "ram" and any(unit.trained for unit in memory.units)
-                found[id(memory)] += held.host - staged - through_ring * BUFFERS.ring_bytes
+                found[id(memory)] += held.host - staged - through_ring * BUFFERS.ring_bytes + on_host
         return found
 
     def _offloaded(self, choice: StagedChoice) -> list[OffloadedLayer]:
@@ -273,14 +264,10 @@ class StagePlanner:
         if self._machine.is_host:
             beside += self._limits.process
             if choice.window is not None:
-                beside += BUFFERS.gradient_slots * self._largest_gradients
+                beside += BUFFERS.gradient_slots * max(one.layers[0].gradients for one in self._memory(choice))
             if choice.store != "ram":
                 beside += BUFFERS.ring_bytes
         return beside
-
-    @cached_property
-    def _largest_gradients(self) -> int:
-        return max(one.layers[0].gradients for one in self._row.memory)
 
     def _share(self, choice: StagedChoice, pace: Pace) -> Machine:
         directories = self.directories if choice.store != "ram" else ()
@@ -289,3 +276,15 @@ class StagePlanner:
             rates = replace(rates, h2d_bytes_per_s=math.inf)
         share = share_of(rates, self._processes, is_host=self._machine.is_host)
         return reduced(share, choice.replicas, **message_rates(self._machine))
+
+
+def _sums_bytes(model: ModelBytes, resident: frozenset[int], choice: StagedChoice) -> tuple[int, int]:
+    """Returns what the sums of micro-batches' gradients take beside these (on the host, on the device).
+
+    Gradients in bf16 are added up in fp32: the other two bytes are as many as a master's remainder has.
+    """
+    if choice.micro_batches == 1:
+        return 0, 0
+    of_units = [(unit.remainders, number in resident) for number, unit in enumerate(model.units)]
+    on_host = sum(size for size, stays in of_units if not stays)
+    return -(-on_host // choice.replicas), sum(size for size, stays in of_units if stays)

@@ -179,7 +179,7 @@ class Engine:
     @property
     def own_optimizer(self) -> HostAdamW | None:
         """The optimizer of stronghold's that updates this model, the newest of several, if there is one."""
-        return self.optimizers.newest
+        return self.optimizers.newest()
 
     def check_open(self) -> None:
         """Raises OffloadedModelError where the model was closed."""
@@ -392,7 +392,7 @@ class Engine:
     def adopt(self, optimizer: HostAdamW) -> None:
         """Makes ``optimizer`` one that updates this model; raises where its other ones do not allow that."""
         self.optimizers.add(optimizer)
-        self.gradients.optimizer = weakref.ref(optimizer)
+        self.gradients.optimizer = self.optimizers.newest
         if self.device.is_host and not self.store.paths and not optimizer.in_backward:
             keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class Apply(_Method):
     """Stands for ``nn.Module._apply``: ``.to(device)`` on an offloaded model changes nothing, or is refused.
 
     Trainers move their model to the device as a matter of course, and Lightning's to the host when a fit has ended: the
-    layers are there already, and root and resident layers stay on the device for the next one.
+    layers are there already, and root and resident layers stay on the device for the next one, with a warning.
     """
 
     name = "_apply"
@@ -58,6 +59,14 @@ class Apply(_Method):
                         f"an offloaded model stays on {probe.device} with dtype {probe.dtype} (got a move to "
                         f"{result.device}, {result.dtype}); build it anew and pass device= and dtype= to offload()"
                     )
+            if result.device != probe.device:
+                warnings.warn(
+                    "an offloaded model stays where it is: nothing was copied to the host. For weights that nothing "
+                    "changes later take {n: w.to('cpu', copy=True) for n, w in model.state_dict().items()}; for the "
+                    "device's memory call stronghold.close(model)",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
         return module
 
 
@@ -69,10 +78,17 @@ class Replicate(_Method):
 
     name = "_replicate_for_data_parallel"
 
-    def __call__(self) -> NoReturn:
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        super().__init__(module)
+        self._engine = weakref.ref(engine)
+
+    def __call__(self) -> nn.Module:
+        module, engine = self._module(), self._engine()
+        if module is not None and (engine is None or engine.closed):  # another model may have it now
+            return type(module)._replicate_for_data_parallel(module)
         raise OffloadedModelError(
             f"an offloaded model computes on one device of a process (got a replica of a "
-            f"{type(self._module()).__name__} for another one, as torch.nn.DataParallel makes them); set "
+            f"{type(module).__name__} for another one, as torch.nn.DataParallel makes them); set "
             "CUDA_VISIBLE_DEVICES=0, or train it by stronghold.replicate in one process per GPU, which torchrun starts"
         )
 

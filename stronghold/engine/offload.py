@@ -225,7 +225,7 @@ def _offload(
     live.add(engine)
     for module in model.modules():
         module._apply = Apply(module, engine)  # type: ignore[method-assign]
-        module._replicate_for_data_parallel = Replicate(module)  # type: ignore[method-assign]
+        module._replicate_for_data_parallel = Replicate(module, engine)  # type: ignore[method-assign]
     for block in engine.blocks:
         block.module.compile = Compile(block.module, block)  # type: ignore[method-assign]
     return_free_memory()  # the parameters' own, which the store has taken over

@@ -18,7 +18,6 @@ class Optimizers:
     def _alive(self) -> list[HostAdamW]:
         return [optimizer for reference in self._made if (optimizer := reference()) is not None]
 
-    @property
     def newest(self) -> HostAdamW | None:
         """The one that was made last of those that are there."""
         return next((optimizer for made in reversed(self._made) if (optimizer := made()) is not None), None)

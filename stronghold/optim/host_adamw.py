@@ -161,7 +161,7 @@ class HostAdamW(torch.optim.Optimizer):
     def reserve(self, units: Sequence[Unit], device: Device, *, sums_gradients: bool) -> None:
         """Allocates states, and gradients where an update or ``sums_gradients`` needs them kept, of all ``units``.
 
-        Raises BudgetError, MemoryError and StoreError where they do not fit; nothing is held then.
+        Raises BudgetError, MemoryError and StoreError where they do not fit; but for masters nothing is held then.
         """
         kept = [unit for unit in units if self._keeps_gradients(unit, sums_gradients)]
         gradient_bytes = sum(unit.gradients.layout.total_bytes for unit in kept if unit.gradients.buffer is None)
@@ -201,7 +201,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _allocate(self, unit: Unit, indices: list[int]) -> None:
         # First: moments are given back with the optimizer, and from a file's end alone.
-        unit.provide_remainders(indices)
+        unit.place_remainders(indices)
         self._moments.allocate(unit, indices)
 
     def _keeps_gradients(self, unit: Unit, sums_gradients: bool) -> bool:

@@ -37,6 +37,9 @@ class ParameterState:
     def __setitem__(self, name: str, value: Any) -> None:
         self._entries[name] = value
 
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
@@ -60,6 +63,22 @@ class ParameterState:
 
     def items(self) -> ItemsView[str, Any]:
         return self._entries.items()
+
+    def copy(self) -> dict[str, Any]:
+        """Returns a dictionary of the same tensors."""
+        return self._entries.copy()
+
+    def update(self, *others: Any, **entries: Any) -> None:
+        self._entries.update(*others, **entries)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        return self._entries.setdefault(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        return self._entries.pop(name, *default)
+
+    def clear(self) -> None:
+        self._entries.clear()
 
 
 def moments_of(state: ParameterState | dict[str, Any] | None) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class OffloadedStages:
     longest layer's gradients, and all its root: no more weights, however many layers it has. ``machine`` is what moves
     layers and updates them, with the share of its rates that a process has; without it they take no time. Several
     stages on one device have the window in common, which here each counts whole. Weights and states are in host memory,
-    but for what is on a ``disk``, and no layer is resident. Raises ValueError for a window below 1.
+    or on a ``disk``, and no layer is resident. Raises ValueError for a window below 1.
 
     A pass through n layers fetches n - ``window`` of them: the schedule turns back at the stage's end, where the last
     ones are still in the window, and finds the first ones there at its beginning (:class:`stronghold.schedule.Schedule`
@@ -171,12 +171,9 @@ class OffloadedStages:
         ]
         backward = [(backward_s, 0.0), (self._fetch_s + beside * backward_s, found_s), (self._gradients_s, 0.0)]
         if self.disk is not None:
-            (read, found), (once, beyond) = self.disk.least_sums()
-            forward += [
-                (read, found),
-                ((1 - 1 / micro_batches) * forward_s + once / micro_batches, beyond / micro_batches),
-            ]
-            backward.append((read, found))
+            read, once = self.disk.least_sums()
+            forward += [read, ((1 - 1 / micro_batches) * forward_s + once / micro_batches, 0.0)]
+            backward.append(read)
         return [(one + other, found + again) for (one, found), (other, again) in product(forward, backward)]
 
     def least_s(self, stages: int) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""What stages have on disk where their host memory does not hold it, and what the disk does for that in a step."""
+"""What a disk does in a step of stages whose layers are on it."""
 
 from __future__ import annotations
 
@@ -19,30 +19,22 @@ Layers = int | NDArray[np.int64]
 """A number of a layer, or many."""
 
 
-class OnHost(NamedTuple):
-    """What a layer has on the host, with the root parameters beside it that are updated there.
+class OnDisk(NamedTuple):
+    """What a layer has on disk: its weights, and the bytes that an update reads and writes back.
 
-    Its weights and its ``states`` (remainders and moments) may be on disk. ``most_states`` are the same with moments
-    in their largest format, by which they are placed; ``stays`` is always in memory: gradients, and root weights.
+    Those are its weights, remainders and moments if it is ``trained``, and what root parameters beside it have there.
     """
 
     weights: int = 0
-    states: int = 0
-    most_states: int = 0
-    stays: int = 0
+    updated: int = 0
     trained: bool = True
 
     @classmethod
-    def of(cls, model: ModelBytes, resident: Collection[int], states: str) -> OnHost:
+    def of(cls, model: ModelBytes, resident: Collection[int], states: str) -> OnDisk:
         """Returns what a model of one layer has there, of which some units are ``resident``."""
         (layer,), units = model.layers, [unit for number, unit in enumerate(model.units) if number not in resident]
-        return cls(
-            weights=layer.slot,
-            states=sum(unit.remainders + unit.moments.get(states, 0) for unit in units),
-            most_states=sum(unit.remainders + max(unit.moments.values(), default=0) for unit in units),
-            stays=sum(unit.gradients + unit.weights * unit.is_root for unit in units),
-            trained=layer.trained,
-        )
+        updated = sum(unit.remainders + unit.moments.get(states, 0) for unit in units if unit.trained)
+        return cls(layer.slot, updated + layer.trained * layer.weights, layer.trained)
 
 
 class DiskTimes(NamedTuple):
@@ -55,73 +47,53 @@ class DiskTimes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageDisk:
-    """The disk of stages with a window of ``window`` layers, whose host memory has ``room_bytes`` for one of them.
+    """The disk of stages with a window of ``window`` layers, each of whose ``replicas`` updates its part.
 
-    That room is of all ``replicas`` of a stage, who have in common what is there; each reads the weights, and updates
-    its part. As in :func:`stronghold.planner.step_bytes.parts_on_disk` what stays in memory anyway comes first, then
-    weights, then states, from the first layer on; here a layer may be on disk in part. A pass does not read what it
-    finds in the window, and of what an update changes all is read anew. A window of one does not read while it
-    computes, unless layers are ``staged`` in host memory on their way.
+    A pass does not read what it finds in the window, and of what an update changes all is read anew. A window of one
+    does not read while it computes, unless layers are ``staged`` in host memory on their way.
     """
 
     window: int
-    layers: Sequence[OnHost]
+    layers: Sequence[OnDisk]
     machine: Machine
-    room_bytes: float = 0.0
     replicas: int = 1
     staged: bool = True
 
     def times(self, forward_s: Sums, backward_s: Sums, firsts: Layers, ends: Layers) -> DiskTimes:
         """Returns what the disk does for stages from ``firsts`` to before ``ends`` that compute so long."""
-        sums = self._sums
-        weights = sums.weights[ends] - sums.weights[firsts]
-        room = self.room_bytes - (sums.stays[ends] - sums.stays[firsts])
-        there = np.clip(weights - room, 0.0, weights)
-        behind_the_window = sums.weights[ends] - sums.weights[np.minimum(np.add(firsts, self.window), ends)]
-        at_the_end = sums.weights[ends] - sums.weights[np.maximum(np.subtract(ends, self.window), firsts)]
-        most_states = sums.most_states[ends] - sums.most_states[firsts]
-        out = np.clip(most_states - np.maximum(0.0, room - weights), 0.0, most_states)
-        states = sums.states[ends] - np.interp(sums.most_states[ends] - out, sums.most_states, sums.states)
-        trained = sums.trained[ends] - np.interp(sums.weights[ends] - there, sums.weights, sums.trained)
-        read_s, both_s = 1 / self.machine.disk_read_bytes_per_s, self._both_s
-        forward = np.minimum(there, behind_the_window) * read_s
-        backward = np.maximum(0.0, there - at_the_end) * read_s
-        once = trained * read_s + (trained + states) / self.replicas * both_s
+        read, once = self._read_s, self._once_s[ends] - self._once_s[firsts]
+        forward = read[ends] - read[np.minimum(np.add(firsts, self.window), ends)]
+        backward = read[np.maximum(np.subtract(ends, self.window), firsts)] - read[firsts]
         if self.window == 1 and not self.staged:
             forward, backward, once = forward + forward_s, backward + backward_s, once + forward_s
         return DiskTimes(forward, backward, once)
 
-    def least_sums(self) -> tuple[tuple[Sums, float], tuple[Sums, float]]:
+    def least_sums(self) -> tuple[tuple[Sums, float], Sums]:
         """Returns the seconds of a pass and of the first forward pass, as sums over the first n layers.
 
-        Beside each is by how much a stage's own sum may exceed what the disk does for it: for what its memory holds,
-        and for what it finds in its window.
+        Beside those of a pass is by how much a stage's own sum may exceed what it reads: for what is in its window.
         """
-        sums, read_s = self._sums, 1 / self.machine.disk_read_bytes_per_s
-        room = max(0.0, self.room_bytes)
-        found = room + self.window * float(np.diff(sums.weights).max(initial=0.0))
-        once = sums.trained * (read_s + self._both_s / self.replicas) + sums.states / self.replicas * self._both_s
-        return (sums.weights * read_s, found * read_s), (once, room * (read_s + self._both_s / self.replicas))
+        return (self._read_s, self.window * float(np.diff(self._read_s).max(initial=0.0))), self._once_s
 
     def least_s(self, stages: int) -> tuple[float, float]:
         """Returns the least of a pass and of the first forward pass in so many stages together."""
-        return tuple(max(0.0, float(sums[-1]) - stages * beyond) for sums, beyond in self.least_sums())  # type: ignore[return-value]
-
-    @property
-    def _both_s(self) -> float:
-        return 1 / self.machine.disk_read_bytes_per_s + 1 / self.machine.disk_write_bytes_per_s
+        (read_s, found_s), once_s = self.least_sums()
+        return max(0.0, float(read_s[-1]) - stages * found_s), float(once_s[-1])
 
     @cached_property
-    def _sums(self) -> _Sums:
-        columns = zip(*((*one[:4], one.weights * one.trained) for one in self.layers), strict=True)
-        return _Sums(*(np.array([0.0, *accumulate(column)]) for column in columns))
+    def _read_s(self) -> Sums:
+        return _sums([one.weights / self.machine.disk_read_bytes_per_s for one in self.layers])
+
+    @cached_property
+    def _once_s(self) -> Sums:
+        read_s, write_s = 1 / self.machine.disk_read_bytes_per_s, 1 / self.machine.disk_write_bytes_per_s
+        return _sums(
+            [
+                one.trained * one.weights * read_s + one.updated / self.replicas * (read_s + write_s)
+                for one in self.layers
+            ]
+        )
 
 
-class _Sums(NamedTuple):
-    """Bytes of the first n layers; ``trained`` are the weights of those that are."""
-
-    weights: Sums
-    states: Sums
-    most_states: Sums
-    stays: Sums
-    trained: Sums
+def _sums(values: Sequence[float]) -> Sums:
+    return np.array([0.0, *accumulate(values)])

@@ -203,7 +203,9 @@ class _StagedSearch:
     def _largest(self, choice: StagedChoice, has_room: Callable[[StagedChoice], bool]) -> int:
         """Returns the place of the largest window that has room, of the first one where none is known to."""
         layers, stages = self._space.layers, choice.stages
-        most = min(layers - stages + 1, 2 * -(-layers // stages))  # few stages have more layers than that
+        most = layers - stages + 1
+        if layers > FEW:
+            most = min(most, 2 * -(-layers // stages))  # few stages have more layers than that
         windows = [one for one in self._space.windows if one <= most] or self._space.windows[:1]
         low, high = 0, len(windows) - 1
         while low < high:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from stronghold.device import Buffer, Device, Event
+from stronghold.errors import BudgetError
 from stronghold.layout import Part
 from stronghold.native import DiskCounters
 from stronghold.store.input_file import InputFile
@@ -129,7 +131,12 @@ class Store(ABC):
         if disk_bytes:
             self.check_space(disk_bytes, what)
             host_bytes += self.ring_bytes()
-        if self._budget is not None:
+        if self._budget is None:
+            return
+        try:
+            self._budget.check(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
+        except (BudgetError, MemoryError):
+            gc.collect()  # a scheduler and its optimizer, which may have had it, refer to one another
             self._budget.check(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
 
     def check_inputs(self, *, host_bytes: int, what: str) -> None:

@@ -223,14 +223,14 @@ class Unit:
         """Returns what the optimizer updates beside the weight, or None with fp32 compute."""
         if self.dtypes[index] == torch.float32:
             return None
-        self.provide_remainders([index])
+        if index not in self.masters.remainders:
+            check_room([missing_remainders(self, [index])], f"the low bits of {self.name}'s fp32 masters")
+            self._place_remainders([index])
         return self.masters.remainders[index]
 
-    def provide_remainders(self, indices: Iterable[int]) -> None:
+    def place_remainders(self, indices: Iterable[int]) -> None:
         """Allocates remainders of what was frozen until now, whose weight is all there is of it; all zero."""
-        missing = [i for i in indices if self.dtypes[i] != torch.float32 and i not in self.masters.remainders]
-        if missing:
-            check_room([missing_remainders(self, missing)], f"the low bits of {self.name}'s fp32 masters")
+        if missing := [i for i in indices if self.dtypes[i] != torch.float32 and i not in self.masters.remainders]:
             self._place_remainders(missing)
 
     def keep_weights_alone(self) -> None:

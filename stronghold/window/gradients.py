@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,7 +70,7 @@ class Gradients:
         self.parts = Parts()
         self.device = device
         self.waits = waits
-        self.optimizer: weakref.ref[HostAdamW] | None = None
+        self.optimizer: Callable[[], HostAdamW | None] | None = None
         self.summed = self.more = False
         """Whether a step has several backward passes, whose sums in_backward updates with; whether more follow."""
         self.shared: frozenset[int] = frozenset()

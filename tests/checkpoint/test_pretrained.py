@@ -279,6 +279,29 @@ def test_a_model_is_found_where_a_process_was_killed_while_it_was_replaced(tmp_p
         stronghold.load(tmp_path / "saved", device="cpu", model_class=GPT)
 
 
+def test_half_of_a_model_that_was_being_removed_is_never_taken_for_one(tmp_path, monkeypatch):
+    """A process that is killed while it removes the model before leaves the new one, and nothing to go back to."""
+    stronghold.save(GPT(CONFIG), tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").write_text("{}")
+    real = shutil.rmtree
+
+    def killed(path, **more):
+        if (Path(path) / "tokenizer.json").exists():
+            raise KeyboardInterrupt
+        real(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        stronghold.save(GPT(CONFIG), tmp_path / "saved")
+    monkeypatch.undo()
+    assert sorted(os.listdir(tmp_path)) == [".saved.removed", "saved"]
+    shutil.rmtree(tmp_path / "saved")
+    model = GPT(CONFIG)
+    stronghold.save(model, tmp_path / "saved")
+    assert os.listdir(tmp_path) == ["saved"] and not (tmp_path / "saved" / "tokenizer.json").exists()
+    assert same(load_model(tmp_path / "saved")[0], model)
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=repr)
 def test_an_error_while_a_model_is_replaced_leaves_the_one_before(tmp_path, monkeypatch, error):
     model = GPT(CONFIG)

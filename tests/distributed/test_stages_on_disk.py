@@ -103,7 +103,7 @@ def test_layers_are_on_disk_where_memory_does_not_hold_them(of, tmp_path, monkey
         stronghold.plan(row, **asked)
     plan = stronghold.plan(row, store=tmp_path, **asked)
     assert plan.settings["store"] == [str(tmp_path)]
-    assert plan.settings.get("host_memory") == (limit - 300 * 2**20 if of is machine else None)
+    assert "host_memory" not in plan.settings  # with which the engine would fill it, and adding up gradients takes more
     assert plan.parallel["stages"] == 2
     assert plan.host_bytes <= limit
     assert plan.longest == "disk" and plan.busy_s["disk"] > plan.busy_s["compute"]

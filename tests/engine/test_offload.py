@@ -306,6 +306,9 @@ def test_a_replica_for_data_parallel_is_refused():
             module._replicate_for_data_parallel()
     assert wrapped._replicate_for_data_parallel()[0] is model
     assert copy.deepcopy(model)._replicate_for_data_parallel()._is_replica  # an ordinary model
+    layer = model.layers[0]
+    stronghold.close(model)
+    assert layer._replicate_for_data_parallel()._is_replica  # another model may have it now
 
 
 def replaced_in_a_layer(model):

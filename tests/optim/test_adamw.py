@@ -551,6 +551,21 @@ def test_a_look_at_a_state_that_is_not_there_adds_none():
     optimizer.load_state_dict(saved)
 
 
+def test_an_entry_of_the_state_is_used_as_a_dictionary_is():
+    model = pair(Residual)[1]
+    optimizer = stronghold.AdamW(model.parameters(), **ADAMW)
+    model(numbers(1)[0]).backward()
+    optimizer.step()
+    entry, weight = optimizer.state[model.layers[0].up.weight], model.layers[0].up.weight
+    known = {name: entry[name] for name in ("step", "exp_avg", "exp_avg_sq")}
+    assert {**entry} == dict(entry.items()) == entry.copy() == known and len(entry) == 3
+    entry.copy().clear()
+    assert entry.get("exp_avg") is known["exp_avg"] and "mine" not in entry
+    entry.update(mine=1)
+    assert (entry.setdefault("mine", 2), entry.pop("mine"), entry.pop("mine", None)) == (1, 1, None)
+    assert optimizer.state[weight] is entry and list(entry) == list(known)
+
+
 def test_reset_states_begin_at_zero():
     """By clearing them, which users do, and by loading a dictionary without any."""
 

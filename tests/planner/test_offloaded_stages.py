@@ -13,7 +13,7 @@ from stronghold.planner.offloaded_stages import RESOURCES, OffloadedLayer, Offlo
 from stronghold.planner.partition import partition
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.stage_costs import LayerCost
-from stronghold.planner.stage_disk import OnHost, StageDisk
+from stronghold.planner.stage_disk import OnDisk, StageDisk
 from stronghold.planner.step import step_time
 from stronghold.planner.step_bound import step_bound
 from stronghold.planner.step_costs import LayerWork, Machine, StepSettings
@@ -34,25 +34,17 @@ def layer(forward_s=1, backward_s=2, activation_bytes=0, input_bytes=0):
 
 
 def disk_s(disk, first, end, forward_s, backward_s):
-    """Returns the disk's seconds in (a forward pass, a backward pass, once a step), with memory filled by layers."""
+    """Returns the disk's seconds in (a forward pass, a backward pass, once a step)."""
     layers, window = disk.layers[first:end], disk.window
     read, write = (getattr(disk.machine, f"disk_{way}_bytes_per_s") for way in ("read", "write"))
-    room, there, written = disk.room_bytes - sum(one.stays for one in layers), [], 0
-    for one in layers:
-        kept = min(one.weights, max(0, room))
-        room -= kept
-        there.append(one.weights - kept)
-    for one in layers:
-        kept = min(one.most_states, max(0, room))
-        room -= kept
-        if one.most_states:
-            written += one.states * (one.most_states - kept) / one.most_states
-    trained = sum(size for size, one in zip(there, layers, strict=True) if one.trained)
+    read_s = [one.weights / read for one in layers]
     beside = window == 1 and not disk.staged
     return (
-        sum(there[window:]) / read + beside * forward_s,
-        sum(there[: max(0, len(there) - window)]) / read + beside * backward_s,
-        trained / read + (trained + written) / disk.replicas * (1 / read + 1 / write) + beside * forward_s,
+        sum(read_s[window:]) + beside * forward_s,
+        sum(read_s[: max(0, len(layers) - window)]) + beside * backward_s,
+        sum(seconds for seconds, one in zip(read_s, layers, strict=True) if one.trained)
+        + sum(one.updated for one in layers) / disk.replicas * (1 / read + 1 / write)
+        + beside * forward_s,
     )
 
 
@@ -117,19 +109,15 @@ offloaded_layers = st.builds(OffloadedLayer, slot_bytes=few, gradient_bytes=few,
 layer_costs = st.builds(layer, forward_s=few, backward_s=few, activation_bytes=few, input_bytes=st.integers(0, 3))
 
 
-@st.composite
-def on_host(draw):
-    states, trained = draw(few), draw(st.booleans())
-    return OnHost(draw(few), trained * states, trained * states * draw(st.integers(1, 3)), draw(few), trained)
+on_disk = st.builds(OnDisk, few, few, st.booleans())
 
 
 @st.composite
 def disks_of(draw, window, layers):
     return StageDisk(
         window=window,
-        layers=draw(st.lists(on_host(), min_size=layers, max_size=layers)),
+        layers=draw(st.lists(on_disk, min_size=layers, max_size=layers)),
         machine=replace(MACHINE, disk_read_bytes_per_s=3.0, disk_write_bytes_per_s=1.5),
-        room_bytes=draw(st.integers(0, 40)),
         replicas=draw(st.integers(1, 2)),
         staged=draw(st.booleans()),
     )
@@ -264,11 +252,10 @@ def test_with_one_micro_batch_it_is_the_bound_of_a_step_but_for_a_layer_at_its_e
 
 @pytest.mark.parametrize("seed", range(40))
 def test_with_layers_on_disk_a_stage_takes_what_a_played_step_does(seed):
-    """Of one micro-batch, with the weights of the first layers in memory: no more, and at most 5 % less."""
+    """Of one micro-batch: no more, and at most 5 % less."""
     rng = random.Random(seed)
     count, window, elements = rng.randint(8, 24), rng.randint(1, 4), 20_000_000
-    in_memory, forward_s = rng.choice((0, 0, count // 3)), rng.choice((0.001, 0.02, 0.1, 0.3))
-    weights, moments = 2 * elements, 10 * elements
+    forward_s, weights, moments = rng.choice((0.001, 0.02, 0.1, 0.3)), 2 * elements, 10 * elements
     machine = Machine(
         h2d_bytes_per_s=25e9,
         d2h_bytes_per_s=25e9,
@@ -284,21 +271,18 @@ def test_with_layers_on_disk_a_stage_takes_what_a_played_step_does(seed):
         weight_bytes=weights,
         gradient_bytes=weights,
         elements=elements,
+        ring_bytes=weights + moments,
+        on_disk=True,
     )
-    played = step_time(
-        [replace(work, on_disk=n >= in_memory, ring_bytes=moments + (n >= in_memory) * weights) for n in range(count)],
-        machine,
-        StepSettings(window=window),
-    )
+    played = step_time([work] * count, machine, StepSettings(window=window))
     offloaded = OffloadedStages(
         window=window,
         layers=[OffloadedLayer(slot_bytes=weights, gradient_bytes=weights, elements=elements)] * count,
         machine=machine,
         disk=StageDisk(
             window=window,
-            layers=[OnHost(weights, moments, moments, weights)] * count,
+            layers=[OnDisk(weights, weights + moments)] * count,
             machine=machine,
-            room_bytes=count * weights + in_memory * weights,
         ),
     )
     costs = [layer(forward_s, 2 * forward_s)] * count

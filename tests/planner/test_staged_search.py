@@ -13,7 +13,7 @@ from stronghold.planner import staged_search
 from stronghold.planner.machine_share import reduced, share_of
 from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
 from stronghold.planner.stage_costs import LayerCost, StageCosts
-from stronghold.planner.stage_disk import OnHost, StageDisk
+from stronghold.planner.stage_disk import OnDisk, StageDisk
 from stronghold.planner.staged_search import StagedSpace, search_stages
 from stronghold.planner.staged_step import StagedWork, fits, needed_bytes, staged_bound_s, staged_step
 from stronghold.planner.step_costs import Machine
@@ -35,7 +35,6 @@ class Row:
         )  # fmt: skip
         machine = replace(machine, disk_read_bytes_per_s=3e6 * factor(), disk_write_bytes_per_s=2e6 * factor())
         self.machine = share_of(machine, processes, is_host=self.is_host)
-        self.room_bytes = 0
         self.message_s, self.bytes_per_s = rng.choice((0, 1e-3)), 1e7 * factor()
         self.small_s = rng.choice((0, 1e-3))  # what any pass takes, however few samples it has
         self.memory_bytes = float("inf")
@@ -83,9 +82,8 @@ class Row:
         state_bytes = {"fp32": 8, "8bit": 2}[choice.states]
         return StageDisk(
             window=choice.window,
-            layers=[OnHost(2 * n, (2 + state_bytes) * n, 10 * n, 0) for n in self.elements],
+            layers=[OnDisk(2 * n, (4 + state_bytes) * n) for n in self.elements],
             machine=self.machine,
-            room_bytes=self.room_bytes,
             replicas=choice.replicas,
             staged=not self.is_host,
         )
@@ -95,7 +93,7 @@ class Row:
         if choice.window is None:
             return {"host": 0}
         if choice.store != "ram":
-            return {"host": self.room_bytes // choice.replicas}
+            return {"host": 0}
         sizes = [stage.layers for stage in step.partition.stages]
         firsts = [stage.first for stage in step.partition.stages]
         fullest = max(sum(self.elements[a : a + n]) for a, n in zip(firsts, sizes, strict=True))
@@ -126,7 +124,6 @@ def case(seed):
     processes = rng.choice((2, 3, 4, 4, 6))
     row = Row(seed, layers=rng.randint(max(2, processes), 9), processes=processes, batch=rng.choice((2, 6, 8, 12)))
     stores = rng.choice((("ram",), ("ram", "disk")))
-    row.room_bytes = rng.choice((0, sum(row.elements)))
     states = rng.choice((("fp32",), ("fp32", "8bit")))
     space = space_of(row, states=states, may_stay=rng.random() < 0.7, stores=stores)
     splits = [
@@ -162,7 +159,6 @@ def test_the_choice_over_stages_and_replicas_is_within_three_percent_of_the_best
 def test_no_cut_makes_a_step_shorter_than_its_bound(seed):
     rng = random.Random(seed)
     row = Row(seed, layers=rng.randint(3, 7), processes=4, batch=8)
-    row.room_bytes = rng.choice((0, sum(row.elements)))
     space = space_of(row, stores=("ram", "disk"))
     for choice in rng.sample([*every_choice(space, 2, 2), *every_choice(space, 1, 3)], 16):
         work = row.work_of(choice)
