@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from stronghold.engine.replay import structural_copy
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for the tensor of this number in an argument list."""
-
-    number: int
+from stronghold.engine.copying import Place, structural_copy
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
-    """Replaces the tensors in the argument containers by places; copies everything else that a run may change.
+    """Replaces the tensors in argument containers and dataclasses by places; copies all else that a run may change.
 
-    They are put into ``tensors``, in their order.
+    They are put into ``tensors``, in their order. Those in other objects, such as a cache of all layers, stay there.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
-        return _Place(len(tensors) - 1)
+        return Place(len(tensors) - 1)
     if type(value) in (list, tuple):
         return type(value)(flatten(item, tensors) for item in value)
     if type(value) is dict:
         return {key: flatten(item, tensors) for key, item in value.items()}
+    if is_dataclass(value):
+        return structural_copy(value, lambda tensor: flatten(tensor, tensors))
     return structural_copy(value)
 
 
 def fill(value: Any, tensors: tuple[Tensor, ...]) -> Any:
     """Puts ``tensors`` in their places; again nothing is shared that a run may change."""
-    if type(value) is _Place:
+    if type(value) is Place:
         return tensors[value.number]
     if type(value) in (list, tuple):
         return type(value)(fill(item, tensors) for item in value)
     if type(value) is dict:
         return {key: fill(item, tensors) for key, item in value.items()}
-    return structural_copy(value)
+    return structural_copy(value, lambda one: tensors[one.number] if type(one) is Place else one)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -253,9 +253,15 @@ class Block:
         if self.engine.micro_batch is None:
             return self._piece(run, args, kwargs, by_itself)
         pieces = split(args, kwargs, self.engine.micro_batch)
+        if len(pieces) == 1:
+            return self._piece(run, *pieces[0], by_itself)
+        buffers = [(name, buffer, buffer._version) for name, buffer in self.module.named_buffers()]
         outputs = [self._piece(run, *piece, by_itself) for piece in pieces]
-        if len(outputs) == 1:
-            return outputs[0]
+        if written := [name for name, buffer, version in buffers if buffer._version != version]:
+            raise ValueError(
+                f"micro_batch must not change what a layer computes (got {self.unit.name}, which writes its buffer "
+                f"{written[0]} in each run, and runs once for each micro-batch); offload without micro_batch"
+            )
         leaders = [leader.shape for piece in pieces if (leader := batch_of(*piece)) is not None]
         return join(outputs, leaders)
 
@@ -320,7 +326,7 @@ class Block:
         with ExitStack() as stack:
             if (host := self.engine.activations) is not None:
                 unpack = functools.partial(_unpack_input, weakref.ref(self), self.unit.name, run)
-                pack = host.keeping(self.unit.name, tensors)
+                pack = functools.partial(_pack_input, host.keeping(self.unit.name, tensors))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             return checkpointed(compute, *tensors)
 
@@ -362,6 +368,8 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
 def _pack(
     run: Run, begin: int, length: int, keep: Callable[[Tensor], Any], tensor: Tensor
 ) -> _SlotTensor | KeptInput | Saved:
+    if tensor.layout != torch.strided or not torch._C._has_storage(tensor):
+        return keep(tensor)  # a sparse one has no memory of its own
     offset = tensor.data_ptr() - begin
     if not 0 <= offset < length:
         return keep(tensor)
@@ -385,9 +393,14 @@ def _unpack(block: weakref.ref[Block], layer: str, packed: _SlotTensor | KeptInp
 
 
 @opaque
-def _unpack_input(block: weakref.ref[Block], layer: str, run: Run, packed: KeptInput | Tensor) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
+def _pack_input(keep: Callable[[Tensor], KeptInput | None], tensor: Tensor) -> KeptInput | Saved:
+    return keep(tensor) or Saved.of_input(tensor)
+
+
+@opaque
+def _unpack_input(block: weakref.ref[Block], layer: str, run: Run, packed: KeptInput | Saved) -> Tensor:
+    if isinstance(packed, Saved):
+        return packed.value(layer)
     engine = _there(block, layer).engine
     engine.return_to(run)  # the layer before is complete, and sends its gradients down before these come up
     assert engine.activations is not None

@@ -31,6 +31,11 @@ def are_experts(module: nn.Module | None) -> TypeGuard[nn.Module]:
     return stacked and len(inspect.signature(module.forward).parameters) >= 3
 
 
+def adds_up_in_order(experts: nn.Module) -> bool:
+    """Whether experts add up one after another, as transformers' "eager" ones; the others add up each token's own."""
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None) in (None, "eager")
+
+
 class ExpertsPart(nn.Module):
     """Some of a layer's experts: a unit of its own."""
 
@@ -54,8 +59,11 @@ class ExpertsPart(nn.Module):
             parameters = [p.flatten(1) for p in self.experts.parameters() if p.requires_grad]
             nothing = [nn.functional.linear(p.new_zeros(0, p.shape[1]), p).sum() for p in parameters]
             return sum(nothing, rows * weights[:, None])
+        if adds_up_in_order(self.experts):  # each expert's output times its weights, in the type that they make
+            output: Tensor = self.experts(rows, numbers[:, None], weights[:, None])
+            return output
         ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
-        output: Tensor = self.experts(rows, numbers[:, None], ones)
+        output = self.experts(rows, numbers[:, None], ones)
         return output * weights[:, None]
 
     def check(self) -> None:

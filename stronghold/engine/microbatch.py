@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stronghold.engine.replay import structural_copy
+from stronghold.engine.copying import structural_copy
 
 
 def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
@@ -95,10 +96,10 @@ def join(outputs: Sequence[Any], leaders: Sequence[Sequence[int]]) -> Any:
     if isinstance(first, list):
         return [join(parts, leaders) for parts in zip(*outputs, strict=True)]
     if isinstance(first, dict):
-        copy = first.copy()
+        joined = copy(first)  # of its own class
         for key in first:
-            copy[key] = join([output[key] for output in outputs], leaders)
-        return copy
+            joined[key] = join([output[key] for output in outputs], leaders)
+        return joined
     if is_dataclass(first) and not isinstance(first, type):
         parts = {f.name: join([getattr(o, f.name) for o in outputs], leaders) for f in fields(first) if f.init}
         return replace(first, **parts)

@@ -4,73 +4,18 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from stronghold.errors import OffloadedModelError
-
-_ATOMS = (
-    Tensor,
-    nn.Module,
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    type,
-    Enum,
-    FunctionType,
-    MethodType,
-)
-_ATOMS += (BuiltinFunctionType, torch.dtype, torch.device, torch.Size, torch.Generator)  # type: ignore[assignment]
-
-
-def structural_copy(value: Any, tensor: Callable[[Tensor], Tensor] = lambda t: t, memo: dict | None = None) -> Any:
-    """Copies the containers and plain objects in ``value`` and shares the tensors (or maps them by ``tensor``).
-
-    A key-value cache that a layer fills is such an object: the second run must find it as the first one did, or it
-    would attend to its own keys. Objects that cannot be copied this way are shared.
-    """
-    if isinstance(value, Tensor):
-        return tensor(value)
-    if isinstance(value, _ATOMS):
-        return value
-    memo = {} if memo is None else memo
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, tuple):
-        items = [structural_copy(item, tensor, memo) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        copied = memo[id(value)] = value.__class__.__new__(value.__class__)
-        copied.extend(structural_copy(item, tensor, memo) for item in value)
-        return copied
-    if isinstance(value, dict):
-        copy = memo[id(value)] = value.copy()
-        for key, item in value.items():
-            copy[key] = structural_copy(item, tensor, memo)
-        return copy
-    if isinstance(value, set):
-        return value.copy()
-    if type(value).__module__ == "builtins" or not hasattr(value, "__dict__"):
-        return value
-    try:
-        copy = value.__class__.__new__(value.__class__)
-    except TypeError:
-        return value
-    memo[id(value)] = copy
-    for name, item in vars(value).items():
-        copy.__dict__[name] = structural_copy(item, tensor, memo)
-    return copy
 
 
 class State:
@@ -133,7 +78,10 @@ class State:
             yield from ((place, name, value) for name, value in _differing(atoms, names))
             for name, held, version in left:
                 now = names.get(name, _ABSENT)
-                if now is held:
+                if type(held) is _Kept:
+                    if _differs(now, held.value, held.copy, version):
+                        yield place, name, held.copy
+                elif now is held:
                     if version != _version(now):
                         raise place.refusal(name, "written")
                 elif type(held) is not _Reference:
@@ -230,10 +178,17 @@ def _differing(atoms: dict[str, Any], names: dict[str, Any]) -> list[tuple[str, 
     return [(name, value) for name, value in atoms.items() if names.get(name, _ABSENT) is not value]
 
 
+class _Kept(NamedTuple):
+    """A list, dictionary or set that refers to no module, with its items as they were."""
+
+    value: Any
+    copy: Any
+
+
 def _held(value: Any) -> Any:
     """Returns what can be kept beside a graph in the place of ``value``, and stands for it."""
     if isinstance(value, Tensor) or _refers_to_no_module(value):
-        return value
+        return _Kept(value, _copy(value)) if type(value) in (list, dict, set) else value
     try:
         return _Reference(id(value), weakref.ref(value))
     except TypeError:

@@ -27,6 +27,11 @@ class Saved(NamedTuple):
         kept = tensor if tensor.is_leaf else tensor.detach()
         return cls(kept, _version(kept))
 
+    @classmethod
+    def of_input(cls, tensor: Tensor) -> Saved:
+        """Returns an input itself: the operation that it comes from does not refer to what the layer saved."""
+        return cls(tensor, _version(tensor))
+
     def value(self, layer: str) -> Tensor:
         """Returns the tensor. Raises RuntimeError, as autograd does without hooks, where it has been written."""
         if (now := _version(self.tensor)) != self.version:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from stronghold.engine.arguments import tensors_in
-from stronghold.engine.replay import structural_copy
+from stronghold.engine.copying import structural_copy
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit
 from stronghold.window import Window

@@ -12,15 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.engine.block import Block, block_of
-from stronghold.engine.experts_part import COUNT, NO_ADAPTERS, WRAPPED, ExpertsPart, are_experts
+from stronghold.engine.experts_part import COUNT, NO_ADAPTERS, WRAPPED, ExpertsPart, adds_up_in_order, are_experts
 from stronghold.engine.saved import Saved
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import unit_of
 
 SMALL = 1 / 8
 """What is smaller than so much of a part stays on the device."""
-_IN_ORDER = (None, "eager")
-"""The implementations of transformers that add experts up one after another; the others add up a token's experts."""
 
 
 def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
@@ -159,8 +157,7 @@ class SplitExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns what each token gets, (tokens, hidden), of its experts ``top_k_index`` (tokens, k), weighted."""
-        in_order = getattr(self.config, "_experts_implementation", None) in _IN_ORDER
-        add_up = self._in_order if in_order else self._by_choice
+        add_up = self._in_order if adds_up_in_order(self) else self._by_choice
         return add_up(hidden_states, top_k_index, top_k_weights)
 
     def _in_order(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

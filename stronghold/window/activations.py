@@ -25,6 +25,7 @@ class _InputSlot:
     flat: Tensor
     event: Event | None = None
     used_bytes: int = 0
+    version: int | None = None
     inputs: weakref.ref[Inputs] | None = None
 
 
@@ -68,8 +69,8 @@ class Activations:
     def streams(self) -> list[Stream]:
         return self.shelf.streams
 
-    def keeping(self, layer: str, tensors: Sequence[Tensor]) -> Callable[[Tensor], KeptInput | Tensor]:
-        """Returns what sends those of ``tensors``, the inputs of one run of ``layer``, down that go."""
+    def keeping(self, layer: str, tensors: Sequence[Tensor]) -> Callable[[Tensor], KeptInput | None]:
+        """Returns what sends an input of one run of ``layer`` down, of ``tensors``; None for one that stays."""
         return functools.partial(self._keep, self._begun(layer, tensors))
 
     def sending(self, layer: str, tensors: Sequence[Tensor]) -> Callable[[Tensor], KeptInput | None]:
@@ -105,8 +106,8 @@ class Activations:
         return tensor.device == self.device.torch_device and bool(input_sizes([tensor]))
 
     @opaque
-    def _keep(self, inputs: Inputs, tensor: Tensor) -> KeptInput | Tensor:
-        return self._send(inputs, tensor, inputs.kept) if self._goes(tensor) else tensor
+    def _keep(self, inputs: Inputs, tensor: Tensor) -> KeptInput | None:
+        return self._send(inputs, tensor, inputs.kept) if self._goes(tensor) else None
 
     def _send(self, inputs: Inputs, tensor: Tensor, number: int) -> KeptInput:
         room, kept = self.shelf.room(inputs), KeptInput(tensor, inputs, number)
@@ -127,10 +128,12 @@ class Activations:
     def value(self, packed: KeptInput) -> Tensor:
         """Returns the input on the device, and begins to bring up those that the backward pass needs next."""
         inputs = packed.inputs
-        if inputs not in self._slots:
+        known = self._slots.get(inputs)
+        if known is None or known.version not in (None, known.flat._version):  # a layer may write its inputs
             self._bring_up(inputs)
         slot = self._slots[inputs]
         self._wait_for(inputs, slot)
+        slot.version = slot.flat._version  # the copy up has written it by now, and the layer that gets it has not
         alive = [run for reference in self._runs if (run := reference()) is not None and run.kept]
         place = next((i for i, run in enumerate(alive) if run is inputs), 0)
         coming = alive[:place][::-1]
@@ -164,7 +167,7 @@ class Activations:
             up.copy(slot.flat[:length], source[:length])
         slot.event = up.record()
         self.shelf.copied_up(inputs, slot.event)
-        slot.inputs, slot.used_bytes = weakref.ref(inputs), length
+        slot.inputs, slot.used_bytes, slot.version = weakref.ref(inputs), length, None
         self._slots[inputs] = slot
 
     def _next(self, slots: list[_InputSlot], length: int) -> _InputSlot:

@@ -43,6 +43,18 @@ def gradients(of: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("how", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_autocast_parts_compute_what_the_whole_computes(family, how):
+    """Routers' weights are in bf16 there, and rows in fp32."""
+    whole = model(family, torch.float32, how=how)
+    (batch,) = batches(1)
+    parts = stronghold.split_experts(copy.deepcopy(whole), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = (of(input_ids=batch, labels=batch).loss for of in (whole, parts))
+    assert expected.item() == got.item()
+
+
 @pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)

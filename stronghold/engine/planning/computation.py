@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from stronghold.engine.arguments import fill, flatten
 from stronghold.engine.checkpointed import checkpointed
+from stronghold.engine.copying import structural_copy
 from stronghold.engine.microbatch import batch_of, split
 from stronghold.engine.planning.even_routing import routed_evenly
 from stronghold.engine.planning.layer_passes import LayerPasses, LayerRecorder
@@ -23,7 +24,6 @@ from stronghold.engine.planning.layer_traces import LayerTraces, call_of, likene
 from stronghold.engine.planning.quantised_layers import quantised_layers, without_values
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
-from stronghold.engine.replay import structural_copy
 from stronghold.planner.op_costs import Op
 from stronghold.window import input_sizes
 

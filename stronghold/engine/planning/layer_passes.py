@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from stronghold.engine.copying import structural_copy
 from stronghold.engine.microbatch import batch_of, join, split
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, dropped
-from stronghold.engine.replay import structural_copy
 
 FIRST, LAST = 2, 3
 """Micro-batches of a layer that are run, of those that come first and last in its forward pass."""

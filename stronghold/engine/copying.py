@@ -1,0 +1,94 @@
+"""Copies of arguments: their containers and plain objects anew, and the tensors in them shared."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ATOMS = (
+    Tensor,
+    nn.Module,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    Enum,
+    FunctionType,
+    MethodType,
+)
+_ATOMS += (BuiltinFunctionType, torch.dtype, torch.device, torch.Size, torch.Generator)  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stands for the tensor of this number in an argument list."""
+
+    number: int
+
+
+def structural_copy(value: Any, tensor: Callable[[Any], Any] = lambda t: t, memo: dict | None = None) -> Any:
+    """Copies the containers and plain objects in ``value`` and shares the tensors (or maps them by ``tensor``).
+
+    A key-value cache that a layer fills is such an object: the second run must find it as the first one did, or it
+    would attend to its own keys. Objects that cannot be copied this way are shared.
+    """
+    if isinstance(value, (Tensor, Place)):
+        return tensor(value)
+    if isinstance(value, _ATOMS):
+        return value
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, tuple):
+        items = [structural_copy(item, tensor, memo) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        copied = memo[id(value)] = value.__class__.__new__(value.__class__)
+        copied.extend(structural_copy(item, tensor, memo) for item in value)
+        return copied
+    if isinstance(value, deque):
+        queue = memo[id(value)] = copy(value)
+        for place, item in enumerate(value):
+            queue[place] = structural_copy(item, tensor, memo)
+        return queue
+    if isinstance(value, dict):
+        found = memo[id(value)] = copy(value)  # of its own class
+        for key, item in value.items():
+            found[key] = structural_copy(item, tensor, memo)
+        return found
+    if isinstance(value, set):
+        return value.copy()
+    names = _names_of(value)
+    if type(value).__module__ == "builtins" or names is None:
+        return value
+    try:
+        made = value.__class__.__new__(value.__class__)
+    except TypeError:
+        return value
+    memo[id(value)] = made
+    for name in names:
+        object.__setattr__(made, name, structural_copy(getattr(value, name), tensor, memo))
+    return made
+
+
+def _names_of(value: Any) -> list[str] | None:
+    """Returns the names of the attributes that an object has itself, in slots too; None where it can have none."""
+    slots: list[str] = []
+    for kind in type(value).__mro__:
+        own = kind.__dict__.get("__slots__", ())
+        slots += [own] if isinstance(own, str) else own
+    named = [name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    if not hasattr(value, "__dict__"):
+        return named if slots else None
+    return [*named, *vars(value)]
