@@ -255,7 +255,7 @@ class Block:
         pieces = split(args, kwargs, self.engine.micro_batch)
         if len(pieces) == 1:
             return self._piece(run, *pieces[0], by_itself)
-        buffers = [(name, buffer, buffer._version) for name, buffer in self.module.named_buffers()]
+        buffers = [(name, b, b._version) for name, b in self.module.named_buffers() if not b.is_inference()]
         outputs = [self._piece(run, *piece, by_itself) for piece in pieces]
         if written := [name for name, buffer, version in buffers if buffer._version != version]:
             raise ValueError(

@@ -249,3 +249,14 @@ def test_a_layer_that_writes_its_buffers_is_refused_over_micro_batches(tmp_path)
         losses_of(model)
     plain, model = both(tmp_path, Counting, one_after_another, "keep", micro_batch=SAMPLES)
     assert losses_of(model) == losses_of(plain)
+
+
+def test_buffers_that_were_made_in_inference_are_no_matter_over_micro_batches(tmp_path):
+    def made(model: nn.Module) -> nn.Module:
+        with torch.inference_mode():
+            for layer in model.layers:
+                layer.register_buffer("angles", torch.ones(SIZE))
+        return model
+
+    plain, model = map(made, both(tmp_path, Layer, one_after_another, "recompute", micro_batch=2))
+    assert losses_of(model) == pytest.approx(losses_of(plain), rel=1e-5)
