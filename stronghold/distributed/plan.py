@@ -80,12 +80,12 @@ def plan(
         name: What the model is called in the plan.
         processes: That train it together on the machine, each with an accelerator of its own, or all on its cores; they
             share its memory, threads and disks. Searched over are then stages and replicas, too: replicas of any model,
-            and stages of an ``nn.Sequential`` or a row of layers, with deferred updates. Layers of stages are in
-            RAM or, where that does not hold them, all in the ``store``'s directories.
-            Of the plan, ``parallel`` and ``settings`` are what ``stronghold.pipeline`` takes, or ``settings`` alone
-            ``stronghold.replicate``. ``device_memory`` and ``host_memory`` are what each process may take, the latter
-            by default an equal part. Of replicas of one stage that cannot be the shortest, the plan that is shown
-            beside the best may be longer than it has to be.
+            and stages of an ``nn.Sequential`` or a row of layers, with deferred updates. Layers of stages are in RAM
+            or, where that does not hold them, all in the ``store``'s directories. Of the plan, ``parallel`` and
+            ``settings`` are what ``stronghold.pipeline`` takes, or ``settings`` alone ``stronghold.replicate``.
+            ``device_memory`` and ``host_memory`` are what each process may take, the latter by default an equal part.
+            Of replicas of one stage that cannot be the shortest, the plan that is shown beside the best may be longer
+            than it has to be.
         optimizer: ``"adamw"``, or ``"muon"`` for ``stronghold.Muon``, of one process: it updates the matrices of the
             layers, but embeddings, and AdamW all else, with moments in fp32.
         experts_per_part: As for ``offload``, in one process: into parts of how many experts a mixture is cut, or

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stronghold.planner.stage_disk import StageDisk
+from stronghold.planner.stage_disk import StageDisk, sums_of
 from stronghold.planner.step_costs import Machine
 
 Seconds = NDArray[np.floating[Any]]
@@ -202,20 +202,20 @@ class OffloadedStages:
 
     @cached_property
     def _fetch_s(self) -> Seconds:
-        return _sums([self._fetch_of(layer) for layer in self.layers])
+        return sums_of([self._fetch_of(layer) for layer in self.layers])
 
     @cached_property
     def _changed_s(self) -> Seconds:
-        return _sums([self._fetch_of(layer) if layer.elements else 0.0 for layer in self.layers])
+        return sums_of([self._fetch_of(layer) if layer.elements else 0.0 for layer in self.layers])
 
     @cached_property
     def _gradients_s(self) -> Seconds:
         down_s = self._known_machine.down_s
-        return _sums([down_s(one.gradient_bytes) if one.gradient_bytes else 0.0 for one in self.layers])
+        return sums_of([down_s(one.gradient_bytes) if one.gradient_bytes else 0.0 for one in self.layers])
 
     @cached_property
     def _updates_s(self) -> Seconds:
-        return _sums([layer.elements * self._known_machine.host_update_ns * 1e-9 for layer in self.layers])
+        return sums_of([layer.elements * self._known_machine.host_update_ns * 1e-9 for layer in self.layers])
 
     def _fetch_of(self, layer: OffloadedLayer) -> float:
         return self._known_machine.copy_s + layer.slot_bytes / self._known_machine.h2d_bytes_per_s
@@ -224,7 +224,3 @@ class OffloadedStages:
     def _known_machine(self) -> Machine:
         assert self.machine is not None
         return self.machine
-
-
-def _sums(values: Sequence[float]) -> Seconds:
-    return np.array([0.0, *accumulate(values)])

@@ -82,12 +82,12 @@ class StageDisk:
 
     @cached_property
     def _read_s(self) -> Sums:
-        return _sums([one.weights / self.machine.disk_read_bytes_per_s for one in self.layers])
+        return sums_of([one.weights / self.machine.disk_read_bytes_per_s for one in self.layers])
 
     @cached_property
     def _once_s(self) -> Sums:
         read_s, write_s = 1 / self.machine.disk_read_bytes_per_s, 1 / self.machine.disk_write_bytes_per_s
-        return _sums(
+        return sums_of(
             [
                 one.trained * one.weights * read_s + one.updated / self.replicas * (read_s + write_s)
                 for one in self.layers
@@ -95,5 +95,6 @@ class StageDisk:
         )
 
 
-def _sums(values: Sequence[float]) -> Sums:
+def sums_of(values: Sequence[float]) -> Sums:
+    """Returns the sums of the first n values, from none to all."""
     return np.array([0.0, *accumulate(values)])
