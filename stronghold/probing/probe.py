@@ -15,6 +15,7 @@ import torch
 from stronghold.device import Device, keep_freed_memory, open_device, return_free_memory
 from stronghold.native import BufferedDiskWarning
 from stronghold.planner.machine_file import DISK, DISK_BESIDE_COMPUTE, LINK, UPDATE, MachineFile, Spread
+from stronghold.planner.step_bytes import MUON
 from stronghold.probing.disk_speed import check_directory, disk_measures
 from stronghold.probing.kept_machines import check_can_keep, keep_machine, kept_machine
 from stronghold.probing.link_speed import Link
@@ -70,7 +71,7 @@ def probe(
     if keep:
         check_can_keep(facts)
     with process_link(opened.torch_device) as messages:
-        machine = _machine(opened, paths, DTYPES, STATES, messages, seconds=seconds, progress=progress)
+        machine = _machine(opened, paths, DTYPES, (*STATES, MUON), messages, seconds=seconds, progress=progress)
     if not keep:
         return machine
     before = kept_machine(opened.torch_device)

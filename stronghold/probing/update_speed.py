@@ -1,4 +1,4 @@
-"""What AdamW's update takes, by formats of weights and moments: on the host, beside computing, on the device."""
+"""What AdamW's and Muon's updates take, by the formats of weights and states: of the host, and of a device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 from stronghold import native
 from stronghold.native import BLOCK, Blocks, Segment
 from stronghold.optim.adamw_on_device import adamw_on_device
+from stronghold.optim.muon_step import Direction, MomentumSegment, StepSegment
+from stronghold.planner.step_bytes import MUON
 from stronghold.probing.operator_speed import dtype_name
 from stronghold.probing.rounds import Key, Measure, Sample
 from stronghold.probing.stopwatches import DeviceClock
 
 Format = tuple[torch.dtype, str]
-"""The dtype of weights and the states' name."""
+"""The dtype of weights, and the name of AdamW's moments or of Muon's momentum."""
 ELEMENTS = 8 * 2**20
 SEGMENTS = 2
 """Tensors over which the elements are dealt out."""
@@ -58,10 +60,69 @@ def segments(dtype: torch.dtype, states: str, elements: int, device: torch.devic
     ]
 
 
+class AdamWUpdate:
+    """One update of ELEMENTS weights by AdamW."""
+
+    def __init__(self, dtype: torch.dtype, states: str, device: torch.device) -> None:
+        self.segments = segments(dtype, states, ELEMENTS, device)
+        self.grads = [one.grad for one in self.segments]
+
+    def on_host(self, threads: int) -> None:
+        native.adamw(self.segments, threads=threads)
+
+    def on_device(self) -> None:
+        for one in self.segments:
+            adamw_on_device(one)
+
+
+class MuonUpdate:
+    """One update of ELEMENTS weights by Muon, as two matrices, without the iteration in between."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        its = segments(dtype, "fp32", ELEMENTS, device)
+        self.grads = [one.grad for one in its]
+        self.momenta: list[MomentumSegment] = []
+        self.steps: list[StepSegment] = []
+        for one in its:
+            values = torch.empty(one.weight.numel(), dtype=torch.bfloat16, device=device)
+            direction = Direction(values, coefficients=(), steps=0, eps=0.0)
+            self.momenta.append(
+                MomentumSegment(
+                    direction=direction,
+                    values=values,
+                    grad=one.grad,
+                    grad_remainder=None,
+                    momentum_buffer=torch.full_like(one.weight, 1e-3, dtype=torch.float32),
+                    momentum=0.95,
+                    nesterov=True,
+                    last=False,
+                )
+            )
+            self.steps.append(
+                StepSegment(
+                    direction=direction, values=values, weight=one.weight, remainder=one.remainder, lr=1e-4, decay=1e-5
+                )
+            )
+
+    def on_host(self, threads: int) -> None:
+        for momentum in self.momenta:
+            momentum.run(threads)
+        for step in self.steps:
+            step.run(threads)
+
+    def on_device(self) -> None:
+        self.on_host(1)
+
+
+def update_of(dtype: torch.dtype, states: str, device: torch.device) -> AdamWUpdate | MuonUpdate:
+    """Returns the update of weights in ``dtype`` whose states have that name, with tensors on ``device``."""
+    return MuonUpdate(dtype, device) if states == MUON else AdamWUpdate(dtype, states, device)
+
+
 class HostUpdates:
     """Updates on the host with as many threads as the optimizer uses, alone and beside a layer's computation.
 
-    ``formats`` are those of weights and moments.
+    ``formats`` are those of weights and states.
     """
 
     def __init__(self, clock: DeviceClock, formats: Sequence[Format]) -> None:
@@ -71,13 +132,13 @@ class HostUpdates:
 
     def measures(self) -> list[Measure]:
         return [
-            Measure(f"updates in {dtype_name(dtype)} with {states} moments", self._one(dtype, states))
+            Measure(f"updates in {dtype_name(dtype)} with {_states_name(states)}", self._one(dtype, states))
             for dtype, states in self._formats
         ]
 
     def _one(self, dtype: torch.dtype, states: str) -> Sample:
         format_name = f"{dtype_name(dtype)}+{states}"
-        its = segments(dtype, states, ELEMENTS, torch.device("cpu"))
+        its = update_of(dtype, states, torch.device("cpu"))
         layer = SmallLayer(dtype, self._clock)
 
         def sample() -> Mapping[Key, float]:
@@ -95,12 +156,12 @@ class HostUpdates:
 
         return sample
 
-    def _update(self, its: Sequence[Segment]) -> None:
+    def _update(self, its: AdamWUpdate | MuonUpdate) -> None:
         if self._clock.device.is_host:  # else the device finds the gradients' squares
-            native.squared_norms([one.grad for one in its], threads=self._threads)
-        native.adamw(its, threads=self._threads)
+            native.squared_norms(its.grads, threads=self._threads)
+        its.on_host(self._threads)
 
-    def _together(self, its: Sequence[Segment], layer: SmallLayer) -> tuple[float, float]:
+    def _together(self, its: AdamWUpdate | MuonUpdate, layer: SmallLayer) -> tuple[float, float]:
         """Returns the seconds of one update and of one layer while both go on."""
         ends: list[float] = []
         stopped = threading.Event()
@@ -155,19 +216,21 @@ class DeviceUpdates:
 
     def measures(self) -> list[Measure]:
         return [
-            Measure(f"updates on the device in {dtype_name(dtype)}", self._one(dtype, states))
+            Measure(
+                f"updates on the device in {dtype_name(dtype)} with {_states_name(states)}", self._one(dtype, states)
+            )
             for dtype, states in self._formats
         ]
 
     def _one(self, dtype: torch.dtype, states: str) -> Sample:
-        its = segments(dtype, states, ELEMENTS, self._clock.device.torch_device)
-
-        def task() -> None:
-            for one in its:
-                adamw_on_device(one)
+        its = update_of(dtype, states, self._clock.device.torch_device)
 
         def sample() -> Mapping[Key, float]:
-            seconds = self._clock.timed(task)
+            seconds = self._clock.timed(its.on_device)
             return {("device_update", f"{dtype_name(dtype)}+{states}"): 1e9 * seconds / ELEMENTS}
 
         return sample
+
+
+def _states_name(states: str) -> str:
+    return "Muon's momentum" if states == MUON else f"{states} moments"

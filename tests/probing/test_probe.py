@@ -19,7 +19,7 @@ from stronghold.probing.kept_machines import keep_machine, path_of
 from stronghold.probing.this_machine import facts_of
 from tests.probing.small import make_short
 
-FORMATS = {"float32+fp32", "float32+8bit", "bfloat16+fp32", "bfloat16+8bit"}
+FORMATS = {f"{dtype}+{states}" for dtype in ("float32", "bfloat16") for states in ("fp32", "8bit", "muon")}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_every_field_is_filled_and_plausible(machine, directory):
     assert set(machine.disks) == {os.path.realpath(directory)}
     assert all(set(measured) == {*DISK, *DISK_BESIDE_COMPUTE} for measured in machine.disks.values())
     found = list(spreads_of([value for value in vars(machine).values()]))
-    assert len(found) == 61
+    assert len(found) == 65
     for spread in found:
         assert 0 < spread.low <= spread.likely <= spread.high < math.inf
     for measured in machine.host_update_ns.values():
@@ -214,7 +214,15 @@ def test_a_device_that_is_not_there_is_refused(device, rule):
 
 def test_the_table_has_what_was_measured(machine, directory):
     text = str(machine)
-    for part in (machine.processor, "GB/s", "GFLOP/s", "ns (", f"disk {os.path.realpath(directory)}"):
+    for part in (
+        machine.processor,
+        "GB/s",
+        "GFLOP/s",
+        "ns (",
+        "float32, 8bit moments",
+        "float32, Muon's momentum",
+        f"disk {os.path.realpath(directory)}",
+    ):
         assert part in text
     assert "<table" in machine._repr_html_()
 

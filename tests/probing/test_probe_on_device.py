@@ -18,7 +18,7 @@ def test_a_device_is_measured_by_its_own_clock(monkeypatch, tmp_path):
     assert 2**30 <= machine.device_memory_bytes < 2**45
     assert machine.device_name
     assert machine.cores >= 1
-    formats = {"float32+fp32", "float32+8bit", "bfloat16+fp32", "bfloat16+8bit"}
+    formats = {f"{dtype}+{states}" for dtype in ("float32", "bfloat16") for states in ("fp32", "8bit", "muon")}
     assert set(machine.device_update_ns) == set(machine.host_update_ns) == formats
     assert all(spread.low > 0 for spread in machine.device_update_ns.values())
     assert 0 < machine.op_s.likely < machine.launch_s.likely * 100
