@@ -101,6 +101,11 @@ def with_inputs_on_host(case: Case) -> Case:
     return replace(case, activations="host", micro_batch=None, samples=samples)
 
 
+def with_inputs_on_disk(case: Case) -> Case:
+    """Returns the same with layers' inputs on disk, of a case whose layers are."""
+    return replace(with_inputs_on_host(case), activations="disk")
+
+
 def slower(case: Case, factor: float) -> Case:
     """Returns the same machine at a slower pace: what the machine at hand takes for itself counts for less then."""
     return replace(case, seconds={name: factor * seconds for name, seconds in case.seconds.items()})
@@ -235,7 +240,7 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
     itemsize, backward = case.dtype.itemsize, 4 if case.activations == "keep" else 6
     states_bytes = itemsize + (2 if itemsize == 2 else 0) + 8  # weight, remainder and two moments of an element
     update_s = case.seconds["update"] / (2 * SIZE**2 * sum(case.widths) / len(case.widths))
-    input_bytes = case.samples * SIZE * itemsize if case.activations == "host" else 0
+    input_bytes = case.samples * SIZE * itemsize if case.activations in ("host", "disk") else 0
     layers = [
         LayerWork(
             forward_s=2 * unit.elements * case.tokens / speed.flops,
@@ -248,6 +253,7 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
             matrices=2 * case.by_muon,
             iteration_s=iteration_flops(width) / speed.flops if case.by_muon else 0.0,
             input_bytes=input_bytes if number or case.root[0] else 0,  # the model's own inputs have no gradient
+            inputs_on_disk=case.activations == "disk",
         )
         for number, (width, unit) in enumerate(zip(case.widths, engine.layers, strict=True))
     ]

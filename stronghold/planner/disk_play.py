@@ -16,6 +16,8 @@ CHUNK_BYTES = 48 * 2**20
 """The most that a chunk has: ``SLOT_BYTES`` there."""
 FETCH, READ_AHEAD, PREFETCH, WRITE_BACK = range(4)
 """What goes first on the disk, as in ``native/disk_io.py``."""
+_WHOLE = (Kind.READ, Kind.INPUTS_READ, Kind.INPUTS_WRITE)
+"""Operations that are one transfer, and end with it."""
 
 
 @dataclass(eq=False)
@@ -101,6 +103,12 @@ class DiskPlay:
         if operation.kind is Kind.READ:
             self._submit(here, FETCH if operation.resource is Resource.FETCHES else READ_AHEAD, self._read_s[here])
             return False
+        if operation.kind is Kind.INPUTS_READ:
+            self._submit(here, READ_AHEAD, self._read_s[here])
+            return False
+        if operation.kind is Kind.INPUTS_WRITE:
+            self._submit(here, PREFETCH, self._write_s[here], is_write=True)
+            return False
         if operation.kind is Kind.PREPARE:
             for part in self._prepared[here]:
                 chunk = self._chunks[part] = _Chunk(part, operation.number, here)
@@ -133,12 +141,12 @@ class DiskPlay:
         assert heapq.heappop(self._queue)[2] is job
         job.done, job.ended_s = True, now_s
         operation = self._operations[job.here]
-        if job.is_write:
+        if operation.kind in _WHOLE:
+            self._release(job.here)
+        elif job.is_write:
             unit = operation.number
             if unit in self._settling and self._settled(unit):
                 self._release(self._settling.pop(unit))
-        elif operation.kind is Kind.READ:
-            self._release(job.here)
         if (chunk := self._blocked) is not None:
             self._take(chunk)
         for slot in self._slots:

@@ -78,7 +78,7 @@ class _Issuing:
         self._buffers: deque[int | None] = deque([None] * (AHEAD + 1))
         self._ahead: dict[int, int] = {}
         self._down: int | None = None
-        self._inputs = IssuedInputs(shape.inputs, self._issue)
+        self._inputs = IssuedInputs(shape.inputs, self._issue, on_disk=shape.inputs_on_disk)
 
     def step(self) -> None:
         """One step of the ordinary loop: forward pass, backward pass, the optimizer's step."""

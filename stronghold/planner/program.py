@@ -22,6 +22,8 @@ class Kind(Enum):
     GRADIENTS = "gradients"
     INPUTS_DOWN = "inputs down"
     INPUTS_UP = "inputs up"
+    INPUTS_WRITE = "inputs to disk"
+    INPUTS_READ = "inputs from disk"
     PREPARE = "prepare"
     MOMENTUM = "momentum"
     ITERATE = "iterate"
@@ -56,7 +58,7 @@ class Shape:
     ``RootWork``, which says where it is updated: ``UPDATE``, ``UPDATE_ON_DEVICE``, or None if it is not. ``chunks`` has
     one for each of both, in how many parts an update passes through the ring: 0 where it finds everything in memory.
     ``iterated`` are those of both that Muon updates, with iterations beside the computation. ``inputs`` are the layers
-    whose inputs wait for the backward pass beside the device.
+    whose inputs wait for the backward pass beside the device, and ``inputs_on_disk`` tells that they do so on disk.
     """
 
     window: int
@@ -71,6 +73,7 @@ class Shape:
     runs_behind: bool
     iterated: frozenset[int] = frozenset()
     inputs: frozenset[int] = frozenset()
+    inputs_on_disk: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,5 +125,5 @@ class Program:
     def on_disk(self) -> frozenset[int]:
         """The operations that need the disk."""
         chunks = (here for parts in self.prepared.values() for here in parts)
-        kinds = (Kind.READ, Kind.PREPARE, Kind.SETTLE)
+        kinds = (Kind.READ, Kind.PREPARE, Kind.SETTLE, Kind.INPUTS_WRITE, Kind.INPUTS_READ)
         return frozenset([*chunks, *(here for here, one in enumerate(self.operations) if one.kind in kinds)])

@@ -24,6 +24,8 @@ CAUSES = {
     Kind.GRADIENTS: "gradients",
     Kind.INPUTS_DOWN: "inputs",
     Kind.INPUTS_UP: "fetch",
+    Kind.INPUTS_WRITE: "disk",
+    Kind.INPUTS_READ: "disk",
     Kind.MOMENTUM: "update",
     Kind.ITERATE: "update",
     Kind.UPDATE: "update",
@@ -31,7 +33,7 @@ CAUSES = {
     Kind.LAUNCH: "launch",
 }
 """What the computation waits for while an operation is under way that holds it up."""
-_WAIT_FOR_DISK = (Kind.READ, Kind.SETTLE)
+_WAIT_FOR_DISK = (Kind.READ, Kind.SETTLE, Kind.INPUTS_WRITE, Kind.INPUTS_READ)
 """These do nothing themselves: what they wait for is the disk's."""
 
 
@@ -132,7 +134,7 @@ def step_time(
     """Returns what a steady step of a model takes on ``machine`` under ``settings``, and what happens in it.
 
     The engine's own schedule says what moves when; clocks say how long. Not in it: evaluation, gradients that are
-    accumulated over several backward passes, what a disk takes for layers' inputs (``activations="disk"``), replicas.
+    accumulated over several backward passes, replicas. A layer's inputs count as one run's, over all micro-batches.
 
     Raises ValueError for settings that the engine would refuse.
     """
@@ -172,6 +174,7 @@ def _shape(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings
             number for number, unit in enumerate([*layers, *root]) if unit.matrices and machine.iterates_beside
         ),
         inputs=frozenset(number for number, layer in enumerate(layers) if layer.input_bytes),
+        inputs_on_disk=any(layer.inputs_on_disk for layer in layers),
     )
 
 
@@ -237,9 +240,14 @@ def _disk_s(program: Program, units: Sequence[UnitWork], machine: Machine) -> tu
     reads_s, writes_s = {}, {}
     for here in program.on_disk:
         one = program.operations[here]
+        unit = units[one.number]
         if one.kind is Kind.READ:
-            reads_s[here] = units[one.number].weight_bytes / read
+            reads_s[here] = unit.weight_bytes / read
+        elif one.kind is Kind.INPUTS_WRITE and isinstance(unit, LayerWork):
+            writes_s[here] = unit.input_bytes / write
+        elif one.kind is Kind.INPUTS_READ and isinstance(unit, LayerWork):
+            reads_s[here] = unit.input_bytes / read
         elif one.kind is Kind.UPDATE:
-            chunk_bytes = units[one.number].ring_bytes / _chunks(units[one.number])
+            chunk_bytes = unit.ring_bytes / _chunks(unit)
             reads_s[here], writes_s[here] = chunk_bytes / read, chunk_bytes / write
     return reads_s, writes_s

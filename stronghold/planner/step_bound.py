@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stronghold.planner.disk_play import CHUNK_BYTES
+from stronghold.planner.issued_inputs import STAGING as INPUT_STAGING
 from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings, UnitWork
 
 
@@ -83,11 +84,13 @@ def step_bound(
     read, write = machine.disk_read_bytes_per_s, machine.disk_write_bytes_per_s
     ring_bytes = sum(layer.ring_bytes for layer in trained) + sum(one.ring_bytes for one in on_host)
     reads_s = sorted(layer.weight_bytes / read for layer in trained if layer.on_disk)
+    inputs = sorted(layer.input_bytes for layer in layers if layer.inputs_on_disk and layer.input_bytes)
+    inputs_s = sum(inputs) / write + sum(inputs[:-INPUT_STAGING]) / read  # the last ones are in staging still
     whole = {
         Resource.HOST: 2 * len(layers) * settings.pieces * machine.launch_s if machine.runs_behind else 0.0,
         Resource.FETCHES: max(sum(first_s), again_s) + again_s,
         Resource.UPDATES: updates_s + sum(_update_s(one, machine) for one in on_host),
-        Resource.DISK: ring_bytes / read + ring_bytes / write + sum(reads_s),
+        Resource.DISK: ring_bytes / read + ring_bytes / write + sum(reads_s) + inputs_s,
     }
     longest_s, resource = max((seconds, one) for one, seconds in whole.items())
     in_passes = [max((seconds, one) for one, seconds in each.items()) for each in (forward, backward)]

@@ -16,7 +16,7 @@ class Resource(IntEnum):
     of the device's streams: ``FETCHES`` and ``ROOT`` copy to the device, ``GRADIENTS`` from there, ``UPDATES`` is the
     optimizer on the host, ``READS`` reads layers from disk before their fetch, ``SETTLED`` waits until what an update
     wrote has arrived on disk, and ``DISK`` is the disk itself. ``ITERATIONS`` is the device at Muon's matrices, beside
-    the computation.
+    the computation, and ``INPUTS`` writes layers' inputs to disk and reads them again.
     """
 
     HOST = 0
@@ -29,6 +29,7 @@ class Resource(IntEnum):
     SETTLED = 7
     DISK = 8
     ITERATIONS = 9
+    INPUTS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +73,13 @@ class UnitWork:
 class LayerWork(UnitWork):
     """The same of one layer. ``on_disk`` tells that its weights are fetched from there.
 
-    ``input_bytes`` are those of its inputs, of all micro-batches, that wait for the backward pass beside the device.
+    ``input_bytes`` are those of its inputs, of all micro-batches, that wait for the backward pass beside the device:
+    in host memory, or with ``inputs_on_disk`` there.
     """
 
     on_disk: bool = False
     input_bytes: int = 0
+    inputs_on_disk: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

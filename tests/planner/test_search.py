@@ -167,6 +167,16 @@ def test_no_step_is_shorter_than_its_bound(seed):
 
 
 @pytest.mark.parametrize("seed", range(100))
+def test_no_step_with_inputs_on_disk_is_shorter_than_its_bound(seed):
+    rng = random.Random(seed)
+    work, machine, settings, root = random_step_work(seed, slowed={})
+    work = [replace(one, input_bytes=rng.choice((0, 300, 900)), inputs_on_disk=True) for one in work]
+    machine = replace(machine, disk_read_bytes_per_s=rng.uniform(20, 500), disk_write_bytes_per_s=rng.uniform(20, 500))
+    bound = step_bound(work, machine, settings, root)
+    assert 0 < bound.step_s <= step_time(work, machine, settings, root).step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(100))
 @pytest.mark.parametrize("large", [1, 30])
 def test_no_step_is_shorter_than_its_bound_where_the_device_updates_slowly(seed, large):
     """Beside updates of root parameters on the host, which may be longer."""

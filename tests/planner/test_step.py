@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.plan_cases import draw, run, slower, with_inputs_on_host
+from benchmarks.plan_cases import draw, run, slower, with_inputs_on_disk, with_inputs_on_host
 from stronghold.planner.issuing import program_of
 from stronghold.planner.play import play
 from stronghold.planner.program import Kind, Operation, Program, Shape
@@ -50,15 +50,20 @@ def test_a_step_is_the_engine_s_by_its_clocks_and_so_is_all_that_happens_in_it(c
     assert compared > (4 if case.activations == "host" else 2) * len(case.widths)
 
 
+BY_THE_WALL = [
+    *(draw(seed, layers=8, on_disk=seed % 3 == 2) for seed in range(300, 312)),
+    *(with_inputs_on_disk(draw(seed, layers=8, on_disk=True)) for seed in range(312, 318)),
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("seed", "on_disk"), [(seed, seed % 3 == 2) for seed in range(300, 312)])
-def test_a_step_is_the_engine_s_by_the_wall(seed, on_disk):
+@pytest.mark.parametrize("case", BY_THE_WALL)
+def test_a_step_is_the_engine_s_by_the_wall(case):
     """What is slow is played by sleeping; what the machine at hand does meanwhile disturbs it.
 
     Where the two differ it is measured once more at a third of the pace, so that this counts a third as much, and an
     error of the model as much as before.
     """
-    case = draw(seed, layers=8, on_disk=on_disk)
     errors = [run(case, paced=True).error]
     if abs(errors[0]) > 0.02:
         errors.append(run(slower(case, 3), paced=True).error)
@@ -196,6 +201,24 @@ def test_inputs_come_up_one_layer_ahead():
     step = step_time(alike(6, input_bytes=1), machine(h2d_bytes_per_s=0.1), settings)
     assert step.step_s == pytest.approx(6 * 1 + 6 * 10 + 3, abs=1e-6)
     assert step.waits_s["fetch"] == pytest.approx(60 - 5 * 3, abs=1e-6)
+
+
+def test_inputs_on_disk_are_read_two_layers_ahead():
+    """Three layers' are in staging still. The fourth's are read, for 10 s, behind the last layer's backward pass."""
+    layers = alike(6, input_bytes=1, inputs_on_disk=True)
+    step = step_time(layers, machine(disk_read_bytes_per_s=0.1), StepSettings(window=1, resident=range(6)))
+    assert step.step_s == pytest.approx(6 * 1 + 3 + 3 * 10 + 3, abs=1e-6)
+    assert step.busy_s["disk"] == pytest.approx(3 * 10, abs=1e-6)
+    assert step.waits_s["disk"] == pytest.approx(step.step_s - 6 * 4, abs=1e-6)
+
+
+def test_inputs_that_are_written_more_slowly_than_layers_compute_hold_the_forward_pass_up():
+    """The last layer's go to staging when the fourth last one's are on disk."""
+    layers = alike(8, input_bytes=1, inputs_on_disk=True)
+    step = step_time(layers, machine(disk_write_bytes_per_s=0.1), StepSettings(window=1, resident=range(8)))
+    (last,) = [one for one in step.spans if one.name == "inputs down layer 7"]
+    assert last.begin_s == pytest.approx(5 * 10, abs=1e-6)
+    assert step.busy_s["disk"] == pytest.approx(8 * 10, abs=1e-6)
 
 
 def test_recomputation_goes_on_while_a_gradient_slot_is_not_drained():

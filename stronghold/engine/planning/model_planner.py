@@ -97,8 +97,7 @@ class ModelPlanner:
         activations = self.activation_bytes(choice) + self._on_device_bytes(choice, beside)
         on_top = max(activations, self._on_device_bytes(choice, behind))
         on_top += self._memory.iterations_bytes(placed.resident)[0]  # which go on under the next forward pass
-        on_top += self.inputs(choice).device
-        return on_top + self._memory.rounding(choice, placed.resident)
+        return on_top + self.inputs(choice).device + self._memory.rounding(choice, placed.resident)
 
     @cached_property
     def _used_first(self) -> frozenset[int]:
@@ -122,8 +121,8 @@ class ModelPlanner:
     def assumed(self, choice: Choice) -> list[str]:
         """Returns what a plan of it rests on that was not measured, in words."""
         found = muon_assumed(self._machine, self.dtype) if choice.states == MUON else []
-        if self._inputs.off_device and (self._machine.is_host or self._recompute == "disk"):
-            found.append(f"layers' inputs take no time on their way to {self._recompute} and back")
+        if self._inputs.off_device and self._machine.is_host:
+            found.append("layers' inputs take no time on their way to buffers on the host")
         return found
 
     def budgets(self, choice: Choice, activations: int) -> tuple[int | None, int | None]:
@@ -215,6 +214,7 @@ class ModelPlanner:
                 first_gradient_s=again_s + before_s,
                 on_disk="weights" in (there or ()),
                 input_bytes=input_bytes,
+                inputs_on_disk=self._recompute == "disk",
                 **self._moved(sizes, placed, choice, number),
                 **self._iterations(number, pace, resident=resident),
             )

@@ -346,4 +346,4 @@ def test_what_a_plan_assumes_of_compiled_layers_and_of_inputs_on_the_host_is_sai
         stronghold.close(model)
     assert "assumed" not in reasons[0]
     assert "assumed: layers take as long as eager ones" in reasons[1]
-    assert "assumed: layers' inputs take no time on their way to host and back" in reasons[2]
+    assert "assumed: layers' inputs take no time on their way to buffers on the host" in reasons[2]
