@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from stronghold.engine.copying import Place, structural_copy
+from stronghold.engine.copying import Place, generator_copy, structural_copy
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
@@ -25,8 +25,8 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     if type(value) is dict:
         return {key: flatten(item, tensors) for key, item in value.items()}
     if is_dataclass(value):
-        return structural_copy(value, lambda tensor: flatten(tensor, tensors))
-    return structural_copy(value)
+        return structural_copy(value, lambda tensor: flatten(tensor, tensors), generator=generator_copy)
+    return structural_copy(value, generator=generator_copy)
 
 
 def fill(value: Any, tensors: tuple[Tensor, ...]) -> Any:
@@ -37,7 +37,9 @@ def fill(value: Any, tensors: tuple[Tensor, ...]) -> Any:
         return type(value)(fill(item, tensors) for item in value)
     if type(value) is dict:
         return {key: fill(item, tensors) for key, item in value.items()}
-    return structural_copy(value, lambda one: tensors[one.number] if type(one) is Place else one)
+    return structural_copy(
+        value, lambda one: tensors[one.number] if type(one) is Place else one, generator=generator_copy
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

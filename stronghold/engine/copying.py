@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from random import Random
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -27,7 +29,7 @@ _ATOMS = (
     FunctionType,
     MethodType,
 )
-_ATOMS += (BuiltinFunctionType, torch.dtype, torch.device, torch.Size, torch.Generator)  # type: ignore[assignment]
+_ATOMS += (BuiltinFunctionType, torch.dtype, torch.device, torch.Size)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,27 @@ class Place:
     number: int
 
 
-def structural_copy(value: Any, tensor: Callable[[Any], Any] = lambda t: t, memo: dict | None = None) -> Any:
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` is a generator of random numbers of its own: PyTorch's, Python's or numpy's."""
+    return isinstance(value, (torch.Generator, Random)) or type(value).__module__.startswith("numpy.random")
+
+
+def generator_copy(value: Any) -> Any:
+    """Returns a generator that draws what ``value`` would draw next."""
+    return value.clone_state() if isinstance(value, torch.Generator) else deepcopy(value)
+
+
+def structural_copy(
+    value: Any,
+    tensor: Callable[[Any], Any] = lambda t: t,
+    memo: dict | None = None,
+    generator: Callable[[Any], Any] = lambda g: g,
+) -> Any:
     """Copies the containers and plain objects in ``value`` and shares the tensors (or maps them by ``tensor``).
 
-    A key-value cache that a layer fills is such an object: the second run must find it as the first one did, or it
-    would attend to its own keys. Objects that cannot be copied this way are shared.
+    So it does with generators of random numbers, and ``generator``. A key-value cache that a layer fills is such an
+    object: the second run must find it as the first one did, or it would attend to its own keys. Objects that cannot be
+    copied this way are shared.
     """
     if isinstance(value, (Tensor, Place)):
         return tensor(value)
@@ -50,22 +68,26 @@ def structural_copy(value: Any, tensor: Callable[[Any], Any] = lambda t: t, memo
     memo = {} if memo is None else memo
     if id(value) in memo:
         return memo[id(value)]
+    if is_generator(value):
+        drawing = memo[id(value)] = generator(value)
+        return drawing
+    again = partial(structural_copy, tensor=tensor, memo=memo, generator=generator)
     if isinstance(value, tuple):
-        items = [structural_copy(item, tensor, memo) for item in value]
+        items = [again(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):
         copied = memo[id(value)] = value.__class__.__new__(value.__class__)
-        copied.extend(structural_copy(item, tensor, memo) for item in value)
+        copied.extend(again(item) for item in value)
         return copied
     if isinstance(value, deque):
         queue = memo[id(value)] = copy(value)
         for place, item in enumerate(value):
-            queue[place] = structural_copy(item, tensor, memo)
+            queue[place] = again(item)
         return queue
     if isinstance(value, dict):
         found = memo[id(value)] = copy(value)  # of its own class
         for key, item in value.items():
-            found[key] = structural_copy(item, tensor, memo)
+            found[key] = again(item)
         return found
     if isinstance(value, set):
         return value.copy()
@@ -78,7 +100,7 @@ def structural_copy(value: Any, tensor: Callable[[Any], Any] = lambda t: t, memo
         return value
     memo[id(value)] = made
     for name in names:
-        object.__setattr__(made, name, structural_copy(getattr(value, name), tensor, memo))
+        object.__setattr__(made, name, again(getattr(value, name)))
     return made
 
 

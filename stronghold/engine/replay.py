@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stronghold.engine.copying import generator_copy, is_generator
 from stronghold.errors import OffloadedModelError
 
 
@@ -23,8 +24,8 @@ class State:
 
     That is buffers and plain attributes: ``training``, a count, what a mask is made from. A change shows by the
     object's identity, in a list, dictionary or set by its items', in a tensor by its version; ``batch_norm`` leaves no
-    trace in the version of its statistics, so that of tensors with one dimension a change is always taken for granted.
-    What an object of another kind holds is not known.
+    trace in the version of its statistics, so that of tensors with one dimension a change is always taken for granted,
+    as it is of generators of random numbers. What an object of another kind holds is not known.
 
     It refers to the modules weakly, and to all that may refer to them, for autograd's graph holds it, and a module may
     hold that.
@@ -128,7 +129,9 @@ _LEFT = object()
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value if value.requires_grad else value.clone()
-    return value.copy() if type(value) in (list, dict, set) else value
+    if type(value) in (list, dict, set):
+        return value.copy()
+    return generator_copy(value) if is_generator(value) else value
 
 
 def _version(value: Any) -> int:
@@ -145,7 +148,7 @@ def _differs(now: Any, value: Any, copy: Any, version: int) -> bool:
         return len(items[0]) != len(items[1]) or any(
             k is not key or v is not item for (k, v), (key, item) in zip(*items, strict=True)
         )
-    return False
+    return is_generator(now)  # whether it has drawn takes longer to see than to put it back
 
 
 class _Reference(NamedTuple):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,6 +74,52 @@ def one_after_another(layers: nn.ModuleList, x: Tensor) -> Tensor:
     for layer in layers:
         x = layer(x)
     return x
+
+
+class Drawing(Layer):
+    """Draws what it drops from a generator of its own, ``make``'s."""
+
+    make: Callable[[], Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = type(self).make()
+
+    def forward(self, x: Tensor, generator: Any = None) -> Tensor:
+        return self.own(x) * kept(self.generator if generator is None else generator, x.shape[-1])
+
+
+def kept(generator: Any, count: int) -> Tensor:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(count, generator=generator).round()
+    return torch.tensor([float(round(generator.random())) for _ in range(count)])
+
+
+GENERATORS = [
+    lambda: torch.Generator().manual_seed(3),
+    lambda: random.Random(3),
+    lambda: numpy.random.default_rng(3),
+    lambda: numpy.random.RandomState(3),
+]
+
+
+@pytest.mark.parametrize("activations", WAYS)
+@pytest.mark.parametrize("make", GENERATORS, ids=["torch", "python", "numpy", "RandomState"])
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_random_numbers_of_a_generator_are_drawn_once(
+    tmp_path: Path, is_argument: bool, make: Any, activations: str
+) -> None:
+    def drive(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        generator = make() if is_argument else None
+        for layer in layers:
+            x = layer(x, generator)
+        return x
+
+    kind = type("Drawing", (Drawing,), {"make": staticmethod(make)})
+    plain, offloaded = both(tmp_path, kind, drive, activations)
+    expected = losses_of(plain, passes=2)
+    assert losses_of(offloaded, passes=2) == expected
+    assert len({*expected}) == 3
 
 
 class Masked(Layer):
