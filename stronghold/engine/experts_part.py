@@ -28,12 +28,19 @@ def are_experts(module: nn.Module | None) -> TypeGuard[nn.Module]:
     if module is None or not isinstance(count, int) or count < 2 or not module._parameters:
         return False
     stacked = all(p.ndim and p.shape[0] == count for p in module.parameters())
-    return stacked and len(inspect.signature(module.forward).parameters) >= 3
+    # What its children have, or buffers, would not be cut.
+    others = any(child._parameters for child in module.modules() if child is not module)
+    others = others or any(b.ndim and b.shape[0] == count for b in module.buffers())
+    return stacked and not others and len(inspect.signature(module.forward).parameters) >= 3
 
 
 def adds_up_in_order(experts: nn.Module) -> bool:
-    """Whether experts add up one after another, as transformers' "eager" ones; the others add up each token's own."""
-    return getattr(getattr(experts, "config", None), "_experts_implementation", None) in (None, "eager")
+    """Whether experts add up one after another, as transformers' "eager" ones; the others add up each token's own.
+
+    Whichever is chosen, a class that transformers has not wrapped computes as it is written.
+    """
+    chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return chosen in (None, "eager") or not hasattr(type(experts).forward, "__wrapped__")
 
 
 class ExpertsPart(nn.Module):
@@ -42,9 +49,9 @@ class ExpertsPart(nn.Module):
     has_samples = False
     """The first dimension of its input is not the batch."""
 
-    def __init__(self, experts: nn.Module, begin: int, end: int) -> None:
+    def __init__(self, experts: nn.Module, begin: int, end: int, *, copies: bool = True) -> None:
         super().__init__()
-        self.experts = _some(experts, begin, end)
+        self.experts = _some(experts, begin, end, copies)
         self._kind = type(experts)
 
     def forward(self, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
@@ -73,13 +80,15 @@ class ExpertsPart(nn.Module):
             raise OffloadedModelError(NO_ADAPTERS.format(around, f"{self._kind.__name__} of a part"))
 
 
-def _some(experts: nn.Module, begin: int, end: int) -> nn.Module:
-    """Returns a module as ``experts``, with those from ``begin`` to ``end`` alone, in memory of their own."""
+def _some(experts: nn.Module, begin: int, end: int, copies: bool) -> nn.Module:
+    """Returns a module as ``experts``, with those from ``begin`` to ``end`` alone: copies, or the same memory."""
     part = alike(experts)
     setattr(part, COUNT, end - begin)
     for name, parameter in experts._parameters.items():
-        assert parameter is not None
-        some = nn.Parameter(parameter.detach()[begin:end].clone(), requires_grad=parameter.requires_grad)
+        if parameter is None:
+            continue
+        values = parameter.detach()[begin:end]
+        some = nn.Parameter(values.clone() if copies else values, requires_grad=parameter.requires_grad)
         some.__dict__.update(parameter.__dict__)
         part._parameters[name] = some
     return part

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stronghold.engine.block import Block, block_of
 from stronghold.engine.experts_part import COUNT, NO_ADAPTERS, WRAPPED, ExpertsPart, adds_up_in_order, are_experts
+from stronghold.engine.same_experts import check_same
 from stronghold.engine.saved import Saved
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import unit_of
@@ -52,9 +53,14 @@ def split_experts(model: nn.Module, experts_per_part: int) -> nn.Module:
         raise OffloadedModelError(NO_ADAPTERS.format(type(around).__name__, "experts"))
     if not places:
         raise ValueError(
-            f"split_experts needs a module with stacked experts: every parameter's first dimension its {COUNT} (got "
-            f"none in {type(model).__name__}); experts that are modules of their own need no splitting, for layers= of "
-            "offload() can name their containers"
+            f"split_experts needs a module with stacked experts: parameters of its own alone, the first dimension of "
+            f"each its {COUNT}, and no buffer's (got none in {type(model).__name__}); experts that are modules of "
+            "their own need no splitting, for layers= of offload() can name their containers"
+        )
+    if changed := [type(experts).__name__ for experts in places if "forward" in vars(experts)]:
+        raise ValueError(
+            f"experts in parts compute with the forward of their class (got another on an instance of {changed[0]}, "
+            "which computes with the whole's weights); define it in a subclass, or leave the layers whole"
         )
     fewest = _fewest(places)
     if not 1 <= experts_per_part <= fewest:
@@ -141,13 +147,13 @@ class SplitExperts(nn.Module):
     experts ("eager"), or of each token's choices.
     """
 
-    def __init__(self, experts: nn.Module, experts_per_part: int) -> None:
+    def __init__(self, experts: nn.Module, experts_per_part: int, *, copies: bool = True) -> None:
         super().__init__()
         self.num_experts: int = getattr(experts, COUNT)
         self.experts_per_part = experts_per_part
         self.config = getattr(experts, "config", None)
-        self._names = [*experts._parameters]
-        self.parts = nn.ModuleList(ExpertsPart(experts, begin, end) for begin, end in pairwise(self._edges))
+        self._names = [name for name, parameter in experts._parameters.items() if parameter is not None]
+        self.parts = nn.ModuleList(ExpertsPart(experts, *two, copies=copies) for two in pairwise(self._edges))
         self.register_state_dict_post_hook(_join)
         self.register_load_state_dict_pre_hook(_cut)
 
@@ -157,8 +163,17 @@ class SplitExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns what each token gets, (tokens, hidden), of its experts ``top_k_index`` (tokens, k), weighted."""
-        add_up = self._in_order if adds_up_in_order(self) else self._by_choice
-        return add_up(hidden_states, top_k_index, top_k_weights)
+        part = self.parts[0]
+        assert isinstance(part, ExpertsPart)
+        part.check()
+        first = part.experts
+        if not adds_up_in_order(first):
+            return self._by_choice(hidden_states, top_k_index, top_k_weights)
+        check_same(first, self.num_experts, self._cut_as_this, hidden_states, top_k_index, top_k_weights)
+        return self._in_order(hidden_states, top_k_index, top_k_weights)
+
+    def _cut_as_this(self, experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        return SplitExperts(experts, self.experts_per_part, copies=False)._in_order
 
     def _in_order(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens = top_k_index.shape[0]
