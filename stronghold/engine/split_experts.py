@@ -15,6 +15,7 @@ from stronghold.engine.block import Block, block_of
 from stronghold.engine.experts_part import COUNT, NO_ADAPTERS, WRAPPED, ExpertsPart, adds_up_in_order, are_experts
 from stronghold.engine.same_experts import check_same
 from stronghold.engine.saved import Saved
+from stronghold.engine.whole_names import WholeNames
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import unit_of
 
@@ -140,7 +141,7 @@ def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-class SplitExperts(nn.Module):
+class SplitExperts(WholeNames):
     """Stands for a layer's experts: sends each token to those of its parts that have an expert for it.
 
     Rows are gathered and added up as transformers' own implementation does, whichever is chosen: in the order of the
@@ -148,18 +149,10 @@ class SplitExperts(nn.Module):
     """
 
     def __init__(self, experts: nn.Module, experts_per_part: int, *, copies: bool = True) -> None:
-        super().__init__()
-        self.num_experts: int = getattr(experts, COUNT)
-        self.experts_per_part = experts_per_part
+        names = [name for name, parameter in experts._parameters.items() if parameter is not None]
+        super().__init__(names, getattr(experts, COUNT), experts_per_part)
         self.config = getattr(experts, "config", None)
-        self._names = [name for name, parameter in experts._parameters.items() if parameter is not None]
         self.parts = nn.ModuleList(ExpertsPart(experts, *two, copies=copies) for two in pairwise(self._edges))
-        self.register_state_dict_post_hook(_join)
-        self.register_load_state_dict_pre_hook(_cut)
-
-    def pieces(self) -> dict[str, list[str]]:
-        """Returns the names in the whole experts' ``state_dict()``, each with those of its parts here."""
-        return {name: [f"parts.{i}.experts.{name}" for i in range(len(self.parts))] for name in self._names}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns what each token gets, (tokens, hidden), of its experts ``top_k_index`` (tokens, k), weighted."""
@@ -269,18 +262,3 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Returns what two tensors have in common that are the same elements of the same memory."""
     # Not by its address, which a tensor without values has none of.
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
-def _join(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    assert isinstance(module, SplitExperts)
-    for name, pieces in module.pieces().items():
-        values = [state_dict.pop(prefix + piece) for piece in pieces if prefix + piece in state_dict]
-        if values:
-            state_dict[prefix + name] = torch.cat([value.detach() for value in values])
-
-
-def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    assert isinstance(module, SplitExperts)
-    for name, pieces in module.pieces().items():
-        if (whole := state_dict.pop(prefix + name, None)) is not None:
-            state_dict.update(zip([prefix + p for p in pieces], whole.split(module.experts_per_part), strict=True))

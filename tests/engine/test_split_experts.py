@@ -243,6 +243,43 @@ def test_files_have_the_names_and_values_of_the_whole(family, tmp_path):
     assert all(torch.equal(value, whole.state_dict()[name] + 1) for name, value in of.state_dict().items())
 
 
+@pytest.mark.parametrize("place", ["in memory", "offloaded"])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "value",
+    [torch.zeros(10, 32, 32), torch.zeros(6, 32, 32), torch.zeros(8, 32, 31), torch.zeros(()), 3, None, "missing"],
+    ids=["more experts", "fewer experts", "larger", "a number", "no tensor", "None", "missing"],
+)
+def test_what_load_state_dict_cannot_take_is_told_as_of_the_whole(value, strict, place):
+    """All of it at once, with what is wrong elsewhere."""
+    whole = model()
+    parts = stronghold.split_experts(copy.deepcopy(whole), 3)
+    if place == "offloaded":
+        parts = stronghold.offload(parts, device="cpu", window=1)
+    state = {**whole.state_dict(), "lm_head.weight": torch.zeros(2, 2), "another": torch.zeros(1)}
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert state.pop(name).shape == (8, 32, 32)
+    if value != "missing":
+        state[name] = value
+    told = []
+    for of in (whole, parts):
+        with pytest.raises(RuntimeError) as error:
+            of.load_state_dict(state, strict=strict)
+        told.append(str(error.value))
+    assert told[0] == told[1]
+
+
+def test_what_is_missing_is_told_by_the_names_of_the_whole():
+    whole = model()
+    parts = stronghold.split_experts(copy.deepcopy(whole), 3)
+    state = {
+        name: value + 1 for name, value in whole.state_dict().items() if not name.endswith("1.mlp.experts.down_proj")
+    }
+    state["another"] = torch.zeros(1)
+    assert whole.load_state_dict(state, strict=False) == parts.load_state_dict(state, strict=False)
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in parts.state_dict().items())
+
+
 def test_a_checkpoint_resumes_to_the_bit(tmp_path):
     steps = batches(4)
 
