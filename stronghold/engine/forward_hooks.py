@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,21 +12,29 @@ from torch import Tensor, nn
 from stronghold.errors import OffloadedModelError
 
 _ABSENT = object()
+_Key = tuple[int, int, str]
+"""A hook's number, its module's, and its kind."""
 
 
 class ForwardHooks:
     """Runs the forward hooks of the first run again, but for those that only look.
 
     A hook that returned None in the first run and left its arguments and its module as they were records something; a
-    second call would record it twice. One that changed them belongs to the computation and runs again.
+    second call would record it twice. One that changed them belongs to the computation and runs again. So do those that
+    a hook registers during the first run, which stay from then on, as on the plain model. What is registered during the
+    second run is what the first has registered already, and goes again.
+
+    Hooks are exchanged in the modules' own dictionaries, to which the handles of those that come and go refer.
     """
 
     _KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
     def __init__(self, module: nn.Module) -> None:
-        self._inner = [weakref.ref(m) for m in module.modules() if m is not module]
-        self._changing: set[tuple[int, int, str]] = set()
-        """Those that have changed something: each hook's number, its module's, and its kind."""
+        self._modules = [weakref.ref(m) for m in module.modules()]  # the layer's own hooks run outside of it, and once
+        self._changing: set[_Key] = set()
+        """Those that have changed something."""
+        self._own: dict[_Key, Callable] = {}
+        """During a run, the user's hooks in whose place others are."""
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -38,46 +45,76 @@ class ForwardHooks:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Runs the block with those alone. Raises OffloadedModelError where the user has removed one since."""
-        here = {key for _, _, _, keys in self._there() for key in keys}
+        here = self._keys()
         if gone := self._changing - here:
-            module = self._inner[min(gone)[1]]()
+            module = self._modules[min(gone)[1]]()
             raise OffloadedModelError(
                 "a layer runs again in the backward pass, with the hooks that changed something in its forward pass "
                 f"(one of a {type(module).__name__} has been removed in between); remove it after backward(), or use "
                 "offload(..., activations='keep')"
             )
-        with self._instead(lambda key, hook: hook if key in self._changing else None):
-            yield
+        try:
+            with self._instead(self._repeated):
+                yield
+        finally:
+            self._remove(self._keys() - here)
 
-    def _there(self) -> Iterator[tuple[nn.Module, str, dict[int, Callable], list[tuple[int, int, str]]]]:
-        for number, reference in enumerate(self._inner):
-            if (module := reference()) is not None and (module._forward_hooks or module._forward_pre_hooks):
-                for kind in self._KINDS:
-                    hooks = getattr(module, kind)
-                    yield module, kind, hooks, [(handle, number, kind) for handle in hooks]
+    def _hooks(self, number: int, kind: str) -> dict[int, Callable]:
+        module = self._modules[number]()
+        found: dict[int, Callable] = {} if module is None else getattr(module, kind)
+        return found
+
+    def _keys(self) -> set[_Key]:
+        places = ((number, kind) for number in range(len(self._modules)) for kind in self._KINDS)
+        return {(handle, number, kind) for number, kind in places for handle in self._hooks(number, kind)}
 
     @contextmanager
-    def _instead(self, replace: Callable[[tuple[int, int, str], Callable], Callable | None]) -> Iterator[None]:
-        originals = list(self._there())
-        for module, kind, hooks, keys in originals:
-            new = ((key[0], replace(key, hook)) for key, hook in zip(keys, hooks.values(), strict=True))
-            setattr(module, kind, OrderedDict((handle, hook) for handle, hook in new if hook is not None))
+    def _instead(self, replace: Callable[[_Key, Callable], Callable]) -> Iterator[None]:
+        self._exchange(self._keys(), replace)
         try:
             yield
         finally:
-            for module, kind, hooks, _ in originals:
-                setattr(module, kind, hooks)
+            for (handle, number, kind), hook in self._own.items():
+                if handle in (hooks := self._hooks(number, kind)):
+                    hooks[handle] = hook
+            self._own.clear()
 
-    def _observed(self, key: tuple[int, int, str], hook: Callable) -> Callable:
+    def _exchange(self, keys: Iterable[_Key], replace: Callable[[_Key, Callable], Callable]) -> None:
+        for key in keys:
+            handle, number, kind = key
+            if number:
+                hooks = self._hooks(number, kind)
+                self._own[key] = hooks[handle]
+                hooks[handle] = replace(key, hooks[handle])
+
+    def _remove(self, keys: Iterable[_Key]) -> None:
+        for handle, number, kind in keys:
+            self._hooks(number, kind).pop(handle, None)
+
+    def _observed(self, key: _Key, hook: Callable) -> Callable:
         def observe(module: nn.Module, *rest: Any) -> Any:
-            before = _versions(rest), dict(vars(module))
+            before, here = (_versions(rest), dict(vars(module))), self._keys()
             result = hook(module, *rest)
             values = [before[1].get(name, _ABSENT) is value for name, value in vars(module).items()]
             if result is not None or _versions(rest) != before[0] or not all(values) or len(values) != len(before[1]):
                 self._changing.add(key)
+            self._exchange(self._keys() - here, self._observed)
             return result
 
         return observe
+
+    def _repeated(self, key: _Key, hook: Callable) -> Callable:
+        def repeat(*rest: Any) -> Any:
+            here = self._keys()
+            result = hook(*rest)
+            self._remove(self._keys() - here)
+            return result
+
+        return repeat if key in self._changing else _nothing
+
+
+def _nothing(*_: Any) -> None:
+    """Stands for a hook that only looks."""
 
 
 def _versions(output: Any) -> list[int]:

@@ -433,6 +433,34 @@ def test_forward_hooks_inside_a_layer_see_each_run_once(activations):
 
 
 @every_way
+def test_a_hook_that_comes_during_a_layers_run_stays(activations):
+    def loop(model, optimizer, batches):
+        losses, came = [], []
+
+        def register(layer):
+            def hook(module, args, output):
+                if len(came) < 3 * len(model.layers) and layer not in came[-1:]:
+                    came.append(layer)
+                    layer.down.register_forward_hook(lambda module, args, output: output * 1.1)
+                    layer.up.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+
+            return hook
+
+        for layer in model.layers:
+            layer.down.register_forward_pre_hook(lambda module, args: None)
+            layer.up.register_forward_hook(register(layer))
+        for batch in batches:
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, [len(layer.down._forward_hooks) for layer in model.layers]
+
+    follow(lambda: Residual(block=lambda: Block(dropout=0.0)), numbers(5), loop, activations=activations)
+
+
+@every_way
 def test_old_normalisation_by_hooks_runs_again(activations):
     """They set the weight from a hook that returns nothing: it is part of the computation all the same."""
 

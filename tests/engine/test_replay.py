@@ -1,6 +1,7 @@
 """The second run of a layer finds what the first one found."""
 
 from collections import OrderedDict, defaultdict, namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -299,3 +300,83 @@ def test_hooks_that_come_or_go_after_the_first_run():
     changes.remove()
     with pytest.raises(OffloadedModelError, match=r"one of a Linear has been removed in between"), hooks.again():
         pass
+
+
+@pytest.mark.parametrize("often", ["each time", "once"])
+@pytest.mark.parametrize("by", ["the layer", "a hook that looks", "a hook that changes"])
+@pytest.mark.parametrize("on", ["one", "other", None])
+def test_hooks_that_come_during_the_first_run_stay_and_run_from_then_on(on, by, often):
+    """On a module that has run already, or is still to run, with hooks of its own or without; in one run only."""
+    calls: list[str] = []
+
+    class Registering(Two):
+        def forward(self, x):
+            x = self.one(x)
+            if by == "the layer":
+                self.register()
+            return self.other(x)
+
+        def register(self):
+            if often == "once" and hasattr(self, "late"):
+                return
+
+            def late(module, args, output):
+                calls.append("late")
+                return output * 10
+
+            self.late = (self if on is None else getattr(self, on)).register_forward_hook(late)
+
+    def run(twice):
+        torch.manual_seed(0)
+        module, x = Registering(), torch.ones(1, 2)
+        module.one.register_forward_hook(lambda m, a, output: calls.append("one"))
+        if by != "the layer":
+            came: list[int] = []  # which nothing puts back for a second run
+
+            def register(owner, args, output):
+                if often == "each time" or not came:
+                    came.append(1)
+                    module.register()
+                return None if by == "a hook that looks" else output + 1
+
+            module.one.register_forward_hook(register)
+        calls.clear()
+        hooks, state = ForwardHooks(module), State(module)
+        with hooks.first() if twice else nullcontext():
+            outputs = [module.forward(x)]
+        state.ran()
+        if twice:
+            seen = [*calls]
+            with state.again(), hooks.again():
+                assert_close(module.forward(x), outputs[0])
+            calls[:] = seen
+        kept = [len(m._forward_hooks) for m in (module, module.one, module.other)]
+        outputs.append(module(x))
+        module.late.remove()
+        kept += [len(m._forward_hooks) for m in (module, module.one, module.other)]
+        return outputs, kept, [*calls]
+
+    (plain, *expected), (ours, *got) = run(False), run(True)
+    assert_close(ours, plain)
+    assert got == expected
+
+
+def test_a_hook_that_is_removed_during_the_first_run_is_gone_at_once():
+    calls: list[int] = []
+
+    class Once(Two):
+        def forward(self, x):
+            x = self.one(x)
+            self.looking.remove()
+            return self.one(x)
+
+    module, x = Once(), torch.ones(1, 2)
+    module.looking = module.one.register_forward_hook(lambda *_: calls.append(1))
+    hooks = ForwardHooks(module)
+    with hooks.first():
+        first = module.forward(x)
+    assert calls == [1]
+    with hooks.again():
+        assert_close(module.forward(x), first)
+    assert calls == [1]
+    assert not module.one._forward_hooks
