@@ -736,3 +736,21 @@ def test_a_parameter_is_trained_later_in_a_slot_that_is_long_enough(update):
         trained.append([parameter.detach().clone() for parameter in model.parameters()])
     for plain, mine in zip(*trained, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_padded_places_of_torch_s_encoder_in_evaluation(nested):
+    """By nested tensors plain PyTorch has zeros there, where it takes no gradient; docs/settings.md says so."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(SIZE, 2, SIZE, dropout=0.1, batch_first=True)
+    plain = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=nested).eval()
+    of = stronghold.offload(copy.deepcopy(plain), device="cpu", window=1)
+    x, padded = torch.randn(2, 5, SIZE), torch.arange(5) >= torch.tensor([[3], [4]])
+    with torch.no_grad():
+        expected, got = (model(x, src_key_padding_mask=padded) for model in (plain, of))
+    if not nested:
+        assert torch.equal(got, expected)
+        return
+    assert_close(got[~padded], expected[~padded])
+    assert expected[padded].count_nonzero() == 0
+    assert_close(got, plain(x, src_key_padding_mask=padded))  # with gradients
