@@ -21,7 +21,7 @@ from stronghold.engine.compiled import Compiling, is_compile_error, refuse_saved
 from stronghold.engine.compiler_settings import CompilerSettings
 from stronghold.engine.forward_hooks import ForwardHooks
 from stronghold.engine.members import Members, check_held
-from stronghold.engine.microbatch import batch_of, join, split
+from stronghold.engine.microbatch import MicroBatches, batch_of
 from stronghold.engine.replay import State, requiring_grad
 from stronghold.engine.saved import Saved, stale_error, unwritten
 from stronghold.engine.slot_memory import check_let_go, copied_out
@@ -252,18 +252,17 @@ class Block:
     def _pieces(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], by_itself: bool) -> Any:
         if self.engine.micro_batch is None:
             return self._piece(run, args, kwargs, by_itself)
-        pieces = split(args, kwargs, self.engine.micro_batch)
-        if len(pieces) == 1:
-            return self._piece(run, *pieces[0], by_itself)
+        pieces = MicroBatches(args, kwargs, self.engine.micro_batch, self.module)
+        if len(pieces.calls) == 1:
+            return self._piece(run, *pieces.calls[0], by_itself)
         buffers = [(name, b, b._version) for name, b in self.module.named_buffers() if not b.is_inference()]
-        outputs = [self._piece(run, *piece, by_itself) for piece in pieces]
+        outputs = [self._piece(run, *call, by_itself) for call in pieces.calls]
         if written := [name for name, buffer, version in buffers if buffer._version != version]:
             raise ValueError(
                 f"micro_batch must not change what a layer computes (got {self.unit.name}, which writes its buffer "
                 f"{written[0]} in each run, and runs once for each micro-batch); offload without micro_batch"
             )
-        leaders = [leader.shape for piece in pieces if (leader := batch_of(*piece)) is not None]
-        return join(outputs, leaders)
+        return pieces.join(outputs)
 
     def _piece(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], by_itself: bool) -> Any:
         if self.compiled is not None and (graph := self.compiled.forward(args, kwargs)) is not None:

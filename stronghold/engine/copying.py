@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from random import Random
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ATOMS = (
+ATOMS = (
     Tensor,
     nn.Module,
     str,
@@ -29,7 +29,7 @@ _ATOMS = (
     FunctionType,
     MethodType,
 )
-_ATOMS += (BuiltinFunctionType, torch.dtype, torch.device, torch.Size)  # type: ignore[assignment]
+ATOMS += (BuiltinFunctionType, torch.dtype, torch.device, torch.Size)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -49,68 +49,83 @@ def generator_copy(value: Any) -> Any:
     return value.clone_state() if isinstance(value, torch.Generator) else deepcopy(value)
 
 
+Memo = dict[int, tuple[Any, Any]]
+"""What can be written into, by its id: the original, and its copy."""
+
+
 def structural_copy(
     value: Any,
     tensor: Callable[[Any], Any] = lambda t: t,
-    memo: dict | None = None,
+    memo: Memo | None = None,
     generator: Callable[[Any], Any] = lambda g: g,
 ) -> Any:
     """Copies the containers and plain objects in ``value`` and shares the tensors (or maps them by ``tensor``).
 
     So it does with generators of random numbers, and ``generator``. A key-value cache that a layer fills is such an
     object: the second run must find it as the first one did, or it would attend to its own keys. Objects that cannot be
-    copied this way are shared.
+    copied this way are shared. The copies go into ``memo``.
     """
     if isinstance(value, (Tensor, Place)):
         return tensor(value)
-    if isinstance(value, _ATOMS):
+    if isinstance(value, ATOMS):
         return value
     memo = {} if memo is None else memo
     if id(value) in memo:
-        return memo[id(value)]
+        return memo[id(value)][1]
     if is_generator(value):
-        drawing = memo[id(value)] = generator(value)
+        drawing = generator(value)
+        memo[id(value)] = value, drawing
         return drawing
     again = partial(structural_copy, tensor=tensor, memo=memo, generator=generator)
     if isinstance(value, tuple):
         items = [again(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):
-        copied = memo[id(value)] = value.__class__.__new__(value.__class__)
+        copied = value.__class__.__new__(value.__class__)
+        memo[id(value)] = value, copied
         copied.extend(again(item) for item in value)
         return copied
     if isinstance(value, deque):
-        queue = memo[id(value)] = copy(value)
+        queue = copy(value)
+        memo[id(value)] = value, queue
         for place, item in enumerate(value):
             queue[place] = again(item)
         return queue
     if isinstance(value, dict):
-        found = memo[id(value)] = copy(value)  # of its own class
+        found = copy(value)  # of its own class
+        memo[id(value)] = value, found
         for key, item in value.items():
             found[key] = again(item)
         return found
     if isinstance(value, set):
-        return value.copy()
-    names = _names_of(value)
-    if type(value).__module__ == "builtins" or names is None:
+        memo[id(value)] = value, value.copy()
+        return memo[id(value)][1]
+    named = attributes_of(value)
+    if type(value).__module__ == "builtins" or named is None:
         return value
     try:
         made = value.__class__.__new__(value.__class__)
     except TypeError:
         return value
-    memo[id(value)] = made
-    for name in names:
-        object.__setattr__(made, name, again(getattr(value, name)))
+    memo[id(value)] = value, made
+    for name, item in named.items():
+        object.__setattr__(made, name, again(item))
     return made
 
 
-def _names_of(value: Any) -> list[str] | None:
-    """Returns the names of the attributes that an object has itself, in slots too; None where it can have none."""
-    slots: list[str] = []
-    for kind in type(value).__mro__:
-        own = kind.__dict__.get("__slots__", ())
-        slots += [own] if isinstance(own, str) else own
-    named = [name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Returns the attributes that an object has itself, in slots too; None where it can have none."""
+    slots = _slots_of(type(value))  # type: ignore[arg-type]
+    found = {name: getattr(value, name) for name in slots or () if hasattr(value, name)}
     if not hasattr(value, "__dict__"):
-        return named if slots else None
-    return [*named, *vars(value)]
+        return None if slots is None else found
+    return {**found, **vars(value)} if found else vars(value)
+
+
+@lru_cache(maxsize=256)
+def _slots_of(kind: type) -> list[str] | None:
+    slots: list[str] = []
+    for base in kind.__mro__:
+        own = base.__dict__.get("__slots__", ())
+        slots += [own] if isinstance(own, str) else own
+    return [name for name in slots if name not in ("__dict__", "__weakref__")] if slots else None

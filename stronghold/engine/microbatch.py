@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stronghold.engine.copying import structural_copy
+from stronghold.engine.copying import Memo, structural_copy
+from stronghold.engine.joining import Joiner
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
@@ -22,90 +23,127 @@ def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     return None
 
 
-def split(args: Sequence[Any], kwargs: dict[str, Any], size: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Cuts the arguments of a layer into micro-batches of ``size`` samples; one piece where there is nothing to cut.
+def split(args: Sequence[Any], kwargs: dict[str, Any], size: int, module: nn.Module | None = None) -> list[Call]:
+    """Returns the arguments of ``MicroBatches``."""
+    return MicroBatches(args, kwargs, size, module).calls
+
+
+class MicroBatches:
+    """The arguments of a layer, cut into micro-batches of ``size`` samples; one where there is nothing to cut.
 
     Tensors whose first dimension is the batch are cut, in containers and caches too; all others (positions, masks
-    that broadcast) go to every piece. All parts of a tensor are one function's for autograd, which puts their gradients
-    together at once: cut one by one, each would be added to zeros as long as the batch. Autograd therefore refuses to
-    write into one in place. Raises ValueError for a tensor whose first dimension could as well be another, because the
-    batch is as long as the sequence.
+    that broadcast) go to every piece, and so do all items of a list, be there as many as samples. All parts of a tensor
+    are one function's for autograd, which puts their gradients together at once: cut one by one, each would be added to
+    zeros as long as the batch. Autograd therefore refuses to write into one in place. Raises ValueError for a tensor
+    whose first dimension could as well be another, because the batch is as long as the sequence, or has as many samples
+    as the layer, ``module``, has heads.
     """
-    leader = batch_of(args, kwargs)
-    if leader is None or leader.shape[0] <= size:
-        return [(tuple(args), kwargs)]
-    batch, others = leader.shape[0], leader.shape[1:]
 
-    def batched(tensor: Tensor) -> bool:
-        if tensor.ndim == 0 or tensor.shape[0] != batch:
-            return False
-        if tensor.ndim > 2 or tensor.ndim == leader.ndim or batch not in others[: 3 - tensor.ndim]:
-            return True
-        if tensor.ndim == 1 and not tensor.is_floating_point():
-            return False  # positions
-        raise ValueError(
-            f"micro_batch must know which arguments have the batch as first dimension (got one of shape "
-            f"{tuple(tensor.shape)} beside an input of shape {tuple(leader.shape)}: it may as well be another); change "
-            "the batch size or the length, or offload without micro_batch"
-        )
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], size: int, module: nn.Module | None = None) -> None:
+        self._parts: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
+        self._memos: list[Memo] = []
+        self.calls: list[Call] = [(tuple(args), kwargs)]
+        """The arguments for each."""
+        leader = batch_of(args, kwargs)
+        if leader is None or leader.shape[0] <= size:
+            return
+        self._is_cut = _Cut(leader, [*args, *kwargs.values()], module)
+        self.calls = []
+        for number in range(-(-leader.shape[0] // size)):
+            piece, memo = partial(self._piece, size, number), Memo()
+            copied = [structural_copy(value, piece, memo) for value in args]
+            named = {name: structural_copy(value, piece, memo) for name, value in kwargs.items()}
+            self.calls.append((tuple(copied), named))
+            self._memos.append(memo)
+        whole = (tensor for tensor, found in self._parts.values() if not found and not tensor.is_inference())
+        self._versions = [(tensor, tensor._version) for tensor in whole]
 
-    parts: dict[int, tuple[Tensor, Sequence[Tensor]]] = {}
-
-    def cut(tensor: Tensor, number: int) -> Tensor:
-        if id(tensor) not in parts:
-            parts[id(tensor)] = tensor, tensor.split(size) if batched(tensor) else ()
-        _, found = parts[id(tensor)]
+    def _piece(self, size: int, number: int, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._parts:
+            self._parts[id(tensor)] = tensor, tensor.split(size) if self._is_cut(tensor) else ()
+        _, found = self._parts[id(tensor)]
         return found[number] if found else tensor
 
-    pieces = []
-    for number in range(-(-batch // size)):
-        piece = partial(cut, number=number)
-        memo: dict = {}
-        pieces.append(
-            (
-                tuple(structural_copy(value, piece, memo) for value in args),
-                {name: structural_copy(value, piece, memo) for name, value in kwargs.items()},
-            )
-        )
-    return pieces
+    def join(self, outputs: Sequence[Any]) -> Any:
+        """Returns the output of the layer for all, and writes into the arguments what it has written into their copies.
+
+        Raises ValueError where either cannot be told from what the layer did for each micro-batch.
+        """
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise ValueError(
+                    f"micro_batch must not change what a layer computes (got one that writes an argument of shape "
+                    f"{tuple(tensor.shape)} in place, once for each micro-batch); offload without micro_batch"
+                )
+        leaders = [leader.shape for call in self.calls if (leader := batch_of(*call)) is not None]
+        joiner = Joiner(leaders, self._memos, self._parts)
+        joiner.write_back()
+        return joiner.join(outputs)
 
 
-def join(outputs: Sequence[Any], leaders: Sequence[Sequence[int]]) -> Any:
-    """Puts the outputs of micro-batches together as one run's output; ``leaders`` are the shapes of their inputs.
+class _Cut:
+    """Says which of the tensors beside ``leader``, of shape (batch, …), have the batch as first dimension."""
 
-    A tensor is put together whose first dimension is the micro-batch, or the micro-batch times the sequence; one whose
-    first dimension is one is the same for every sample (a position bias). Raises ValueError for all others, such as an
-    auxiliary loss that the layer has already averaged over its samples.
-    """
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        lengths = [output.shape[0] if output.ndim else 0 for output in outputs]
-        if lengths == [shape[0] for shape in leaders]:
-            return torch.cat(list(outputs))
-        if first.ndim > 1 and all(n == shape[0] * shape[1] for n, shape in zip(lengths, leaders, strict=True)):
-            return torch.cat(list(outputs))
-        if first.ndim > 1 and set(lengths) == {1}:
-            return first
+    def __init__(self, leader: Tensor, given: Sequence[Any], module: nn.Module | None) -> None:
+        self._leader, self._given, self._module = leader, given, module
+
+    def __call__(self, tensor: Tensor) -> bool:
+        batch, others = self._leader.shape[0], self._leader.shape[1:]
+        if tensor.ndim == 0 or tensor.shape[0] != batch:
+            return False
+        if tensor.shape == self._leader.shape or tensor.ndim > 3:
+            return True
+        if tensor.ndim < 3 and tensor.ndim != self._leader.ndim and batch in others[: 3 - tensor.ndim]:
+            if tensor.ndim == 1 and not tensor.is_floating_point():
+                return False  # positions
+            self._refuse(tensor, "another", "change the batch size or the length")
+        if self._leader.ndim == 3 and self._may_be_heads(tensor):
+            self._refuse(tensor, "that of heads", "give it four dimensions, change the batch size")
+        return True
+
+    def _may_be_heads(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the shape of a bias of attention's scores, one for each head, and as many as heads.
+
+        Without ``heads`` that the layer's modules know of it is the shape alone that tells, of three dimensions.
+        """
+        if tensor.ndim < 3 and not tensor.is_floating_point():
+            return False  # indices, masks of tokens
+        length, width = self._leader.shape[1:]
+        lengths = {length, *(t.shape[1] for t in self._given if _is_state(t, self._leader))} - {1}
+        if tensor.shape[-1] == width and width not in lengths:
+            return False
+        like = tensor.ndim == 1 or tensor.shape[-1] in lengths
+        if tensor.ndim == 3:
+            _, row, column = tensor.shape
+            like = row == column or row == 1 or (row == length and like)
+        heads = heads_of(self._module) if like and self._module is not None else set()
+        if heads:
+            return like and tensor.shape[0] in heads
+        return like and tensor.ndim == 3 and tensor.shape[-1] in lengths and tensor.shape[1] in (1, length)
+
+    def _refuse(self, tensor: Tensor, what: str, remedy: str) -> None:
         raise ValueError(
-            f"micro_batch must be able to put a layer's outputs together (got one of shape {tuple(first.shape)} for an "
-            f"input of shape {tuple(leaders[0])}: its first dimension is not the batch); offload without micro_batch"
+            f"micro_batch must know which arguments have the batch as first dimension (got one of shape "
+            f"{tuple(tensor.shape)} beside an input of shape {tuple(self._leader.shape)}: it may as well be {what}); "
+            f"{remedy}, or offload without micro_batch"
         )
-    if isinstance(first, tuple):
-        items = [join(parts, leaders) for parts in zip(*outputs, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    if isinstance(first, list):
-        return [join(parts, leaders) for parts in zip(*outputs, strict=True)]
-    if isinstance(first, dict):
-        joined = copy(first)  # of its own class
-        for key in first:
-            joined[key] = join([output[key] for output in outputs], leaders)
-        return joined
-    if is_dataclass(first) and not isinstance(first, type):
-        parts = {f.name: join([getattr(o, f.name) for o in outputs], leaders) for f in fields(first) if f.init}
-        return replace(first, **parts)
-    if isinstance(first, (bool, int, float)) and any(output != first for output in outputs):
-        raise ValueError(
-            f"micro_batch must be able to put a layer's outputs together (got the numbers {list(outputs)} for its "
-            "micro-batches); offload without micro_batch"
-        )
-    return first
+
+
+def _is_state(value: Any, leader: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3 and len(value) == len(leader)
+
+
+_heads: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+
+
+def heads_of(module: nn.Module) -> set[int]:
+    """Returns the numbers of heads that a layer's modules have as attributes, or in their ``config``."""
+    if module not in _heads:
+        named: list[dict[str, Any]] = [vars(part) for part in module.modules()]
+        named += [vars(found["config"]) for found in named if hasattr(found.get("config"), "__dict__")]
+        _heads[module] = {number for found in named for name, number in found.items() if _counts_heads(name, number)}
+    return _heads[module]
+
+
+def _counts_heads(name: str, value: Any) -> bool:
+    return type(value) is int and "head" in name and "dim" not in name and "size" not in name

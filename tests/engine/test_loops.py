@@ -613,7 +613,7 @@ def test_micro_batches_train_as_the_whole_batch_does(size, window, activations):
     """Without dropout, whose numbers are drawn piece by piece."""
     for build, batches in (
         (lambda: Residual(block=lambda: Block(dropout=0.0)), numbers(3)),
-        (lambda: Decoder(cache_is_filled=False), words(3)),  # each piece has a copy of the cache
+        (Decoder, words(3)),
         (EncoderDecoder, words(3)),
     ):
         model, _ = follow(build, batches, micro_batch=size, window=window, activations=activations)

@@ -1,15 +1,14 @@
-"""How a layer's arguments are cut into micro-batches, and its outputs put together again."""
+"""How a layer's arguments are cut into micro-batches."""
 
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from collections import namedtuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import stronghold
-from stronghold.engine.microbatch import batch_of, join, split
-from tests.small import SIZE, Cache, Residual, assert_close, numbers
+from stronghold.engine.microbatch import batch_of, heads_of, split
+from tests.small import LENGTH, SIZE, Cache, Residual, assert_close, numbers, pair
 
 Pair = namedtuple("Pair", ["one", "other"])
 
@@ -92,43 +91,60 @@ def test_what_may_be_the_batch_or_the_sequence_is_refused(shape):
         split((torch.randn(4, 4, 2), torch.randn(*shape)), {}, 2)
 
 
-@dataclass
-class Output:
-    hidden: Tensor
-    weight: Tensor | None = None
+class Biased(nn.Module):
+    """Attention with a bias of its scores for each head, as ALiBi has it: one for all samples."""
+
+    def __init__(self, heads: int | None) -> None:
+        super().__init__()
+        self.projection = nn.Linear(SIZE, 3 * SIZE)
+        if heads:
+            self.num_heads = heads
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        query, key, value = self.projection(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        return x + ((query @ key.mT + bias).softmax(-1) @ value).transpose(1, 2).reshape(x.shape)
 
 
-def test_outputs_are_put_together_in_their_containers():
-    whole, flat, bias = torch.randn(5, 3, 2), torch.randn(15, 4), torch.randn(1, 2, 3, 3)
-    leaders = [(2, 3, 2), (2, 3, 2), (1, 3, 2)]
+class Alibi(nn.Module):
+    def __init__(self, heads: int | None, bias: Tensor) -> None:
+        super().__init__()
+        self.layers, self.bias = nn.ModuleList(Biased(heads) for _ in range(2)), bias
 
-    def outputs(make):
-        return [make(whole[i : i + 2], flat[3 * i : 3 * i + 6]) for i in (0, 2, 4)]
-
-    got = join(outputs(lambda x, f: (x, {"flat": f, "none": None}, [bias, 3], Pair(x, "text"))), leaders)
-    assert isinstance(got[3], Pair)
-    assert_close([got[0], got[1]["flat"], got[2][0], got[3].one], [whole, flat, bias, whole])
-    assert (got[1]["none"], got[2][1], got[3].other) == (None, 3, "text")
-    assert_close(join(outputs(lambda x, f: Output(x)), leaders).hidden, whole)
-    ordered = join(outputs(lambda x, f: OrderedDict(x=x)), leaders)
-    assert isinstance(ordered, OrderedDict)
-    assert_close(ordered["x"], whole)
-    assert_close(join([whole[:2, 0, 0], whole[2:, 0, 0]], [(2, 3), (3, 3)]), whole[:, 0, 0])
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.bias)
+        return x.square().mean()
 
 
-@pytest.mark.parametrize(
-    "output", [torch.tensor(1.0), torch.randn(4), torch.randn(4, 7), torch.randn(0, 2), torch.randn(3, 2)]
-)
-def test_outputs_without_a_batch_are_refused(output):
-    """Loads of experts, averaged losses: only the layer itself could say what they are together."""
-    with pytest.raises(ValueError, match="first dimension is not the batch"):
-        join([output, output], [(2, 3, 2), (2, 3, 2)])
+HEADS = 4
+ROW = torch.arange(1.0 - LENGTH, 1.0).expand(HEADS, 1, LENGTH) * torch.tensor([0.5, 0.1, 2.0, 1.0]).view(HEADS, 1, 1)
 
 
-def test_numbers_that_differ_are_refused():
-    assert join([3, 3], [(2, 3), (2, 3)]) == 3
-    with pytest.raises(ValueError, match=r"\[3, 4\]"):
-        join([3, 4], [(2, 3), (2, 3)])
+@pytest.mark.parametrize("bias", [ROW, ROW.expand(HEADS, LENGTH, LENGTH)], ids=["row", "square"])
+@pytest.mark.parametrize("heads", [HEADS, None])
+def test_a_bias_for_each_head_is_not_taken_for_one_for_each_sample(heads, bias):
+    (x,) = numbers(1)
+    assert len(x) == HEADS
+    plain, model = pair(lambda: Alibi(heads, bias), micro_batch=1)
+    with pytest.raises(ValueError, match=r"\(4, [16], 6\) beside an input of shape \(4, 6, 16\): .* that of heads"):
+        model(x)
+    plain.bias = model.bias = bias[None]
+    assert_close([model(x), model(x[:3])], [plain(x), plain(x[:3])])
+    plain.bias = model.bias = bias
+    assert_close(model(x[:3]), plain(x[:3]))
+
+
+def test_what_has_as_many_samples_as_heads_is_cut_where_it_has_another_shape_than_a_bias():
+    (x,), layer = numbers(1), Biased(HEADS)
+    masks = [torch.ones(4, 1, 1, LENGTH), torch.ones(4, LENGTH, dtype=torch.bool), torch.ones(4, 3, SIZE)]
+    others = [torch.randn(4, LENGTH, 8), torch.randn(4, 1, SIZE), torch.randn(4, 7, 24), torch.randn(4, SIZE)]
+    for _, kwargs in split((x,), {"given": [x, *masks, *others]}, 1, layer):
+        assert [len(tensor) for tensor in kwargs["given"]] == [1] * 8
+    for shape in [(4,), (4, LENGTH), (4, 1, 1), (4, 1, 9), (4, 9, 9), (4, LENGTH, LENGTH)]:
+        with pytest.raises(ValueError, match="that of heads"):
+            split((x, torch.randn(shape)), {}, 1, layer)
+        assert [len(args[1]) for args, _ in split((x, torch.randn(shape)), {}, 1, Biased(8))] == [1] * 4
+    assert heads_of(nn.TransformerEncoderLayer(SIZE, 2)) == {2}
 
 
 class Encoder(nn.Module):

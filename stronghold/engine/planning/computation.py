@@ -121,7 +121,8 @@ class ModelComputation:
         with _told(self._model), self._mode, torch.enable_grad():
             for group in self.group_of:
                 # A part of a mixture has rows in samples' place, and no micro-batches.
-                pieces = split(*self._calls[group], samples) if samples < self.batch else [self._calls[group]]
+                call, module = self._calls[group], self._modules[group]
+                pieces = split(*call, samples, module) if samples < self.batch else [call]
                 runs = list[list[int]]()
                 for piece in pieces:
                     tensors: list[Tensor] = []
@@ -162,7 +163,7 @@ class ModelComputation:
     def _run_layer(self, number: int, samples: int) -> LayerRun:
         args, kwargs = self._calls[number]
         if samples < self.batch:
-            args, kwargs = split(args, kwargs, samples)[0]
+            args, kwargs = split(args, kwargs, samples, self._modules[number])[0]
         forward, before, backward = Counter[Op](), Counter[Op](), Counter[Op]()
         module = self._modules[number]
         trained = self._trained(module)
@@ -196,7 +197,7 @@ class ModelComputation:
             torch.enable_grad(),
         ):
             piece = samples if samples < self.batch else None
-            recorder = LayerRecorder(recording, compute, trained, piece, whole=whole)
+            recorder = LayerRecorder(recording, compute, trained, piece, module=module, whole=whole)
             return recorder.passes(*self._calls[number], released)
 
     def _trained(self, module: nn.Module) -> list[Tensor]:

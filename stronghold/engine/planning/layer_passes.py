@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stronghold.engine.copying import structural_copy
-from stronghold.engine.microbatch import batch_of, join, split
+from stronghold.engine.joining import Joiner
+from stronghold.engine.microbatch import batch_of, split
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, dropped
 
@@ -53,10 +54,11 @@ class LayerRecorder:
         parameters: Sequence[Tensor],
         samples: int | None,
         *,
+        module: nn.Module | None = None,
         whole: bool = False,
     ) -> None:
         self._recording, self._compute, self._parameters = recording, compute, parameters
-        self._samples, self._whole = samples, whole
+        self._samples, self._module, self._whole = samples, module, whole
 
     def passes(self, args: Sequence[Any], kwargs: dict[str, Any], released: Released = NOTHING) -> LayerPasses:
         """Returns what they take where ``released`` of the input and the output's gradients nobody else has."""
@@ -86,7 +88,7 @@ class LayerRecorder:
         return LayerPasses(forward_bytes, left_bytes, saved_bytes, recording.peak_bytes - before_bytes)
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        pieces = [(args, kwargs)] if self._samples is None else split(args, kwargs, self._samples)
+        pieces = [(args, kwargs)] if self._samples is None else split(args, kwargs, self._samples, self._module)
         leaders = [leader.shape for piece in pieces if (leader := batch_of(*piece)) is not None]
         outputs, like = [], None
         for number, (piece_args, piece_kwargs) in enumerate(pieces):
@@ -95,7 +97,7 @@ class LayerRecorder:
                 continue
             like = like or self._like(piece_args, piece_kwargs)
             outputs.append(like.output(piece_args, piece_kwargs))
-        return outputs[0] if len(outputs) == 1 else join(outputs, leaders)
+        return outputs[0] if len(outputs) == 1 else Joiner(leaders, equal=lambda *_: True).join(outputs)
 
     def _like(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Like:
         recording = self._recording
