@@ -152,8 +152,8 @@ def step_bytes(
 ) -> StepBytes:
     """Returns what ``model`` takes where ``placed`` says, with the optimizer's moments in the format ``states``.
 
-    Of what ``replicas`` on one machine have in common each counts its part: units on the host and on disk, and the
-    gradients of layers there.
+    Of what ``replicas`` on one machine have in common each counts its part: units on the host and on disk, and their
+    gradients there.
     """
     slots, gradients, root = device_bytes(model, placed.window, placed.resident, buffers)
     counted = model.counted(placed.resident)
@@ -177,10 +177,7 @@ def step_bytes(
             longest_on_disk = max(longest_on_disk, unit.slot)
     on_host = [one for one in counted if one.streamed]
     kept = [one for one in on_host if (one.unit.is_copied if one.unit.is_root else not in_backward)]
-    layers_kept, root_kept = (
-        sum(one.streamed * one.unit.gradients for one in kept if one.unit.is_root == is_root)
-        for is_root in (False, True)
-    )
+    gradients_kept = sum(one.streamed * one.unit.gradients for one in kept)
     streamed = [one.unit.gradients for one in on_host if not one.unit.is_root]
     staging = buffers.gradient_slots * max(streamed, default=0)
     if states == MUON:
@@ -193,7 +190,7 @@ def step_bytes(
         root=root,
         resident=sum(one.resident * one.unit.resident(states) for one in counted),
         root_gradients=sum(unit.root_gradient for unit in model.root),
-        pinned=(in_memory["weights"] + layers_kept) // replicas + root_kept + staging,
+        pinned=(in_memory["weights"] + gradients_kept) // replicas + staging,
         pageable=(in_memory["remainders"] + in_memory["moments"]) // replicas
         + (buffers.ring_bytes if through_ring else 0),
         disk=on_disk // replicas,

@@ -73,7 +73,7 @@ def test_what_units_take_is_the_sum_over_them_one_by_one(seed):
         copied = sum(unit.gradients for unit in root if unit.is_copied)
         ring = any("moments" in there.get(n, ()) and unit.trained for n, unit in apart)
         pages = sum(-(-unit.part(part, states) // 4096) * 4096 for n, unit in apart for part in there.get(n, ()))
-        assert found.pinned == (held["weights"] + kept) // replicas + copied + staging
+        assert found.pinned == (held["weights"] + kept + copied) // replicas + staging
         assert found.pageable == (held["remainders"] + held["moments"]) // replicas + 1000 * ring
         assert found.disk == pages // replicas
         assert found.resident == sum(model.units[number].resident(states) for number in resident)

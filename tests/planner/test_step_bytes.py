@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import stronghold
-from stronghold.engine import engine_of
+from stronghold.engine import engine_of, offload_shared
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.planner.choices import Choice
 from stronghold.planner.step_bytes import spread
 from tests.delayed import Apart
+from tests.replicas import in_threads
 from tests.small import Decoder, Frozen
 
 
@@ -89,3 +90,34 @@ def test_layers_stay_evenly_spread():
     assert spread(8, 3) == [0, 2, 5]
     assert spread(5, 5) == [0, 1, 2, 3, 4]
     assert spread(5, 0) == []
+
+
+@pytest.mark.parametrize("store", ["ram", "disk", "some"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_each_of_two_replicas_counts_half_of_what_both_have(apart, store, tmp_path):
+    """Gradients of root parameters with it, where these have a copy on the device."""
+    config = GPTConfig(layers=8, hidden=32, heads=2, sequence=8, vocabulary=100)
+    memory = ModelMemory(GPT(config), is_host=not apart, replicas=2)
+    choice = Choice(window=2, store="ram" if store == "ram" else "disk")
+    full = memory.taken(choice, memory.placed(choice, device_memory=None, host_memory=None))
+    host_memory = full.host + full.disk // 2 if store == "some" else None
+    placed = memory.placed(choice, device_memory=None, host_memory=host_memory)
+    said = memory.taken(choice, placed)
+    models = [GPT(config) for _ in range(2)]
+
+    def reported(replicas):
+        model, where = models[replicas.local_rank], "ram" if store == "ram" else tmp_path / "store"
+        device = Apart() if apart else "cpu"
+        offload_shared(model, replicas, device=device, window=2, store=where, host_memory=host_memory)
+        optimizer = stronghold.AdamW(model.parameters())
+        return optimizer, stronghold.report(model)
+
+    found = in_threads(2, reported)
+    for _, report in found:
+        assert said.host == report.host_bytes
+        assert said.disk == report.disk_bytes
+    if store == "some":
+        assert 0 < said.disk < full.disk
+        assert said.host <= host_memory
+    for model in models:
+        stronghold.close(model)
