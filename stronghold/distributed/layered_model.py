@@ -41,6 +41,15 @@ class LayeredModel(Protocol):
         """Returns the mean loss of a micro-batch, a scalar, from the last stage, its output and the targets."""
 
 
+def shared_by_ends(layered: LayeredModel) -> list[nn.Parameter]:
+    """Returns what the stage of the first layer has and that of the last one, too: an embedding that is the head."""
+    last = len(layered.layers) - 1
+    if not last:
+        return []
+    first = {id(parameter) for parameter in layered.stage(0, 1).parameters()}
+    return [parameter for parameter in layered.stage(last, last + 1).parameters() if id(parameter) in first]
+
+
 class LayeredSequential:
     """An ``nn.Sequential``: a layer is a child with parameters and the children without any that follow it.
 

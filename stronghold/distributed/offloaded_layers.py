@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
-from stronghold.distributed.layered_model import LayeredModel
+from stronghold.distributed.layered_model import LayeredModel, shared_by_ends
 from stronghold.engine.budget import BUFFERS
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.planner.choices import Choice
@@ -35,8 +36,8 @@ def offloaded_stages(
     each with its share of the updates' threads. The model may be on the meta device; nothing of it changes. Raises
     ValueError for layers that cannot be offloaded, and for a machine on which their updates were not measured.
     """
-    is_host = device.type == "cpu"
-    layers = [_layer(layered, number, dtype, is_host) for number in range(len(layered.layers))]
+    is_host, shared = device.type == "cpu", {id(parameter) for parameter in shared_by_ends(layered)}
+    layers = [_layer(layered, number, dtype, is_host, shared) for number in range(len(layered.layers))]
     rates = None if machine is None else _rates(machine, layered.model, dtype, processes)
     return OffloadedStages(window=window, layers=layers, gradient_slots=BUFFERS.gradient_slots, machine=rates)
 
@@ -51,12 +52,19 @@ def machine_known(machine: MachineFile | str | os.PathLike[str] | None, device: 
     return MachineFile.read(machine)
 
 
-def _layer(layered: LayeredModel, number: int, dtype: torch.dtype | None, is_host: bool) -> OffloadedLayer:
+def _layer(
+    layered: LayeredModel, number: int, dtype: torch.dtype | None, is_host: bool, shared: Collection[int]
+) -> OffloadedLayer:
     alone = nn.Sequential(layered.stage(number, number + 1))
     container = f"0{layered.container and '.'}{layered.container}"
-    found = ModelMemory(alone, layers=[container], dtype=dtype, is_host=is_host).of(Choice(window=1))
+    memory = ModelMemory(alone, layers=[container], dtype=dtype, is_host=is_host)
+    found = memory.of(Choice(window=1))
     (own,) = found.layers
-    on_host = is_host * sum(unit.trained_elements for unit in found.root)  # elsewhere the device updates the root's
+    on_host = sum(  # elsewhere the device updates the root's, but for what other processes update as well
+        counted.trained_elements
+        for counted, (unit, _) in zip(found.root, memory.units.root, strict=True)
+        if is_host or id(unit.parameters[0]) in shared
+    )
     return OffloadedLayer(
         slot_bytes=own.slot,
         gradient_bytes=own.gradient_slot,

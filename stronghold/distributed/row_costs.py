@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from stronghold.distributed.layered_model import LayeredModel
+from stronghold.distributed.layered_model import LayeredModel, shared_by_ends
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import MachineFile
@@ -77,18 +77,17 @@ class RowCosts:
     @cached_property
     def memory_on_disk(self) -> list[ModelBytes]:
         """The same where the store is on disk."""
-        found = {id(kind): kind.of.of(Choice(window=1, store="disk")) for kind in self._kinds.values()}
+        found = {id(kind): self._bytes_of(kind.of, "disk") for kind in self._kinds.values()}
         return [found[id(kind)] for kind in self.kinds]
+
+    @cached_property
+    def _shared(self) -> dict[int, nn.Parameter]:
+        return {id(parameter): parameter for parameter in shared_by_ends(self._layered)}
 
     @cached_property
     def shared_bytes(self) -> int:
         """The gradients of what the first stage has and the last one, too, in fp32 as they are added up."""
-        layered, last = self._layered, len(self._layered.layers) - 1
-        if not last:
-            return 0
-        first = {id(p) for p in layered.stage(0, 1).parameters()}
-        both = {id(p): p for p in layered.stage(last, last + 1).parameters() if id(p) in first and p.requires_grad}
-        return sum(4 * p.numel() for p in both.values())
+        return sum(4 * p.numel() for p in self._shared.values() if p.requires_grad)
 
     def of(self, samples: int) -> list[LayerRow]:
         """Returns what each layer does over a micro-batch of so many samples."""
@@ -109,8 +108,16 @@ class RowCosts:
         key = (number == 0, number == last, repr(layer), *(_sizes(p) for p in layer.parameters()))
         if key not in self._kinds:
             of = self._memory_of(number)
-            self._kinds[key] = _LayerKind(number, of, of.of(Choice(window=1)))
+            self._kinds[key] = _LayerKind(number, of, self._bytes_of(of, "ram"))
         return self._kinds[key]
+
+    def _bytes_of(self, of: ModelMemory, store: str) -> ModelBytes:
+        found = of.of(Choice(window=1, store=store))
+        root = [
+            replace(one, is_shared=id(unit.parameters[0]) in self._shared)
+            for one, (unit, _) in zip(found.root, of.units.root, strict=True)
+        ]
+        return replace(found, root=root)
 
     def _memory_of(self, number: int) -> ModelMemory:
         alone = nn.Sequential(self._layered.stage(number, number + 1))

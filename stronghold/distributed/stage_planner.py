@@ -15,11 +15,20 @@ from stronghold.planner.machine_rates import Pace, machine_of, message_rates, me
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
 from stronghold.planner.model_bytes import ModelBytes, Part
 from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
+from stronghold.planner.shared_root import summing_bytes, updated_on_host_s
 from stronghold.planner.stage_costs import LayerCost
 from stronghold.planner.stage_disk import OnDisk, StageDisk
 from stronghold.planner.staged_search import StagedChoice
 from stronghold.planner.staged_step import StagedStep, StagedWork
-from stronghold.planner.step_bytes import Placed, StepBytes, held_on_device, parts_on_disk, step_bytes, written_bytes
+from stronghold.planner.step_bytes import (
+    Placed,
+    StepBytes,
+    held_on_device,
+    parts_on_disk,
+    step_bytes,
+    sums_bytes,
+    written_bytes,
+)
 from stronghold.planner.step_costs import Machine
 
 
@@ -91,8 +100,6 @@ class StagePlanner:
             )
         else:
             update_s = self._updates_of(choice, machine, pace)
-        rates = message_rates(self._machine)
-        shared_s = all_reduce_s(self._row.shared_bytes, 2, **rates) if self._row.shared_bytes else 0.0
         return StagedWork(
             layers=layers,
             pipeline=choice.pipeline,
@@ -101,7 +108,7 @@ class StagePlanner:
             link_s=messages_s(self._machine, [layer.input_bytes for layer in layers]),
             offloaded=offloaded,
             update_s=update_s,
-            shared_s=shared_s,
+            shared_s=self._shared_s(choice, pace),
         )
 
     def bytes_of(self, choice: StagedChoice, step: StagedStep) -> Mapping[str, int]:
@@ -136,8 +143,8 @@ class StagePlanner:
                 states=choice.states,
                 replicas=choice.replicas,
             )
-            on_host, on_device = _sums_bytes(model, resident, choice)
-            on_top = self._working_bytes(choice) + on_device
+            on_host, on_device = sums_bytes(model, resident, choice.micro_batches, replicas=choice.replicas)
+            on_top = self._working_bytes(choice)
             for stage in stages:
                 end = stage.first + stage.layers
                 if work.offloaded is None:
@@ -145,8 +152,9 @@ class StagePlanner:
                 else:
                     weights = int(work.offloaded.held_bytes(stage.first, end))
                 on_top += stage.memory_bytes - weights
-            device_memory = held_on_device(model, window, resident, BUFFERS)
+            device_memory = held_on_device(model, window, resident, BUFFERS) + on_device
             written = written_bytes(model, there, states=choice.states, replicas=choice.replicas)
+            on_top = on_device + max(on_top, summing_bytes(model.root))
             found.append(Taken(held, on_top, device_memory, written, on_host))
         return found
 
@@ -174,10 +182,14 @@ class StagePlanner:
         )
 
     def _resident(self, model: ModelBytes, choice: StagedChoice) -> frozenset[int]:
-        """Returns what stays on the device: layers without a window, and root parameters apart from the host."""
+        """Returns what stays on the device: layers without a window, and root parameters apart from the host.
+
+        Those that another process has, too, are updated on the host by both.
+        """
         count = len(model.layers)
         layers = range(count) if choice.window is None else range(0)
-        root = [number for number, unit in enumerate(model.root, count) if unit.trained and not model.is_host]
+        apart = [] if model.is_host else model.root
+        root = [number for number, unit in enumerate(apart, count) if unit.trained and not unit.is_shared]
         return frozenset([*layers, *root])
 
     def _costs(self, choice: StagedChoice, pace: Pace) -> list[LayerCost]:
@@ -209,7 +221,7 @@ class StagePlanner:
             resident = self._resident(memory, choice)
             placed = Placed(window=1, resident=resident, on_disk=self._on_disk(memory, resident, choice))
             held = step_bytes(memory, placed, BUFFERS, states=choice.states, replicas=choice.replicas)
-            on_host, on_device = _sums_bytes(memory, resident, choice)
+            on_host, on_device = sums_bytes(memory, resident, choice.micro_batches, replicas=choice.replicas)
             found[id(memory)] = held.root + held.resident + held.root_gradients + on_device
             if self._machine.is_host:
                 staged = 0 if choice.window is None else BUFFERS.gradient_slots * memory.layers[0].gradients
@@ -244,12 +256,20 @@ class StagePlanner:
 
     def _update_s(self, one: ModelBytes, choice: StagedChoice, machine: Machine) -> float:
         """Returns what a layer and the root beside it take behind the last pass, where they stay on the device."""
-        units = [unit for unit in one.units if unit.trained]
+        units = [unit for unit in one.units if unit.trained and (one.is_host or not unit.is_shared)]
         elements, gradient_bytes = (sum(getattr(u, name) for u in units) for name in ("trained_elements", "gradients"))
         update_s = elements * machine.device_update_ns * 1e-9
         if choice.replicas > 1:
             update_s += all_reduce_s(gradient_bytes, choice.replicas, **message_rates(self._machine))
         return update_s
+
+    def _shared_s(self, choice: StagedChoice, pace: Pace) -> float:
+        """Returns what parameters that the first stage and the last one share take in a step, beside its passes."""
+        if not self._row.shared_bytes:
+            return 0.0
+        rates, machine = message_rates(self._machine), self._share(choice, pace, replicas=1)
+        update_s = updated_on_host_s(self._memory(choice)[0].root, machine, choice.replicas, **rates)
+        return all_reduce_s(self._row.shared_bytes, 2, **rates) + update_s
 
     def _working_bytes(self, choice: StagedChoice) -> int:
         samples = self._batch // choice.replicas // choice.micro_batches
@@ -269,22 +289,10 @@ class StagePlanner:
                 beside += BUFFERS.ring_bytes
         return beside
 
-    def _share(self, choice: StagedChoice, pace: Pace) -> Machine:
+    def _share(self, choice: StagedChoice, pace: Pace, *, replicas: int | None = None) -> Machine:
         directories = self.directories if choice.store != "ram" else ()
         rates = machine_of(self._machine, dtype=self._dtype, states=choice.states, directories=directories, pace=pace)
         if directories and self._machine.is_host:  # layers are read into their slots
             rates = replace(rates, h2d_bytes_per_s=math.inf)
         share = share_of(rates, self._processes, is_host=self._machine.is_host)
-        return reduced(share, choice.replicas, **message_rates(self._machine))
-
-
-def _sums_bytes(model: ModelBytes, resident: frozenset[int], choice: StagedChoice) -> tuple[int, int]:
-    """Returns what the sums of micro-batches' gradients take beside these (on the host, on the device).
-
-    Gradients in bf16 are added up in fp32: the other two bytes are as many as a master's remainder has.
-    """
-    if choice.micro_batches == 1:
-        return 0, 0
-    of_units = [(unit.remainders, number in resident) for number, unit in enumerate(model.units)]
-    on_host = sum(size for size, stays in of_units if not stays)
-    return -(-on_host // choice.replicas), sum(size for size, stays in of_units if stays)
+        return reduced(share, replicas or choice.replicas, **message_rates(self._machine))

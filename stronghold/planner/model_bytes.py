@@ -20,7 +20,8 @@ class UnitBytes:
     by the name of their format: of Muon's, AdamW's ``moments_apart`` are in a buffer of their own. ``directions`` are
     what Muon's of the unit's matrices take of the host while it is updated. ``on_device`` is what a root parameter that
     is not resident takes there: its copy, and its gradient until that is on the host; ``root_gradient`` what autograd
-    holds of that. ``is_copied`` tells that its copy is apart from its host memory.
+    holds of that. ``is_copied`` tells that its copy is apart from its host memory, ``is_shared`` that another process
+    has the parameter, too: all of them update it on the host.
     """
 
     weights: int
@@ -34,6 +35,7 @@ class UnitBytes:
     directions: int = 0
     is_root: bool = False
     is_copied: bool = False
+    is_shared: bool = False
     on_device: int = 0
     root_gradient: int = 0
 

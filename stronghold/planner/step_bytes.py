@@ -207,3 +207,27 @@ def written_bytes(
     updated = ((model.units[number], parts) for number, parts in on_disk.items() if "moments" in parts)
     sizes = (unit.part(part, states) for unit, parts in updated if unit.trained for part in parts)
     return sum(round_up(size, PAGE_BYTES) for size in sizes) // replicas
+
+
+def sums_bytes(
+    model: ModelBytes, resident: Collection[int], micro_batches: int, *, replicas: int = 1
+) -> tuple[int, int]:
+    """Returns what sums of micro-batches' gradients take beside these (on the host, on the device).
+
+    Gradients in bf16 are added up in fp32: the other two bytes are as many as a master's remainder has. A root
+    parameter's are where autograd has them, each replica's own; where the host updates it they come down with them,
+    unless processes share it, which add up the sums anew.
+    """
+    layers, on_host, on_device = 0, 0, 0
+    if micro_batches == 1:
+        return 0, 0
+    for number, unit in enumerate(model.units):
+        if number in resident or unit.is_copied:
+            on_device += unit.remainders
+        if number in resident:
+            continue
+        if not unit.is_root:
+            layers += unit.remainders
+        elif not (unit.is_copied and unit.is_shared):
+            on_host += unit.remainders
+    return -(-layers // replicas) + on_host, on_device

@@ -70,7 +70,9 @@ def test_trained_elements_are_those_that_the_host_updates():
     norm = sum(p.numel() for p in row.model.norm.parameters())
     elements = [one.elements for one in offloaded_stages(row, 2, device=CPU).layers]
     assert elements == [layer + embedding, layer, layer, layer, layer + embedding + norm]
-    assert {one.elements for one in offloaded_stages(row, 2, device=torch.device("cuda")).layers} == {layer}
+    # An accelerator updates the root's by itself, but for what both ends have.
+    elements = [one.elements for one in offloaded_stages(row, 2, device=torch.device("cuda")).layers]
+    assert elements == [layer + embedding, layer, layer, layer, layer + embedding]
     frozen = offloaded_stages(uneven(), 2, device=CPU).layers[1]
     assert (frozen.elements, frozen.gradient_bytes) == (0, 0) and frozen.slot_bytes >= 4 * (33 * 5 + 5)
 
