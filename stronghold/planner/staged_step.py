@@ -9,12 +9,15 @@ from functools import cached_property
 
 import numpy as np
 
-from stronghold.planner.cuts import furthest
+from stronghold.planner.cuts import cut, furthest, missing_bytes
 from stronghold.planner.offloaded_stages import OffloadedStages
 from stronghold.planner.partition import Partition, cut_into_stages, equal_sizes, played
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.simulate import Simulation
 from stronghold.planner.stage_costs import LayerCost, StageCosts
+
+LOOKED_AT = 2**18
+"""Of so many stages times the square of layers every partition is looked at, in milliseconds, before none is to fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +119,17 @@ def needed_bytes(work: StagedWork) -> int:
 
 
 def fits(work: StagedWork) -> bool:
-    """Whether a partition fits: as many layers in each stage, or as many as go, from the first stage on.
+    """Whether a partition fits: as many layers in each stage, or as many as go, from the first stage on, or any.
 
-    The latter is exact where a stage never takes less with another layer.
+    Of more stages and layers than ``LOOKED_AT`` only the first two are looked at, and a row may be refused that fits.
+    To fill stages from the first one on does not find a partition where a layer is too large for the stage behind, but
+    not for a later one, which holds fewer micro-batches, nor where a stage takes less with another layer, for the input
+    of the layer that follows is smaller.
     """
     if needed_bytes(work) <= work.memory_bytes:
         return True
-    return bool(furthest(work.costs, [work.memory_bytes] * work.pipeline.stages))
+    stages, layers = work.pipeline.stages, len(work.layers)
+    limits = [work.memory_bytes] * stages
+    if furthest(work.costs, limits):
+        return True
+    return stages * layers**2 <= LOOKED_AT and cut(work.costs, limits, missing_bytes)[0] <= 0

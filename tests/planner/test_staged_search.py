@@ -3,15 +3,17 @@
 import random
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
 from stronghold.errors import BudgetError
 from stronghold.planner import staged_search
+from stronghold.planner.cuts import furthest
 from stronghold.planner.machine_share import reduced, share_of
 from stronghold.planner.offloaded_stages import OffloadedLayer, OffloadedStages
+from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.stage_costs import LayerCost, StageCosts
 from stronghold.planner.stage_disk import OnDisk, StageDisk
 from stronghold.planner.staged_search import StagedSpace, search_stages
@@ -179,6 +181,57 @@ def test_a_row_fits_exactly_where_a_partition_does_and_so_many_bytes_do(seed):
         row.memory_bytes, before = needed_bytes(work), row.memory_bytes
         assert placed(row, choice, {}) is not None
         row.memory_bytes = before
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_a_row_whose_layers_inputs_differ_fits_exactly_where_one_of_all_partitions_does(block):
+    looked_at = set()
+    for seed in range(50 * block, 50 * block + 50):
+        rng = random.Random(seed)
+        count = rng.randint(3, 6)
+        stages = rng.randint(2, min(4, count))
+        layers = [
+            LayerCost(
+                forward_s=1,
+                backward_s=1,
+                weight_bytes=rng.randint(1, 30),
+                activation_bytes=(input_bytes := rng.choice((1, 10, 30))) + rng.randint(0, 10),
+                input_bytes=input_bytes,
+            )
+            for _ in range(count)
+        ]
+        moved = [OffloadedLayer(slot_bytes=rng.randint(1, 30), root_bytes=rng.choice((0, 20))) for _ in range(count)]
+        work = StagedWork(
+            layers=layers,
+            pipeline=Pipeline(schedule="1F1B", devices=stages, micro_batches=stages + rng.randint(0, 3)),
+            memory_bytes=float("inf"),
+            is_kept=rng.random() < 0.5,
+            link_s=[0.0] * count,
+            offloaded=OffloadedStages(window=2, layers=moved) if rng.random() < 0.5 else None,
+        )
+        partitions = [(0, *cuts, count) for cuts in combinations(range(1, count), stages - 1)]
+        least = min(
+            max(int(work.costs.runs(n, *ends).least_bytes()) for n, ends in enumerate(pairwise(cuts)))
+            for cuts in partitions
+        )
+        for limit in (least - 1, least, least + 5, least + 20):
+            assert fits(replace(work, memory_bytes=limit)) == (limit >= least), (seed, limit, least)
+            looked_at.add(limit >= least and not furthest(work.costs, [limit] * stages))
+    assert looked_at == {False, True}
+
+
+def test_of_a_long_row_only_some_partitions_are_looked_at(monkeypatch):
+    """The third layer fits no stage but the last, where two are, and the first two layers would fit the first stage."""
+    layers = [
+        LayerCost(forward_s=1, backward_s=1, weight_bytes=w, activation_bytes=a, input_bytes=10)
+        for w, a in ((2, 16), (7, 12), (15, 20), (3, 12))
+    ]
+    pipeline = Pipeline(schedule="1F1B", devices=3, micro_batches=4)
+    work = StagedWork(layers=layers, pipeline=pipeline, memory_bytes=127, is_kept=False, link_s=[0.0] * 4)
+    assert fits(work)
+    assert [stage.layers for stage in staged_step(work).partition.stages] == [1, 1, 2]
+    monkeypatch.setattr("stronghold.planner.staged_step.LOOKED_AT", 3 * 4**2 - 1)
+    assert not fits(work)
 
 
 @pytest.mark.parametrize("seed", range(20))
