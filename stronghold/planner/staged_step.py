@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -89,9 +90,10 @@ def staged_bound_s(work: StagedWork) -> float:
 
     A pass through all stages takes what they compute, and no less than what they fetch beyond their windows or bring
     down. A device computes for all its micro-batches. Where each has one stage, the first micro-batch comes to stage s
-    behind the forward passes of those before, and its last gradient leaves before theirs: a step takes m · t + T, t
-    being the stage's time and T that of those before it, which no cut of a row of time C makes less in all stages than
-    C / (1 - (1 - 1/m)^stages).
+    behind the forward passes of those before and the links between, and its last gradient leaves before theirs: a step
+    takes m · t + T + L, t being the stage's time, T that of those before it, and L twice what links take up to there,
+    no less than of the s smallest inputs. With a = 1 - 1/m no cut of a row of time C makes that less in all stages than
+    (C + Σ L · a^(stages - 1 - s) / m) / (1 - a^stages).
     """
     pipeline, count = work.pipeline, work.pipeline.micro_batches
     forward_s = sum(layer.forward_s for layer in work.layers)
@@ -107,7 +109,9 @@ def staged_bound_s(work: StagedWork) -> float:
     else:
         least_s = max(least_s, updates_s / pipeline.devices)
     if pipeline.stages_per_device == 1:
-        least_s = max(least_s, row_s / (1 - (1 - 1 / count) ** pipeline.stages))
+        again, links_s = 1 - 1 / count, accumulate(sorted(work.link_s[1:])[: pipeline.stages - 1], initial=0.0)
+        sent_s = 2 * sum(one * again ** (pipeline.stages - 1 - stage) for stage, one in enumerate(links_s)) / count
+        least_s = max(least_s, (row_s + sent_s) / (1 - again**pipeline.stages))
     return least_s + work.shared_s
 
 

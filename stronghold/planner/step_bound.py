@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stronghold.planner.disk_play import CHUNK_BYTES
+from stronghold.planner.issued_inputs import SLOTS
 from stronghold.planner.issued_inputs import STAGING as INPUT_STAGING
 from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings, UnitWork
 
@@ -29,7 +30,9 @@ def step_bound(
     updated and go up before what they are used in is computed, and deferred updates of layers are behind them. All but
     ``window`` of the layers, frozen ones among them, are fetched within each pass: behind the computation of the first
     one that is not resident, for only then a slot is free, and before that of the last one. A window of one does not
-    fetch while it computes. Beyond that no resource does more than a second's work in a second of the step.
+    fetch while it computes. Inputs that wait beside the device go down in the forward pass, where a layer computes when
+    a slot is free, and come up in the backward pass, each before its layer. Beyond that no resource does more than a
+    second's work in a second of the step.
     """
     resident, window = frozenset(settings.resident), settings.window
     streamed = [layer for number, layer in enumerate(layers) if number not in resident]
@@ -81,6 +84,18 @@ def step_bound(
     if window == 1:
         forward[Resource.FETCHES] += sum(layer.forward_s for layer in streamed)
         backward[Resource.FETCHES] += sum(layer.backward_s for layer in streamed)
+    kept = [layer for layer in layers if layer.input_bytes]
+    down_s, up_s = (
+        [settings.pieces * machine.copy_s + layer.input_bytes / rate for layer in kept]
+        for rate in (machine.d2h_bytes_per_s, h2d)
+    )
+    back_s = 0.0
+    if kept:
+        forward[Resource.GRADIENTS] = sum(down_s[:-SLOTS]) + kept[-1].forward_s
+        last_s = min(one.backward_s for one in (kept[0], *streamed[: bool(again_s)]))  # behind the last of them all
+        backward[Resource.FETCHES] = max(backward[Resource.FETCHES], sum(up_s) + again_s + last_s)
+        # The last one's inputs come up when all are down.
+        back_s = up_s[-1] + sum(layer.backward_s for layer in kept)
     read, write = machine.disk_read_bytes_per_s, machine.disk_write_bytes_per_s
     ring_bytes = sum(layer.ring_bytes for layer in trained) + sum(one.ring_bytes for one in on_host)
     reads_s = sorted(layer.weight_bytes / read for layer in trained if layer.on_disk)
@@ -88,7 +103,8 @@ def step_bound(
     inputs_s = sum(inputs) / write + sum(inputs[:-INPUT_STAGING]) / read  # the last ones are in staging still
     whole = {
         Resource.HOST: 2 * len(layers) * settings.pieces * machine.launch_s if machine.runs_behind else 0.0,
-        Resource.FETCHES: max(sum(first_s), again_s) + again_s,
+        Resource.FETCHES: max(sum(first_s), again_s) + again_s + sum(up_s),
+        Resource.GRADIENTS: sum(down_s) + max(sum(gradients_s), back_s),
         Resource.UPDATES: updates_s + sum(_update_s(one, machine) for one in on_host),
         Resource.DISK: ring_bytes / read + ring_bytes / write + sum(reads_s) + inputs_s,
     }

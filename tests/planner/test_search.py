@@ -244,6 +244,28 @@ def test_a_step_of_frozen_layers_is_its_bound(fetch_s, window):
     assert step_bound(*work).step_s == pytest.approx(step_time(*work).step_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_no_step_is_shorter_than_its_bound_where_inputs_wait_beside_the_device(seed):
+    """Of some layers or of all, from few bytes to more than weights; and the bound is above that without them."""
+    rng = random.Random(seed)
+    work, machine, settings, root = random_step_work(seed, slowed={})
+    size, some = rng.choice((10, 500, 5000)), rng.random() < 0.5
+    inputs = [replace(one, input_bytes=rng.randint(1, size) * (not some or rng.random() < 0.5)) for one in work]
+    bound, step = (find(inputs, machine, settings, root) for find in (step_bound, step_time))
+    assert step_bound([replace(one, input_bytes=0) for one in work], machine, settings, root).step_s <= bound.step_s
+    assert bound.step_s <= step.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("down_s", "up_s"), [(5, 0), (0, 8)])
+def test_a_step_of_frozen_layers_whose_inputs_are_longest_is_its_bound(down_s, up_s):
+    layer = LayerWork(forward_s=1, backward_s=2, weight_bytes=0, input_bytes=1)
+    rates = [1 / one if one else 1e12 for one in (up_s, down_s)]
+    machine = Machine(h2d_bytes_per_s=rates[0], d2h_bytes_per_s=rates[1], host_update_ns=0, runs_behind=False)
+    work = [layer] * 12, machine, StepSettings(window=2)
+    assert step_bound(*work).step_s == pytest.approx(step_time(*work).step_s, rel=1e-9)
+    assert step_bound(*work).step_s == pytest.approx(12 * (5 + 2) if down_s else 12 * (1 + 8) + 2, rel=1e-9)
+
+
 def test_a_hundred_layers_take_few_steps_that_are_played(monkeypatch):
     """A second on a machine at rest, of which a played step of so many layers takes some 20 ms and a bound 0.2 ms."""
     played, bounded = [], []

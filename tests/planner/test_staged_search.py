@@ -173,6 +173,24 @@ def test_no_cut_makes_a_step_shorter_than_its_bound(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
+def test_no_cut_makes_a_step_shorter_than_its_bound_where_links_take_long(seed):
+    """Links that differ; and of one micro-batch the step is the bound."""
+    rng = random.Random(seed)
+    row, stages = Row(seed, layers=rng.randint(3, 7), processes=4, batch=8), rng.randint(2, 3)
+    for choice in rng.sample([*every_choice(space_of(row), 1, stages)], 8):
+        work = replace(row.work_of(choice), link_s=[rng.uniform(0, rng.choice((0.01, 1))) for _ in range(row.layers)])
+        steps = [
+            staged_step(work, [b - a for a, b in pairwise((0, *ends, row.layers))]).step_s
+            for ends in combinations(range(1, row.layers), choice.stages - 1)
+        ]
+        bound_s = staged_bound_s(work)
+        assert staged_bound_s(replace(work, link_s=[0.0] * row.layers)) <= bound_s <= min(steps) * (1 + 1e-9)
+        if choice.micro_batches == 1 and choice.window is None and choice.per_process == 1:
+            through = replace(work, update_s=[0.0] * row.layers, link_s=[0.5] * row.layers)
+            assert staged_bound_s(through) == pytest.approx(staged_step(through).step_s)
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_a_row_fits_exactly_where_a_partition_does_and_so_many_bytes_do(seed):
     row, _, _, _, _, choices = case(seed)
     for choice in random.Random(seed).sample(choices, min(15, len(choices))):
