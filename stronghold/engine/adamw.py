@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,6 +107,16 @@ class AdamW(HostAdamW):
         params = [params] if isinstance(params, Tensor) else list(params)
         take_in_new(params)
         super().add_param_group({**param_group, "params": params})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dictionary of this class or of torch's, as :class:`HostAdamW` says; no step is open then."""
+        super().load_state_dict(state_dict)
+        self._engine.gradients.since_step.clear()
+
+    def restart(self, steps: Mapping[Tensor, float], *, zeroed: bool = True) -> None:
+        """Replaces all states, as :class:`HostAdamW` says; no step is open then."""
+        super().restart(steps, zeroed=zeroed)
+        self._engine.gradients.since_step.clear()
 
     @property
     def threads(self) -> int:

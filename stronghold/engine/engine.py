@@ -239,6 +239,7 @@ class Engine:
             check_process(self._born)
         if torch._C._current_graph_task_id() == -1:
             self.close_backward()
+            self.gradients.check_dropped()
         else:
             self._close_layer()  # a checkpoint of the user's own runs its layers again
         block.check()
@@ -299,8 +300,8 @@ class Engine:
         self.check_open()
         with self.turns.taken_in_backward():
             if not self.turns.in_backward:
-                self._end_backward()  # of a pass before, that failed
-                self.gradients.begin_pass()
+                self._end_backward(failed=True)  # a pass before
+                self.gradients.check_dropped()
                 self.turns.begin(self._end_backward)
             self._backward_open = True
 
@@ -351,18 +352,19 @@ class Engine:
             self._return_to(unit.layer, None)
         return self.gradients.parts.arriving(unit, index, gradient)
 
-    def _close_layer(self) -> None:
+    def _close_layer(self, *, failed: bool = False) -> None:
         layer = self.gradients.layer
         if layer is None:
             return
         self.window.computed(layer, backward=True)
         done = None
         try:
-            if (ready := self.gradients.close()) is not None:
+            if (ready := self.gradients.close(failed=failed)) is not None:
                 optimizer = self.own_optimizer
                 assert optimizer is not None  # it has asked for them
                 done = update_now(self, optimizer, ready.unit, ready.gradients, ready.after)
                 ready.updated(done)
+                self.gradients.since_step.note(ready.unit, ready.gradients)
         finally:  # an update may be refused
             self.window.end_backward(layer)
         if done is not None:
@@ -373,10 +375,10 @@ class Engine:
         """Ends a backward pass: its last layer, and the gradients that the user now sees."""
         self.check_open()
         self.turns.check()
-        self._end_backward()
+        self._end_backward(failed=not self.turns.in_backward)  # else the end of the pass would have come here first
 
-    def _end_backward(self) -> None:
-        self._close_layer()
+    def _end_backward(self, *, failed: bool = False) -> None:
+        self._close_layer(failed=failed)
         if self._backward_open:
             self._backward_open = False
             self.gradients.publish()

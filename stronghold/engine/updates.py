@@ -21,20 +21,26 @@ Found = Mapping[Unit, Mapping[int, HostGrad]]
 def take_step(engine: Engine, optimizer: HostAdamW) -> None:
     """Takes a step with the gradients at hand; their updates run on behind the return.
 
-    Raises NonFiniteGradientError, ValueError for the optimizer's settings, and what refuses an update or a state:
-    nothing has changed then.
+    Raises NonFiniteGradientError, ValueError for the optimizer's settings, OffloadedModelError where gradients that
+    have updated a layer were dropped before, and what refuses an update or a state: nothing has changed then.
     """
     optimizer.check_settings()
     with engine.turns.taken():
         engine.close_backward()
         if optimizer.in_backward:
             optimizer.wait()  # the updates of the backward pass tell whether its gradients were finite
+            engine.gradients.check_dropped()
+            engine.gradients.since_step.check_step()
         given = {unit: gradients for unit in engine.units if (gradients := gradients_of(optimizer, unit))}
         engine.agree(given)
         found = {unit: engine.collect(unit, gradients) for unit, gradients in given.items()}
-        scale = optimizer.scale_for(_norm(engine, optimizer, found))
+        norm = _norm(engine, optimizer, found)
+        if not math.isfinite(norm):
+            engine.gradients.since_step.clear()  # what was updated before the first such gradient stays so
+        scale = optimizer.scale_for(norm)
         if scale is not None:
             _update(engine, optimizer, found, scale)
+            engine.gradients.since_step.clear()
         engine.stopwatch.lap()
 
 

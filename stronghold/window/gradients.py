@@ -35,6 +35,7 @@ from stronghold.window.device_gradients import add_on_device, remainder_of
 from stronghold.window.grad_offload import DeviceSlot, GradOffload, GradStaging
 from stronghold.window.parts import Parts
 from stronghold.window.shared_grad_offload import SharedGradOffload, shared_slot_bytes
+from stronghold.window.since_step import SinceStep
 from stronghold.window.sums import apart, in_own_memory, write_squares
 
 
@@ -68,6 +69,7 @@ class Gradients:
         self.replicas = replicas
         self.batches = Batches(replicas)
         self.parts = Parts()
+        self.since_step = SinceStep(units)
         self.device = device
         self.waits = waits
         self.optimizer: Callable[[], HostAdamW | None] | None = None
@@ -102,20 +104,25 @@ class Gradients:
         self._unseen = False
         return found_inf
 
-    def begin_pass(self) -> None:
-        """Called as a backward pass begins: forgets what was not finite in one whose gradients have been dropped.
+    def check_dropped(self) -> None:
+        """Raises OffloadedModelError where gradients that have updated a layer were dropped before their step.
 
-        A step would have told it, and does not come where a loop looks at the norm and goes on.
+        Called as a pass or a step begins. Where gradients were not finite a loop may look at the norm, drop them and go
+        on without the step: what was not finite is forgotten then.
         """
-        optimizer = self._optimizer
-        if not self._unseen or optimizer is None:
-            return
+        if self._unseen and (optimizer := self._optimizer) is not None and self._all_dropped(optimizer):
+            optimizer.wait()  # what was not updated is known then
+            found_inf = self.take_found_inf()
+            optimizer.settle(finite=not found_inf)
+            if found_inf:
+                self.since_step.clear()
+        self.since_step.check()
+
+    def _all_dropped(self, optimizer: HostAdamW) -> bool:
         trained = (
             p for unit in self.units for index, p in enumerate(unit.parameters) if optimizer.updates(unit, index)
         )
-        if all(gradient_of(parameter) is None for parameter in trained):
-            optimizer.wait()  # what was not updated is known then
-            optimizer.settle(finite=not self.take_found_inf())
+        return all(gradient_of(parameter) is None for parameter in trained)
 
     def open(self, layer: int) -> None:
         """Begins the backward pass of ``layer``: its ``.grad`` become the class's own."""
@@ -179,12 +186,15 @@ class Gradients:
         self.grad_offload.put(unit, index, gradient, add=index in self._written)
         self._written.add(index)
 
-    def close(self) -> Ready | None:
+    def close(self, *, failed: bool = False) -> Ready | None:
         """Ends the layer's backward pass and sends its gradients down.
 
-        Returns those with which the layer is to be updated at once, under ``in_backward``, before another is opened.
+        Returns those with which the layer is to be updated at once, under ``in_backward``, before another is opened:
+        none where the pass has ``failed``.
         """
         layer, self._layer = self._layer, None
+        if layer is not None and failed:
+            self._lose(layer)
         if layer is not None and self._fresh:
             return self._close_resident(layer)
         if layer is None or not self._written:
@@ -203,6 +213,16 @@ class Gradients:
         if len(taken) < len(indices):
             self._keep(layer, slot, [index for index in indices if index not in taken])
         return ready
+
+    def _lose(self, layer: int) -> None:
+        """Uses up, without an update, what a pass that failed has of the gradients that were to update a layer."""
+        unit = self.units[layer]
+        lost = self._taken(unit, sorted({*self._written, *self._fresh}))
+        self._written.difference_update(lost)
+        for values in (self._fresh, self._held[layer], self._known[layer]):
+            for index in lost:
+                values.pop(index, None)
+        self._consume(unit, [index for index in lost if (layer, index) not in self._consumed])
 
     def _taken(self, unit: Unit, indices: Iterable[int]) -> list[int]:
         """Returns of which places the gradient is used for an update at once, rather than kept for the user."""

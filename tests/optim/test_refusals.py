@@ -616,6 +616,7 @@ def test_budgets_hold_for_what_is_unfrozen_after_the_optimizer_was_made(resident
     _, model = pair(build, resident=resident, **budgets)
     optimizer = stronghold.AdamW(model.parameters(), **ADAMW, update=update)
     ordinary_loop(model, optimizer, numbers(1))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     model.requires_grad_(True)
     with pytest.raises(BudgetError):
         ordinary_loop(model, optimizer, numbers(1))
@@ -626,6 +627,11 @@ def test_budgets_hold_for_what_is_unfrozen_after_the_optimizer_was_made(resident
         assert report.device_bytes <= budgets["device_memory"]
     model.layers[0].requires_grad_(False)
     optimizer.zero_grad()
+    if update == "in_backward":  # the layers behind that one are updated
+        with pytest.raises(OffloadedModelError, match="updated in part"):
+            model(numbers(1)[0])
+        model.load_state_dict(before[0])
+        optimizer.load_state_dict(before[1])
     ordinary_loop(model, optimizer, numbers(1))
     assert other.states == "fp32"
 
