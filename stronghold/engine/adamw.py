@@ -170,7 +170,7 @@ class AdamW(HostAdamW):
         dictionary nor the model's holds their low bits.
         """
         result = super().state_dict()
-        if result["state"] and self._engine.loses_masters():
+        if any(self.state.values()) and self._engine.loses_masters():
             warnings.warn(
                 "a training that is saved by its state dictionaries, in bf16, goes on from rounded weights: neither "
                 "the model's state_dict() nor the optimizer's has the low bits of the fp32 masters. To go on to the "

@@ -29,11 +29,7 @@ def checked_states(
         states, saved = dict(state_dict["state"]), [dict(group) for group in state_dict["param_groups"]]
         keys = [list(group["params"]) for group in saved]
     except (KeyError, TypeError, ValueError):
-        got = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
-        raise ValueError(
-            f"a state dictionary must have 'state' and 'param_groups', each group with its 'params' (got {got}); pass "
-            "what optimizer.state_dict() returned"
-        ) from None
+        raise no_state_dict(state_dict) from None
     lengths, wanted = [len(group) for group in keys], [len(g["params"]) for g in groups]
     if lengths != wanted:
         raise ValueError(
@@ -60,6 +56,15 @@ def checked_states(
         names = MUON_MOMENTS if by_muon[number] else ADAMW_MOMENTS
         loaded[number] = _checked_state(key, state, parameters[number], names, eight_bits=eight_bits)
     return loaded
+
+
+def no_state_dict(given: Any) -> ValueError:
+    """Returns the error for what is no optimizer's state dictionary."""
+    got = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
+    return ValueError(
+        f"a state dictionary must have 'state' and 'param_groups', each group with its 'params' (got {got}); pass "
+        "what optimizer.state_dict() returned"
+    )
 
 
 def _checked_state(

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from stronghold.device import Device, check_process, forks
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
 from stronghold.optim.change import AdamWChange, Change
-from stronghold.optim.exchange import as_saved, checked_states, take_saved
 from stronghold.optim.groups import check_group, check_groups, units_of
-from stronghold.optim.states import Moments, ParameterState, as_state
+from stronghold.optim.state_dicts import load, saved
+from stronghold.optim.states import Moment, Moments, ParameterState, as_state
 from stronghold.optim.threads import Threads
 from stronghold.optim.update import Update
 from stronghold.settings import check_optimizer
@@ -100,10 +100,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in ``torch.optim.AdamW``'s format; 8-bit moments as copies in fp32."""
-        result = super().state_dict()
-        parameters = list(self._parameters())
-        states = {n: as_saved(state, parameters[n].shape) for n, state in result["state"].items() if state}
-        return {**result, "state": states}
+        return saved(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dictionary of this class or of ``torch.optim.AdamW``.
@@ -112,23 +109,15 @@ class HostAdamW(torch.optim.Optimizer):
         format, before anything has changed.
         """
         self._check_open()
-        loaded = checked_states(state_dict, self.param_groups, eight_bits=self.states == "8bit")
-        missing: dict[Unit, list[int]] = {}
-        for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
-            if number in loaded and (unit := unit_of(parameter)) is not None:
-                missing.setdefault(unit, []).append(parameter.__dict__["_index"])
-        self.provide(missing)
-        self.wait()
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.__dict__.pop("state", None)  # where torch's __setstate__ puts it, and our property does not look
-        self._state = defaultdict(dict)
-        for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
-            if number not in loaded:
-                continue
-            unit, index = unit_of(parameter), parameter.__dict__["_index"]
-            assert unit is not None
-            unit.mark_dirty()
-            self._state[parameter] = take_saved(loaded[number], self._moments.of(unit, index))
+        load(self, state_dict)
+
+    def groups_from(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the groups of a state dictionary that was checked as this optimizer is to have them."""
+        return [{**group} for group in saved_groups]
+
+    def moments_of(self, unit: Unit, index: int) -> tuple[Moment, ...]:
+        """Returns the memory for the moments of a parameter, which are to be written."""
+        return self._moments.of(unit, index)
 
     def restart(self, steps: Mapping[Tensor, float], *, zeroed: bool = True) -> None:
         """Replaces all states: the parameters of ``steps`` have one, at that step, whose moments the caller fills.

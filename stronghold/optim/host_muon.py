@@ -69,15 +69,9 @@ class HostMuon(HostAdamW):
             )
         super().check_settings(once=once)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dictionary of this class or, where all groups are Muon's, of ``torch.optim.Muon``.
-
-        Moments keep their fp32 values, whatever the parameters' dtype. Raises ValueError for one of another shape or
-        format, before anything has changed.
-        """
-        super().load_state_dict(state_dict)
-        for group, by_muon in zip(self.param_groups, self._kinds, strict=True):
-            group["use_muon"] = by_muon
+    def groups_from(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        groups = super().groups_from(saved_groups)
+        return [{**group, "use_muon": kind} for group, kind in zip(groups, self._kinds, strict=True)]
 
     def forget(self) -> None:
         super().forget()

@@ -196,6 +196,37 @@ def test_state_dictionaries_are_torchs_both_ways():
         assert step(fresh[0], fresh[1], batch) == expected
 
 
+def test_hooks_around_the_load_are_torchs():
+    """The momentum was loaded without those before, and was not there for those behind."""
+    model, optimizer, plain = small()
+    model.eval(), plain.eval()
+    torchs = torch.optim.Muon(matrices(plain), **MUON)
+    batches = numbers(4)
+    for batch in batches[:2]:
+        step(model, optimizer, batch), step(plain, torchs, batch)
+    saved = copy.deepcopy(torchs.state_dict())
+
+    def doubled(_, given):
+        return {
+            "state": {n: {"momentum_buffer": 2 * its["momentum_buffer"]} for n, its in given["state"].items()},
+            "param_groups": [{**group, "momentum": 0.5} for group in given["param_groups"]],
+        }
+
+    def moved(its):
+        assert all(group.get("use_muon", its is torchs) for group in its.param_groups)
+        for state in its.state.values():
+            state["momentum_buffer"] += 1
+
+    for its in (optimizer, torchs):
+        its.register_load_state_dict_pre_hook(doubled)
+        its.register_load_state_dict_post_hook(moved)
+        its.load_state_dict(copy.deepcopy(saved))
+    for number, state in torchs.state_dict()["state"].items():
+        assert torch.equal(optimizer.state_dict()["state"][number]["momentum_buffer"], state["momentum_buffer"])
+    for batch in batches[2:]:
+        assert step(model, optimizer, batch) == step(plain, torchs, batch)
+
+
 def test_a_mixed_state_dictionary_goes_on_to_the_bit():
     batches = CASES["gpt"].batches(6)
     model, optimizer = offloaded(muon={"update": "in_backward"})

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import stronghold
 from tests.small import (
@@ -187,3 +188,90 @@ def test_what_is_no_dictionary_is_refused(bad):
     _, model = pair(Residual)
     with pytest.raises(ValueError, match="state dictionary"):
         optimizer_of(model).load_state_dict(bad)
+
+
+def _pre_load(optimizer, state_dict):
+    """Halves what is saved, and gives the groups another learning rate."""
+    states = {
+        key: {name: value / 2 if value.ndim else value for name, value in state.items()}
+        for key, state in state_dict["state"].items()
+    }
+    return {"state": states, "param_groups": [{**group, "lr": 0.25} for group in state_dict["param_groups"]]}
+
+
+def _pre_load_in_place(optimizer, state_dict):
+    """PyTorch's own example: parameters that are in another order, matched by their names."""
+    state_dict["state"] = {len(state_dict["state"]) - 1 - key: state for key, state in state_dict["state"].items()}
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]][::-1]
+    state_dict["param_groups"] = [{**state_dict["param_groups"][0], "params": keys}]
+
+
+def _post_load(optimizer):
+    """Counts on the states that are there."""
+    assert len(optimizer.state) == 3
+    for state in optimizer.state.values():
+        state["step"] += 2
+    optimizer.param_groups[0]["lr"] = 0.125
+
+
+def _renamed(optimizer, state_dict):
+    """Names states as the model does: what is to be saved, not what is held."""
+    return {**state_dict, "state": {f"p{n}": {"mine": 1.0, **dict(s)} for n, s in state_dict["state"].items()}}
+
+
+@pytest.mark.parametrize("pre_hook", [_pre_load, _pre_load_in_place])
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_hooks_around_the_load_are_torchs(pre_hook, states):
+    """They were called: before with the dictionary that was then not loaded, and behind without the states."""
+    plain, ours = pair(lambda: nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))))
+    theirs = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    for batch in numbers(2):
+        plain(batch).square().mean().backward()
+        theirs.step()
+    saved = stronghold.AdamW(ours.parameters(), states=states, **ADAMW)
+    saved.load_state_dict(theirs.state_dict())  # both hold what eight bits hold
+    given = copy.deepcopy(saved.state_dict())
+    for optimizer in (saved, theirs):
+        optimizer.register_load_state_dict_pre_hook(pre_hook)
+        optimizer.register_load_state_dict_post_hook(_post_load)
+        optimizer.load_state_dict(copy.deepcopy(given))
+    assert_close(saved.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    assert saved.state_dict()["state"][2]["step"] == 4
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_hooks_on_the_dictionary_that_is_saved_see_torchs(states):
+    """A hook saw the entries of optimizer.state, and what it returned was taken for those again."""
+    plain, ours = pair(Residual)
+    theirs, mine = optimizer_of(plain, torch.optim.AdamW), optimizer_of(ours, states=states)
+    for model, optimizer in ((plain, theirs), (ours, mine)):
+        torch.manual_seed(1)
+        ordinary_loop(model, optimizer, numbers(2))
+    unhooked = mine.state_dict()["state"]
+    seen = []
+    for optimizer in (mine, theirs):
+        optimizer.register_state_dict_pre_hook(lambda optimizer: seen.append(len(optimizer.state)))
+        optimizer.register_state_dict_post_hook(_renamed)
+    got, want = mine.state_dict(), theirs.state_dict()
+    assert seen[0] == seen[1]
+    assert_close(got["state"], {f"p{n}": {"mine": 1.0, **state} for n, state in unhooked.items()}, rtol=0, atol=0)
+    assert got["state"].keys() == want["state"].keys()
+    for name, state in want["state"].items():
+        assert {key: type(value) for key, value in got["state"][name].items()} == {
+            key: type(value) for key, value in state.items()
+        }
+
+
+def test_a_load_that_a_hook_refuses_changes_nothing():
+    _, model = pair(Residual)
+    optimizer = optimizer_of(model)
+    ordinary_loop(model, optimizer, numbers(1))
+    saved, before = copy.deepcopy(optimizer.state_dict()), snapshot(model, optimizer)
+    handle = optimizer.register_load_state_dict_pre_hook(lambda optimizer, given: {"state": {}})
+    with pytest.raises(ValueError, match="must have 'state' and 'param_groups'"):
+        optimizer.load_state_dict(saved)
+    handle.remove()
+    assert_unchanged(before, model, optimizer)
+    assert not optimizer._optimizer_load_state_dict_post_hooks
+    optimizer.load_state_dict(saved)
+    assert_unchanged(before, model, optimizer)
