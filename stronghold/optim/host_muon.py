@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,37 +99,43 @@ class HostMuon(HostAdamW):
             shapes = [unit.shapes[index] for index in self._matrices(unit)]
             iteration = max(map(newton_schulz_bytes, shapes), default=0)
             if unit.resident:
-                resident = max(resident, iteration + self._lay_out(unit).total_bytes)
+                resident = max(resident, iteration + self._lay_out(unit, self._matrices(unit)).total_bytes)
             else:
                 beside = max(beside, iteration)
         return beside + resident
 
     def _room(self, unit: Unit, index: int) -> Tensor:
         """Returns the host's memory for the direction of one matrix, bf16."""
-        if index not in self._rooms.get(unit, {}):  # it was frozen when room was made
-            self._make_room([unit])
+        if index not in self._rooms.get(unit, {}):  # it was frozen when room was made, and may be again
+            self._make_room([unit], frozenset([index]))
         assert self._directions is not None
         return self._directions.view(self._rooms[unit][index], unit.shapes[index], torch.bfloat16)
 
-    def _make_room(self, units: Sequence[Unit]) -> None:
-        """Allocates memory for the directions of any one of ``units``; raises BudgetError where it does not fit."""
-        needed = 0
+    def _make_room(self, units: Sequence[Unit], more: frozenset[int] = frozenset()) -> None:
+        """Allocates memory for the directions of any one of ``units``, of those at ``more`` too.
+
+        Raises BudgetError where it does not fit; nothing has changed then.
+        """
+        needed, rooms = 0, {}
         for unit in units:
-            layout = self._lay_out(unit)
-            self._rooms[unit] = {index: layout.offsets[index] for index in self._matrices(unit)}
+            # What has room keeps it: in the same update its place may be in use.
+            matrices = self._matrices(unit) | self._rooms.get(unit, {}).keys() | more
+            layout = self._lay_out(unit, matrices)
+            rooms[unit] = {index: layout.offsets[index] for index in matrices}
             needed = max(needed, 0 if unit.resident else layout.total_bytes)
+        self._grow(units[0], needed)
+        self._rooms.update(rooms)
+
+    def _grow(self, unit: Unit, needed: int) -> None:
         have = 0 if self._directions is None else self._directions.length_bytes
         if needed <= have:
             return
         assert self._device is not None
-        units[0].memory.check_memory(
-            host_bytes=needed - have, device_bytes=self.scratch_bytes(), what="Muon's iteration"
-        )
-        memory = units[0].replicas.memory(needed)
+        unit.memory.check_memory(host_bytes=needed - have, device_bytes=self.scratch_bytes(), what="Muon's iteration")
+        memory = unit.replicas.memory(needed)
         self._directions = self._device.host_buffer(needed, private=True, memory=memory)
 
-    def _lay_out(self, unit: Unit) -> Layout:
-        matrices = self._matrices(unit)
+    def _lay_out(self, unit: Unit, matrices: Collection[int]) -> Layout:
         return lay_out([2 * count * (index in matrices) for index, count in enumerate(unit.counts)])
 
     def _matrices(self, unit: Unit) -> frozenset[int]:

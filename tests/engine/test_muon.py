@@ -390,6 +390,37 @@ def test_a_matrix_that_is_unfrozen_later_is_updated():
         assert step(model, optimizer, batch) == step(plain, torchs, batch)
 
 
+@pytest.mark.parametrize("settings", [{}, {"resident": 4}], ids=str)
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize(
+    ("before", "later"), [(["up"], []), (["up", "down"], []), (["up"], ["down"]), (["down"], ["up"])], ids=str
+)
+def test_matrices_that_are_frozen_when_the_step_comes_are_updated(before, later, update, settings):
+    """Those frozen when the optimizer was made ended in a KeyError; two of one layer were to share room."""
+    torch.manual_seed(0)
+    plain = Residual()
+    for name in before:
+        getattr(plain.layers[1], name).weight.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    stronghold.offload(model, device="cpu", **{"window": 2, **settings})
+    optimizer = stronghold.Muon(matrices(model), **MUON, update=update)
+    torchs = torch.optim.Muon(matrices(plain), **MUON)
+    model.eval(), plain.eval()
+    batches = numbers(4)
+    assert step(model, optimizer, batches[0]) == step(plain, torchs, batches[0])
+    for batch in batches[1:]:
+        for one, its in (model, optimizer), (plain, torchs):
+            layer = one.layers[1]
+            layer.requires_grad_(True)
+            one(batch).backward()
+            for name in before + later:
+                getattr(layer, name).weight.requires_grad_(False)
+            its.step()
+            its.zero_grad()
+        assert different(dict(model.state_dict()), dict(plain.state_dict())) == []
+    layer.requires_grad_(True)
+
+
 def group(**settings):
     def build():
         model, _, _ = small()
