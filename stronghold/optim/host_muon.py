@@ -67,6 +67,12 @@ class HostMuon(HostAdamW):
                 f"use_muon of a group cannot change, for its states are another optimizer's (got {kinds} for groups "
                 f"that were added as {self._kinds}); build the optimizer anew"
             )
+        if any("momentum" in group for group, by_muon in zip(self.param_groups, kinds, strict=True) if not by_muon):
+            raise ValueError(
+                "a group with use_muon=False has betas and no momentum (got a momentum in one, as of a scheduler that "
+                "cycles it); pass cycle_momentum=False to CyclicLR or OneCycleLR, or update these parameters by an "
+                "optimizer of their own, stronghold.AdamW"
+            )
         super().check_settings(once=once)
 
     def groups_from(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -421,6 +421,41 @@ def test_matrices_that_are_frozen_when_the_step_comes_are_updated(before, later,
     layer.requires_grad_(True)
 
 
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_schedulers_that_cycle_the_momentum(scheduler, update):
+    """Of a group of AdamW they cycle nothing: they put a momentum there, which no update heeds."""
+
+    def scheduled(optimizer, **settings):
+        if scheduler == "OneCycleLR":
+            return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=8, **settings)
+        return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.05, step_size_up=2, **settings)
+
+    def run(model, optimizer):
+        model.eval()
+        its, losses, momenta = scheduled(optimizer), [], set()
+        for batch in numbers(6):
+            losses.append(step(model, optimizer, batch))
+            momenta.add(optimizer.param_groups[0]["momentum"])
+            its.step()
+        assert len(momenta) > 2
+        return losses
+
+    model, optimizer, plain = small(update=update)
+    assert run(model, optimizer) == run(plain, torch.optim.Muon(matrices(plain), **MUON))
+    model, optimizer = offloaded(muon={"update": update})
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    scheduled(optimizer)
+    with pytest.raises(ValueError, match=r"got a momentum in one.*cycle_momentum=False"):
+        train(model, optimizer, CASES["gpt"].batches(1))
+    assert different(dict(model.state_dict()), before) == []
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    scheduled(optimizer, cycle_momentum=False)
+    train(model, optimizer, CASES["gpt"].batches(1))
+
+
 def group(**settings):
     def build():
         model, _, _ = small()
