@@ -58,7 +58,26 @@ def _saving_class(own: Any) -> Any:
         "__qualname__": own.__qualname__,
         "_own": own,
     }
+    if issubclass(own, sys.modules["bitsandbytes"].nn.Linear8bitLt):
+        members["_load_from_state_dict"] = _loading_scales(own)
     return type(own.__name__, (own,), members)
+
+
+def _loading_scales(own: Any) -> Any:
+    """Returns what loads a layer in eight bits also when its scales are in its state, as they are from the first call.
+
+    bitsandbytes looks for them at the weight alone, and takes the layer for one that is not quantised.
+    """
+
+    def load(self: Any, *arguments: Any) -> None:
+        weight, at_weight = self.weight, getattr(self.weight, "SCB", None)
+        weight.SCB = self.state.SCB if at_weight is None else at_weight
+        try:
+            own._load_from_state_dict(self, *arguments)
+        finally:
+            weight.SCB = at_weight
+
+    return load
 
 
 @functools.cache

@@ -238,6 +238,31 @@ def test_a_checkpoint_brings_all_of_a_base_and_none_of_another_type(tmp_path: Pa
         stronghold.checkpoint.load(kept, *begun("fp4", 0))
 
 
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("settings", [{"window": 1}, {"window": 1, "store": "disk"}, {"resident": 2}], ids=str)
+def test_a_state_dictionary_in_eight_bits_is_loaded(settings: dict[str, Any], ran: bool, tmp_path: Path) -> None:
+    """bitsandbytes' own words were that it is not quantised; it had taken the first layer's weight, but no scales."""
+    if "store" in settings:
+        settings = {**settings, "store": tmp_path}
+    other = packed(kind="int8")
+    for linear in (m for m in other.modules() if isinstance(m, bitsandbytes.nn.Linear8bitLt)):
+        linear.weight.data.copy_(linear.weight.data.roll(1, 0))
+        linear.weight.SCB.copy_(2 * linear.weight.SCB.roll(1, 0))
+    saved, expected = copy.deepcopy(other.state_dict()), evaluated(other)
+    model = packed(kind="int8")
+    assert evaluated(packed(kind="int8")) != expected
+    stronghold.offload(model, device="cpu", **settings)
+    if ran:
+        evaluated(model)
+    assert str(model.load_state_dict(saved)) == "<All keys matched successfully>"
+    assert evaluated(model) == expected
+    again = model.state_dict()
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(again[name], value) for name, value in saved.items())
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*q_proj\.weight"):
+        model.load_state_dict({name: value for name, value in saved.items() if "q_proj.weight" not in name})
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_copy_of_it_is_a_model_in_memory(kind: str) -> None:
     def of() -> nn.Module:
