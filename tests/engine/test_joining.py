@@ -122,7 +122,7 @@ def test_a_loss_of_one_element_is_not_taken_for_one_of_a_sample():
         ([nn.Linear(1, 1), nn.Linear(1, 1)], "Linear"),
         ([{1}, {2}], r"\{1\}, \{2\}"),
     ],
-    ids=str,
+    ids=["numbers", "size", "Size", "None", "texts", "lengths", "keys", "arrays", "iterators", "modules", "sets"],
 )
 def test_what_cannot_be_put_together_is_refused(outputs, told):
     with pytest.raises(ValueError, match=f"outputs together .*{told}.*offload without micro_batch"):
