@@ -333,6 +333,7 @@ NO_EVENTS = {
     "engine/updates.py: optimizer.wait",
     "window/gradients.py: optimizer.wait",
     "optim/host_adamw.py: self.wait",
+    "optim/state_dicts.py: optimizer.wait",
     "store/input_file.py: transfer.wait",  # and these are for transfers that the same thread has submitted
     "store/disk.py: file.wait",
     "store/ring.py: chunk.file.wait",
