@@ -301,8 +301,9 @@ def _check_optimizer(manifest: Manifest, optimizer: AdamW, here: list[set[str]])
 
 
 def _put_settings(optimizer: AdamW, manifest: Manifest) -> None:
-    for group, saved in zip(optimizer.param_groups, manifest.optimizer["groups"], strict=True):
-        for key, value in from_plain(saved).items():
+    groups = optimizer.groups_from([from_plain(saved) for saved in manifest.optimizer["groups"]])
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)  # a scheduler may hold the same tensor
             else:

@@ -26,6 +26,7 @@ from stronghold.checkpoint.unit_tensors import (
 )
 from stronghold.engine import Engine, uncompiled
 from stronghold.engine.adamw import AdamW
+from stronghold.engine.updates import check_complete
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
 from stronghold.formats.sync import sync_directory
 from stronghold.unit import Unit, from_rank0
@@ -76,7 +77,8 @@ def save(
 
     Raises:
         ValueError: A ``directory`` that is in use, or something that cannot be kept.
-        OffloadedModelError: A model that is not offloaded, or another one's optimizer.
+        OffloadedModelError: A model that is not offloaded, another one's optimizer, or with ``update="in_backward"`` a
+            backward pass that has updated layers and whose ``step()`` has not come.
         OSError: A disk that refuses, with the file's name; nothing is left behind then.
         StoreError: In place, where the user holds weights that are on disk; CorruptionError where these are damaged.
     """
@@ -84,10 +86,15 @@ def save(
     model = uncompiled(model)
     engine = engine_for(model, optimizer)
     processes, directory = engine.processes, Path(os.path.realpath(directory))  # a link stays one
+
+    def own_rest() -> dict[str, Any]:
+        check_complete(engine)
+        return settings_of(optimizer, scheduler, extra)
+
     if holds(engine, directory) and format == "safetensors":
-        return save_in_place(model, engine, optimizer, settings_of(optimizer, scheduler, extra))
+        return save_in_place(model, engine, optimizer, own_rest())
     partial = directory.with_name(f".{directory.name}.partial")
-    rest = processes.run_on_all(lambda: settings_of(optimizer, scheduler, extra))
+    rest = processes.run_on_all(own_rest)
     groups = all_groups(processes, optimizer, names_of(model))
     from_rank0(processes, lambda: _check_new(directory))
     engine.close_backward()

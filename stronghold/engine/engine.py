@@ -394,6 +394,7 @@ class Engine:
     def adopt(self, optimizer: HostAdamW) -> None:
         """Makes ``optimizer`` one that updates this model; raises where its other ones do not allow that."""
         self.optimizers.add(optimizer)
+        self.gradients.since_step.clear()  # it begins without states
         self.gradients.optimizer = self.optimizers.newest
         if self.device.is_host and not self.store.paths and not optimizer.in_backward:
             keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast

@@ -18,6 +18,15 @@ Found = Mapping[Unit, Mapping[int, HostGrad]]
 """Gradients where their units are updated, by index."""
 
 
+def check_complete(engine: Engine) -> None:
+    """Raises OffloadedModelError where a backward pass has updated layers whose step has not come, or never will."""
+    engine.close_backward()
+    if (optimizer := engine.own_optimizer) is not None:
+        optimizer.wait()
+    engine.gradients.check_dropped()
+    engine.gradients.since_step.check_saved()
+
+
 def take_step(engine: Engine, optimizer: HostAdamW) -> None:
     """Takes a step with the gradients at hand; their updates run on behind the return.
 
@@ -30,7 +39,7 @@ def take_step(engine: Engine, optimizer: HostAdamW) -> None:
         if optimizer.in_backward:
             optimizer.wait()  # the updates of the backward pass tell whether its gradients were finite
             engine.gradients.check_dropped()
-            engine.gradients.since_step.check_step()
+            engine.gradients.since_step.check_step(optimizer.updates)
         given = {unit: gradients for unit in engine.units if (gradients := gradients_of(optimizer, unit))}
         engine.agree(given)
         found = {unit: engine.collect(unit, gradients) for unit, gradients in given.items()}

@@ -70,14 +70,17 @@ class HostMuon(HostAdamW):
         if any("momentum" in group for group, by_muon in zip(self.param_groups, kinds, strict=True) if not by_muon):
             raise ValueError(
                 "a group with use_muon=False has betas and no momentum (got a momentum in one, as of a scheduler that "
-                "cycles it); pass cycle_momentum=False to CyclicLR or OneCycleLR, or update these parameters by an "
-                "optimizer of their own, stronghold.AdamW"
+                "cycles it); take it out, del group['momentum'], and pass cycle_momentum=False to CyclicLR or "
+                "OneCycleLR, or update these parameters by an optimizer of their own, stronghold.AdamW"
             )
         super().check_settings(once=once)
 
     def groups_from(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         groups = super().groups_from(saved_groups)
-        return [{**group, "use_muon": kind} for group, kind in zip(groups, self._kinds, strict=True)]
+        found = [{**group, "use_muon": kind} for group, kind in zip(groups, self._kinds, strict=True)]
+        for group in (group for group in found if not group["use_muon"]):
+            group.pop("momentum", None)  # a scheduler that cycles it has put it there
+        return found
 
     def forget(self) -> None:
         super().forget()

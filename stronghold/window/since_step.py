@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Consumed, ConsumedGradient, HostGrad, Unit, gradient_of
@@ -50,16 +50,30 @@ class SinceStep:
                 "update='in_backward' has updated layers in a backward pass whose gradients were dropped or replaced "
                 f"before step() (got {_names(dropped)} updated): the pass failed, or zero_grad() came first. The model "
                 "is updated in part, and another pass would update it twice; load the last checkpoint into the model "
-                "and the optimizer, or use update='deferred', which updates nothing before step()"
+                "and the optimizer, or load the weights and make a new optimizer, or use update='deferred', which "
+                "updates nothing before step()"
             )
 
-    def check_step(self) -> None:
-        """Raises OffloadedModelError where a gradient is used up, but not by an update since the last step."""
+    def check_saved(self) -> None:
+        """Raises OffloadedModelError where a step has begun, and not ended."""
+        if self._updated:
+            units = [self._units[layer] for layer, _ in self._updated]
+            raise OffloadedModelError(
+                "a checkpoint must be of a whole step, and update='in_backward' has updated layers in a backward pass "
+                f"whose step() has not come (got {_names(units)} updated): a run that goes on from it would update "
+                "them twice; save behind step()"
+            )
+
+    def check_step(self, updates: Callable[[Unit, int], bool]) -> None:
+        """Raises OffloadedModelError where a gradient is used up, but not by an update since the last step.
+
+        ``updates`` tells of which parameters, by unit and index, the step is.
+        """
         lost = [
             unit
             for layer, unit in enumerate(self._units)
             for index in range(len(unit.parameters))
-            if _consumed(unit, index) is not None and (layer, index) not in self._updated
+            if (layer, index) not in self._updated and _consumed(unit, index) is not None and updates(unit, index)
         ]
         if lost:
             raise OffloadedModelError(

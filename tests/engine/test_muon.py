@@ -447,8 +447,12 @@ def test_schedulers_that_cycle_the_momentum(scheduler, update):
     saved = copy.deepcopy(optimizer.state_dict())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     scheduled(optimizer)
-    with pytest.raises(ValueError, match=r"got a momentum in one.*cycle_momentum=False"):
+    with pytest.raises(ValueError, match=r"got a momentum in one.*del group\['momentum'\].*cycle_momentum=False"):
         train(model, optimizer, CASES["gpt"].batches(1))
+    optimizer.load_state_dict(optimizer.state_dict())  # one that was saved so
+    assert ["momentum" in group for group in optimizer.param_groups] == [
+        group["use_muon"] for group in optimizer.param_groups
+    ]
     assert different(dict(model.state_dict()), before) == []
     optimizer.zero_grad()
     optimizer.load_state_dict(saved)

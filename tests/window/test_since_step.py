@@ -194,3 +194,62 @@ def test_a_checkpoint_that_is_loaded_ends_it(tmp_path):
     stronghold.checkpoint.load(tmp_path / "saved", ours[0], ours[1])
     train(plain, ours, seed=3)
     same(ours, plain)
+
+
+@pytest.mark.parametrize("settings", [{"window": 2}, {"window": 2, "store": "disk"}], ids=str)
+def test_a_save_between_the_backward_pass_and_its_step_is_refused(settings, tmp_path):
+    """Half of a step would be in it, and the run that goes on from it would take the same batch again."""
+    if "store" in settings:
+        settings = {**settings, "store": tmp_path / "store"}
+    plain, ours = both(**settings)
+    place = tmp_path / ("store" if "store" in settings else "saved")
+    for model, _ in (plain, ours):
+        torch.manual_seed(2)
+        model(numbers(1)[0]).backward()
+    with pytest.raises(OffloadedModelError, match=r"whole step.*\(got layers\.0, .*save behind step"):
+        stronghold.checkpoint.save(place, *ours)
+    assert not (tmp_path / "saved").exists()
+    for _, optimizer in (plain, ours):
+        optimizer.step()
+        optimizer.zero_grad()
+    stronghold.checkpoint.save(place, *ours)
+    train(plain, ours, seed=3)
+    same(ours, plain)
+
+
+def test_what_an_earlier_optimizer_has_used_up_is_no_concern_of_the_next_one():
+    """Layers are frozen after a first phase, and a new optimizer has the others alone."""
+    plain, ours = both(window=2)
+    for model, optimizer in (plain, ours):
+        torch.manual_seed(2)
+        model(numbers(1)[0]).backward()
+        optimizer.step()
+        for layer in model.layers[:2]:
+            layer.requires_grad_(False)
+        model.into.requires_grad_(False)
+    models = plain[0], ours[0]
+    del optimizer, plain, ours
+    trained = [[p for p in model.parameters() if p.requires_grad] for model in models]
+    plain = models[0], torch.optim.AdamW(trained[0], **ADAMW)
+    ours = models[1], stronghold.AdamW(trained[1], update="in_backward", **ADAMW)
+    for _, optimizer in (plain, ours):
+        optimizer.zero_grad()
+    train(plain, ours, seed=3)
+    for model, _ in (plain, ours):
+        model.zero_grad()  # what is used up cannot be compared
+    same(ours, plain)
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_weights_that_are_loaded_go_on_with_a_new_optimizer(update):
+    plain, ours = both(window=2)
+    model, optimizer = ours
+    saved = copy.deepcopy(model.state_dict())
+    fail(model, 1)
+    optimizer.zero_grad()
+    model.load_state_dict(saved)
+    del optimizer, ours
+    ours = model, stronghold.AdamW(model.parameters(), update=update, **ADAMW)
+    plain = plain[0], torch.optim.AdamW(plain[0].parameters(), **ADAMW)
+    train(plain, ours, seed=3)
+    same(ours, plain)
