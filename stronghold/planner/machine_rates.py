@@ -70,7 +70,8 @@ def machine_of(
     Raises ValueError for what was not measured.
     """
     _check_disks(machine, directories)
-    link, form = machine.link, update_form(machine, dtype, states)
+    link, muon_form = machine.link, update_form(machine, dtype, states)
+    form = f"{dtype}+fp32" if states == MUON else muon_form  # of all that AdamW updates
     alone, beside = (_time(_update(machine, form)[name], pace) for name in ("alone", "beside_compute"))
     slowed = dict(LINK_UP_IS_ONE)
     for (one, other), measured, under in (
@@ -91,13 +92,16 @@ def machine_of(
         slowed[one, other] = max([1.0, *(disk[name].likely for disk in disks if name in disk)])
     if machine.is_host:  # updates, too, share the cores with the disks' threads
         slowed[Resource.UPDATES, Resource.DISK] = slowed[Resource.COMPUTE, Resource.DISK]
-    on_device = machine.device_update_ns.get(form)
+    muon_ns = _time(_update(machine, muon_form)["alone"], pace) if muon_form != form else None
+    on_device, muon_on_device = (machine.device_update_ns.get(name) for name in (form, muon_form))
     return Machine(
         h2d_bytes_per_s=_rate(link["h2d"], pace),
         d2h_bytes_per_s=math.inf if machine.is_host else _rate(link["d2h"], pace),
         copy_s=_time(link["copy_s"], pace),
         host_update_ns=alone,
         device_update_ns=alone if on_device is None else _time(on_device, pace),
+        muon_host_ns=muon_ns,
+        muon_device_ns=muon_ns if muon_ns is None or muon_on_device is None else _time(muon_on_device, pace),
         launch_s=layer_ops * _time(machine.launch_s, pace),
         runs_behind=machine.runs_behind,
         iterates_beside=not machine.is_host,
@@ -108,7 +112,7 @@ def machine_of(
 
 
 def update_form(machine: MachineFile, dtype: str, states: str) -> str:
-    """Returns the name of the measured updates that stand for those of weights in ``dtype`` with such moments."""
+    """Returns the name of the measured updates that stand for those of weights in ``dtype`` with such states."""
     form = f"{dtype}+{states}"
     return f"{dtype}+fp32" if states == MUON and form not in machine.host_update_ns else form
 

@@ -92,7 +92,7 @@ def _updates(machine: MachineFile) -> list[tuple[str, str]]:
         value = f"{_ns(measured['alone'])}; beside computing {_ns(measured['beside_compute'])}"
         if (on_device := machine.device_update_ns.get(name)) is not None:
             value += f"; on the device {_ns(on_device)}"
-        dtype, states = name.split("+")
+        dtype, _, states = name.partition("+")
         rows.append((f"{dtype}, Muon's momentum" if states == MUON else f"{dtype}, {states} moments", value))
     slowed = machine.compute_beside_update
     return [*rows, ("computing beside updates takes", f"{slowed.likely:.2f} ({slowed.low:.2f} to {slowed.high:.2f})")]

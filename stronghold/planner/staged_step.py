@@ -136,4 +136,6 @@ def fits(work: StagedWork) -> bool:
     limits = [work.memory_bytes] * stages
     if furthest(work.costs, limits):
         return True
+    if work.offloaded is None and sum(layer.weight_bytes for layer in work.layers) > sum(limits):
+        return False
     return stages * layers**2 <= LOOKED_AT and cut(work.costs, limits, missing_bytes)[0] <= 0

@@ -9,7 +9,7 @@ from typing import Any
 from stronghold.planner.disk_play import CHUNK_BYTES, DiskPlay
 from stronghold.planner.issuing import program_of
 from stronghold.planner.play import Played, play
-from stronghold.planner.program import Kind, Program, Shape
+from stronghold.planner.program import Kind, Operation, Program, Shape
 from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings, UnitWork
 from stronghold.spans import Span
 
@@ -117,7 +117,7 @@ class StepTime:
                 held_up = max(operations[held_up].after, key=lambda before: (ends_s[before], before))
                 for cause, since_s in (
                     ("disk", ends_s[held_up]),
-                    (CAUSES.get(operations[held_up].kind), begins_s[held_up]),
+                    (self._cause(operations[held_up]), begins_s[held_up]),
                 ):
                     since_s = max(computed_s, since_s)
                     if since_s < until_s:
@@ -126,6 +126,15 @@ class StepTime:
                         until_s = since_s
             computed_s = max(computed_s, ends_s[here])
         return waited
+
+    def _cause(self, held_up: Operation) -> str | None:
+        """Returns what a wait for an operation is counted as: as the engine does, of what is on disk for the disk."""
+        uses, number = self._program.uses, held_up.number
+        if held_up.kind is Kind.FETCH and (Kind.READ, number) in uses:
+            return "disk"
+        if held_up.kind is Kind.INPUTS_UP and (Kind.INPUTS_WRITE, number) in uses:
+            return "disk"
+        return CAUSES.get(held_up.kind)
 
 
 def step_time(

@@ -122,7 +122,8 @@ class Machine:
 
     ``h2d_bytes_per_s`` and ``d2h_bytes_per_s`` are the link's two ways, infinite where the device's memory is the
     host's and nothing is copied; ``copy_s`` is what each copy takes beside its bytes. ``host_update_ns`` is per element
-    and update, with the threads and in the format at hand; ``device_update_ns`` the same for resident layers.
+    and update, with the threads and in the format at hand; ``device_update_ns`` the same for resident layers. Units
+    with matrices that Muon updates have ``muon_host_ns`` and ``muon_device_ns`` in their place, where these are given.
     ``reduce_s`` is what gradients take on their way down beside ``copy_s`` and their bytes, where replicas add them up.
     ``iterates_beside`` tells that the device iterates Muon's matrices while the host goes on with others; where the
     host computes, the thread that updates does it itself. ``launch_s`` is what the host needs to issue a layer's
@@ -137,6 +138,8 @@ class Machine:
     d2h_bytes_per_s: float
     host_update_ns: float
     device_update_ns: float = 0.0
+    muon_host_ns: float | None = None
+    muon_device_ns: float | None = None
     copy_s: float = 0.0
     reduce_s: float = 0.0
     launch_s: float = 0.0
@@ -158,7 +161,7 @@ class Machine:
 
     def parts_s(self, unit: UnitWork) -> UpdateParts:
         """Returns what an update on the host consists of."""
-        host_s = unit.elements * self.host_update_ns * 1e-9
+        host_s = unit.elements * _of(unit, self.host_update_ns, self.muon_host_ns) * 1e-9
         if not unit.matrices:
             return UpdateParts(0.0, 0.0, host_s, 0.0)
         if not self.iterates_beside:
@@ -168,7 +171,7 @@ class Machine:
 
     def on_device_s(self, unit: UnitWork) -> float:
         """Returns what the update of a resident unit takes of the computation."""
-        return unit.elements * self.device_update_ns * 1e-9 + unit.iteration_s
+        return unit.elements * _of(unit, self.device_update_ns, self.muon_device_ns) * 1e-9 + unit.iteration_s
 
     def update_s(self, unit: UnitWork) -> float:
         """Returns the least that it takes from its beginning to its end."""
@@ -178,6 +181,10 @@ class Machine:
     def down_s(self, gradient_bytes: int) -> float:
         """Returns what a layer's gradients take on their way to the host."""
         return self.copy_s + self.reduce_s + gradient_bytes / self.d2h_bytes_per_s
+
+
+def _of(unit: UnitWork, ns: float, muon_ns: float | None) -> float:
+    return ns if muon_ns is None or not unit.matrices else muon_ns
 
 
 @dataclass(frozen=True, kw_only=True)

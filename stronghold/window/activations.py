@@ -113,8 +113,11 @@ class Activations:
         room, kept = self.shelf.room(inputs), KeptInput(tensor, inputs, number)
         inputs.kept += 1
         slot = self._next(self._down, kept.length_bytes)
+        begin = self.device.stamp() if self.shelf.on_disk else None
         # The copy down of the input that used this slot before must have read it.
         self.waits.compute(slot.event, Wait.INPUT_SLOT_FREE)
+        if begin is not None:  # that copy waits for staging, which the disk frees
+            self._waited(begin, inputs)
         self.device.compute_copy(kept.view(slot.flat, 0), tensor)
         down = self.device.gradients
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
@@ -146,6 +149,9 @@ class Activations:
         begin = self.device.stamp()
         # The layer must not compute with its input before it has arrived.
         self.waits.compute(slot.event, Wait.INPUT_UP)
+        self._waited(begin, inputs)
+
+    def _waited(self, begin: object, inputs: Inputs) -> None:
         end = self.device.stamp()
         (self._traffic.disk_waits if self.shelf.on_disk else self._traffic.fetch_waits).append((begin, end))
         if (timeline := self.device.timeline) is not None:

@@ -6,11 +6,30 @@ import pytest
 
 from stronghold.planner.machine_file import Spread
 from stronghold.planner.machine_rates import machine_of, op_rates
+from stronghold.planner.machine_share import share_of
 from stronghold.planner.op_costs import Op
-from stronghold.planner.step_costs import Resource
+from stronghold.planner.step_costs import Resource, UnitWork
 from tests.planner.machines import about, laptop
+from tests.planner.machines import machine as gpu
 
 DISK = {"read": about(2e9), "write": about(4e9), "read_beside_write": about(1e9), "write_beside_read": about(1e9)}
+
+
+def test_what_adamw_updates_beside_muon_takes_adamw_s_time():
+    """An embedding, say, beside layers whose matrices are Muon's."""
+    ns = {"float32+fp32": {"alone": about(0.5), "beside_compute": about(1.0)}}
+    with_muon = {**ns, "float32+muon": {"alone": about(2.0), "beside_compute": about(2.0)}}
+    on_device = {"float32+fp32": about(0.01), "float32+muon": about(0.3)}
+    found = machine_of(
+        gpu(host_update_ns=with_muon, device_update_ns=on_device), dtype="float32", states="muon", directories=[]
+    )
+    plain, matrices = UnitWork(elements=10**9), UnitWork(elements=10**9, matrices=2)
+    assert (found.update_s(plain), found.on_device_s(plain)) == (pytest.approx(0.5), pytest.approx(0.01))
+    assert (found.update_s(matrices), found.on_device_s(matrices)) == (pytest.approx(2.0), pytest.approx(0.3))
+    older = machine_of(gpu(host_update_ns=ns, device_update_ns=on_device), dtype="float32", states="muon")
+    assert (older.update_s(matrices), older.on_device_s(matrices)) == (pytest.approx(0.5), pytest.approx(0.01))
+    shared = share_of(found, 4, is_host=True)
+    assert (shared.update_s(matrices), shared.on_device_s(matrices)) == (pytest.approx(8.0), pytest.approx(1.2))
 
 
 def test_a_function_has_the_rate_of_its_own_or_that_of_all():

@@ -33,8 +33,7 @@ class ModelPlanner:
     """Answers for one model on one machine, choice by choice, what a step takes: the work, and the bytes.
 
     Of the ``replicas`` of ``memory``, all on the machine, it answers for one, of whose part of the batch
-    ``computation`` is. Layers that are recomputed have their inputs where ``activations`` says, as for ``offload``;
-    what a disk takes for these is in no step's time.
+    ``computation`` is. Layers that are recomputed have their inputs where ``activations`` says, as for ``offload``.
     """
 
     def __init__(
@@ -123,6 +122,8 @@ class ModelPlanner:
         found = muon_assumed(self._machine, self.dtype) if choice.states == MUON else []
         if self._inputs.off_device and self._machine.is_host:
             found.append("layers' inputs take no time on their way to buffers on the host")
+        if self._recompute == "disk" and choice.micro_batch is not None:
+            found.append("a layer's inputs of all micro-batches go to disk and back at once")
         return found
 
     def budgets(self, choice: Choice, activations: int) -> tuple[int | None, int | None]:
@@ -139,9 +140,8 @@ class ModelPlanner:
         if not self._limits.fills_ram:
             in_ram = self._limits.in_ram
             return device, None if in_ram is None else max(0, in_ram - inputs.host)
-        return device, self._limits.host - self._limits.process - inputs.host - (
-            activations if self._memory.is_host else 0
-        )
+        on_host = inputs.host + (activations if self._memory.is_host else 0)
+        return device, self._limits.host - self._limits.process - on_host
 
     def bytes_of(self, choice: Choice) -> Mapping[str, int]:
         """Returns what a choice takes of each place in a step."""
@@ -180,7 +180,7 @@ class ModelPlanner:
                 window=choice.window,
                 resident=sorted(number for number in placed.resident if number < count),
                 in_backward=choice.update == "in_backward",
-                pieces=round(max(of.batch / run.samples for run in [of.layer(0, choice.micro_batch)])),
+                pieces=-(-of.batch // of.layer(0, choice.micro_batch).samples),
                 staged=not self._memory.is_host,
             ),
             root=self._root(sizes, placed, choice, pace),
