@@ -8,7 +8,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
-from random import Random
+from random import Random, SystemRandom
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -40,7 +40,12 @@ class Place:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether ``value`` is a generator of random numbers of its own: PyTorch's, Python's or numpy's."""
+    """Whether ``value`` is a generator of random numbers of its own: PyTorch's, Python's or numpy's.
+
+    SystemRandom has no state of its own, and draws again what no copy would.
+    """
+    if isinstance(value, SystemRandom):
+        return False
     return isinstance(value, (torch.Generator, Random)) or type(value).__module__.startswith("numpy.random")
 
 
@@ -127,5 +132,11 @@ def _slots_of(kind: type) -> list[str] | None:
     slots: list[str] = []
     for base in kind.__mro__:
         own = base.__dict__.get("__slots__", ())
-        slots += [own] if isinstance(own, str) else own
+        slots += [_mangled(name, base) for name in ([own] if isinstance(own, str) else own)]
     return [name for name in slots if name not in ("__dict__", "__weakref__")] if slots else None
+
+
+def _mangled(name: str, kind: type) -> str:
+    """Returns the name under which Python keeps an attribute of the class that declares it: ``_Kind__private``."""
+    owner = kind.__name__.lstrip("_")
+    return f"_{owner}{name}" if owner and name.startswith("__") and not name.endswith("__") else name

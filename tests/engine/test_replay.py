@@ -1,5 +1,6 @@
 """The second run of a layer finds what the first one found."""
 
+import random
 from collections import OrderedDict, defaultdict, namedtuple
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stronghold.engine.copying import structural_copy
+from stronghold.engine.arguments import fill, flatten
+from stronghold.engine.copying import is_generator, structural_copy
 from stronghold.engine.forward_hooks import ForwardHooks
 from stronghold.engine.replay import State
 from stronghold.errors import OffloadedModelError
@@ -85,6 +87,40 @@ def test_what_cannot_be_copied_is_shared():
     function = lambda: None  # noqa: E731
     values = [generator, demanding, function, torch.float32, torch.Generator(), len]
     assert all(a is b for a, b in zip(structural_copy(values), values, strict=True))
+
+
+def test_private_slots_are_copied_under_the_name_of_the_class_that_declares_them():
+    class _Base:
+        __slots__ = ("__own", "open")
+
+        def __init__(self, own):
+            self.__own, self.open = own, 1
+
+        def own(self):
+            return self.__own
+
+    class Derived(_Base):
+        __slots__ = "__own"
+
+        def __init__(self, own, other):
+            super().__init__(own)
+            self.__own = other
+
+        def both(self):
+            return self.own(), self.__own
+
+    one, other = torch.zeros(2), [1]
+    copied = structural_copy(Derived(one, other))
+    assert copied.both()[0] is one and copied.both()[1] == other and copied.both()[1] is not other
+    assert copied.open == 1
+
+
+def test_random_numbers_of_the_system_have_no_state_to_copy():
+    generator = random.SystemRandom()
+    assert not is_generator(generator) and is_generator(random.Random())
+    tensors = []
+    given, *_ = fill(flatten(([generator],), tensors), tuple(tensors))
+    assert 0 <= given[0].random() < 1
 
 
 class Stateful(nn.Module):
