@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NoReturn
@@ -46,9 +46,13 @@ class Joiner:
         memos: Sequence[Memo] = (),
         parts: dict[int, tuple[Tensor, Sequence[Tensor]]] | None = None,
         equal: Callable[[Tensor, Tensor], bool] = are_equal,
+        own: Callable[[], Collection[int]] = frozenset,
     ) -> None:
-        """Takes the copies of containers among the arguments, of each micro-batch, and the tensors that were cut."""
-        self._leaders, self._memos, self._parts, self._equal = leaders, memos, parts or {}, equal
+        """Takes the copies of containers among the arguments, of each micro-batch, and the tensors that were cut.
+
+        ``own`` returns numbers that are the layer's own, such as the size of a kernel, and count no samples.
+        """
+        self._leaders, self._memos, self._parts, self._equal, self._own = leaders, memos, parts or {}, equal, own
         self._samples = [leader[0] for leader in leaders]
         self._originals = {id(copied): original for memo in memos for original, copied in memo.values()}
         self._joined: dict[tuple[int, ...], tuple[Sequence[Any], Any]] = {}
@@ -156,7 +160,8 @@ class Joiner:
         """Returns what all are; a number that was not there ``before`` may be that of the samples."""
         self._check_alike(numbers)
         first = numbers[0]
-        if before is _ABSENT and type(first) is int and first > 1 and first == self._samples[0]:
+        may_count = type(first) is int and first > 1 and self._samples == [first] * len(self._samples)
+        if before is _ABSENT and may_count and first not in self._own():
             self._refuse(f"the number {first}, which may be that of the samples of a micro-batch")
         return first
 

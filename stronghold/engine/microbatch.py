@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,7 +37,7 @@ class MicroBatches:
     are one function's for autograd, which puts their gradients together at once: cut one by one, each would be added to
     zeros as long as the batch. Autograd therefore refuses to write into one in place. Raises ValueError for a tensor
     whose first dimension could as well be another, because the batch is as long as the sequence, or has as many samples
-    as the layer, ``module``, has heads.
+    as the layer, ``module``, has heads; and for a mask of flex attention that was made for each sample.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], size: int, module: nn.Module | None = None) -> None:
@@ -48,6 +49,7 @@ class MicroBatches:
         if leader is None or leader.shape[0] <= size:
             return
         self._is_cut = _Cut(leader, [*args, *kwargs.values()], module)
+        self._module = module
         self.calls = []
         for number in range(-(-leader.shape[0] // size)):
             piece, memo = partial(self._piece, size, number), Memo()
@@ -55,6 +57,7 @@ class MicroBatches:
             named = {name: structural_copy(value, piece, memo) for name, value in kwargs.items()}
             self.calls.append((tuple(copied), named))
             self._memos.append(memo)
+        _check_block_masks(self._memos[0], leader.shape[0])
         whole = (tensor for tensor, found in self._parts.values() if not found and not tensor.is_inference())
         self._versions = [(tensor, tensor._version) for tensor in whole]
 
@@ -76,7 +79,7 @@ class MicroBatches:
                     f"{tuple(tensor.shape)} in place, once for each micro-batch); offload without micro_batch"
                 )
         leaders = [leader.shape for call in self.calls if (leader := batch_of(*call)) is not None]
-        joiner = Joiner(leaders, self._memos, self._parts)
+        joiner = Joiner(leaders, self._memos, self._parts, own=lambda: kernels_of(self._module))
         joiner.write_back()
         return joiner.join(outputs)
 
@@ -133,17 +136,49 @@ def _is_state(value: Any, leader: Tensor) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3 and len(value) == len(leader)
 
 
-_heads: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+def _check_block_masks(memo: Memo, batch: int) -> None:
+    """Raises ValueError where flex attention's mask of each sample is among the arguments."""
+    if (flex := sys.modules.get("torch.nn.attention.flex_attention")) is None:
+        return  # not imported, it has made no mask
+    for given, _ in memo.values():
+        if isinstance(given, flex.BlockMask) and given.kv_num_blocks.shape[0] == batch:
+            raise ValueError(
+                "micro_batch must be able to cut what has the batch as first dimension (got a BlockMask of flex "
+                f"attention for {batch} samples: its mask_mod knows a sample by its number in the whole batch); make "
+                'it with B=None where it is one for all, pass another attn_implementation, such as "sdpa", or offload '
+                "without micro_batch"
+            )
+
+
+_numbers: WeakKeyDictionary[nn.Module, dict[Callable[[str], bool], set[int]]] = WeakKeyDictionary()
 
 
 def heads_of(module: nn.Module) -> set[int]:
     """Returns the numbers of heads that a layer's modules have as attributes, or in their ``config``."""
-    if module not in _heads:
+    return _numbers_of(module, _counts_heads)
+
+
+def kernels_of(module: nn.Module | None) -> set[int]:
+    """Returns the sizes of convolutions that a layer's modules have as attributes, or in their ``config``.
+
+    Linear attention keeps them beside the states in its cache.
+    """
+    return set() if module is None else _numbers_of(module, _is_of_convolution)
+
+
+def _numbers_of(module: nn.Module, is_meant: Callable[[str], bool]) -> set[int]:
+    known = _numbers.setdefault(module, {})
+    if is_meant not in known:
         named: list[dict[str, Any]] = [vars(part) for part in module.modules()]
         named += [vars(found["config"]) for found in named if hasattr(found.get("config"), "__dict__")]
-        _heads[module] = {number for found in named for name, number in found.items() if _counts_heads(name, number)}
-    return _heads[module]
+        items = (item for found in named for item in found.items())
+        known[is_meant] = {number for name, number in items if type(number) is int and is_meant(name)}
+    return known[is_meant]
 
 
-def _counts_heads(name: str, value: Any) -> bool:
-    return type(value) is int and "head" in name and "dim" not in name and "size" not in name
+def _counts_heads(name: str) -> bool:
+    return "head" in name and "dim" not in name and "size" not in name
+
+
+def _is_of_convolution(name: str) -> bool:
+    return "kernel" in name or "conv" in name

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import stronghold
-from stronghold.engine.joining import join
+from stronghold.engine.joining import Joiner, join
 from tests.small import LENGTH, SIZE, assert_close, assert_same_models, numbers, pair
 
 Pair = namedtuple("Pair", ["one", "other"])
@@ -127,6 +127,13 @@ def test_a_loss_of_one_element_is_not_taken_for_one_of_a_sample():
 def test_what_cannot_be_put_together_is_refused(outputs, told):
     with pytest.raises(ValueError, match=f"outputs together .*{told}.*offload without micro_batch"):
         join(outputs, LEADERS)
+
+
+def test_a_number_that_is_not_that_of_every_micro_batch_counts_no_samples():
+    assert join([4, 4], [(4, 3), (2, 3)]) == 4
+    with pytest.raises(ValueError, match="number 4, which may be that of the samples"):
+        join([4, 4], [(4, 3), (4, 3)])
+    assert Joiner([(4, 3), (4, 3)], own=lambda: {4}).join([4, 4]) == 4
 
 
 def test_what_is_the_same_is_taken_once():
@@ -355,3 +362,31 @@ def test_caches_of_transformers_are_filled_in_training(family, samples, activati
         (output.loss + output.past_key_values.layers[1].values.square().sum()).backward()
     assert_same_models(model, plain)
     stronghold.close(model)
+
+
+LINEAR = {
+    "head_dim": 4,
+    **{f"linear_num_{name}_heads": 2 for name in ("key", "value")},
+    **{f"linear_{name}_head_dim": 4 for name in ("key", "value")},
+    **{"linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "shared_expert_intermediate_size": 8,
+}
+
+
+@pytest.mark.parametrize("batch", [8, 6])
+def test_a_cache_of_linear_attention_is_filled_where_samples_are_as_many_as_its_kernel_is_wide(batch):
+    """Its convolution writes the size of its kernel into the cache, where none was."""
+
+    def build() -> nn.Module:
+        return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**CONFIG, **LINEAR))
+
+    plain, model = pair(build, micro_batch=4, window=1)
+    ids = torch.randint(0, 32, (batch, 6))
+    outputs = [one.train()(input_ids=ids, labels=ids, use_cache=True) for one in (model, plain)]
+    assert_close(*(output.loss for output in outputs))
+    ours, theirs = (output.past_key_values.layers[0] for output in outputs)
+    assert ours.conv_kernel_size == theirs.conv_kernel_size == {0: 4}
+    assert_close([ours.conv_states, ours.recurrent_states], [theirs.conv_states, theirs.recurrent_states])
+    for output in outputs:
+        output.loss.backward()
+    assert_same_models(model, plain)

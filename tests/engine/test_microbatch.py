@@ -1,13 +1,15 @@
 """How a layer's arguments are cut into micro-batches."""
 
+from argparse import Namespace
 from collections import namedtuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import stronghold
-from stronghold.engine.microbatch import batch_of, heads_of, split
+from stronghold.engine.microbatch import batch_of, heads_of, kernels_of, split
 from tests.small import LENGTH, SIZE, Cache, Residual, assert_close, numbers, pair
 
 Pair = namedtuple("Pair", ["one", "other"])
@@ -145,6 +147,54 @@ def test_what_has_as_many_samples_as_heads_is_cut_where_it_has_another_shape_tha
             split((x, torch.randn(shape)), {}, 1, layer)
         assert [len(args[1]) for args, _ in split((x, torch.randn(shape)), {}, 1, Biased(8))] == [1] * 4
     assert heads_of(nn.TransformerEncoderLayer(SIZE, 2)) == {2}
+
+
+def test_sizes_of_convolutions_are_those_of_the_modules_and_their_configs():
+    layer = nn.Sequential(nn.Linear(2, 2))
+    layer[0].conv_kernel_size, layer[0].config = 4, Namespace(mamba_d_conv=3, hidden_size=5, conv="none")
+    assert (kernels_of(layer), kernels_of(None), heads_of(layer)) == ({3, 4}, set(), set())
+
+
+class Flexible(nn.Module):
+    """Attention by PyTorch's flex_attention, with the mask among others by name, as Gemma 3's decoder has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, masks: dict[str, tuple[BlockMask]]) -> Tensor:
+        given = self.projection(x).detach()  # on CPUs it has no backward pass
+        query, key, value = given.view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        attended = flex_attention(query, key, value, block_mask=masks["full"][0])
+        return x + self.out(attended.transpose(1, 2).reshape(x.shape))
+
+
+class WithFlex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.mask = nn.ModuleList(Flexible() for _ in range(2)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, {"full": (self.mask,)})
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_mask_of_flex_attention_for_each_sample_is_refused(activations):
+    """Its function takes the sample's number in the whole batch, and each micro-batch counts from 0 again."""
+    (x,), lengths = numbers(1), torch.tensor([6, 2, 3, 4])
+    plain, model = pair(WithFlex, micro_batch=2, activations=activations)
+    plain.mask = model.mask = create_block_mask(
+        lambda sample, head, query, key: key < lengths[sample], 4, None, LENGTH, LENGTH, device="cpu"
+    )
+    with pytest.raises(ValueError, match=r"BlockMask of flex attention for 4 samples.*another attn_impl.*offload w"):
+        model(x)
+    assert_close(model(x[:2]), plain(x[:2]))
+    plain.mask = model.mask = create_block_mask(
+        lambda sample, head, query, key: query >= key, None, None, LENGTH, LENGTH, device="cpu"
+    )
+    assert_close(model(x), plain(x))
 
 
 class Encoder(nn.Module):
