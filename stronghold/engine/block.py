@@ -22,6 +22,7 @@ from stronghold.engine.compiler_settings import CompilerSettings
 from stronghold.engine.forward_hooks import ForwardHooks
 from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import MicroBatches, batch_of
+from stronghold.engine.module_writes import ModuleWrites
 from stronghold.engine.replay import State, requiring_grad
 from stronghold.engine.saved import Saved, stale_error, unwritten
 from stronghold.engine.slot_memory import check_let_go, copied_out
@@ -255,13 +256,9 @@ class Block:
         pieces = MicroBatches(args, kwargs, self.engine.micro_batch, self.module)
         if len(pieces.calls) == 1:
             return self._piece(run, *pieces.calls[0], by_itself)
-        buffers = [(name, b, b._version) for name, b in self.module.named_buffers() if not b.is_inference()]
+        writes = ModuleWrites(self.module, self.unit.name)
         outputs = [self._piece(run, *call, by_itself) for call in pieces.calls]
-        if written := [name for name, buffer, version in buffers if buffer._version != version]:
-            raise ValueError(
-                f"micro_batch must not change what a layer computes (got {self.unit.name}, which writes its buffer "
-                f"{written[0]} in each run, and runs once for each micro-batch); offload without micro_batch"
-            )
+        writes.check()
         return pieces.join(outputs)
 
     def _piece(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], by_itself: bool) -> Any:
