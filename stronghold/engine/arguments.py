@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -12,34 +12,33 @@ from torch.autograd.graph import Node
 from stronghold.engine.copying import Place, generator_copy, structural_copy
 
 
-def flatten(value: Any, tensors: list[Tensor]) -> Any:
+def flatten(value: Any, tensors: list[Tensor], generator: Callable[[Any], Any] = generator_copy) -> Any:
     """Replaces the tensors in argument containers and dataclasses by places; copies all else that a run may change.
 
     They are put into ``tensors``, in their order. Those in other objects, such as a cache of all layers, stay there.
+    ``generator`` copies generators of random numbers.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
         return Place(len(tensors) - 1)
     if type(value) in (list, tuple):
-        return type(value)(flatten(item, tensors) for item in value)
+        return type(value)(flatten(item, tensors, generator) for item in value)
     if type(value) is dict:
-        return {key: flatten(item, tensors) for key, item in value.items()}
+        return {key: flatten(item, tensors, generator) for key, item in value.items()}
     if is_dataclass(value):
-        return structural_copy(value, lambda tensor: flatten(tensor, tensors), generator=generator_copy)
-    return structural_copy(value, generator=generator_copy)
+        return structural_copy(value, lambda tensor: flatten(tensor, tensors), generator=generator)
+    return structural_copy(value, generator=generator)
 
 
-def fill(value: Any, tensors: tuple[Tensor, ...]) -> Any:
-    """Puts ``tensors`` in their places; again nothing is shared that a run may change."""
+def fill(value: Any, tensors: tuple[Tensor, ...], generator: Callable[[Any], Any] = generator_copy) -> Any:
+    """Puts ``tensors`` in their places; again nothing is shared that a run may change, copied as ``flatten`` does."""
     if type(value) is Place:
         return tensors[value.number]
     if type(value) in (list, tuple):
-        return type(value)(fill(item, tensors) for item in value)
+        return type(value)(fill(item, tensors, generator) for item in value)
     if type(value) is dict:
-        return {key: fill(item, tensors) for key, item in value.items()}
-    return structural_copy(
-        value, lambda one: tensors[one.number] if type(one) is Place else one, generator=generator_copy
-    )
+        return {key: fill(item, tensors, generator) for key, item in value.items()}
+    return structural_copy(value, lambda one: tensors[one.number] if type(one) is Place else one, generator=generator)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from stronghold.engine.arguments import fill, flatten, nodes_of
 from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.compiled import Compiling, is_compile_error, refuse_saved
 from stronghold.engine.compiler_settings import CompilerSettings
+from stronghold.engine.copying import GeneratorCopies
 from stronghold.engine.forward_hooks import ForwardHooks
 from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import MicroBatches, batch_of
@@ -312,9 +313,10 @@ class Block:
 
     def _recomputed(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
-        arguments = flatten((args, kwargs), tensors)
+        copies = GeneratorCopies()
+        arguments = flatten((args, kwargs), tensors, copies)
         # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
-        state, hooks = State(self.module), ForwardHooks(self.module)
+        state, hooks = State(self.module, copies), ForwardHooks(self.module)
         trained, versions = [p.requires_grad for p in self._parameters], self._versions_elsewhere()
         again = _Again(run, [(args, kwargs)], arguments, trained, versions, state, hooks)
         del args, kwargs
@@ -354,9 +356,10 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
     this.engine.return_to(again.run)
     if this._versions_elsewhere() != again.versions:
         raise stale_error(layer)
-    args, kwargs = fill(again.arguments, tensors)
+    copies = GeneratorCopies()
+    args, kwargs = fill(again.arguments, tensors, copies)
     trained = requiring_grad(zip(this._parameters, again.trained, strict=True))
-    with trained, again.state.again(), again.hooks.again(), unwritten(layer):
+    with trained, again.state.again(copies), again.hooks.again(), unwritten(layer):
         return this._bare(*args, **kwargs)
 
 

@@ -50,12 +50,28 @@ def is_generator(value: Any) -> bool:
 
 
 def generator_copy(value: Any) -> Any:
-    """Returns a generator that draws what ``value`` would draw next."""
-    return value.clone_state() if isinstance(value, torch.Generator) else deepcopy(value)
+    """Returns a generator that draws what ``value`` would draw next. PyTorch's own, which checkpoints restore, stay."""
+    if not isinstance(value, torch.Generator):
+        return deepcopy(value)
+    of_devices = getattr(getattr(torch, value.device.type, None), "default_generators", ())
+    return value if any(value is own for own in (torch.default_generator, *of_devices)) else value.clone_state()
 
 
 Memo = dict[int, tuple[Any, Any]]
 """What can be written into, by its id: the original, and its copy."""
+
+
+class GeneratorCopies:
+    """Copies each generator of random numbers once: one that is at two places is one there again."""
+
+    def __init__(self) -> None:
+        self._copies: Memo = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Returns the copy of ``value``, which draws what it would have drawn next when it was first asked for."""
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value, generator_copy(value)
+        return self._copies[id(value)][1]
 
 
 def structural_copy(

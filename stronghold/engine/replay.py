@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -28,12 +28,12 @@ class State:
     as it is of generators of random numbers. What an object of another kind holds is not known.
 
     It refers to the modules weakly, and to all that may refer to them, for autograd's graph holds it, and a module may
-    hold that.
+    hold that. ``generator`` copies generators of random numbers, which the arguments may hold as well.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, generator: Callable[[Any], Any] = generator_copy) -> None:
         places = [_Names(weakref.ref(m), buffers) for m in module.modules() for buffers in (True, False)]
-        self._before = [(place, *_sorted(place)) for place in places]
+        self._before = [(place, *_sorted(place, generator)) for place in places]
         self._changed: list[tuple[_Names, str, Any]] = []
         self._left: list[tuple[_Names, dict[str, Any], list[tuple[str, Any, int]]]] = []
         """What the first run left alone: values that nothing can change, and others with their versions."""
@@ -57,7 +57,7 @@ class State:
         self._before.clear()
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, generator: Callable[[Any], Any] = generator_copy) -> Iterator[None]:
         """Runs the block with everything as before the first run; what it does to it is forgotten.
 
         Raises OffloadedModelError where the user has changed, since that run, what cannot be put back.
@@ -66,7 +66,7 @@ class State:
         present = [(names, name, names.get(name, _ABSENT)) for names, name, _ in changed]
         for names, name, copy in changed:
             if copy is not _LEFT:
-                _put(names, name, _copy(copy))
+                _put(names, name, _copy(copy, generator))
         try:
             yield
         finally:
@@ -126,12 +126,12 @@ _LEFT = object()
 """Stands for a value with a graph: to hold it would keep the graph of every step before."""
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Any, generator: Callable[[Any], Any]) -> Any:
     if isinstance(value, Tensor):
         return value if value.requires_grad else value.clone()
     if type(value) in (list, dict, set):
         return value.copy()
-    return generator_copy(value) if is_generator(value) else value
+    return generator(value) if is_generator(value) else value
 
 
 def _version(value: Any) -> int:
@@ -161,7 +161,7 @@ class _Reference(NamedTuple):
 _ATOMIC = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
-def _sorted(place: _Names) -> tuple[dict[str, Any], list[tuple[str, Any, Any, int]]]:
+def _sorted(place: _Names, generator: Callable[[Any], Any]) -> tuple[dict[str, Any], list[tuple[str, Any, Any, int]]]:
     """Returns what is at a place: values that nothing can change, and others with their copies and versions."""
     atoms: dict[str, Any] = {}
     others = []
@@ -171,7 +171,7 @@ def _sorted(place: _Names) -> tuple[dict[str, Any], list[tuple[str, Any, Any, in
         if type(value) in _ATOMIC:
             atoms[name] = value
         else:
-            others.append((name, value, _copy(value), _version(value)))
+            others.append((name, value, _copy(value, generator), _version(value)))
     return atoms, others
 
 
@@ -191,7 +191,7 @@ class _Kept(NamedTuple):
 def _held(value: Any) -> Any:
     """Returns what can be kept beside a graph in the place of ``value``, and stands for it."""
     if isinstance(value, Tensor) or _refers_to_no_module(value):
-        return _Kept(value, _copy(value)) if type(value) in (list, dict, set) else value
+        return _Kept(value, value.copy()) if type(value) in (list, dict, set) else value
     try:
         return _Reference(id(value), weakref.ref(value))
     except TypeError:

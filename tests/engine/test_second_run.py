@@ -122,6 +122,66 @@ def test_random_numbers_of_a_generator_are_drawn_once(
     assert len({*expected}) == 3
 
 
+class Sharing(Drawing):
+    """Has one generator as two attributes, and draws from the last two that it has or gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = self.generator
+
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
+        for generator in (self.generator, self.same, *given)[-2:]:
+            x = x * (0.5 + kept(generator, x.shape[-1]))
+        return self.own(x)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host"])
+@pytest.mark.parametrize("make", GENERATORS, ids=["torch", "python", "numpy", "RandomState"])
+@pytest.mark.parametrize("given", ["attributes", "an attribute and an argument", "arguments"])
+def test_a_generator_at_two_places_is_one_in_the_second_run(
+    tmp_path: Path, given: str, make: Any, activations: str
+) -> None:
+    """Copied at each place by itself, it would draw the same numbers again at the second."""
+
+    def drive(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        one = make()
+        for layer in layers:
+            own = layer.generator
+            x = layer(x, *{"attributes": (), "arguments": (one, one)}.get(given, (own,)))
+        return x
+
+    kind = type("Sharing", (Sharing,), {"make": staticmethod(make)})
+    plain, offloaded = both(tmp_path, kind, drive, activations)
+    expected = losses_of(plain, passes=2)
+    assert losses_of(offloaded, passes=2) == expected
+    assert_same_gradients(offloaded, plain)
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_the_default_generator_stays_that_which_dropout_draws_from(tmp_path: Path, is_argument: bool) -> None:
+    class Dropping(Drawing):
+        make = staticmethod(lambda: torch.default_generator)
+
+        def forward(self, x: Tensor, *given: Any) -> Tensor:
+            return nn.functional.dropout(super().forward(x, *given))
+
+    def drive(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x, *([torch.default_generator] if is_argument else []))
+        return x
+
+    plain, offloaded = both(tmp_path, Dropping, drive, "recompute")
+    expected = losses_of(plain, passes=2)
+    assert losses_of(offloaded, passes=2) == expected
+    assert_same_gradients(offloaded, plain)
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    ours = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(ours[name].grad, parameter.grad), name
+
+
 class Masked(Layer):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return self.own(x) + torch.tanh(self.linear(x) + mask)
