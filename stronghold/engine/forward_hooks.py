@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stronghold.errors import OffloadedModelError
 
 _ABSENT = object()
 _Key = tuple[int, int, str]
-"""A hook's number, its module's, and its kind."""
+"""A hook's number, its module's, and its kind. Numbers go up, whatever a hook is registered on."""
 
 
 class ForwardHooks:
@@ -39,13 +40,13 @@ class ForwardHooks:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Runs the block and notes which hooks do more than look."""
-        with self._instead(self._observed):
+        with self._instead(self._keys(), self._observed):
             yield
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Runs the block with those alone. Raises OffloadedModelError where the user has removed one since."""
-        here = self._keys()
+        here, before = self._keys(), RemovableHandle.next_id
         if gone := self._changing - here:
             module = self._modules[min(gone)[1]]()
             raise OffloadedModelError(
@@ -54,10 +55,10 @@ class ForwardHooks:
                 "offload(..., activations='keep')"
             )
         try:
-            with self._instead(self._repeated):
+            with self._instead(here, self._repeated):
                 yield
         finally:
-            self._remove(self._keys() - here)
+            self._remove(self._since(before))
 
     def _hooks(self, number: int, kind: str) -> dict[int, Callable]:
         module = self._modules[number]()
@@ -65,12 +66,22 @@ class ForwardHooks:
         return found
 
     def _keys(self) -> set[_Key]:
-        places = ((number, kind) for number in range(len(self._modules)) for kind in self._KINDS)
-        return {(handle, number, kind) for number, kind in places for handle in self._hooks(number, kind)}
+        found: set[_Key] = set()
+        for number, reference in enumerate(self._modules):
+            module = reference()
+            if module is not None and (module._forward_pre_hooks or module._forward_hooks):  # most have none
+                found.update((handle, number, kind) for kind in self._KINDS for handle in self._hooks(number, kind))
+        return found
+
+    def _since(self, number: int) -> set[_Key]:
+        """Returns the hooks that were registered when the next hook's number was ``number``, or later."""
+        if RemovableHandle.next_id == number:  # most often, and after every call of a hook
+            return set()
+        return {key for key in self._keys() if key[0] >= number}
 
     @contextmanager
-    def _instead(self, replace: Callable[[_Key, Callable], Callable]) -> Iterator[None]:
-        self._exchange(self._keys(), replace)
+    def _instead(self, keys: Iterable[_Key], replace: Callable[[_Key, Callable], Callable]) -> Iterator[None]:
+        self._exchange(keys, replace)
         try:
             yield
         finally:
@@ -93,21 +104,21 @@ class ForwardHooks:
 
     def _observed(self, key: _Key, hook: Callable) -> Callable:
         def observe(module: nn.Module, *rest: Any) -> Any:
-            before, here = (_versions(rest), dict(vars(module))), self._keys()
+            before, number = (_versions(rest), dict(vars(module))), RemovableHandle.next_id
             result = hook(module, *rest)
             values = [before[1].get(name, _ABSENT) is value for name, value in vars(module).items()]
             if result is not None or _versions(rest) != before[0] or not all(values) or len(values) != len(before[1]):
                 self._changing.add(key)
-            self._exchange(self._keys() - here, self._observed)
+            self._exchange(self._since(number), self._observed)
             return result
 
         return observe
 
     def _repeated(self, key: _Key, hook: Callable) -> Callable:
         def repeat(*rest: Any) -> Any:
-            here = self._keys()
+            number = RemovableHandle.next_id
             result = hook(*rest)
-            self._remove(self._keys() - here)
+            self._remove(self._since(number))
             return result
 
         return repeat if key in self._changing else _nothing

@@ -320,6 +320,23 @@ def test_what_cannot_be_put_back_is_refused(change, what):
         pass
 
 
+def test_modules_are_gone_through_once_a_run_however_many_hooks_are_called(monkeypatch):
+    """A layer of many modules with a hook each took the square of their number."""
+    walks, keys = [], ForwardHooks._keys
+    monkeypatch.setattr(ForwardHooks, "_keys", lambda hooks: walks.append(1) or keys(hooks))
+    module, x = Two(), torch.ones(1, 2)
+    for one in (module.one, module.other):
+        one.register_forward_pre_hook(lambda m, args: None)
+        one.register_forward_hook(lambda m, args, output: output + 1)
+    hooks = ForwardHooks(module)
+    with hooks.first():
+        first = module.forward(x)
+    assert len(walks) == 1
+    with hooks.again():
+        assert_close(module.forward(x), first)
+    assert len(walks) == 2
+
+
 def test_hooks_that_come_or_go_after_the_first_run():
     module, x = Two(), torch.ones(1, 2)
     module.one.register_forward_hook(lambda m, a, output: output + 1)
