@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import stronghold
 from tests.gpu import DEVICE, needs_device
@@ -95,3 +96,32 @@ def test_parts_of_experts_learn_what_the_whole_learns(frozen, dtype):
         ours.append(losses(model, stronghold.AdamW(trained(model), lr=1e-2)))
         assert (stronghold.report(model).step.spared_fetches > 0) == frozen
     assert all(one == ours[0] for one in ours)
+
+
+def test_parts_are_compared_with_the_whole_under_a_reentrant_checkpoint():
+    """In the backward pass, where the first gradients are, a comparison waited for autograd's thread, which it was in.
+
+    The second time a flag has changed since the forward pass, and it is done in that thread.
+    """
+
+    class Within(Experts):
+        pass
+
+    torch.manual_seed(0)
+    whole = Mixture()
+    for layer in whole.layers:
+        layer.experts.__class__ = Within
+    parts = stronghold.split_experts(copy.deepcopy(whole), 2)
+    x = torch.randn(3, HIDDEN)
+
+    def gradients(model, training):
+        given = x.to(DEVICE).requires_grad_()
+        loss = checkpoint(model, given, use_reentrant=True)
+        model.train(training)
+        loss.backward()
+        return given.grad
+
+    whole.to(DEVICE)
+    parts.to(DEVICE)
+    for training in (True, False):
+        assert torch.equal(gradients(parts, training), gradients(whole, training))

@@ -11,8 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stronghold.engine.experts_part import COUNT, alike
+from stronghold.engine.joining import are_equal
 from stronghold.errors import OffloadedModelError
 
 _TOKENS, _VALUES = 3, 8192
@@ -33,10 +36,11 @@ def check_same(
     """Compares experts as ``some``, so many ``experts``, with their parts, which ``cut`` makes without copies.
 
     Once for a class, its flags, the types of the tensors that it is called with, and autocast: a class may add up in
-    another type than the tokens', or in another order. The outputs are compared and, where autograd computes them, the
-    gradients of the tokens and of the routing weights; each expert's own gradients are those of the same calls. It
-    takes the memory of one expert, with random weights, and the time of a few tokens. Nothing of the user's changes,
-    and no random number is drawn. Raises OffloadedModelError where an element differs.
+    another type than the tokens', or in another order. The outputs are compared and, where autograd can compute them,
+    the gradients of the tokens and of the routing weights, also where the call itself has none: a checkpoint's first
+    run may be such a call. Each expert's own gradients are those of the same calls. It takes the memory of one expert,
+    with random weights, and the time of a few tokens. Nothing of the user's changes, and no random number is drawn.
+    Raises OffloadedModelError where an element differs.
     """
     if isinstance(hidden_states, FakeTensor) or hidden_states.is_meta:
         return
@@ -45,14 +49,13 @@ def check_same(
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     types = hidden_states.dtype, top_k_index.dtype, top_k_weights.dtype, *(p.dtype for p in some.parameters())
     flags = tuple((n, value) for n, value in vars(some).items() if isinstance(value, (bool, str, torch.dtype)))
-    training = torch.is_grad_enabled()
-    key = (types, flags, autocast, device.type, choices, experts, training)
+    key = (types, flags, autocast, device.type, choices, experts)
     if key in (compared := _SAME.setdefault(type(some), set())):
         return
 
     def compare() -> str | None:
         casts = torch.autocast(device.type, autocast[1], enabled=autocast[0], cache_enabled=False)
-        with casts, torch.set_grad_enabled(training):
+        with casts, torch.enable_grad():
             generator = torch.Generator().manual_seed(0)
             whole = _of_one(some, experts, generator, device)
             shape, dtype = (count, width), hidden_states.dtype
@@ -62,9 +65,7 @@ def check_same(
             found = [_computed(one, tokens, index, weights, upstream) for one in (whole, cut(whole))]
             return _difference(*found)
 
-    # In a thread of its own, where no hook for saved tensors, mode or transform of the user's sees these tensors.
-    with ThreadPoolExecutor(1) as thread:
-        difference = thread.submit(compare).result()
+    difference = _unseen(compare, device)
     if difference is not None:
         where = f", autocast in {autocast[1]}" if autocast[0] else ""
         raise OffloadedModelError(
@@ -75,6 +76,22 @@ def check_same(
             "with experts_implementation='grouped_mm'"
         )
     compared.add(key)
+
+
+def _unseen(compare: Callable[[], str | None], device: torch.device) -> str | None:
+    """Returns what ``compare`` does, which no hook for saved tensors, mode or transform of the user's sees."""
+    if torch._C._current_graph_task_id() != -1:
+        # Autograd computes gradients on a device in one thread, which is this one: another would wait for it for ever.
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), _disable_current_modes():
+            return compare()
+
+    def on_device() -> str | None:
+        if device.type != "cpu":  # a new thread begins with the first device
+            torch.accelerator.set_device_index(device)
+        return compare()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(on_device).result()
 
 
 def _of_one(some: nn.Module, experts: int, generator: torch.Generator, device: torch.device) -> nn.Module:
@@ -134,7 +151,7 @@ def _difference(whole: dict[str, Tensor], parts: dict[str, Tensor]) -> str | Non
         if got is None or (got.dtype, got.shape) != (expected.dtype, expected.shape):
             there = "none" if got is None else f"{got.dtype} of {tuple(got.shape)}"
             return f"{name} are {expected.dtype} of {tuple(expected.shape)} of the whole, and {there} of parts"
-        if not torch.equal(expected, got):
+        if not are_equal(expected, got):
             most = (expected - got).abs().max().item()
             return f"{name} differ by up to {most:.3g} where the largest is {expected.abs().max().item():.3g}"
     return None

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import threading
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.models.inkling2.modeling_inkling2 import Inkling2Experts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import stronghold
+from stronghold.engine import same_experts
 from stronghold.errors import OffloadedModelError
 
 EXPERTS, HIDDEN, INNER = 8, 32, 16
@@ -228,6 +231,82 @@ def test_around_it_there_may_be_anything(around):
             return (of(*given),)
 
     assert all(torch.equal(*pair) for pair in zip(compute(whole), compute(parts), strict=True))
+
+
+def threads_of_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns where the threads come that compare, one for each comparison."""
+    threads: list[int] = []
+    of_one = same_experts._of_one
+    monkeypatch.setattr(same_experts, "_of_one", lambda *rest: threads.append(threading.get_ident()) or of_one(*rest))
+    return threads
+
+
+def gradients_of(experts: nn.Module, given: tuple[Tensor, ...], between: Any = None, **how: Any) -> list[Tensor]:
+    x = given[0].clone().requires_grad_()
+    output = checkpoint(experts, x, *given[1:], **how)
+    if between is not None:
+        between()
+    output.square().sum().backward()
+    return [output, x.grad]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_in_a_checkpoint_it_is_done_in_the_forward_pass(monkeypatch, reentrant):
+    """The second run of a reentrant one, the first to have gradients, waited for autograd's thread, which it was in."""
+
+    class Within(Own):
+        pass
+
+    threads = threads_of_comparisons(monkeypatch)
+    whole, given = drawn(Within()), inputs(FP32, FP32, 2)
+    parts, compared = split(whole), []
+    found = gradients_of(parts, given, lambda: compared.extend(threads), use_reentrant=reentrant)
+    assert len(threads) == len(compared) == 1
+    assert threads[0] != threading.get_ident()
+    expected = gradients_of(whole, given, use_reentrant=reentrant)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"use_reentrant": True},
+        {"use_reentrant": False},
+        {
+            "use_reentrant": False,
+            "context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]),
+        },
+    ],
+    ids=["reentrant", "not reentrant", "selective"],
+)
+def test_in_a_backward_pass_it_is_done_in_the_thread_that_is_there(monkeypatch, how):
+    """Another would wait for autograd's thread of a device. What the checkpoint saves and caches stays as it is."""
+
+    class Switched(Own):
+        pass
+
+    threads = threads_of_comparisons(monkeypatch)
+    whole, given = drawn(Switched()), inputs(FP32, FP32, 2)
+    parts = split(whole)
+
+    def switch() -> None:
+        for part in parts.parts:
+            part.experts.train(False)  # a flag of another value
+
+    found = gradients_of(parts, given, switch, **how)
+    assert [thread == threading.get_ident() for thread in threads] == [False, True]
+    assert all(torch.equal(*pair) for pair in zip(found, gradients_of(whole, given, **how), strict=True))
+
+
+def test_not_a_number_is_equal_to_itself():
+    class Rooting(Own):
+        def expert(self, number: int, rows: Tensor) -> Tensor:
+            return super().expert(number, rows).sqrt()
+
+    whole, given = drawn(Rooting()), inputs(FP32, FP32, 2)
+    expected = whole(*given)
+    assert expected.isnan().any()
+    assert torch.equal(split(whole)(*given).nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 class WithBuffer(Own):
