@@ -16,8 +16,8 @@ CHUNK_BYTES = 48 * 2**20
 """The most that a chunk has: ``SLOT_BYTES`` there."""
 FETCH, READ_AHEAD, PREFETCH, WRITE_BACK = range(4)
 """What goes first on the disk, as in ``native/disk_io.py``."""
-_WHOLE = (Kind.READ, Kind.INPUTS_READ, Kind.INPUTS_WRITE)
-"""Operations that are one transfer, and end with it."""
+_WHOLE = {Kind.READ: READ_AHEAD, Kind.INPUTS_READ: READ_AHEAD, Kind.INPUTS_WRITE: PREFETCH}
+"""Operations that are one transfer, and end with it, and how urgent they are on a stream of their own."""
 
 
 @dataclass(eq=False)
@@ -100,14 +100,10 @@ class DiskPlay:
     def may_begin(self, here: int) -> bool:
         """Called when nothing but the disk holds an operation up; if it does, ``released`` tells of its end."""
         operation = self._operations[here]
-        if operation.kind is Kind.READ:
-            self._submit(here, FETCH if operation.resource is Resource.FETCHES else READ_AHEAD, self._read_s[here])
-            return False
-        if operation.kind is Kind.INPUTS_READ:
-            self._submit(here, READ_AHEAD, self._read_s[here])
-            return False
-        if operation.kind is Kind.INPUTS_WRITE:
-            self._submit(here, PREFETCH, self._write_s[here], is_write=True)
+        if operation.kind in _WHOLE:
+            priority = FETCH if operation.resource is Resource.FETCHES else _WHOLE[operation.kind]
+            is_write = operation.kind is Kind.INPUTS_WRITE
+            self._submit(here, priority, (self._write_s if is_write else self._read_s)[here], is_write=is_write)
             return False
         if operation.kind is Kind.PREPARE:
             for part in self._prepared[here]:

@@ -23,9 +23,6 @@ class SinceStep:
         self._units = units
         self._updated: dict[tuple[int, int], Consumed | None] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._updated)
-
     def note(self, unit: Unit, gradients: Mapping[int, HostGrad]) -> None:
         """Called when the update of a layer with ``gradients``, by index, has been submitted."""
         assert unit.layer is not None

@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.plan_cases import draw, run, slower, with_inputs_on_disk, with_inputs_on_host
+from stronghold.planner import issued_inputs
 from stronghold.planner.issuing import program_of
 from stronghold.planner.play import play
 from stronghold.planner.program import Kind, Operation, Program, Shape
 from stronghold.planner.step import step_time
 from stronghold.planner.step_costs import LINK_UP_IS_ONE, LayerWork, Machine, Resource, RootWork, StepSettings
+from stronghold.store import INPUT_STAGING
+from stronghold.window import INPUT_SLOTS
 
 
 def exact(number):
@@ -201,6 +204,10 @@ def test_inputs_come_up_one_layer_ahead():
     step = step_time(alike(6, input_bytes=1), machine(h2d_bytes_per_s=0.1), settings)
     assert step.step_s == pytest.approx(6 * 1 + 6 * 10 + 3, abs=1e-6)
     assert step.waits_s["fetch"] == pytest.approx(60 - 5 * 3, abs=1e-6)
+
+
+def test_inputs_have_the_engine_s_buffers():
+    assert (issued_inputs.SLOTS, issued_inputs.STAGING) == (INPUT_SLOTS, INPUT_STAGING)
 
 
 def test_inputs_on_disk_are_read_two_layers_ahead():
