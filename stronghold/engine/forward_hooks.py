@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stronghold.errors import OffloadedModelError
 
 _ABSENT = object()
+_EVERY_MODULE = -1
+"""In the place of a module's number: hooks of ``torch.nn.modules.module.register_module_forward_hook``."""
 _Key = tuple[int, int, str]
 """A hook's number, its module's, and its kind. Numbers go up, whatever a hook is registered on."""
 
@@ -48,10 +51,11 @@ class ForwardHooks:
         """Runs the block with those alone. Raises OffloadedModelError where the user has removed one since."""
         here, before = self._keys(), RemovableHandle.next_id
         if gone := self._changing - here:
-            module = self._modules[min(gone)[1]]()
+            number = min(gone)[1]
+            whose = "all modules" if number == _EVERY_MODULE else f"a {type(self._modules[number]()).__name__}"
             raise OffloadedModelError(
                 "a layer runs again in the backward pass, with the hooks that changed something in its forward pass "
-                f"(one of a {type(module).__name__} has been removed in between); remove it after backward(), or use "
+                f"(one of {whose} has been removed in between); remove it after backward(), or use "
                 "offload(..., activations='keep')"
             )
         try:
@@ -61,6 +65,9 @@ class ForwardHooks:
             self._remove(self._since(before))
 
     def _hooks(self, number: int, kind: str) -> dict[int, Callable]:
+        if number == _EVERY_MODULE:
+            every: dict[int, Callable] = getattr(torch.nn.modules.module, f"_global{kind}")
+            return every
         module = self._modules[number]()
         found: dict[int, Callable] = {} if module is None else getattr(module, kind)
         return found
@@ -71,6 +78,7 @@ class ForwardHooks:
             module = reference()
             if module is not None and (module._forward_pre_hooks or module._forward_hooks):  # most have none
                 found.update((handle, number, kind) for kind in self._KINDS for handle in self._hooks(number, kind))
+        found.update((h, _EVERY_MODULE, kind) for kind in self._KINDS for h in self._hooks(_EVERY_MODULE, kind))
         return found
 
     def _since(self, number: int) -> set[_Key]:

@@ -264,6 +264,34 @@ def test_hooks_that_look_run_once_and_hooks_that_change_run_twice():
     assert [dict(m._forward_hooks) for m in (module.one, module.other)] == kept
 
 
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_a_hook_on_all_modules_is_one_of_them(kind, looks):
+    module, calls = Two(), []
+
+    def hook(module, args, output=None):
+        calls.append(module)
+        return None if looks else args[0] + 1 if output is None else output + 1
+
+    register = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")
+    handle = register(hook)
+    try:
+        x, hooks = torch.ones(1, 2), ForwardHooks(module)
+        with hooks.first():
+            first = module.forward(x)
+        assert calls == [module.one, module.other]
+        calls.clear()
+        with hooks.again():
+            again = module.forward(x)
+        assert_close(again, first)
+        assert calls == ([] if looks else [module.one, module.other])
+        calls.clear()
+        assert_close(module.forward(x), first)
+        assert calls == [module.one, module.other]
+    finally:
+        handle.remove()
+
+
 class Plain(nn.Module):
     """What a layer may be made of that a user changes between two passes."""
 
