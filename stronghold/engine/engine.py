@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from stronghold.engine.timing import Stopwatch
 from stronghold.engine.turns import Turns
 from stronghold.engine.updates import Updates, update_now
 from stronghold.errors import OffloadedModelError
-from stronghold.optim import HostAdamW, Threads
+from stronghold.optim import HostAdamW, Threads, settings_now
 from stronghold.planned import PlannedSteps
 from stronghold.settings import OffloadSettings
 from stronghold.store import Budget, DiskStore, RamStore, Store
@@ -364,7 +365,7 @@ class Engine:
                 assert optimizer is not None  # it has asked for them
                 done = update_now(self, optimizer, ready.unit, ready.gradients, ready.after)
                 ready.updated(done)
-                self.gradients.since_step.note(ready.unit, ready.gradients)
+                self.gradients.since_step.note(ready.unit, ready.gradients, partial(settings_now, optimizer))
         finally:  # an update may be refused
             self.window.end_backward(layer)
         if done is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from stronghold.device import Device, Event, Wait, Waits, check_process, forks
-from stronghold.optim import HostAdamW, Update, gradients_of, updates_of
+from stronghold.optim import HostAdamW, Update, gradients_of, settings_now, updates_of
 from stronghold.store import Store, UpdateIO
 from stronghold.unit import HostGrad, Replicas, Unit, is_shared, sum_over
 
@@ -39,7 +39,7 @@ def take_step(engine: Engine, optimizer: HostAdamW) -> None:
         if optimizer.in_backward:
             optimizer.wait()  # the updates of the backward pass tell whether its gradients were finite
             engine.gradients.check_dropped()
-            engine.gradients.since_step.check_step(optimizer.updates)
+            engine.gradients.since_step.check_step(optimizer.updates, settings_now(optimizer))
         given = {unit: gradients for unit in engine.units if (gradients := gradients_of(optimizer, unit))}
         engine.agree(given)
         found = {unit: engine.collect(unit, gradients) for unit, gradients in given.items()}

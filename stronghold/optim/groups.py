@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit, unit_of
@@ -33,6 +34,15 @@ _OTHERWISE = {
     "fused": _IMPLEMENTATIONS,
     "capturable": _IMPLEMENTATIONS,
 }
+
+
+def settings_now(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the settings of each group as they are now, without what else the user keeps in one."""
+    names = optimizer.defaults
+    return [
+        {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items() if name in names}
+        for group in optimizer.param_groups
+    ]
 
 
 def check_torch_arguments(arguments: dict[str, Any]) -> None:

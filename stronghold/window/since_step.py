@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Consumed, ConsumedGradient, HostGrad, Unit, gradient_of
+
+Settings = list[dict[str, Any]]
+"""An optimizer's, of each of its groups."""
 
 _NAMED = 4
 """How many layers an error names."""
@@ -22,10 +26,17 @@ class SinceStep:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._updated: dict[tuple[int, int], Consumed | None] = {}
+        self._settings: Settings = []
+        """With what."""
 
-    def note(self, unit: Unit, gradients: Mapping[int, HostGrad]) -> None:
-        """Called when the update of a layer with ``gradients``, by index, has been submitted."""
+    def note(self, unit: Unit, gradients: Mapping[int, HostGrad], settings: Callable[[], Settings]) -> None:
+        """Called when the update of a layer with ``gradients``, by index, has been submitted.
+
+        ``settings`` tells with which of the optimizer, which are the same until ``step()``.
+        """
         assert unit.layer is not None
+        if not self._updated:
+            self._settings = settings()
         self._updated.update({(unit.layer, index): gradient.consumed for index, gradient in gradients.items()})
 
     def clear(self) -> None:
@@ -61,11 +72,18 @@ class SinceStep:
                 "them twice; save behind step()"
             )
 
-    def check_step(self, updates: Callable[[Unit, int], bool]) -> None:
+    def check_step(self, updates: Callable[[Unit, int], bool], settings: Settings) -> None:
         """Raises OffloadedModelError where a gradient is used up, but not by an update since the last step.
 
-        ``updates`` tells of which parameters, by unit and index, the step is.
+        So it does where the ``settings`` are no longer those that layers were updated with. ``updates`` tells of which
+        parameters, by unit and index, the step is.
         """
+        if self._updated and settings != self._settings:
+            raise OffloadedModelError(
+                "update='in_backward' updates layers in the backward pass, with the settings that the optimizer has "
+                f"there, and step() needs the same (got {_changes(self._settings, settings)}); set them before "
+                "backward(), or use update='deferred'"
+            )
         lost = [
             unit
             for layer, unit in enumerate(self._units)
@@ -83,6 +101,16 @@ class SinceStep:
 def _consumed(unit: Unit, index: int) -> Consumed | None:
     gradient = gradient_of(unit.parameters[index])
     return gradient._consumed if isinstance(gradient, ConsumedGradient) else None
+
+
+def _changes(before: Settings, now: Settings) -> str:
+    """Returns which setting of the first group that differs is another, in the backward pass and now."""
+    if len(before) != len(now):
+        return f"{len(before)} groups and {len(now)}"
+    number = next(i for i, group in enumerate(now) if group != before[i])
+    was, found = before[number], now[number]
+    name = next(name for name in {**was, **found} if was.get(name) != found.get(name))
+    return f"{name} {was.get(name)!r} in backward() and {found.get(name)!r} in step(), in group {number}"
 
 
 def _names(units: Sequence[Unit]) -> str:

@@ -125,6 +125,37 @@ def test_a_step_without_the_gradients_that_it_ends_is_refused(dropped):
         ours[1].step()
 
 
+CHANGES = {"lr": 0.5, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.5}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_settings_that_change_between_the_pass_and_the_step_are_refused(name):
+    """PyTorch updates all with those of the step: here layers have been updated with those of the pass."""
+    (model, optimizer) = both(window=2)[1]
+    model(numbers(1)[0]).backward()
+    group = optimizer.param_groups[0]
+    before, group[name] = group[name], CHANGES[name]
+    with pytest.raises(OffloadedModelError, match=rf"in_backward.*\(got {name} .* in group 0\); set them before back"):
+        optimizer.step()
+    group[name] = before
+    optimizer.step()
+
+
+@pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)])
+def test_settings_that_change_before_the_pass_are_those_of_both(lr):
+    """What a scheduler keeps in a group is no setting."""
+    runs = both(window=2)
+    for step in range(3):
+        for model, optimizer in runs:
+            optimizer.param_groups[0]["lr"] = lr * (step + 1)
+            torch.manual_seed(step)
+            model(numbers(2)[step % 2]).backward()
+            optimizer.param_groups[0]["initial_lr"] = step
+            optimizer.step()
+            optimizer.zero_grad()
+    same(runs[1], runs[0])
+
+
 def test_a_second_step_with_the_same_gradients_is_refused():
     """PyTorch takes it with them: here only the root's were there for it."""
     ours = both(window=2)[1]
