@@ -295,6 +295,43 @@ def test_other_optimizers_step_a_root_on_the_device():
     assert all(map(torch.equal, trained(True), trained(False)))
 
 
+def test_a_root_parameter_read_on_another_stream_is_waited_for_in_the_next_pass_as_well(monkeypatch):
+    """Its values are on their way up from the host, and each stream that reads them has to wait."""
+
+    def trained(offload):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(layers=2, hidden=32, heads=4, sequence=SEQUENCE, vocabulary=97, dropout=0.0))
+        if offload:
+            stronghold.offload(model, device=DEVICE, window=1)
+            assert stronghold.report(model).resident_root == 0
+        else:
+            model.to(DEVICE)
+        optimizer = (stronghold if offload else torch.optim).AdamW(model.parameters(), lr=1e-2)
+        tokens = torch.arange(4 * SEQUENCE, device=DEVICE).view(4, SEQUENCE) % 97
+        averages = {n: p.detach().clone() for n, p in model.named_parameters() if ".layers." not in f".{n}"}
+        side, here = torch.Stream(DEVICE), torch.accelerator.current_stream()
+        losses = []
+        for _ in range(4):
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            side.wait_stream(here)
+            with side, torch.no_grad():
+                for name, average in averages.items():
+                    average.lerp_(model.get_parameter(name).detach(), 0.5)
+            losses.append(loss.item())
+        side.synchronize()
+        return losses, averages
+
+    full(monkeypatch)
+    expected, averages = trained(False)
+    losses, found = trained(True)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, average in averages.items():
+        torch.testing.assert_close(found[name].cpu(), average.cpu(), rtol=1e-4, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_a_disk_gives_the_bits_of_memory(tmp_path, states, update):

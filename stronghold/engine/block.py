@@ -29,7 +29,7 @@ from stronghold.engine.saved import Saved, stale_error, unwritten
 from stronghold.engine.slot_memory import check_let_go, copied_out
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
-from stronghold.unit import Unit, as_written, bound, check_mixed, opaque, unit_of
+from stronghold.unit import Unit, as_written, bound, check_mixed, check_not_swapped, opaque, unit_of
 from stronghold.window import Accumulators, Activations, KeptInput, Window, accumulators_of
 
 
@@ -192,6 +192,7 @@ class Block:
 
     def check(self) -> None:
         """Raises OffloadedModelError where modules or parameters were added or replaced since ``offload``."""
+        check_not_swapped(self.unit.name, self.unit.parameters)
         if self.members.same():
             return
         there = ((module(), name, parameter) for module, name, parameter in self._owners)

@@ -367,7 +367,7 @@ class Engine:
                 ready.updated(done)
                 self.gradients.since_step.note(ready.unit, ready.gradients, partial(settings_now, optimizer))
         finally:  # an update may be refused
-            self.window.end_backward(layer)
+            self.window.end_backward(layer, failed=failed)
         if done is not None:
             self.window.changed([layer])
 

@@ -11,7 +11,7 @@ from torch import nn
 from stronghold.engine.hooks import Hooks
 from stronghold.engine.members import Members, check_held
 from stronghold.engine.model_units import Owner
-from stronghold.unit import Unit
+from stronghold.unit import Unit, check_not_swapped
 
 
 class Root:
@@ -48,6 +48,7 @@ class Root:
     def same(self) -> bool:
         """Whether the root is what it was; raises OffloadedModelError where a parameter was replaced."""
         for unit, owners in self._units:
+            check_not_swapped(unit.name, unit.parameters)
             self._hooks.on_root(unit)
             there = ((module(), name) for module, name in owners)
             check_held(unit.name, ((module, name, unit.parameters[0]) for module, name in there if module is not None))

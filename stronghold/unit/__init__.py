@@ -1,5 +1,6 @@
 """Where one unit of parameters lives, and how its parameters and gradients behave there."""
 
+from stronghold.unit.attributes import same_octets
 from stronghold.unit.closed import close_parameter, closed_error
 from stronghold.unit.compiler import as_written, opaque
 from stronghold.unit.consumed import Consumed, ConsumedGradient, consumed_error, consumed_like
@@ -30,6 +31,7 @@ from stronghold.unit.parameter import (
     OffloadedParameter,
     become,
     bound,
+    check_not_swapped,
     gradient_of,
     index_of,
     set_gradient,
@@ -66,6 +68,7 @@ __all__ = [
     "become",
     "bound",
     "check_mixed",
+    "check_not_swapped",
     "check_packed",
     "check_room",
     "close_parameter",
@@ -89,6 +92,7 @@ __all__ = [
     "parameters_and_owners",
     "part_of",
     "parts_of",
+    "same_octets",
     "set_gradient",
     "settle",
     "stand_in",

@@ -18,10 +18,14 @@ from stronghold.unit.compiler import opaque
 from stronghold.unit.dtypes import check_mixed
 from stronghold.unit.packed import copy_of, stand_in
 from stronghold.unit.unit import Unit
+from stronghold.unit.users import is_aliased
 
 
 class _Parameter(nn.Parameter):
-    """One whose gradient the user may look at when a backward pass has failed."""
+    """One whose gradient the user may look at, and which may be copied, when a backward pass has failed.
+
+    ``copy.deepcopy`` and ``pickle`` make plain parameters.
+    """
 
     _unit_reference: weakref.ref[Unit]
 
@@ -41,13 +45,24 @@ class _Parameter(nn.Parameter):
         _end_failed_backward(self)
         set_gradient(self, value)
 
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        _end_failed_backward(self)
+        if (own := self.__dict__.get("_own_class")) is not None:
+            return memo[id(self)] if id(self) in memo else copy_of(self, own, memo)
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: SupportsIndex):
+        _end_failed_backward(self)
+        return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, {})
+
 
 class OffloadedParameter(_Parameter):
     """What a parameter of an offloaded model is while it is not being computed with.
 
     An ordinary parameter on the CPU (of the root: on the device) in every respect but one: a user who reads or writes
-    its values waits until the update under way has written them. ``copy.deepcopy`` and ``pickle`` make plain
-    parameters.
+    its values waits until the update under way has written them.
     """
 
     @classmethod
@@ -97,6 +112,14 @@ class OffloadedParameter(_Parameter):
                 f"{tuple(value.shape)} {value.dtype}); change the parameter before offload(), where "
                 "peft.prepare_model_for_kbit_training() belongs, too: adapters do not need it"
             )
+        unit = _unit_of(self)
+        if unit is not None and _would_change_another(unit, self, value):
+            raise OffloadedModelError(
+                "p.data = values writes into an offloaded parameter's own memory, which a tensor that is still held "
+                f"has as well, or a graph without its backward pass (one of {unit.name}), and would change with it: "
+                "the way back, p.data = kept, would find the new values. Keep a copy, kept = p.data.clone(), or write "
+                "by p.data.copy_(values)"
+            )
         with torch.no_grad():
             self.copy_(value)
 
@@ -105,16 +128,6 @@ class OffloadedParameter(_Parameter):
             unit.wait_updated()
         with torch._C.DisableTorchFunctionSubclass():
             return repr(nn.Parameter(self.detach(), self.requires_grad))
-
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        if (own := self.__dict__.get("_own_class")) is not None:
-            return memo[id(self)] if id(self) in memo else copy_of(self, own, memo)
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: SupportsIndex):
-        return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, {})
 
 
 class BoundParameter(_Parameter):
@@ -190,6 +203,17 @@ def become(kind: type[_Parameter], parameters: Iterable[nn.Parameter]) -> None:
             parameter.__class__ = kind if own is None else _both(kind, own)
 
 
+def check_not_swapped(name: str, parameters: Iterable[nn.Parameter]) -> None:
+    """Raises OffloadedModelError where the user has swapped one of the unit ``name`` for another tensor."""
+    if not all("_unit_reference" in parameter.__dict__ for parameter in parameters):
+        raise OffloadedModelError(
+            "an offloaded model must keep the parameters that it had at offload() (got one in "
+            f"{name} that torch.utils.swap_tensors has exchanged, which load_state_dict calls as well after "
+            "torch.__future__.set_swap_module_params_on_conversion(True)); write into the parameter, "
+            "p.data.copy_(values), or exchange it before offload()"
+        )
+
+
 @functools.cache
 def _both(kind: type[_Parameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
     """Returns a class that is both, by the name of ``own``: PEFT tells quantised weights by the name of their class."""
@@ -206,6 +230,14 @@ def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
     """Sets it."""
     with torch._C.DisableTorchFunctionSubclass():
         Tensor.grad.__set__(parameter, value)  # type: ignore[union-attr]
+
+
+def _would_change_another(unit: Unit, parameter: nn.Parameter, value: Tensor) -> bool:
+    """Whether the user holds a tensor over a parameter's memory, other than ``value`` itself, that it is written to."""
+    own = (unit.on_device or unit.weight)[index_of(parameter)]
+    with torch._C.DisableTorchFunctionSubclass():
+        itself = own.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    return not itself and is_aliased(own, parameter)
 
 
 def _end_failed_backward(parameter: Tensor) -> None:

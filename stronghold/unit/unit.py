@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stronghold.device import Buffer, Event, Wait, Waits, check_process, forks
 from stronghold.errors import OffloadedModelError
 from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout, lay_out, round_up, shares
-from stronghold.unit.attributes import octets, raw_version, requires_grad
+from stronghold.unit.attributes import raw_version, requires_grad, same_octets
 from stronghold.unit.computed_with import ComputedWith
 from stronghold.unit.gradient_memory import GradientMemory
 from stronghold.unit.masters import Masters
@@ -331,8 +331,8 @@ class Unit:
                 self.waits.compute(event, Wait.ROOT_UPLOADED)
             else:
                 self.waits.host(event, Wait.WEIGHTS_READ)
-        self.updated = None
-        self.update_reads = []
+        if event is None or event.done or not self.has_device_copy:  # else another stream may ask before it is
+            self.updated, self.update_reads = None, []
 
     def wait_on_host(self) -> None:
         """Blocks until the update under way is complete, whatever the device waits for."""
@@ -465,7 +465,7 @@ class Unit:
     def take_writes(self, arrived: Sequence[Tensor] = ()) -> None:
         """Brings the fp32 masters up to what the user wrote into the weights; ``arrived`` is from the device copy."""
         for index, value in enumerate(arrived):
-            if not torch.equal(octets(value), octets(self.weight[index])):
+            if not same_octets(value, self.weight[index]):
                 self.mark_dirty()
                 self.masters.replace(index, self.weight[index], value)
         if not self.has_device_copy and self.masters:

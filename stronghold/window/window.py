@@ -13,7 +13,7 @@ from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.schedule import Action, Computation, Move, Schedule
 from stronghold.store import Store
-from stronghold.unit import BoundParameter, OffloadedParameter, Unit, become
+from stronghold.unit import BoundParameter, OffloadedParameter, Unit, become, same_octets
 from stronghold.window.traffic import Traffic
 
 
@@ -98,13 +98,17 @@ class Window:
             self._carry_out(schedule.begin_backward(self._number[layer], self._numbers(remaining)))
         self._bind(layer)
 
-    def end_backward(self, layer: int) -> None:
+    def end_backward(self, layer: int, *, failed: bool = False) -> None:
+        written = self._written(layer) if failed else []
         try:
             self._unbind(layer)
         finally:
             if (schedule := self._scheduled(layer)) is not None:
                 self._where[layer].read = self.device.record_event()
                 self._carry_out(schedule.end_backward())
+        with torch.no_grad():
+            for parameter, value in written:
+                parameter.copy_(value)
 
     def changed(self, layers: Iterable[int]) -> None:
         """Drops layers whose update is under way and begins to fetch what comes next."""
@@ -250,6 +254,24 @@ class Window:
         if (timeline := self.device.timeline) is not None:
             timeline.add("waits", f"for {unit.name}", begin, ready)
         self._begun = ready
+
+    def _written(self, layer: int) -> list[tuple[nn.Parameter, Tensor]]:
+        """Returns the parameters of a bound layer that the user has written since its pass failed, with their values.
+
+        Such a write is one of the model's, and no error. Those through ``p.data`` count no version.
+        """
+        unit = self.units[layer]
+        self._bound[layer] = unit.versions_now()
+        if unit.resident:
+            return []
+        unit.wait_updated()
+        with torch._C.DisableTorchFunctionSubclass():
+            pairs = [(parameter, parameter.data.cpu()) for parameter in unit.parameters]
+        return [
+            (parameter, value.clone())  # on the CPU it is in the slot
+            for (parameter, value), weight in zip(pairs, unit.weight, strict=True)
+            if not same_octets(value, weight)
+        ]
 
     def _unbind(self, layer: int) -> None:
         unit = self.units[layer]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import stronghold
+from stronghold.errors import OffloadedModelError
 from stronghold.unit import OffloadedGradient, OffloadedParameter
 from tests.small import ADAMW, Residual, assert_close, numbers, pair
 
@@ -85,6 +86,51 @@ def test_data_is_copied_in(name):
     assert_close(parameter.detach(), value, rtol=0, atol=0)
     assert parameter.data_ptr() == address
     assert value.data_ptr() != address
+
+
+@pytest.mark.parametrize("settings", [{}, {"resident": 1}, {"dtype": torch.bfloat16}, {"store": True}])
+@pytest.mark.parametrize("name", [LAYER, ROOT])
+def test_weights_swapped_by_their_data_come_back_or_are_refused(tmp_path, settings, name):
+    """As averaged weights are: ``p.data = values`` writes into memory that ``kept = p.data`` has as well."""
+    settings = {**settings, "store": tmp_path} if "store" in settings else settings
+    plain, model = pair(Residual, **settings)
+    plain.to(settings.get("dtype", torch.float32))
+    inputs = numbers(1)[0].to(settings.get("dtype", torch.float32))
+    results = []
+    for one in (plain, model):
+        parameter = one.eval().get_parameter(name)
+        kept, before, values = parameter.data, parameter.data.clone(), torch.zeros_like(parameter)
+        if one is model:
+            with pytest.raises(OffloadedModelError, match=r"still held .*kept = p.data.clone\(\)"):
+                parameter.data = values
+            assert torch.equal(kept, before)
+            kept = before
+        parameter.data = values
+        with torch.no_grad():
+            zeroed = one(inputs)
+            assert not parameter.any()
+            parameter.data = kept
+            assert torch.equal(parameter, before)
+            results.append((zeroed, one(inputs)))
+    assert all(map(torch.equal, *results))
+
+
+def test_data_that_is_a_parameters_own_may_be_set(late):
+    """``p.data += 1`` does, where nothing but the model holds it."""
+    model, plain, _ = late
+    for one in (plain, model):
+        parameter = one.get_parameter(LAYER)
+        parameter.data += 1
+        parameter.data = parameter.data.mul(2)
+    assert_close(model.get_parameter(LAYER), plain.get_parameter(LAYER))
+
+
+@pytest.mark.parametrize("name", [LAYER, ROOT])
+def test_a_parameter_that_was_swapped_for_another_tensor_is_refused(name):
+    model = pair(Residual)[1]
+    torch.utils.swap_tensors(model.get_parameter(name), nn.Parameter(torch.zeros_like(model.get_parameter(name))))
+    with pytest.raises(OffloadedModelError, match=r"swap_tensors has exchanged.*p\.data\.copy_"):
+        model(numbers(1)[0])
 
 
 def test_facts_about_a_parameter_wait_for_nothing(late):
