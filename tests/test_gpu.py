@@ -314,6 +314,10 @@ def test_a_root_parameter_read_on_another_stream_is_waited_for_in_the_next_pass_
         for _ in range(4):
             loss = model(tokens, labels=tokens).loss
             loss.backward()
+            here.wait_stream(side)  # before it writes what is read there
+            if offload:
+                with engine_of(model).device.root.of_torch:
+                    sleep(20)  # before it brings values up
             optimizer.step()
             optimizer.zero_grad()
             side.wait_stream(here)
