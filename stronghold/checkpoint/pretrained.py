@@ -31,16 +31,11 @@ from stronghold.unit import Unit, is_packed, unit_of
 from stronghold.units import parse_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_REPLACED = (
-    "*.safetensors",
-    INDEX,
-    "pytorch_model*",
-    "config.json",
-    "generation_config.json",
-    "adapter_model*",
-    ADAPTER_CONFIG,
-)
-"""What saving replaces in a folder; the rest, such as a tokenizer, stays."""
+_WEIGHTS = ("*.safetensors", "pytorch_model*")
+_ADAPTERS = ("adapter_model*", ADAPTER_CONFIG)
+"""What saving adapters replaces in a folder; the rest, such as the model that they are of, stays."""
+_REPLACED = (*_WEIGHTS, INDEX, "config.json", "generation_config.json", *_ADAPTERS)
+"""What saving a model replaces in a folder; the rest, such as a tokenizer, stays."""
 
 
 def load(
@@ -135,8 +130,10 @@ def save(
     and adapter_config.json, of several adapters in a folder each. All adapters are in memory at a time.
 
     The folder appears, or changes, only when all of it is written: until then the new files are in a hidden one beside
-    it. What else the folder held stays. Raises ValueError for a folder that holds something other than a
-    model, and for a part of a model with PEFT's adapters, and OSError, naming the folder, where it cannot be written.
+    it. A model takes the place of the model and of the adapters that the folder held, adapters that of adapters alone;
+    what else it held stays, such as a tokenizer, or the model that the adapters are of. Raises ValueError for a folder
+    that holds something other than a model, and for a part of a model with PEFT's adapters, and OSError, naming the
+    folder, where it cannot be written.
     """
     _save(model, Path(directory), dtype, max_shard_size)
 
@@ -171,6 +168,7 @@ def _save(
     folder = Path(os.path.realpath(folder))  # a link stays one: what it points to is replaced
     model = uncompiled(model)
     outgoing = None if has_adapters(model) else _Outgoing(model, dtype)
+    patterns = _ADAPTERS if outgoing is None else _REPLACED
     partial = folder.with_name(f".{folder.name}.partial")
     replaced, removed = _replaced(folder), folder.with_name(f".{folder.name}.removed")
     try:
@@ -179,7 +177,7 @@ def _save(
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
         if folder.exists():
-            _keep_others(folder, partial, replaces)
+            _keep_others(folder, partial, lambda path: replaces(path) or _matches(path, patterns))
         if outgoing is None:
             _write_adapters(model, partial, dtype)
         else:
@@ -387,14 +385,29 @@ def _bytes(announced: tuple[torch.dtype, torch.Size]) -> int:
 
 
 def _keep_others(folder: Path, partial: Path, replaces: Callable[[Path], bool]) -> None:
-    """Puts what ``folder`` holds beside a model, but for what is to be replaced, into ``partial`` too."""
+    """Puts what ``folder`` holds, but for what is to be replaced, into ``partial`` too."""
     for path in folder.iterdir():
-        if replaces(path) or any(path.match(pattern) for pattern in _REPLACED):
+        if replaces(path):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, partial / path.name, symlinks=True)
-        else:
+        elif not (_matches(path, _WEIGHTS) and _linked(path, partial / path.name)):
             shutil.copy2(path, partial / path.name, follow_symlinks=False)
+
+
+def _matches(path: Path, patterns: Sequence[str]) -> bool:
+    return any(path.match(pattern) for pattern in patterns)
+
+
+def _linked(path: Path, other: Path) -> bool:
+    """Gives a file a second name, where its file system can: a base may be larger than what the disk has left."""
+    if path.is_symlink():
+        return False
+    try:
+        os.link(path, other)
+    except OSError:
+        return False
+    return True
 
 
 def _class_of(settings: dict[str, Any]) -> Any:

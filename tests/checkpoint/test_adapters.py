@@ -1,6 +1,7 @@
 """Models with adapters of PEFT's are saved as PEFT saves them, from wherever they live."""
 
 import copy
+import errno
 import json
 import os
 
@@ -27,6 +28,13 @@ def adapted(config=None, more=()):
     model = peft.get_peft_model(CASE.model(3), config or lora())
     for name in more:
         model.add_adapter(name, lora())
+    return model
+
+
+def adapted_by_transformers():
+    torch.manual_seed(1)
+    model = CASE.model(3)
+    model.add_adapter(lora())
     return model
 
 
@@ -76,15 +84,40 @@ def test_several_adapters_go_into_folders_of_their_names_and_saving_again_replac
     assert not list((tmp_path / "ours").glob("adapter_*"))
 
 
+@pytest.mark.parametrize(("shards", "links"), [("5GB", True), ("20KB", False)], ids=["linked", "copied in shards"])
+@pytest.mark.parametrize("own", ["peft", "transformers"])
+def test_a_model_stays_in_the_folder_where_its_adapters_go(tmp_path, monkeypatch, own, shards, links):
+    """All that saving a model replaces was deleted there: the base itself, where its folder was named."""
+    for name in ("ours", "theirs"):
+        CASE.model(3).save_pretrained(tmp_path / name, max_shard_size=shards)
+        (tmp_path / name / "README.md").write_text("mine\n")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
+    weights = next(name for name in before if name.endswith(".safetensors"))
+    os.link(tmp_path / "ours" / weights, tmp_path / "held")
+    model, _ = learned(adapted() if own == "peft" else adapted_by_transformers())
+    model.save_pretrained(tmp_path / "theirs")
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    for _ in range(2):  # the second time over adapters
+        stronghold.save(model, tmp_path / "ours")
+        after = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
+        assert after.keys() == {path.name for path in (tmp_path / "theirs").iterdir()}
+        assert {name: after.get(name) for name in before} == before | {"README.md": after["README.md"]}
+        assert b"mine" in after["README.md"]
+        assert (tmp_path / "ours" / weights).samefile(tmp_path / "held") is links
+        assert sorted(os.listdir(tmp_path)) == ["held", "ours", "theirs"]
+    written, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert_same(written, theirs)
+    assert len(written) == 16
+
+
+def no_links(*paths, **more):
+    raise OSError(errno.EPERM, "Operation not permitted")  # such as exFAT's
+
+
 @pytest.mark.parametrize("own", ["peft", "transformers"])
 def test_in_bf16_the_masters_are_written_to_the_bit(tmp_path, own):
-    if own == "peft":
-        model = adapted()
-    else:
-        torch.manual_seed(1)
-        model = CASE.model(3)
-        model.add_adapter(lora())
-    model, _ = learned(model, dtype=torch.bfloat16)
+    model, _ = learned(adapted() if own == "peft" else adapted_by_transformers(), dtype=torch.bfloat16)
     before = model.config.to_dict()
     stronghold.save(model, tmp_path / "masters", dtype=torch.float32)
     stronghold.save(model, tmp_path / "bf16")
