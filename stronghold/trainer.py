@@ -44,8 +44,9 @@ class KeepEverything(TrainerCallback, ExportableState):
 
     Raises OffloadedModelError when training begins where the model is not offloaded, the optimizer is not its
     :class:`stronghold.AdamW`, or Trainer would train on several GPUs of one process, ValueError for
-    ``save_only_model=True``, and CheckpointError where the checkpoint that Trainer resumes from is found without ours,
-    and lost bits by that.
+    ``save_only_model=True`` and ``save_total_limit=1``, with which a process that is killed while this callback saves
+    would leave nothing exact to resume from, and CheckpointError where the checkpoint that Trainer resumes from is
+    found without ours, and lost bits by that.
     """
 
     def __init__(self) -> None:
@@ -63,6 +64,11 @@ class KeepEverything(TrainerCallback, ExportableState):
             raise ValueError(
                 "KeepEverything needs the random states that Trainer keeps in its checkpoints (got "
                 "save_only_model=True); pass save_only_model=False, or leave the callback out"
+            )
+        if args.save_total_limit == 1:
+            raise ValueError(
+                "KeepEverything needs the checkpoint before until its own part of a new one is written, and Trainer "
+                "removes it first (got save_total_limit=1); pass save_total_limit=2, or leave the callback out"
             )
         if args.n_gpu > 1:
             raise OffloadedModelError(

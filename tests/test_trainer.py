@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 
-import stronghold
+import stronghold.trainer
 from stronghold.errors import CheckpointError, OffloadedModelError
 from stronghold.trainer import KeepEverything
 from tests.reference import CASES, Batch, Case, differences, offloaded, ordinary, snapshot
@@ -257,10 +257,43 @@ def test_a_run_that_begins_again_in_its_folder_replaces_what_was_kept(tmp_path: 
     assert len(resumed.training) == 2
 
 
+def test_a_kill_while_the_callback_saves_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer has removed one by then: the only one, where it was to keep one."""
+    case, settings = CASES["llama"], SAVING | {"save_steps": 4, "save_total_limit": 2}
+    model, optimizer = in_bf16(window=2)
+    whole, _ = trained(tmp_path / "whole", case, model, optimizer, callbacks=[KeepEverything()], **settings)
+    expected, save = snapshot(model, optimizer), stronghold.trainer.save
+
+    def killed(folder: Path, *given: Any, **more: Any) -> None:
+        if folder.parent.name == "checkpoint-12":
+            raise KeyboardInterrupt
+        save(folder, *given, **more)
+
+    monkeypatch.setattr(stronghold.trainer, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "run", case, *in_bf16(window=2), callbacks=[KeepEverything()], **settings)
+    monkeypatch.undo()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-12", "checkpoint-8"]
+    keep: dict[str, Any] = {"callbacks": [KeepEverything()]} | settings
+    with pytest.raises(CheckpointError, match="folder 'stronghold' was not found"):
+        trained(tmp_path / "run", case, *in_bf16(window=2), resume=str(tmp_path / "run" / "checkpoint-12"), **keep)
+    model, optimizer = in_bf16(window=1)
+    before = str(tmp_path / "run" / "checkpoint-8")
+    resumed, _ = trained(tmp_path / "run", case, model, optimizer, resume=before, **keep)
+    assert resumed.training == whole.training[8:]
+    assert len(resumed.training) == 4
+    assert differences(snapshot(model, optimizer), expected) == []
+
+
 def test_what_the_callback_cannot_keep_is_refused_when_training_begins(tmp_path: Path) -> None:
     case, keep = CASES["llama"], [KeepEverything()]
     with pytest.raises(ValueError, match=r"\(got save_only_model=True\); pass save_only_model=False"):
         trained(tmp_path, case, *in_bf16(window=2), callbacks=keep, save_only_model=True)
+    for best in ({}, {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4}):
+        with pytest.raises(ValueError, match=r"\(got save_total_limit=1\); pass save_total_limit=2"):
+            trained(tmp_path, case, *in_bf16(window=2), callbacks=keep, save_total_limit=1, **best)
     with pytest.raises(OffloadedModelError, match=r"a checkpoint is of an offloaded model \(got a LlamaForCausalLM"):
         trained(tmp_path, case, *ordinary(case), callbacks=keep)
     model, _ = in_bf16(window=2)
