@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from typing import NoReturn
 
 PathLike = str | os.PathLike[str]
@@ -41,6 +42,30 @@ def check_folder(name: str, path: PathLike) -> None:
         _try_in_nearest(os.path.realpath(text))
     except OSError as error:
         _refuse(name, "a folder", text, error.strerror or str(error))
+
+
+def check_save(
+    save: PathLike, *, folders: Iterable[tuple[str, PathLike]], files: Iterable[tuple[str, PathLike | None]]
+) -> None:
+    """Raises ValueError unless a model can be saved in ``save``, apart from the run's other ``folders`` and ``files``.
+
+    Those are there from the beginning, each by its setting's name, and the model's folder appears as a whole in the
+    end: it may be in one of the folders, but it can hold none of them, nor a file.
+    """
+    check_folder("save", save)
+    own = os.path.realpath(save)
+    check_folder("save's parent", os.path.dirname(own))  # it is written beside its name
+    for name, path, is_file in [*((*one, False) for one in folders), *((*one, True) for one in files)]:
+        if path is None:
+            continue
+        other = os.path.realpath(path)
+        shared = os.path.commonpath([own, other])
+        if shared == own or (shared == other and is_file):
+            where = "the same" if own == other else "in it" if shared == own else "a file above it"
+            raise ValueError(
+                f"save must be a folder that holds none of the run's other outputs (got save={os.fspath(save)!r} and "
+                f"{name}={os.fspath(path)!r}, which is {where}); pass another path for one of them"
+            )
 
 
 def _try_in_nearest(folder: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from stronghold.lab.outputs import check_file, check_folder
+from stronghold.lab.outputs import check_file, check_folder, check_save
 from stronghold.settings import OffloadSettings, check_one_of, check_optimizer
 from stronghold.units import format_bytes, parse_bytes
 
@@ -197,15 +197,20 @@ class TrainSettings:
                 f"multiple of {replicas}"
             )
 
+    @property
+    def save_folder(self) -> str:
+        """Where the model goes at the end, or where the run is interrupted."""
+        return os.path.join(self.out, "model") if self.save is None else self.save
+
     def check_outputs(self) -> None:
         """Raises ValueError for a place that the run is to write to and cannot. Leaves nothing there."""
         check_folder("out", self.out)
-        if self.save is not None:
-            check_folder("save", self.save)
-            check_folder("save's parent", os.path.dirname(os.path.realpath(self.save)))  # it is written beside its name
-        for name in ("log", "record"):
-            if (path := getattr(self, name)) is not None:
+        files = [(name, getattr(self, name)) for name in ("log", "record")]
+        for name, path in files:
+            if path is not None:
                 check_file(name, path)
+        stores = [("store", path) for path in self.offload.directories]
+        check_save(self.save_folder, folders=[("out", self.out), *stores], files=files)
 
     def begun(self, before: Mapping[str, Any] | None = None) -> TrainSettings:
         """Returns these settings with the schedule of the learning rate in them, as far as it was left open.

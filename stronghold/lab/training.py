@@ -93,9 +93,8 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
         run, console = records_of(processes.rank, settings), Console(quiet=True)
     if isinstance(settings.device_limit, int):
         limit_memory(settings.device, settings.device_limit)
-    save_folder = os.path.join(run.out, "model") if run.save is None else run.save
     run.check_outputs()
-    check_save_folder(save_folder)
+    check_save_folder(run.save_folder)
     if not settings.resume:
         check_run_folder(run.out)
     checkpoints = RunCheckpoints(settings, lambda line: console.print(line, soft_wrap=True, markup=False), processes)
@@ -161,7 +160,7 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
                 soft_wrap=True,
                 markup=False,
             )
-        saved = save_folder if prepared.saves and (interrupted or run.save) else None
+        saved = run.save_folder if prepared.saves and (interrupted or run.save) else None
         if saved is not None:
             save_with_others(model, saved, partial(write_files, tokenizer.files), is_tokenizer_file)
             console.print(f"model saved in {saved}", soft_wrap=True)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from stronghold.lab.outputs import check_file, check_folder
+from stronghold.lab.outputs import check_file, check_folder, check_save
 
 
 def test_a_check_leaves_nothing_and_changes_nothing(tmp_path):
@@ -43,3 +43,37 @@ def test_what_cannot_be_written_is_refused_with_its_reason(tmp_path, monkeypatch
     (tmp_path / "dangling").symlink_to("file/below")
     with pytest.raises(ValueError, match=f"^out must be a (file|folder) that can be written .got '{path}': {reason}"):
         check("out", path)
+
+
+@pytest.mark.parametrize(
+    ("save", "refused"),
+    [
+        ("run", "out='run', which is the same"),
+        ("./run/../run/", "out='run', which is the same"),
+        ("link", "out='run', which is the same"),
+        (".", "out='run', which is in it"),
+        ("logs", "log='logs/here/log.txt', which is in it"),
+        ("logs/here/log.txt", "log='logs/here/log.txt', which is the same"),
+        ("logs/here/log.txt/below", "log='logs/here/log.txt', which is a file above it"),
+        ("disk", "store='disk/two', which is in it"),
+        ("run/model", None),
+        ("link/model", None),
+        ("runs", None),
+        ("disk/two/model", None),
+        ("logs/here/model", None),
+    ],
+)
+def test_a_model_is_saved_where_nothing_else_of_the_run_is(tmp_path, monkeypatch, save, refused):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("run")
+    places = {
+        "folders": [("out", "run"), ("store", "one"), ("store", "disk/two")],
+        "files": [("log", "logs/here/log.txt"), ("record", None)],
+    }
+    if refused is None:
+        check_save(save, **places)
+    else:
+        told = rf"^save must be .*\(got save='{save}' and {refused}\); pass another path for one"
+        with pytest.raises(ValueError, match=told):
+            check_save(save, **places)
+    assert os.listdir(tmp_path) == ["link"]

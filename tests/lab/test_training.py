@@ -97,6 +97,31 @@ def test_it_trains_as_a_loop_written_by_hand(settings, text):
     assert "TFLOPS with recomputation" in shown
 
 
+@pytest.mark.parametrize(
+    ("save", "others", "told"),
+    [
+        ("run", {}, r"out='.*/run', which is the same"),
+        ("", {}, r"out='.*/run', which is in it"),
+        ("kept", {"log": "kept/log.txt"}, r"log='.*/kept/log.txt', which is in it"),
+        ("kept", {"record": "kept"}, r"record='.*/kept', which is the same"),
+        ("kept", {"store": "kept"}, r"store='.*/kept', which is the same"),
+        (None, {"log": "run/model/log.txt"}, r"log='.*/run/model/log.txt', which is in it"),
+    ],
+)
+def test_a_model_that_could_not_be_saved_beside_the_runs_outputs_is_refused_first(
+    settings, tmp_path, save, others, told
+):
+    """The run wrote into its folder, trained, and lost the model in the end."""
+    places = {name: str(tmp_path / path) for name, path in others.items()}
+    offload = OffloadSettings(store=places.pop("store", "ram"))
+    save = save if save is None else str(tmp_path / save)
+    wanted = dataclasses.replace(settings, save=save, offload=offload, **places)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=rf"save must be .* none of the run's other outputs .*{told}\); pass another"):
+        run(wanted)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_compiled_layers_train_as_a_loop_written_by_hand(settings, text):
     _, shown = run(dataclasses.replace(settings, offload=OffloadSettings(window=1, compile="aot_eager")))
     losses, _, _ = by_hand(settings, text)

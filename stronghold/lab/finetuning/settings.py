@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from stronghold.checkpoint.quantising import KINDS
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.tokens import LOSSES
-from stronghold.lab.outputs import check_file, check_folder
+from stronghold.lab.outputs import check_file, check_folder, check_save
 from stronghold.settings import OffloadSettings, check_one_of, check_optimizer
 
 SCHEDULERS = (
@@ -192,10 +191,10 @@ class FinetuneSettings:
     def check_outputs(self) -> None:
         """Raises ValueError for a place that the run is to write to and cannot. Leaves nothing there."""
         check_folder("out", self.out)
-        check_folder("save", self.save)
-        check_folder("save's parent", os.path.dirname(os.path.realpath(self.save)))  # it is written beside its name
         if self.log is not None:
             check_file("log", self.log)
+        stores = [("store", path) for path in self.offload.directories]
+        check_save(self.save, folders=[("out", self.out), *stores], files=[("log", self.log)])
 
     def learned(self) -> dict[str, Any]:
         """Returns what decides which numbers the run learns: what a run that goes on must have as it began."""

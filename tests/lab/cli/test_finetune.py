@@ -184,6 +184,10 @@ def test_a_runs_file_that_is_wrong_is_told_with_its_line(
         ("model chats.jsonl --targets , --lora", "targets must be names"),
         ("model chats.jsonl --wandb mine --seq 32", "wandb is not installed"),
         ("model chats.jsonl --seq 32 --save chats.jsonl", "save must be a folder"),
+        ("model chats.jsonl --seq 32 --save runs/a --out runs/a", "and out='runs/a', which is the same"),
+        ("model chats.jsonl --seq 32 --save runs", "other outputs (got save='runs' and out='runs/"),
+        ("model chats.jsonl --seq 32 --save new --log new/log.txt", "log='new/log.txt', which is in it"),
+        ("model chats.jsonl --seq 32 --save new --store new/store", "store='new/store', which is in it"),
         ("model chats.jsonl --seq 32 --save full", "a folder to save in must be new, empty or hold a model"),
     ],
 )
