@@ -31,10 +31,9 @@ from stronghold.unit import Unit, is_packed, unit_of
 from stronghold.units import parse_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WEIGHTS = ("*.safetensors", "pytorch_model*")
 _ADAPTERS = ("adapter_model*", ADAPTER_CONFIG)
 """What saving adapters replaces in a folder; the rest, such as the model that they are of, stays."""
-_REPLACED = (*_WEIGHTS, INDEX, "config.json", "generation_config.json", *_ADAPTERS)
+_REPLACED = ("*.safetensors", "pytorch_model*", INDEX, "config.json", "generation_config.json", *_ADAPTERS)
 """What saving a model replaces in a folder; the rest, such as a tokenizer, stays."""
 
 
@@ -390,24 +389,29 @@ def _keep_others(folder: Path, partial: Path, replaces: Callable[[Path], bool]) 
         if replaces(path):
             continue
         if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, partial / path.name, symlinks=True)
-        elif not (_matches(path, _WEIGHTS) and _linked(path, partial / path.name)):
-            shutil.copy2(path, partial / path.name, follow_symlinks=False)
+            shutil.copytree(path, partial / path.name, symlinks=True, copy_function=_keep)
+        else:
+            _keep(path, partial / path.name)
 
 
 def _matches(path: Path, patterns: Sequence[str]) -> bool:
     return any(path.match(pattern) for pattern in patterns)
 
 
-def _linked(path: Path, other: Path) -> bool:
-    """Gives a file a second name, where its file system can: a base may be larger than what the disk has left."""
-    if path.is_symlink():
-        return False
-    try:
-        os.link(path, other)
-    except OSError:
-        return False
-    return True
+def _keep(path: str | Path, other: str | Path) -> None:
+    """Gives a file a second name, under which whoever has it open goes on with it: a log, or a store in use.
+
+    A base may be larger, too, than what the disk has left. Where its file system cannot, it is copied.
+    """
+    path = Path(path)
+    if path.name != "README.md" and not path.is_symlink():  # PEFT writes into the one that it finds
+        try:
+            os.link(path, other)
+        except OSError:
+            pass
+        else:
+            return
+    shutil.copy2(path, other, follow_symlinks=False)
 
 
 def _class_of(settings: dict[str, Any]) -> Any:

@@ -16,11 +16,12 @@ from torch import nn
 
 import stronghold
 from stronghold.checkpoint.pretrained import check_save_folder
+from stronghold.errors import StoreError
 from stronghold.lab.models.files import load_model
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.unit import unit_of
 from tests.reference import CASES, decay_groups, train
-from tests.small import Residual
+from tests.small import ADAMW, Residual, assert_same_models, numbers, ordinary_loop
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=2, sequence=16, vocabulary=300, dropout=0.25)
 
@@ -243,6 +244,32 @@ def test_saving_replaces_a_model_and_nothing_else(tmp_path):
     assert (tmp_path / "letters" / "draft.txt").read_text() == "dear"
     (tmp_path / "empty").mkdir()
     check_save_folder(tmp_path / "empty")
+
+
+def test_what_is_in_use_in_the_folder_goes_on_there(tmp_path):
+    """The store that the model itself is in, and a log that is open."""
+    folder, store = tmp_path / "out", tmp_path / "out" / "store"
+    stronghold.save(Residual(), folder)
+    model = stronghold.offload(Residual(), store=store, window=1, device="cpu")
+    optimizer = stronghold.AdamW(model.parameters(), **ADAMW)
+    with open(folder / "log.txt", "w") as log:
+        print("before", file=log, flush=True)
+        stronghold.save(model, folder)
+        print("after", file=log, flush=True)
+    assert (folder / "log.txt").read_text() == "before\nafter\n"
+    with pytest.raises(StoreError, match="in use by another model"):
+        stronghold.offload(Residual(), store=store, window=1, device="cpu")
+    plain = Residual()
+    plain.load_state_dict(model.state_dict())
+    expected = torch.optim.AdamW(plain.parameters(), **ADAMW)
+    for each, steps in ((model, optimizer), (plain, expected)):
+        torch.manual_seed(1)
+        ordinary_loop(each, steps, numbers(2))
+    stronghold.checkpoint.save(store, model, optimizer)
+    stronghold.close(model)
+    again = stronghold.offload(Residual(), store=store, weights=store, device="cpu")
+    stronghold.checkpoint.load(store, again, stronghold.AdamW(again.parameters(), **ADAMW))
+    assert_same_models(again, plain)
 
 
 def test_where_a_link_points_to_is_replaced_and_the_link_stays(tmp_path):
