@@ -67,7 +67,11 @@ class Watch(TrainerCallback):
             self._display = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Called when Trainer knows how many steps there are, and has loaded what it goes on from."""
+        """Called when Trainer knows how many steps there are, and has loaded what it goes on from.
+
+        That has the intervals of the run that wrote it, which may be others than those of this one.
+        """
+        state.compute_steps(args, state.max_steps)
         self.done, self.total = state.global_step, state.max_steps
         self._begin(state.max_steps)
         self._display = StepDisplay(self._console, state.max_steps).__enter__()

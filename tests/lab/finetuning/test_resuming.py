@@ -125,6 +125,24 @@ def test_a_checkpoint_is_a_model_to_load(tmp_path: Path, adapters: Any) -> None:
     assert ("stronghold" in names) == (adapters is None)
 
 
+def test_it_goes_on_at_the_intervals_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = runs.settings(tmp_path, checkpoint_every=3)
+    wanted = replace(wanted, data=replace(wanted.data, held_out=2), eval_every=2)  # 10 steps
+    runs.run(wanted)
+    other = replace(wanted, out=str(tmp_path / "other"), save=str(tmp_path / "other-model"))
+    with monkeypatch.context() as patch:
+        stop_after(4, patch)
+        runs.run(replace(other, eval_every=4, checkpoint_every=4))
+    runs.run(replace(other, resume=True))
+    assert runs.losses(other) == runs.losses(wanted)
+    assert [record["step"] for record in runs.records(other, "checkpoint")] == [4, 5, 6, 9, 10]
+    evaluations = {record["step"]: record["loss"] for record in runs.records(other, "evaluation")}
+    expected = {record["step"]: record["loss"] for record in runs.records(wanted, "evaluation")}
+    assert [*evaluations] == [4, 6, 8, 10]
+    assert [*expected] == [2, 4, 6, 8, 10]
+    assert evaluations.items() <= expected.items()
+
+
 def damaged(folder: Path, how: str) -> None:
     if how == "killed while it wrote":
         (folder / SEAL).unlink()
@@ -240,6 +258,7 @@ def test_damaged_checkpoints_do_not_count_among_the_newest_that_stay(
     assert "after step 4" in shown
     kept = {path.name for path in Path(wanted.out).glob("checkpoint-*")}
     assert kept == {"checkpoint-7", "checkpoint-8", "checkpoint-12"}, "what is later stays until the run is there"
+    assert [record["step"] for record in runs.records(wanted, "checkpoint")] == [4, 6, 7]
     assert "after step 7" in runs.run(one)
     assert runs.losses(wanted) == expected
     assert {path.name for path in Path(wanted.out).glob("checkpoint-*")} == {"checkpoint-12"}
