@@ -20,8 +20,7 @@ from stronghold.formats.manifest import NAME, Manifest, read_manifest
 from stronghold.formats.reader import verify
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.tokens import Tokenizer
-from stronghold.lab.records.json_lines import read_records
-from stronghold.lab.records.runs import LOG_NAME
+from stronghold.lab.records.runlog import check_begins_anew
 from stronghold.lab.settings import TrainSettings
 from stronghold.store import forget
 from stronghold.unit import ONE_PROCESS, ProcessGroup, from_rank0
@@ -183,7 +182,7 @@ class RunCheckpoints:
                     f"a run goes on from an intact checkpoint (got {len(self._skipped)} in {self._folder}, all "
                     f"damaged: {'; '.join(self._skipped.values())}); restore one, or begin a run in another folder"
                 )
-            self._check_log()
+            check_begins_anew(self._settings.out)
             say(f"resume     no checkpoint in {self._folder} yet: beginning with step 1")
             return
         extra = from_plain(self._manifest.extra)
@@ -230,18 +229,6 @@ class RunCheckpoints:
         here = self._settings.begun(there or None).flat()
         same_folder = os.path.abspath(there.get("out", "")) == os.path.abspath(self._settings.out)
         return same_folder and all(here[name] == there[name] for name in SAME if name in there)
-
-    def _check_log(self) -> None:
-        """Refuses to begin anew over a run that was complete, or never kept checkpoints."""
-        path = Path(self._settings.out) / LOG_NAME
-        records = read_records(path).records if path.exists() else ()
-        events = [record.get("event") for record in records]
-        kept = any(r.get("event") == "start" and r["settings"].get("checkpoint_every") is not None for r in records)
-        if "end" in events or ("step" in events and not kept):
-            raise ValueError(
-                f"a run goes on from a checkpoint (got {self._settings.out!r}, which has a {LOG_NAME} and no "
-                "checkpoint, so that its run would be overwritten); pass another folder, or remove that one"
-            )
 
 
 def _settings_of(manifest: Manifest) -> dict[str, Any]:

@@ -200,13 +200,13 @@ def test_without_a_checkpoint_it_begins_and_says_so(settings: TrainSettings, exp
 def test_a_run_that_kept_none_is_not_overwritten(settings: TrainSettings) -> None:
     run(settings, checkpoint_every=None, steps=2)
     before = losses(settings.out)
-    with pytest.raises(ValueError, match="no checkpoint, so that its run would be overwritten"):
+    with pytest.raises(ValueError, match="no whole checkpoint, so that its run would be overwritten"):
         run(settings, resume=True)
     assert losses(settings.out) == before
     shutil.rmtree(settings.out)
     run(settings)
     shutil.rmtree(os.path.join(settings.out, "checkpoints"))
-    with pytest.raises(ValueError, match="no checkpoint, so that its run would be overwritten"):
+    with pytest.raises(ValueError, match="no whole checkpoint, so that its run would be overwritten"):
         run(settings, resume=True)
 
 

@@ -50,8 +50,8 @@ def seal(path: Path, *, step: int, learned: Mapping[str, Any], data: int) -> Non
 def newest(out: str | Path, say: Callable[[str], None]) -> tuple[Checkpoint | None, set[Path]]:
     """Returns the newest checkpoint in the folder ``out`` that is whole, and the later ones, which are not.
 
-    ``say`` is told of each of these. None is for a folder without any checkpoint; raises CheckpointError where there
-    are some, and none of them is whole.
+    ``say`` is told of each of these. None is for a folder where none was ever written to its end; raises
+    CheckpointError where some were, and none of them is whole.
     """
     paths, problems = _paths(out), dict[Path, str]()
     for path in reversed(paths):
@@ -60,12 +60,12 @@ def newest(out: str | Path, say: Callable[[str], None]) -> tuple[Checkpoint | No
         except (StrongholdError, OSError) as error:
             problems[path] = f"{path}: {error}"
             say(f"skipped    {path}: {error}")
-    if problems:
+    if any((path / SEAL).exists() for path in problems):
         raise CheckpointError(
             f"a run goes on from a whole checkpoint (got {len(problems)} in {out}, none of them whole: "
             f"{'; '.join(problems.values())}); restore one, or begin a run in another folder"
         )
-    return None, set()
+    return None, set(problems)
 
 
 def check_same(found: Checkpoint, learned: Mapping[str, Any], data: int) -> None:

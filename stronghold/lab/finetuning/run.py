@@ -26,7 +26,7 @@ from stronghold.lab.finetuning.shown import before_rows, data_line
 from stronghold.lab.finetuning.tokens import Encoder, load_chat_tokenizer
 from stronghold.lab.models.files import vocabulary_of
 from stronghold.lab.records.json_lines import describe_machine
-from stronghold.lab.records.runlog import RunLog, check_run_folder
+from stronghold.lab.records.runlog import RunLog, check_begins_anew, check_run_folder
 from stronghold.lab.records.runs import Summary, summarize
 from stronghold.lab.stops import Output, Stop, taking_signals
 from stronghold.lab.training import TrainingError
@@ -87,8 +87,8 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
             settings = replace(settings, experts_per_part=found.learned.get("experts_per_part"))
         check_same(found, settings.learned(), fingerprint)
     elif settings.resume:
-        check_run_folder(settings.out)
-        say(f"resume     no checkpoint in {settings.out} yet: beginning with step 1")
+        check_begins_anew(settings.out)
+        say(f"resume     no whole checkpoint in {settings.out} yet: beginning with step 1")
 
     from stronghold.lab.finetuning.packing import check_apart
     from stronghold.lab.finetuning.trainer import check_scheduler, make_trainer, save_model

@@ -134,6 +134,22 @@ def check_run_folder(folder: str | Path) -> None:
         )
 
 
+def check_begins_anew(folder: str | Path) -> None:
+    """Raises ValueError where ``folder``, without a whole checkpoint, holds a run that is complete or never kept any.
+
+    What is left of one that died before its first checkpoint is not: it begins anew.
+    """
+    path = Path(folder) / LOG_NAME
+    records = read_records(path).records if path.exists() else ()
+    events = [record.get("event") for record in records]
+    kept = any(r.get("event") == "start" and r["settings"].get("checkpoint_every") is not None for r in records)
+    if "end" in events or ("step" in events and not kept):
+        raise ValueError(
+            f"a run goes on from a checkpoint (got {str(folder)!r}, which has a {LOG_NAME} and no whole checkpoint, so "
+            "that its run would be overwritten); pass another folder, or remove that one"
+        )
+
+
 def _open(path: Path, mode: str) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

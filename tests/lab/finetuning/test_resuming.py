@@ -21,6 +21,7 @@ from stronghold.lab.finetuning import run as runner
 from stronghold.lab.finetuning import watch
 from stronghold.lab.finetuning.checkpoints import SEAL, prune
 from stronghold.lab.finetuning.settings import CourseSettings, FinetuneSettings
+from stronghold.lab.training import TrainingError
 from stronghold.settings import OffloadSettings
 from tests.lab.finetuning import runs, small
 from tests.lab.finetuning.runs import LORA
@@ -174,8 +175,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path, how: str, 
     assert (Path(wanted.out) / "checkpoint-12" / SEAL).is_file()
     for number in (4, 8, 12):
         damaged(Path(wanted.out) / f"checkpoint-{number}", how)
-    with pytest.raises(CheckpointError, match=r"from a whole checkpoint \(got 3 in .*, none of them whole: "):
+    kind, told = CheckpointError, r"from a whole checkpoint \(got 3 in .*, none of them whole: "
+    if how == "killed while it wrote":  # none is there, and the log is one of a complete run
+        kind, told = ValueError, "no whole checkpoint, so that its run would be overwritten"
+    before = runs.records(wanted, "step")
+    with pytest.raises(kind, match=told):
         runs.run(replace(wanted, resume=True))
+    assert runs.records(wanted, "step") == before
 
 
 def refused(wanted: FinetuneSettings) -> str:
@@ -208,8 +214,53 @@ def test_other_settings_or_data_are_refused(tmp_path: Path) -> None:
 def test_to_resume_where_there_is_none_yet_begins(tmp_path: Path) -> None:
     wanted = runs.settings(tmp_path, resume=True)
     shown = runs.run(wanted)
-    assert f"no checkpoint in {wanted.out} yet: beginning with step 1" in shown
+    assert f"no whole checkpoint in {wanted.out} yet: beginning with step 1" in shown
     assert len(runs.losses(wanted)) == 12
+
+
+def killed(wanted: FinetuneSettings, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs until the step after ``step`` begins, which fails, and leaves what a killed process leaves."""
+
+    def fail(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == step:
+            raise RuntimeError("the machine is gone")
+
+    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="the machine is gone"):
+        patch.setattr(watch.Watch, "on_step_begin", fail)
+        runs.run(wanted)
+
+
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("step", [2, 4], ids=["before its first checkpoint", "while it wrote its first checkpoint"])
+def test_a_run_that_was_killed_without_a_whole_checkpoint_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, adapters: Any
+) -> None:
+    whole = runs.settings(tmp_path, adapters=adapters)
+    runs.run(whole)
+    wanted = replace(whole, out=str(tmp_path / "killed"), save=str(tmp_path / "killed-model"), checkpoint_every=4)
+    killed(wanted, step, monkeypatch)
+    assert runs.losses(wanted) == runs.losses(whole)[:step]
+    folder = Path(wanted.out) / "checkpoint-4"
+    assert folder.exists() == (step == 4)
+    if step == 4:
+        damaged(folder, "killed while it wrote")
+    shown = runs.run(replace(wanted, resume=True))
+    assert ("it was not written to its end" in shown) == (step == 4)
+    assert f"no whole checkpoint in {wanted.out} yet: beginning with step 1" in shown
+    assert runs.losses(wanted) == runs.losses(whole)
+    assert [record["step"] for record in runs.records(wanted, "checkpoint")] == [4, 8, 12]
+    assert {path.name for path in Path(wanted.out).glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-12"}
+    found = weights(wanted)
+    for key, value in weights(whole).items():
+        assert torch.equal(found[key], value), key
+
+
+def test_a_run_that_kept_no_checkpoints_is_not_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = runs.settings(tmp_path)
+    killed(wanted, 2, monkeypatch)
+    before = runs.losses(wanted)
+    assert "no whole checkpoint, so that its run would be overwritten" in refused(wanted)
+    assert runs.losses(wanted) == before
 
 
 def test_a_seal_that_cannot_be_read_is_no_seal(tmp_path: Path) -> None:
