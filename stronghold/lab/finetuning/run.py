@@ -121,9 +121,9 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
     def begin(steps: int) -> None:
         console.print(table("plan", before_rows(settings, placed, steps=steps, done=done)))
 
-    with RunLog(
-        settings.out, text=settings.log, after=found.step if found else (0 if settings.resume else None)
-    ) as log:
+    after = found.step if found else (0 if settings.resume else None)
+    # A signal while the model is saved must not lose it: the save is waited for, as a step is.
+    with taking_signals(stop), RunLog(settings.out, text=settings.log, after=after) as log:
         log.start(start)
         watch = Watch(
             settings,
@@ -137,8 +137,7 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
         )
         trainer.add_callback(watch)
         try:
-            with taking_signals(stop):
-                trainer.train(resume_from_checkpoint=None if found is None else str(found.path))
+            trainer.train(resume_from_checkpoint=None if found is None else str(found.path))
         except Exception as error:
             if isinstance(error, OSError) or not watch.total:  # nothing was trained yet
                 raise

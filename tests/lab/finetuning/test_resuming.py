@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stronghold.errors import BudgetError, CheckpointError
 from stronghold.lab.command import INTERRUPTED
 from stronghold.lab.finetuning import run as runner
-from stronghold.lab.finetuning import watch
+from stronghold.lab.finetuning import trainer, watch
 from stronghold.lab.finetuning.checkpoints import SEAL, prune
 from stronghold.lab.finetuning.settings import CourseSettings, FinetuneSettings
 from stronghold.lab.training import TrainingError
@@ -87,6 +87,30 @@ def test_after_an_interrupt_it_goes_on_to_the_bit(
     assert "12 of " in shown
     assert f"{stopped} of them done" in shown
     assert runs.losses(wanted) == expected
+    found = weights(wanted)
+    for key, value in weights(whole).items():
+        assert torch.equal(found[key], value), key
+
+
+def test_ctrl_c_while_the_model_is_saved_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = runs.settings(tmp_path)
+    runs.run(whole)
+    wanted = replace(whole, out=str(tmp_path / "late"), save=str(tmp_path / "late-model"))
+    save_model = trainer.save_model
+
+    def save(model: Any, folder: Any, tokenizer: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        save_model(model, folder, tokenizer)
+
+    monkeypatch.setattr(trainer, "save_model", save)
+    try:
+        outcome = runner.finetune(wanted)
+    except KeyboardInterrupt:
+        pytest.fail("the signal ended the run before its model was saved")
+    assert not outcome.interrupted
+    assert outcome.exit_code == 0
+    assert outcome.saved == wanted.save
+    assert runs.records(wanted, "end")[0]["saved"] == wanted.save
     found = weights(wanted)
     for key, value in weights(whole).items():
         assert torch.equal(found[key], value), key
