@@ -81,11 +81,13 @@ class Watch(TrainerCallback):
         self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Called when a step's update is under way."""
+        """Called when a step's update is under way.
+
+        An evaluation that is due is done first, for a run that goes on would not do it: schedulers follow some.
+        """
         self.done = state.global_step
         if self._stop.asked:
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Called with a step's loss, and with that of an evaluation."""

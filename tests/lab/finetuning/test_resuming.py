@@ -20,7 +20,7 @@ from stronghold.lab.command import INTERRUPTED
 from stronghold.lab.finetuning import run as runner
 from stronghold.lab.finetuning import trainer, watch
 from stronghold.lab.finetuning.checkpoints import SEAL, prune
-from stronghold.lab.finetuning.settings import CourseSettings, FinetuneSettings
+from stronghold.lab.finetuning.settings import BY_EVALUATION, CourseSettings, FinetuneSettings
 from stronghold.lab.training import TrainingError
 from stronghold.settings import OffloadSettings
 from tests.lab.finetuning import runs, small
@@ -90,6 +90,35 @@ def test_after_an_interrupt_it_goes_on_to_the_bit(
     found = weights(wanted)
     for key, value in weights(whole).items():
         assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("name", [*BY_EVALUATION, "linear"])
+def test_an_evaluation_that_is_due_is_done_before_an_interrupt_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    # No loss is better by ten: each evaluation has the scheduler halve the rate.
+    halving = {"patience": 0, "factor": 0.5, "threshold": 10.0, "threshold_mode": "abs", "min_lr": 0.0}
+    course = CourseSettings(lr=3e-3, scheduler=name, scheduler_options={} if name == "linear" else halving)
+    whole = runs.settings(tmp_path)
+    whole = replace(whole, course=course, data=replace(whole.data, held_out=2), eval_every=2)  # 10 steps
+    runs.run(whole)
+    rates = [record["lr"] for record in runs.records(whole, "step")]
+    if name != "linear":
+        assert len(set(rates)) == 4, "the rate follows the evaluations"
+    expected = [(record["step"], record["loss"]) for record in runs.records(whole, "evaluation")]
+    assert [step for step, _ in expected] == [2, 4, 6, 8, 10]
+
+    wanted = replace(whole, out=str(tmp_path / "stopped"), save=str(tmp_path / "stopped-model"))
+    with monkeypatch.context() as patch:
+        stop_after(5, patch)
+        assert runner.finetune(wanted).interrupted
+    resumed = replace(wanted, resume=True)
+    with monkeypatch.context() as patch:
+        stop_after(9, patch)  # in the last step of all
+        assert not runner.finetune(resumed).interrupted
+    assert [record["lr"] for record in runs.records(wanted, "step")] == rates
+    assert runs.losses(wanted) == runs.losses(whole)
+    assert [(record["step"], record["loss"]) for record in runs.records(wanted, "evaluation")] == expected
 
 
 def test_ctrl_c_while_the_model_is_saved_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
