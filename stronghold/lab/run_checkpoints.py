@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ SAME = (
         "max_grad_norm",
         "dtype",
         "batch",
+        "micro_batch",  # each has dropout of its own, and sums of its own
         "sequence",
         "seed",
         "compile",  # compiled layers round in their own way
@@ -191,10 +192,9 @@ class RunCheckpoints:
                 f"a run goes on from a checkpoint of `stronghold train` (got {self._manifest.directory}, which another "
                 "program saved); load it with stronghold.checkpoint.load"
             )
-        there = extra["settings"]
-        begun = self._settings.begun(there)
-        here = begun.flat()
-        if others := [name for name in SAME if name in there and here[name] != there[name]]:
+        begun = self._settings.begun(extra["settings"])
+        here, there = _learned(begun.flat()), _learned(extra["settings"])
+        if others := [name for name in here if name in there and here[name] != there[name]]:
             listed = ", ".join(f"{name}={here[name]!r}, which was {there[name]!r}" for name in others)
             raise ValueError(
                 f"a run goes on with the settings it began with (got {listed}, in {self._manifest.directory}); "
@@ -226,9 +226,20 @@ class RunCheckpoints:
     def _is_this_run(self, kept: Manifest) -> bool:
         extra = from_plain(kept.extra)
         there = extra.get("settings", {}) if isinstance(extra, dict) else {}
-        here = self._settings.begun(there or None).flat()
+        begun, now = _learned(there), _learned(self._settings.begun(there or None).flat())
         same_folder = os.path.abspath(there.get("out", "")) == os.path.abspath(self._settings.out)
-        return same_folder and all(here[name] == there[name] for name in SAME if name in there)
+        return same_folder and all(now[name] == begun[name] for name in now if name in begun)
+
+
+def _learned(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what of a run's settings, which an earlier version may have written, decides which numbers it learns."""
+    found = {name: settings[name] for name in SAME if name in settings}
+    samples = settings.get("micro_batch")
+    if samples is not None and samples >= settings["batch"]:  # as without
+        found["micro_batch"] = None
+    if settings.get("compile"):  # compiled layers that keep activations round in another way
+        found["activations"] = "keep" if settings["activations"] == "keep" else "recompute"
+    return found
 
 
 def _settings_of(manifest: Manifest) -> dict[str, Any]:

@@ -270,6 +270,21 @@ def test_a_run_goes_on_compiled_only_if_it_began_so(settings: TrainSettings) -> 
         run(settings, steps=8, resume=True, offload=compiled)
 
 
+def test_a_compiled_run_goes_on_with_the_activations_that_it_began_with(settings: TrainSettings) -> None:
+    graphs = {"backend": "aot_eager"}
+    run(settings, steps=4, offload=OffloadSettings(window=2, activations="keep", compile=graphs))
+    with pytest.raises(ValueError, match=r"got activations='recompute', which was 'keep', in .*step-000004"):
+        run(settings, steps=8, resume=True, offload=OffloadSettings(window=2, activations="host", compile=graphs))
+
+
+def test_all_samples_at_a_time_are_so_by_whatever_number(settings: TrainSettings, expected: Any) -> None:
+    run(settings, steps=9, offload=OffloadSettings(window=2, micro_batch=4))
+    assert losses(settings.out) == expected
+    shutil.rmtree(os.path.join(settings.out, "checkpoints", "step-000009"))
+    run(settings, resume=True, offload=OffloadSettings(window=2))
+    assert losses(settings.out) == expected
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_of_the_last_step(
     settings: TrainSettings, expected: Any, monkeypatch: pytest.MonkeyPatch, number: int
@@ -290,6 +305,7 @@ def test_a_signal_leaves_a_checkpoint_of_the_last_step(
     [
         ({"seed": 6}, r"got seed=6, which was 5, in .*step-000003"),
         ({"batch": 2, "sequence": 16}, r"got batch=2, which was 3, sequence=16, which was 32"),
+        ({"offload": OffloadSettings(window=2, micro_batch=1)}, r"got micro_batch=1, which was None, in .*step-000003"),
         ({"dtype": "bf16"}, r"got dtype='bf16', which was 'fp32'"),
         ({"model": ModelSettings(**{**SHAPE, "layers": 4})}, r"got layers=4, which was 3"),
         ({"optimizer": OptimizerSettings(lr=1e-3, betas=(0.8, 0.9))}, r"lr=0\.001.*betas=\(0\.8, 0\.9\)"),

@@ -22,6 +22,9 @@ SEAL = "finetune.json"
 _CHECKED = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "optimizer.pt", "adapter_model.safetensors")
 """What a run goes on from beside KeepEverything's folder, which has checksums of its own."""
 
+_NOTED_LATER = ("micro_batch", "activations")
+"""What checkpoints of earlier versions do not tell."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -71,9 +74,10 @@ def newest(out: str | Path, say: Callable[[str], None]) -> tuple[Checkpoint | No
 def check_same(found: Checkpoint, learned: Mapping[str, Any], data: int) -> None:
     """Raises ValueError where a run with other settings, or on other data, would go on from ``found``."""
     here = json.loads(json.dumps(learned, default=str))
-    others = [name for name in sorted({*here, *found.learned}) if here.get(name) != found.learned.get(name)]
+    there = {name: here[name] for name in _NOTED_LATER if name in here} | found.learned
+    others = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     if others:
-        listed = ", ".join(f"{name}={here.get(name)!r}, which was {found.learned.get(name)!r}" for name in others)
+        listed = ", ".join(f"{name}={here.get(name)!r}, which was {there.get(name)!r}" for name in others)
         raise ValueError(
             f"a run goes on with the settings it began with (got {listed}, in {found.path}); pass the same, or begin a "
             "run in another folder"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from stronghold.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from stronghold.checkpoint.kept_weights import METHODS, keep_quantised
 from stronghold.checkpoint.quantising import quantise
-from stronghold.engine import offload
+from stronghold.engine import offload, report
+from stronghold.engine.offload import known_engine
 from stronghold.formats.model_config import build
 from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.lab.finetuning.adapters import add_adapters
@@ -116,6 +118,13 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
         inputs=inputs,
         **given,
     )
+
+
+def settled(model: nn.Module, settings: FinetuneSettings) -> FinetuneSettings:
+    """Returns ``settings`` with what of them decides which numbers are learned as ``model``, placed by them, has it."""
+    engine = known_engine(model)
+    offload = replace(settings.offload, micro_batch=engine.micro_batch, activations=engine.compiling.activations)
+    return replace(settings, offload=offload, experts_per_part=report(model).experts_per_part)
 
 
 _OPEN: dict[str, tuple[Any, ...]] = {

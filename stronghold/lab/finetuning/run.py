@@ -19,7 +19,7 @@ from stronghold.checkpoint.pretrained import check_save_folder
 from stronghold.engine import report
 from stronghold.lab.finetuning.checkpoints import check_empty, check_same, newest
 from stronghold.lab.finetuning.encoded import Encoded, encode_rows, held_out
-from stronghold.lab.finetuning.model import build_base, place
+from stronghold.lab.finetuning.model import build_base, place, settled
 from stronghold.lab.finetuning.rows import read_rows
 from stronghold.lab.finetuning.settings import FinetuneSettings
 from stronghold.lab.finetuning.shown import before_rows, data_line
@@ -83,8 +83,7 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
         where = settings.data.eval_data or f"{settings.data.held_out:,} rows held out"
         say(data_line("evaluation", where, evaluation))
     if found is not None:
-        if settings.experts_per_part == "auto":  # states have the names of the parts that they are of
-            settings = replace(settings, experts_per_part=found.learned.get("experts_per_part"))
+        settings = settings.as_begun(found.learned)
         check_same(found, settings.learned(), fingerprint)
     elif settings.resume:
         check_begins_anew(settings.out)
@@ -96,8 +95,7 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
 
     check_scheduler(settings)
     model = place(model, settings, inputs=_inputs(settings, training) if settings.plans else None)
-    placed = report(model)
-    settings = replace(settings, experts_per_part=placed.experts_per_part)
+    placed, settings = report(model), settled(model, settings)
     if settings.data.packing:
         check_apart(model, vocabulary=vocabulary_of(model), device=torch.device(settings.device))
     trainer = make_trainer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from stronghold.checkpoint.quantising import KINDS
@@ -203,13 +203,37 @@ class FinetuneSettings:
         own = ("model", "dtype", "batch", "accumulate", "sequence", "epochs", "steps", "seed", "experts_per_part")
         found |= {name: getattr(self, name) for name in own} | {"adapters": self.adapters is not None}
         found.pop("update")  # no number that is learned depends on it
-        if self.offload.compile:  # compiled layers round in their own way
+        samples = self.offload.micro_batch  # each micro-batch has dropout of its own, and sums of its own
+        found["micro_batch"] = samples if isinstance(samples, int) and samples < self._samples else None
+        if self.offload.compile:  # compiled layers round in their own way, and where they keep activations in another
             found["compile"] = self.offload.compile
+            found["activations"] = "keep" if self.offload.activations == "keep" else "recompute"
         if self.course.scheduler in BY_EVALUATION:
             found["eval_every"] = self.eval_every
         else:
             found.pop("eval_data")
         return {name: list(one) if isinstance(one, tuple) else one for name, one in found.items()}
+
+    def as_begun(self, learned: Mapping[str, Any]) -> FinetuneSettings:
+        """Returns the settings of a run that goes on, of which :meth:`learned` was ``learned`` when it began.
+
+        What they leave to the planner, and numbers that are learned depend on, is what was settled then.
+        """
+        parts, samples, offload = self.experts_per_part, learned.get("micro_batch"), self.offload
+        if parts == "auto":  # states have the names of the parts that they are of
+            parts = learned.get("experts_per_part")
+        if samples is None and "micro_batch" in learned and self.plans and parts is None:
+            samples = self._samples  # all of them: None would leave it to the planner
+        if offload.micro_batch in (None, "auto"):
+            offload = replace(offload, micro_batch=samples)
+        if offload.compile and offload.activations == "auto":
+            offload = replace(offload, activations=learned.get("activations", "auto"))
+        return replace(self, experts_per_part=parts, offload=offload)
+
+    @property
+    def _samples(self) -> int:
+        """How many samples a layer has at a time where it has all of a batch."""
+        return 1 if self.data.packing else self.batch  # TRL puts the samples of a batch one behind the other
 
     def flat(self) -> dict[str, Any]:
         """Returns every setting by its own name, as a record holds them."""

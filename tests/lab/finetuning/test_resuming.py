@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stronghold.engine.planning import auto
 from stronghold.errors import BudgetError, CheckpointError
 from stronghold.lab.command import INTERRUPTED
 from stronghold.lab.finetuning import run as runner
@@ -345,6 +346,53 @@ def test_a_mixture_goes_on_in_the_parts_that_it_was_cut_into(tmp_path: Path, mon
         assert runs.records(one, "start")[0]["settings"]["experts_per_part"] == 2
     with pytest.raises(ValueError, match="experts_per_part=1, which was 2"):
         runner.finetune(replace(roomy, experts_per_part=1))
+
+
+def stopped(whole: FinetuneSettings, monkeypatch: pytest.MonkeyPatch) -> FinetuneSettings:
+    """Stops the run after two steps, in a folder of its own, and returns what goes on with it."""
+    wanted = replace(whole, out=whole.out + "-stopped", save=whole.save + "-stopped")
+    with monkeypatch.context() as patch:
+        stop_after(1, patch)
+        assert runner.finetune(wanted).interrupted
+    return replace(wanted, resume=True)
+
+
+PLANNED: dict[str, Any] = {"plans": True, "offload": OffloadSettings(activations="auto", resident="auto")}
+
+
+@pytest.mark.parametrize(("chosen", "other"), [(2, None), (None, 2)], ids=["parts of a batch", "the whole"])
+def test_a_run_goes_on_with_the_micro_batch_that_was_planned_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: int | None, other: int | None
+) -> None:
+    # Dropout draws for each micro-batch: with another number of them the losses would be others.
+    plain = runs.settings(
+        tmp_path, adapters=LORA, batch=4, steps=4, offload=OffloadSettings(window=1, micro_batch=chosen)
+    )
+    runs.run(plain)
+    with monkeypatch.context() as patch:
+        patch.setattr(auto, "micro_batches", lambda *_: (chosen,))
+        wanted = stopped(replace(plain, **PLANNED), monkeypatch)
+    assert runs.records(wanted, "start")[0]["settings"]["micro_batch"] == chosen
+    with monkeypatch.context() as patch:
+        patch.setattr(auto, "micro_batches", lambda asked, *_: (asked if isinstance(asked, int) else other,))
+        runs.run(wanted)
+    assert runs.losses(wanted) == runs.losses(plain)
+    with pytest.raises(ValueError, match=f"got micro_batch=1, which was {chosen}, in "):
+        runs.run(replace(wanted, plans=False, offload=OffloadSettings(window=1, micro_batch=1)))
+
+
+def test_compiled_layers_go_on_with_the_activations_that_they_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = {"backend": "aot_eager", "dynamic": True}
+    first = runs.settings(tmp_path, steps=4, offload=OffloadSettings(window=1, activations="keep", compile=graphs))
+    then = replace(first, plans=True, offload=OffloadSettings(activations="auto", compile=graphs))
+    stopped(first, monkeypatch)
+    found = replace(then, out=first.out + "-stopped", save=first.save + "-stopped", resume=True)
+    runs.run(found)
+    assert runs.records(found, "resume")[0]["settings"]["activations"] == "keep"
+    with pytest.raises(ValueError, match="got activations='recompute', which was 'keep', in "):
+        runs.run(replace(found, offload=OffloadSettings(window=1, compile=graphs)))
 
 
 def test_damaged_checkpoints_do_not_count_among_the_newest_that_stay(
