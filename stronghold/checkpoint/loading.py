@@ -27,6 +27,7 @@ from stronghold.checkpoint.unit_tensors import (
 )
 from stronghold.engine import Engine, uncompiled
 from stronghold.engine.adamw import AdamW
+from stronghold.engine.updates import wait_on_host
 from stronghold.errors import CheckpointError
 from stronghold.formats.lock import locked_to_read
 from stronghold.formats.manifest import Manifest, UnitFileEntry, name_of
@@ -180,7 +181,7 @@ def _put(
     """Puts the units and buffers of this process where they belong."""
     manifest = checkpoint.manifest
     engine.close_backward()
-    optimizer.wait()
+    wait_on_host(engine)
     for unit in engine.units:
         engine.take_writes(unit)  # now, for what is found later would be taken for a write into what is loaded here
     steps: dict[Tensor, float] = {

@@ -21,10 +21,15 @@ Found = Mapping[Unit, Mapping[int, HostGrad]]
 def check_complete(engine: Engine) -> None:
     """Raises OffloadedModelError where a backward pass has updated layers whose step has not come, or never will."""
     engine.close_backward()
-    if (optimizer := engine.own_optimizer) is not None:
-        optimizer.wait()
+    wait_on_host(engine)
     engine.gradients.check_dropped()
     engine.gradients.since_step.check_saved()
+
+
+def wait_on_host(engine: Engine) -> None:
+    """Blocks until every update under way is complete, whichever of the model's optimizers has asked for it."""
+    for unit in engine.units:
+        unit.wait_on_host()
 
 
 def take_step(engine: Engine, optimizer: HostAdamW) -> None:
