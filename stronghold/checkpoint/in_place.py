@@ -92,4 +92,6 @@ def load_in_place(kept: Manifest, engine: Engine, optimizer: AdamW, names: Names
         unit.rewritten()
         unit.supersede()
     assert isinstance(engine.store, DiskStore)
+    for other in engine.optimizers.others(optimizer):
+        other.distrust()  # its states were not kept, and where it has its moments the file may have those of then
     engine.store.loaded()

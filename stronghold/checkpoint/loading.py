@@ -65,7 +65,7 @@ def load(
     Args:
         directory: The checkpoint.
         model: An offloaded model with its parameters.
-        optimizer: Its optimizer, with the same groups.
+        optimizer: Its optimizer, with the same groups. Other optimizers of the model keep what states they have.
         scheduler: What was saved as such.
         verify: Whether every byte is read and compared with its checksum before anything changes, and again when it is
             loaded; without it, only then, and a damaged file leaves the model half loaded, which the error says. So it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def save(
     Args:
         directory: Where the checkpoint is to be: a new name, or the store's own directory.
         model: The offloaded model.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer. Of several over one model, the checkpoint holds the states of this one alone, and the
+            weights as all of them have updated them; ``save`` warns where another one has states.
         scheduler: One of ``torch.optim.lr_scheduler``, or what else has ``state_dict()``.
         extra: Numbers, texts, tensors and lists, tuples and dictionaries of them, such as the position in the data.
         format: ``"safetensors"``, or ``"dcp"`` for one of ``torch.distributed.checkpoint``, which other programs load:
@@ -85,6 +87,7 @@ def save(
     check_format(format)
     model = uncompiled(model)
     engine = engine_for(model, optimizer)
+    _tell_of_others(engine, optimizer)
     processes, directory = engine.processes, Path(os.path.realpath(directory))  # a link stays one
 
     def own_rest() -> dict[str, Any]:
@@ -119,6 +122,18 @@ def save(
     for unit, (name, entry) in written.items():
         remember(unit, optimizer, directory / name, entry)
     return directory
+
+
+def _tell_of_others(engine: Engine, optimizer: AdamW) -> None:
+    if engine.optimizers.others_have_states(optimizer):
+        warnings.warn(
+            "a checkpoint holds the states of the optimizer that it is saved with, and no others' (got one of several "
+            "over this model that have been used), so that a training would go on from it with new states for the "
+            "others; give one optimizer several groups of parameters, or keep the state_dict() of each other one "
+            "beside the checkpoint and load it behind checkpoint.load",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _check_new(directory: Path) -> None:

@@ -22,6 +22,17 @@ class Optimizers:
         """The one that was made last of those that are there."""
         return next((optimizer for made in reversed(self._made) if (optimizer := made()) is not None), None)
 
+    def others(self, optimizer: HostAdamW) -> list[HostAdamW]:
+        """Returns those that are there beside ``optimizer``."""
+        return [one for one in self._alive() if one is not optimizer]
+
+    def others_have_states(self, optimizer: HostAdamW) -> bool:
+        """Whether one of those beside ``optimizer`` has states; waits for its updates."""
+        if not any(any(one.state.values()) for one in self.others(optimizer)):
+            return False
+        gc.collect()  # one that is gone may have parameter groups that refer to one another
+        return any(any(one.state.values()) for one in self.others(optimizer))
+
     def add(self, optimizer: HostAdamW) -> None:
         """Notes one more; raises OffloadedModelError where the backward pass could not tell which of two updates."""
         if self._collide(optimizer):

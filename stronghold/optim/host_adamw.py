@@ -137,7 +137,11 @@ class HostAdamW(torch.optim.Optimizer):
             step = torch.tensor(steps[parameter], dtype=torch.float32)
             self._state[parameter] = as_state(step, self._moments.of(unit, index))
         if not zeroed:
-            self._moments.distrust()
+            self.distrust()
+
+    def distrust(self) -> None:
+        """Called when moments without a state hold what an earlier optimizer has left: their first use zeroes them."""
+        self._moments.distrust()
 
     def forget(self) -> None:
         """Gives the memory of the states back: called when the model is closed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 import stronghold
 from stronghold.optim import Update
-from tests.small import ADAMW, Residual, assert_close, numbers, ordinary_loop, pair
+from tests.small import ADAMW, Residual, assert_close, assert_same_states, numbers, ordinary_loop, pair
+
+pytestmark = pytest.mark.filterwarnings("ignore:a checkpoint holds the states of the optimizer")
 
 
 class Both:
@@ -92,3 +95,59 @@ def test_what_is_loaded_no_update_of_another_optimizer_changes(slow_updates: Non
     ordinary_loop(ours, both, numbers(1, seed=5))
     stronghold.checkpoint.load(path, ours, both.newer)
     assert_close(weights(ours), weights(plain))
+
+
+def test_a_reopened_store_gives_another_optimizer_no_moments_of_before(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    ours, both, plain, before = trained(store=store)
+    with pytest.warns(RuntimeWarning, match="the states of the optimizer that it is saved with, and no others'"):
+        stronghold.checkpoint.save(store, ours, both.older)
+    stronghold.close(ours)
+    again = stronghold.offload(Residual(), device="cpu", window=2, store=store, weights=store)
+    both, expected = Both(stronghold.AdamW, again), Both(torch.optim.AdamW, plain)
+    stronghold.checkpoint.load(store, again, both.older)
+    expected.older.load_state_dict(before.older.state_dict())
+    for model, optimizer in ((plain, expected), (again, both)):
+        torch.manual_seed(7)
+        ordinary_loop(model, optimizer, numbers(1, seed=5))
+    assert_close(weights(again), weights(plain))
+    assert_same_states(both.newer, expected.newer)
+    assert_same_states(both.older, expected.older)
+    stronghold.verify(again)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_other_optimizers_have_is_kept_beside_the_checkpoint(in_place: bool, tmp_path: Path) -> None:
+    """As the warning says; all then go on as plain PyTorch does that never stopped."""
+    placed = {"store": tmp_path / "store"} if in_place else {}
+    path = tmp_path / ("store" if in_place else "saved")
+    ours, both, plain, expected = trained(**placed)
+    with pytest.warns(RuntimeWarning, match=r"keep the state_dict\(\) of each other one beside") as told:
+        stronghold.checkpoint.save(path, ours, both.newer)
+    assert told[0].filename == __file__
+    torch.save(both.older.state_dict(), tmp_path / "older.pt")
+    stronghold.close(ours)
+    again = stronghold.offload(Residual(), device="cpu", window=2, **placed, **({"weights": path} if in_place else {}))
+    both = Both(stronghold.AdamW, again)
+    stronghold.checkpoint.load(path, again, both.newer)
+    both.older.load_state_dict(torch.load(tmp_path / "older.pt"))
+    for model, optimizer in ((plain, expected), (again, both)):
+        torch.manual_seed(7)
+        ordinary_loop(model, optimizer, numbers(2, seed=5))
+    assert_close(weights(again), weights(plain))
+    assert_same_states(both.newer, expected.newer)
+    assert_same_states(both.older, expected.older)
+
+
+def test_an_optimizer_that_is_gone_or_was_not_used_is_not_told_of(tmp_path: Path) -> None:
+    _, ours = pair(Residual)
+    optimizer = stronghold.AdamW(ours.parameters(), **ADAMW)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)  # both refer to one another
+    ordinary_loop(ours, optimizer, numbers(1))
+    del optimizer, scheduler
+    optimizer, unused = (stronghold.AdamW(ours.parameters(), **ADAMW) for _ in range(2))
+    ordinary_loop(ours, optimizer, numbers(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stronghold.checkpoint.save(tmp_path / "saved", ours, optimizer)
+    assert not unused.state_dict()["state"]
