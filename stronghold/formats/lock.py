@@ -14,7 +14,7 @@ LOCK = "lock"
 
 
 def lock_to_change(directory: Path) -> int:
-    """Takes the lock for a run, until the descriptor that it returns is closed. Raises StoreError."""
+    """Takes the lock for a run, until :func:`unlock` has the descriptor that it returns. Raises StoreError."""
     try:
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -26,6 +26,18 @@ def lock_to_change(directory: Path) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
     return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    """Gives a lock back, and closes the descriptor that :func:`lock_to_change` returned.
+
+    A child of fork, such as a worker of a DataLoader, has the descriptor as well, and to close it here alone would
+    leave the lock taken until the child ends. In a child this is not to be called: the lock is its parent's.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -43,7 +55,7 @@ def locked_to_read(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(descriptor)
+        unlock(descriptor)
 
 
 def _take(descriptor: int, kind: int, directory: Path) -> None:

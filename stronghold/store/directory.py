@@ -13,7 +13,7 @@ from typing import Any
 
 from stronghold.errors import CheckpointError, StoreError
 from stronghold.formats.content import parsed
-from stronghold.formats.lock import LOCK, lock_to_change
+from stronghold.formats.lock import LOCK, lock_to_change, unlock
 from stronghold.formats.manifest import NAME, PARTIAL, Manifest, put_partial, read_manifest, write_partial
 from stronghold.formats.sync import sync_directory
 from stronghold.units import format_bytes
@@ -180,7 +180,7 @@ class Directory:
             if path in self._made and path.exists() and [p.name for p in path.iterdir()] == [LOCK]:
                 (path / LOCK).unlink()
         for descriptor in self._locks:
-            os.close(descriptor)
+            unlock(descriptor)
         self._locks.clear()
         for path in reversed(self._made):
             if path.exists() and not any(path.iterdir()):

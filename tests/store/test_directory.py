@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import stronghold
 from stronghold.engine import engine_of
@@ -227,3 +228,26 @@ def test_a_store_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path, mon
     stronghold.close(model)
     assert (tmp_path / "begun" / "store" / "manifest.json").exists()
     assert not any((tmp_path / "gone to").iterdir())
+
+
+def test_a_lock_that_was_given_back_is_free_though_a_child_of_fork_lives(tmp_path):
+    """A worker of a DataLoader has its parent's descriptors."""
+    store = tmp_path / "store"
+    plain, model = layers(), start(store)
+    plain.load_state_dict(model.state_dict())
+    optimizer, expected = stronghold.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters())
+    data = DataLoader(torch.randn(2, 8), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    batches = iter(data)
+    batch = next(batches)
+    for one, its in ((model, optimizer), (plain, expected)):
+        one(batch).sum().backward()
+        its.step()
+    stronghold.checkpoint.save(store, model, optimizer)
+    stronghold.close(model)
+    loaded = stronghold.offload(layers(), window=1, device="cpu")
+    stronghold.checkpoint.load(store, loaded, stronghold.AdamW(loaded.parameters()))
+    again = stronghold.offload(layers(), store=store, weights=store, window=1, device="cpu")
+    stronghold.checkpoint.load(store, again, stronghold.AdamW(again.parameters()))
+    for found in (loaded, again):
+        torch.testing.assert_close(dict(found.state_dict()), dict(plain.state_dict()))
+    assert batches._workers[0].is_alive()
