@@ -23,6 +23,8 @@ ACTIVATIONS = ("recompute", "keep", "host", "disk")
 class OffloadSettings:
     """How a model is offloaded; the meaning of each is in ``stronghold.offload``.
 
+    ``store`` is kept as ``"ram"``, one text, or a tuple of several, whatever it was given as.
+
     Raises ValueError for a value out of range. What depends on the model (a window longer than its row of layers, a
     budget) is checked where the model is known.
     """
@@ -51,11 +53,11 @@ class OffloadSettings:
                     f"store={self.store!r}); pass one such as '/mnt/nvme/run1', or './{path}' for one of that name"
                 )
         named = [os.fspath(path) for path in paths]
-        if not isinstance(self.store, str) and named == ["ram"]:
-            named = [os.path.join(os.curdir, "ram")]  # a directory, where the text would be the word
+        if not isinstance(self.store, str):  # a directory, where the text would be the word
+            named = [os.path.join(os.curdir, name) if name in ("ram", "disk") else name for name in named]
         if not all(named) or len(set(map(os.path.realpath, named))) < len(named):
             raise ValueError(f"store must name each directory once (got {self.store!r})")
-        object.__setattr__(self, "store", os.pathsep.join(named))
+        object.__setattr__(self, "store", named[0] if len(named) == 1 else tuple(named))
         if self.micro_batch not in (None, "auto") and (
             not isinstance(self.micro_batch, int) or isinstance(self.micro_batch, bool) or self.micro_batch < 1
         ):
@@ -104,7 +106,9 @@ class OffloadSettings:
     @property
     def directories(self) -> list[str]:
         """The directories of a store on disk; none for one in host memory."""
-        return [] if self.store == "ram" else str(self.store).split(os.pathsep)
+        if isinstance(self.store, (str, os.PathLike)):
+            return [] if self.store == "ram" else [os.fspath(self.store)]
+        return [os.fspath(path) for path in self.store]
 
 
 @dataclass(frozen=True, kw_only=True)

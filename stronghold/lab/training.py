@@ -153,10 +153,11 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
                 console.print(f"the model is not saved: {why}", soft_wrap=True)
         if settings.keep_store:
             _keep_store(checkpoints, done, log)
-            where = settings.offload.store
+            where = settings.offload.directories
+            again = f"--store {where[0]}" if len(where) == 1 else "--plan, as before"  # which alone names several
             console.print(
-                f"kept       {where}: the run after step {done}, {format_bytes(report.disk_bytes)}; to go on: --resume "
-                f"--out {settings.out} --store {where}",
+                f"kept       {', '.join(where)}: the run after step {done}, {format_bytes(report.disk_bytes)}; to go "
+                f"on: --resume --out {settings.out} {again}",
                 soft_wrap=True,
                 markup=False,
             )

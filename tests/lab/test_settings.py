@@ -1,5 +1,6 @@
 """The settings of a training run: what is refused, and how they are recorded."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -74,13 +75,19 @@ def test_the_command_lines_word_for_a_directory_of_the_run_names_none(tmp_path, 
             OffloadSettings(store=store)
     for store, directories in (
         ("./disk", ["./disk"]),
-        (Path("disk"), ["disk"]),
+        (Path("disk"), ["./disk"]),
         ("./ram", ["./ram"]),
         (Path("ram"), ["./ram"]),
         ([Path("ram")], ["./ram"]),
+        ([Path("ram"), "b"], ["./ram", "b"]),
         ("ram", []),
+        ("run-12:30:05", ["run-12:30:05"]),
+        (Path("run-12:30:05"), ["run-12:30:05"]),
+        (["run-12:30:05", Path("b")], ["run-12:30:05", "b"]),
     ):
-        assert OffloadSettings(store=store).directories == directories
+        settings = OffloadSettings(store=store)
+        for same in (settings, OffloadSettings(**vars(settings)), OffloadSettings(**dataclasses.asdict(settings))):
+            assert same.directories == directories
     with pytest.raises(ValueError, match="store must be 'ram' alone"):
         stronghold.offload(Residual(), store="disk", device="cpu")
     assert list(tmp_path.iterdir()) == []

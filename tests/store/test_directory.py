@@ -230,6 +230,19 @@ def test_a_store_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path, mon
     assert not any((tmp_path / "gone to").iterdir())
 
 
+def test_a_colon_in_a_name_is_a_part_of_it(tmp_path):
+    store = tmp_path / "run-2025-11-27T12:30:05"
+    plain, model = layers(), start(str(store))
+    plain.load_state_dict(model.state_dict())
+    assert [p.name for p in tmp_path.iterdir()] == [store.name]
+    assert stronghold.checkpoint.save(str(store), model, stronghold.AdamW(model.parameters())) == store
+    stronghold.close(model)
+    again = stronghold.offload(layers(), store=str(store), weights=str(store), window=1, device="cpu")
+    stronghold.checkpoint.load(store, again, stronghold.AdamW(again.parameters()))
+    assert all(map(torch.equal, again.parameters(), plain.parameters()))
+    assert [p.name for p in tmp_path.iterdir()] == [store.name]
+
+
 def test_a_lock_that_was_given_back_is_free_though_a_child_of_fork_lives(tmp_path):
     """A worker of a DataLoader has its parent's descriptors."""
     store = tmp_path / "store"

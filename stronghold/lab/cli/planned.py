@@ -1,7 +1,6 @@
 """What `stronghold train` takes from a plan, and what an argument is that neither it nor the user says."""
 
 import argparse
-import os
 from typing import Any
 
 from stronghold.planner.training_plan import TrainingPlan
@@ -75,8 +74,8 @@ def settle(options: argparse.Namespace) -> None:
 
 def _said(plan: TrainingPlan) -> dict[str, Any]:
     settings = dict(plan.settings)
-    if isinstance(settings.get("store"), list):
-        settings["store"] = os.pathsep.join(settings["store"])
+    if isinstance(store := settings.get("store"), list):  # as OffloadSettings has it
+        settings["store"] = store[0] if len(store) == 1 else tuple(store)
     parallel = dict(plan.parallel)
     if "balance" in parallel:
         parallel["balance"] = tuple(parallel["balance"])

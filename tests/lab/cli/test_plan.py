@@ -1,5 +1,6 @@
 """`stronghold plan`, and a run by what it wrote."""
 
+import gc
 import json
 import re
 from dataclasses import replace
@@ -89,6 +90,21 @@ def test_a_run_follows_its_plan_and_says_how_far_that_was_off(capsys):
     settings = logged.get("settings", logged)
     assert (settings["states"], settings["batch"], settings["sequence"]) == ("8bit", 2, 32)
     assert settings["resident"] == plan.settings["resident"]
+
+
+def test_a_run_goes_on_in_the_directories_of_its_plan(capsys):
+    assert cli.main(["plan", *SHAPE, *STEP, "--machine", "laptop.json", "-o", "ram.json"]) == 0
+    plan = TrainingPlan.read("ram.json")
+    replace(plan, settings={**plan.settings, "store": ["run-12:30:05", "other"]}).write("plan.json")
+    run = ["train", "--plan", "plan.json", *SHAPE, "--data", "text.txt", "--out", "out"]
+    capsys.readouterr()
+    assert cli.main([*run, "--steps", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"kept +run-12:30:05, other: .* --resume --out out --plan, as before", printed)
+    assert not Path("run-12").exists() and list(Path("run-12:30:05").iterdir()) and list(Path("other").iterdir())
+    gc.collect()  # the store is given up with its model
+    assert cli.main([*run, "--steps", "3", "--resume"]) == 0
+    assert re.search(r"from \S*run-12:30:05, after step 2", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
