@@ -13,6 +13,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import ParallelMode
 
 from stronghold.checkpoint import load, save
 from stronghold.checkpoint.folder import remove
@@ -43,10 +44,10 @@ class KeepEverything(TrainerCallback, ExportableState):
     in ``args.resume_from_checkpoint``.
 
     Raises OffloadedModelError when training begins where the model is not offloaded, the optimizer is not its
-    :class:`stronghold.AdamW`, or Trainer would train on several GPUs of one process, ValueError for
-    ``save_only_model=True`` and ``save_total_limit=1``, with which a process that is killed while this callback saves
-    would leave nothing exact to resume from, and CheckpointError where the checkpoint that Trainer resumes from is
-    found without ours, and lost bits by that.
+    :class:`stronghold.AdamW`, or Trainer would train on several GPUs of one process or in several processes, ValueError
+    for ``save_only_model=True`` and ``save_total_limit=1``, with which a process that is killed while this callback
+    saves would leave nothing exact to resume from, and CheckpointError where the checkpoint that Trainer resumes from
+    is found without ours, and lost bits by that.
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,12 @@ class KeepEverything(TrainerCallback, ExportableState):
                 f"Trainer trains an offloaded model on one GPU of a process (got args.n_gpu={args.n_gpu}, to each of "
                 "which it would copy the model by torch.nn.DataParallel); set CUDA_VISIBLE_DEVICES=0, or train by "
                 "stronghold.replicate and a loop of your own in one process per GPU, which torchrun starts"
+            )
+        if args.parallel_mode == ParallelMode.DISTRIBUTED:
+            raise OffloadedModelError(
+                "Trainer trains an offloaded model in one process (got args.parallel_mode=DISTRIBUTED, whose gradients "
+                "DistributedDataParallel would average, which an offloaded model's do not reach); start it without "
+                "torchrun, or train by stronghold.replicate and a loop of your own in each process"
             )
         model, optimizer, engine = _trained(given)
         engine.keep_masters(True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.training_args import ParallelMode
 
 import stronghold.trainer
 from stronghold.errors import CheckpointError, OffloadedModelError
@@ -316,6 +317,22 @@ def test_several_gpus_of_one_process_are_refused_when_training_begins(
     monkeypatch.setattr(transformers, "TrainingArguments", TwoGPUs)
     model, optimizer = offloaded(CASES["llama"], window=2)
     with pytest.raises(OffloadedModelError, match=r"\(got args\.n_gpu=2.*set CUDA_VISIBLE_DEVICES=0"):
+        trained(tmp_path, CASES["llama"], model, optimizer, callbacks=[KeepEverything()])
+    assert not optimizer.state
+
+
+class SeveralProcesses(transformers.TrainingArguments):
+    """What Trainer finds in each of the processes that torchrun has started."""
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        return ParallelMode.DISTRIBUTED
+
+
+def test_several_processes_are_refused_when_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "TrainingArguments", SeveralProcesses)
+    model, optimizer = offloaded(CASES["llama"], window=2)
+    with pytest.raises(OffloadedModelError, match=r"parallel_mode=DISTRIBUTED.*train by stronghold\.replicate"):
         trained(tmp_path, CASES["llama"], model, optimizer, callbacks=[KeepEverything()])
     assert not optimizer.state
 

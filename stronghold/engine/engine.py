@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stronghold import native
 from stronghold.device import Device, Wait, Waits, check_process, forks, keep_freed_memory, return_free_memory
+from stronghold.engine.averaged import check_not_averaged
 from stronghold.engine.block import Block, Run
 from stronghold.engine.closing import end_with
 from stronghold.engine.compiled import Compiling
@@ -248,6 +249,7 @@ class Engine:
         if block.layer == 0 and not self._root.same():
             self.refuse_changes()
         if torch.is_grad_enabled():
+            check_not_averaged(self.units)
             self._hooks.on_layer(block.unit)
             if not block.is_kept_by_itself:  # there it may be autograd that holds weights
                 block.unit.will_run()
