@@ -75,7 +75,8 @@ def pipeline(
         machine: What ``stronghold.probe`` measured of the first process's machine, or its file; by default what is kept
             of it, if anything is. The processes there share its threads, and its messages count in what is planned.
         device: As for :func:`stronghold.offload`, for each process's part; so are ``dtype`` and ``weights``.
-        dtype: The compute type.
+        dtype: The compute type. Under ``torch.autocast`` each stage but the last must return the type that it returns
+            without it.
         weights: What gives the model its values.
         **settings: The other arguments of :func:`stronghold.offload`.
 

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from stronghold.distributed.stage_clock import StageClock
 from stronghold.distributed.watch import Watch
+from stronghold.errors import ParallelError
 
 
 class Stage(PipelineStage):
@@ -32,6 +33,7 @@ class Stage(PipelineStage):
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
+        self._announced = options["output_args"]
         self._watch, self._clock = watch, clock
         self._sent = sent
         self._begin_pass = begin_pass
@@ -45,9 +47,21 @@ class Stage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *arguments: Any, **options: Any) -> Any:
-        """Returns what is sent on in one piece: of a view with gaps, or in another order, the memory would be sent."""
+        """Returns what is sent on in one piece: of a view with gaps, or in another order, the memory would be sent.
+
+        Raises ParallelError where it is not what the next stage waits for, whose memory it would fill in part.
+        """
         output = super().forward_maybe_with_nosync(*arguments, **options)
-        return output if self.is_last else output.contiguous()
+        if self.is_last:
+            return output
+        kind, announced = (output.dtype, tuple(output.shape)), (self._announced.dtype, tuple(self._announced.shape))
+        if kind != announced:
+            raise ParallelError(
+                f"stage {self.stage_index} must return what stage {self.stage_index + 1} waits for, {announced[0]} of "
+                f"shape {announced[1]} (got {kind[0]} of shape {kind[1]}); instead of torch.autocast, which changes "
+                "what stages return, pass dtype=torch.bfloat16 to stronghold.pipeline"
+            )
+        return output.contiguous()
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         self._begin_pass(bwd_chunk_id, self._micro_batches)

@@ -128,7 +128,8 @@ class StagedModule(nn.Module):
         ``inputs`` and ``targets`` have the samples of the batch in their first dimension, which divides by the number
         of micro-batches in all replicas together. Each process passes the whole batch, though only the first stage
         computes with the inputs and the last with the targets, and each replica with its part. Raises ParallelError,
-        before anything is computed, where processes pass batches of different shapes.
+        before anything is computed, where processes pass batches of different shapes, and where a stage returns another
+        type under ``torch.autocast`` than without it, which the next stage waits for.
         """
         self._check(inputs, targets, training=True)
         before = self._sent.total()

@@ -380,12 +380,51 @@ def turned() -> list[str]:
 def without_shared_parameters(folder: str) -> dict[str, Any]:
     return {
         "turned": turned(),
+        "autocast": under_autocast(Adding),
         "unequal": bits(folder),
         "foreseen": fetches(foreseen=True),
         "by itself": fetches(foreseen=False),
         "let go": is_let_go(),
         "kept": keeps_names(folder),
     }
+
+
+class Adding(nn.Linear):
+    """A residual layer: under autocast it returns fp32 of fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(torch.tanh(x))
+
+
+def under_autocast(layer: type[nn.Linear]) -> list[str]:
+    """Trains stages under autocast beside the same micro-batches in plain PyTorch; returns what differs."""
+
+    def row() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(layer(8, 8) for _ in range(4)))
+
+    whole, model, different = row(), row(), list[str]()
+    names = {id(p): name for name, p in model.named_parameters()}
+    stages = stronghold.pipeline(model, loss=F.mse_loss, stages=2, micro_batches=2, balance="layers", device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [F.mse_loss(whole(one), two) / 2 for one, two in zip(x.chunk(2), y.chunk(2), strict=True)]
+        for loss in losses:
+            loss.backward()
+        if not torch.equal(stages.forward_backward(x, y), sum(losses).detach()):
+            different.append("loss")
+        if not torch.equal(stages.evaluate(x, y), sum(losses).detach()):
+            different.append("evaluation")
+    expected = dict(whole.named_parameters())
+    for parameter in stages.parameters():
+        if not torch.equal(parameter.grad, expected[names[id(parameter)]].grad):
+            different.append(f"gradient {names[id(parameter)]}")
+    return different
+
+
+def of_another_type() -> list[str]:
+    return under_autocast(nn.Linear)
 
 
 def keeps_names(folder: str) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 from stronghold.planner.link_bytes import boundary_bytes
 from tests.distributed import cases
-from tests.distributed.launched import launch
+from tests.distributed.launched import launch, start
 
 CASES = [(processes, number) for processes, some in cases.CASES.items() for number in range(len(some))]
 
@@ -94,6 +94,21 @@ def test_stages_without_shared_parameters_train_to_the_bit_as_micro_batches_do_i
 def test_stages_may_pass_on_views_of_their_activations(without_shared_parameters):
     """What is sent is one piece of memory, in the order in which the next stage reads it."""
     assert [found["turned"] for found in without_shared_parameters] == [[], []]
+
+
+def test_stages_under_autocast_train_as_one_process_does_where_they_pass_on_what_they_take(without_shared_parameters):
+    assert [found["autocast"] for found in without_shared_parameters] == [[], []]
+
+
+def test_a_stage_that_returns_another_type_under_autocast_is_refused(tmp_path):
+    """The next stage waits for fp32: of bf16 gloo filled half of its memory, and the rest was what was there."""
+    command = ["-m", "tests.distributed.launched", "tests.distributed.cases", "of_another_type", str(tmp_path)]
+    codes, said = start(command, 2, tmp_path)
+    assert 0 not in codes
+    assert (
+        "ParallelError: stage 0 must return what stage 1 waits for, torch.float32 of shape (2, 8) (got torch.bfloat16 "
+        "of shape (2, 8)); instead of torch.autocast, which changes what stages return, pass dtype=torch.bfloat16"
+    ) in said[0]
 
 
 def test_the_window_foresees_the_order_of_the_pipeline(without_shared_parameters):
