@@ -38,14 +38,15 @@ def replicate(
     each replica brings its share down and updates that share of the layer, in host memory that all of them have in
     common: weights, gradients and AdamW's states are there once, however many replicas there are, and a fetch reads
     what all of them have written. So a parameter is the same tensor in each, which may be read; to write it is an
-    error, as it is to clip gradients in place: pass ``max_grad_norm``. What is on the device, the root and resident
-    layers, each has for itself. On several machines, each with as many processes, every machine has one such set: the
-    shares of a gradient are added up over the machines (all-reduced) before they come down, and each machine updates
-    all weights, to the same bits. With bf16 compute the mean is taken in bf16. Values and buffers are the first one's;
-    what buffers become (BatchNorm's statistics) is each one's own, and a checkpoint has the first one's. Random
-    numbers of torch are each replica's own: its generators are seeded anew. All replicas weigh the same in the mean, as
-    under DistributedDataParallel, so that batches should have as many samples in each; where they have not, the first
-    replica warns, once, with the numbers.
+    error, as are another optimizer's step and clipping gradients in place: pass ``max_grad_norm``. What is on the
+    device, the root and resident layers, each has for itself: it may not write it either, and the gradients there are
+    its own until ``step()``, which makes them the mean. On several machines, each with as many processes, every machine
+    has one such set: the shares of a gradient are added up over the machines (all-reduced) before they come down, and
+    each machine updates all weights, to the same bits. With bf16 compute the mean is taken in bf16. Values and buffers
+    are the first one's; what buffers become (BatchNorm's statistics) is each one's own, and a checkpoint has the first
+    one's. Random numbers of torch are each replica's own: its generators are seeded anew. All replicas weigh the same
+    in the mean, as under DistributedDataParallel, so that batches should have as many samples in each; where they have
+    not, the first replica warns, once, with the numbers.
 
     All replicas must have gradients for the same parameters: where one leaves out a layer that another computes, all
     end with an error. Under ``in_backward`` some layers have been updated with nonsense by then: load a checkpoint.

@@ -23,7 +23,7 @@ def writing(target: nn.Module | Iterable[Tensor]) -> Iterator[None]:
     becomes its own fp32 master, in blocks of 64 elements. What torch itself does (operators, ``p.data``, views, numpy)
     and the step of every ``torch.optim.Optimizer`` need no such block.
 
-    Raises OffloadedModelError where replicas have the parameters in common.
+    Raises OffloadedModelError where replicas train the parameters.
     """
     units = units_of(target.parameters() if isinstance(target, nn.Module) else target)
     begin(units)

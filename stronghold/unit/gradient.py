@@ -58,7 +58,8 @@ class OffloadedGradient(Tensor):
     """What a gradient of the engine's is: an ordinary tensor that knows who reads and writes it.
 
     While an update under way still reads it, a user who looks waits. What is ``known`` of it holds until it is written,
-    or aliased by a tensor of the user's. With neither, it becomes a plain tensor.
+    or aliased by a tensor of the user's. With neither, it becomes a plain tensor, but for one of replicas: to write it
+    raises OffloadedModelError.
     """
 
     _unit: weakref.ref[Unit]
@@ -111,9 +112,14 @@ def _settle(gradient: Tensor, *, forget: bool) -> None:
         if (unit := gradient._unit()) is not None:
             unit.wait_updated()
         gradient.pending = False
-    if forget or gradient.known is None:
+    if forget or (gradient.known is None and not _is_of_replicas(gradient)):
         gradient.__dict__.clear()
         gradient.__class__ = Tensor  # type: ignore[assignment]
+
+
+def _is_of_replicas(gradient: OffloadedGradient) -> bool:
+    unit = gradient._unit()
+    return unit is not None and unit.replicas.world_size > 1
 
 
 def make_plain(gradient: Tensor | None) -> None:

@@ -383,7 +383,7 @@ class Unit:
             self.drop()
 
     def write(self, index: int, task: Callable[[], Any]) -> Any:
-        """Runs ``task``, which writes into a parameter. Raises OffloadedModelError where replicas have it in common."""
+        """Runs ``task``, which writes into a parameter. Raises OffloadedModelError where replicas train it."""
         self.check_own()
         self.touched = True  # a function need not count a version
         self._told.add(index)
@@ -402,13 +402,13 @@ class Unit:
         return self.replicas.world_size > 1 and not self.resident and not self.has_device_copy
 
     def check_own(self) -> None:
-        """Raises OffloadedModelError where other processes would write the same memory, or this is a child of fork."""
+        """Raises OffloadedModelError where other processes train the same unit, or this is a child of fork."""
         check_process(self._born)
-        if self.is_common:
+        if self.replicas.world_size > 1:
             raise OffloadedModelError(
-                f"{self.replicas.world_size} replicas have the weights and gradients of {self.name} in common, so that "
-                "each would write what the others write too; change weights before the model is offloaded, clip by "
-                "AdamW(max_grad_norm=...), and load states by stronghold.checkpoint.load"
+                f"{self.replicas.world_size} replicas have the weights and gradients of {self.name} in common, or must "
+                "have them alike, so that none may write them by itself; change weights before the model is offloaded, "
+                "update by stronghold.AdamW, clip by its max_grad_norm=..., and load by stronghold.checkpoint.load"
             )
 
     def versions_now(self) -> list[int]:

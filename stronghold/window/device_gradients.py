@@ -65,12 +65,14 @@ class DeviceGradients:
                 return
             if before is None:
                 if gradient.layout == torch.strided and has_company(gradient):
-                    set_gradient(parameter, in_own_memory(gradient))
+                    set_gradient(parameter, gradient := in_own_memory(gradient))
+                if unit.replicas.world_size > 1:  # it sees that nobody writes it
+                    note_gradient(gradient, unit)
                 return
             set_gradient(parameter, before)  # whatever happens, what was there stays
             known = {index: grad_meta_of(before)}
             add_on_device(self.device, unit, {index: before}, known, {index: gradient}, self._threads)
-            if (of_sum := known[index]) is not None:
+            if (of_sum := known[index]) is not None or unit.replicas.world_size > 1:
                 note_gradient(before, unit, known=of_sum)
 
     def close(self) -> None:

@@ -302,8 +302,10 @@ class Gradients:
             for index, gradient in held.items():
                 known = self._known[layer].get(index)
                 # Without an optimizer of ours nobody asks for squares, and other optimizers compile what they do with
-                # gradients, where one that notes what becomes of it cannot go.
-                if known is not None and (known.remainder is not None or self._optimizer is not None):
+                # gradients, where one that notes what becomes of it cannot go. Those of replicas see that nobody writes
+                # them.
+                noted = known is not None and (known.remainder is not None or self._optimizer is not None)
+                if noted or self.replicas.world_size > 1:
                     note_gradient(gradient, unit, known=known)
                 set_gradient(unit.parameters[index], gradient)
         for (layer, index), consumed in self._consumed.items():

@@ -1,0 +1,108 @@
+"""What replicas train together none of them writes by itself: weights and gradients, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from stronghold.engine import engine_of, offload_shared
+from stronghold.errors import OffloadedModelError
+from stronghold.unit import Replicas
+from tests.delayed import Apart
+from tests.replicas import in_threads
+from tests.small import SIZE, Block, Residual
+
+PLACES: dict[str, dict[str, Any]] = {
+    "all layers on the device": {"resident": 4},
+    "no layer on the device": {"window": 1},
+    "memory of its own": {"window": 2, "device": Apart, "device_memory": 10**9},
+    "the root's copy": {"window": 2, "device": Apart, "resident": 1},
+}
+places = pytest.mark.parametrize("settings", PLACES.values(), ids=PLACES)
+
+
+def built() -> Residual:
+    torch.manual_seed(0)
+    return Residual(block=lambda: Block(dropout=0.0))
+
+
+def in_replicas(settings: dict[str, Any], action: Callable[[nn.Module, Replicas], Any]) -> list[Any]:
+    models = [built() for _ in range(2)]
+
+    def run(one: Replicas) -> Any:
+        device = settings.get("device", lambda: "cpu")()
+        model = offload_shared(models[one.rank], one, **{**settings, "device": device})
+        copies = model.parameters() if one.rank else ()
+        engine_of(model).join(one.everyone, shared=(), copies=copies, model="Residual", passes=1, here=2)
+        return action(model, one)
+
+    return in_threads(2, run)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, SIZE, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@places
+@pytest.mark.parametrize("optimizer", [False, True])
+@pytest.mark.parametrize("part", ["", "layers.0", "out"])
+def test_gradients_are_not_clipped_by_the_norm_of_one(settings: dict[str, Any], optimizer: bool, part: str) -> None:
+    """It was that of each replica's own gradients, before their mean: another in each, and of no step of PyTorch's."""
+
+    def run(model: nn.Module, one: Replicas) -> None:
+        ours = stronghold.AdamW(model.parameters()) if optimizer else None
+        for _ in range(2):  # a first gradient, and a sum
+            model(batch(one.rank, 0)).backward()
+            with pytest.raises(OffloadedModelError, match=r"2 replicas have.*clip by its max_grad_norm"):
+                nn.utils.clip_grad_norm_(model.get_submodule(part).parameters(), 0.01)
+        assert ours is None or not ours.state
+
+    in_replicas(settings, run)
+
+
+@places
+def test_another_optimizer_steps_none_of_them(settings: dict[str, Any]) -> None:
+    """Each replica's weights went their own way, by the gradients of its own batch."""
+
+    def run(model: nn.Module, one: Replicas) -> None:
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        model(batch(one.rank, 0)).backward()
+        with pytest.raises(OffloadedModelError, match=r"2 replicas have.*update by stronghold\.AdamW"):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        with pytest.raises(OffloadedModelError, match=r"2 replicas have.*change weights before"):
+            nn.init.normal_(model.out.weight)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+    in_replicas(settings, run)
+
+
+@places
+def test_they_train_as_plain_pytorch_does_with_the_mean(settings: dict[str, Any]) -> None:
+    """Clipped by the norm of the mean; the gradients are looked at in between."""
+    plain = built()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        for rank in range(2):
+            (plain(batch(rank, step)) / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        reference.step()
+        reference.zero_grad()
+
+    def run(model: nn.Module, one: Replicas) -> dict[str, torch.Tensor]:
+        optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.01)
+        for step in range(3):
+            model(batch(one.rank, step)).backward()
+            assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    first, second = in_replicas(settings, run)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-4, atol=1e-5)
