@@ -21,6 +21,7 @@ from stronghold.distributed.stage_clock import StageClock
 from stronghold.distributed.tied import Tied
 from stronghold.engine import engine_of, follow, keep_activations, offload_shared
 from stronghold.errors import ParallelError
+from stronghold.native import crc32c
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.reports import PlannedStage, StageTimes
 from stronghold.settings import OffloadSettings
@@ -128,8 +129,9 @@ class StagedModule(nn.Module):
         ``inputs`` and ``targets`` have the samples of the batch in their first dimension, which divides by the number
         of micro-batches in all replicas together. Each process passes the whole batch, though only the first stage
         computes with the inputs and the last with the targets, and each replica with its part. Raises ParallelError,
-        before anything is computed, where processes pass batches of different shapes, and where a stage returns another
-        type under ``torch.autocast`` than without it, which the next stage waits for.
+        before anything is computed, where processes pass different batches, which a checksum of both tells (of those on
+        a device once they are copied to the host), and where a stage returns another type under ``torch.autocast`` than
+        without it, which the next stage waits for.
         """
         self._check(inputs, targets, training=True)
         before = self._sent.total()
@@ -221,8 +223,14 @@ class StagedModule(nn.Module):
         return self._processes.mean(loss)
 
     def _check(self, inputs: Tensor, targets: Tensor, *, training: bool) -> None:
-        if not self._processes.same(zlib.crc32(repr((_kind(inputs), _kind(targets), training)).encode())):
-            self._processes.agree({"batch": (_kind(inputs), _kind(targets)), "call": training})
+        kinds, values = (_kind(inputs), _kind(targets)), (_crc(inputs), _crc(targets))
+        if not self._processes.same(zlib.crc32(repr((kinds, values, training)).encode())):
+            self._processes.agree({"batch": kinds, "call": training})
+            self._processes.refuse(
+                "all processes must pass the same batch (got one with other values in some); where a DataLoader "
+                "shuffles pass generator=torch.Generator().manual_seed(...), the same in each, for torch's own random "
+                "numbers are each process's"
+            )
         if len(targets) != len(inputs):
             self._processes.refuse(
                 f"inputs and targets must have as many samples (got {len(inputs)} and {len(targets)}); pass the "
@@ -286,3 +294,7 @@ def _to_names(module: StagedModule, state_dict: dict[str, Any], prefix: str, _: 
 
 def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype)
+
+
+def _crc(tensor: Tensor) -> int:
+    return crc32c(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))

@@ -9,7 +9,7 @@ import socket
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import stronghold
 from stronghold.distributed import Processes, in_stages
 from stronghold.engine import engine_of
+from stronghold.errors import ParallelError
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.planner.pipeline_order import Pipeline
@@ -381,6 +382,7 @@ def without_shared_parameters(folder: str) -> dict[str, Any]:
     return {
         "turned": turned(),
         "autocast": under_autocast(Adding),
+        "other batches": other_batches(),
         "unequal": bits(folder),
         "foreseen": fetches(foreseen=True),
         "by itself": fetches(foreseen=False),
@@ -425,6 +427,43 @@ def under_autocast(layer: type[nn.Linear]) -> list[str]:
 
 def of_another_type() -> list[str]:
     return under_autocast(nn.Linear)
+
+
+def other_batches() -> list[str]:
+    """Trains on what a DataLoader shuffles, behind layers that drew; returns what is not as in plain PyTorch."""
+    x = torch.arange(64.0).view(8, 8) / 64
+    data = torch.utils.data.TensorDataset(x, x.flip(1))
+
+    def row() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    whole, model, different = row(), row(), list[str]()
+    names = {id(p): name for name, p in model.named_parameters()}
+    stages = stronghold.pipeline(model, loss=F.mse_loss, stages=2, micro_batches=2, balance="layers", device="cpu")
+    torch.rand(dist.get_rank())  # as dropout of each stage draws, whose shapes differ
+    for inputs, targets in torch.utils.data.DataLoader(data, 4, shuffle=True):
+        for train in (stages.forward_backward, stages.evaluate):
+            with suppress(ParallelError):
+                different.append(f"not refused: {train(inputs, targets)}")
+        break
+    other = x + dist.get_rank()
+    for inputs, targets in ((other, x), (x, other)):
+        with suppress(ParallelError):
+            different.append(f"not refused: {stages.forward_backward(inputs, targets)}")
+    assert all(parameter.grad is None for parameter in stages.parameters())
+    loader = torch.utils.data.DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(7))
+    for inputs, targets in loader:
+        losses = [F.mse_loss(whole(one), two) / 2 for one, two in zip(inputs.chunk(2), targets.chunk(2), strict=True)]
+        for loss in losses:
+            loss.backward()
+        if not torch.equal(stages.forward_backward(inputs.T.contiguous().T, targets), sum(losses).detach()):
+            different.append("loss")
+    expected = dict(whole.named_parameters())
+    for parameter in stages.parameters():
+        if not torch.equal(parameter.grad, expected[names[id(parameter)]].grad):
+            different.append(f"gradient {names[id(parameter)]}")
+    return different
 
 
 def keeps_names(folder: str) -> bool:

@@ -100,6 +100,11 @@ def test_stages_under_autocast_train_as_one_process_does_where_they_pass_on_what
     assert [found["autocast"] for found in without_shared_parameters] == [[], []]
 
 
+def test_processes_that_pass_different_batches_are_refused_before_anything_is_computed(without_shared_parameters):
+    """The inputs of one were trained against the targets of another."""
+    assert [found["other batches"] for found in without_shared_parameters] == [[], []]
+
+
 def test_a_stage_that_returns_another_type_under_autocast_is_refused(tmp_path):
     """The next stage waits for fp32: of bf16 gloo filled half of its memory, and the rest was what was there."""
     command = ["-m", "tests.distributed.launched", "tests.distributed.cases", "of_another_type", str(tmp_path)]
