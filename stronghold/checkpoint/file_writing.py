@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.checkpoint.plain import to_plain
+from stronghold.checkpoint.plain import from_plain, to_plain
 from stronghold.checkpoint.random_states import take_random_states
 from stronghold.checkpoint.unit_tensors import persistent_buffers
 from stronghold.engine import Engine
@@ -27,7 +27,7 @@ from stronghold.formats.manifest import (
 )
 from stronghold.formats.tensor_files import DTYPES, TensorFileWriter
 from stronghold.native import crc32c
-from stronghold.unit import Unit
+from stronghold.unit import ProcessGroup, Unit
 
 
 def file_names(engine: Engine) -> dict[Unit, str]:
@@ -101,10 +101,23 @@ def manifest_of(
     )
 
 
+def check_extra(processes: ProcessGroup, extra: Any) -> None:
+    """Raises ValueError unless all processes that write one checkpoint have the same ``extra``, which is kept once."""
+    everyone = processes.all_gather_object(extra)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise ValueError(
+                "a checkpoint keeps one extra, which all processes must pass alike (got "
+                f"{str(from_plain(everyone[0]))[:200]} in process 0 and {str(from_plain(other))[:200]} in process "
+                f"{rank}); pass what all have, gathered by torch.distributed.all_gather_object, say"
+            )
+
+
 def joined(parts: Sequence[Manifest]) -> Manifest:
     """Returns the manifest of a checkpoint that several processes have written, in the order of their ranks.
 
-    Each has its own random states; of everything else that is not a parameter's or a buffer's, the first one's hold.
+    Each has its own random states; of everything else that is not a parameter's or a buffer's, the first one's hold:
+    :func:`check_extra` has compared what the user gave.
     """
     first, *others = parts
     if not others:

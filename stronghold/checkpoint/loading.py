@@ -76,7 +76,7 @@ def load(
             random states left as they are. It has no checksums, and a pickle in it is run: load what you trust.
 
     Returns:
-        The ``extra`` that was saved; None for another program's checkpoint.
+        The ``extra`` that was saved, in every process; None for another program's checkpoint.
 
     Raises:
         CheckpointError: A checkpoint that is absent, incomplete or of another model.

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.checkpoint.file_writing import buffers_of, file_names, joined, manifest_of, settings_of, write_file
+from stronghold.checkpoint.file_writing import (
+    buffers_of,
+    check_extra,
+    file_names,
+    joined,
+    manifest_of,
+    settings_of,
+    write_file,
+)
 from stronghold.checkpoint.in_place import save_in_place
 from stronghold.checkpoint.links import link_unchanged, remember
 from stronghold.checkpoint.unit_tensors import (
@@ -68,7 +76,8 @@ def save(
         optimizer: Its optimizer. Of several over one model, the checkpoint holds the states of this one alone, and the
             weights as all of them have updated them; ``save`` warns where another one has states.
         scheduler: One of ``torch.optim.lr_scheduler``, or what else has ``state_dict()``.
-        extra: Numbers, texts, tensors and lists, tuples and dictionaries of them, such as the position in the data.
+        extra: Numbers, texts, tensors and lists, tuples and dictionaries of them, such as the position in the data. Of
+            several processes that train the model it must be the same in each.
         format: ``"safetensors"``, or ``"dcp"`` for one of ``torch.distributed.checkpoint``, which other programs load:
             under "model" and "optimizer" masters and moments in fp32, named as ``get_model_state_dict`` and
             ``get_optimizer_state_dict`` do, and the rest under "stronghold". It has no checksums, a unit that has not
@@ -78,7 +87,8 @@ def save(
         The checkpoint's path.
 
     Raises:
-        ValueError: A ``directory`` that is in use, or something that cannot be kept.
+        ValueError: A ``directory`` that is in use, something that cannot be kept, or another ``extra`` in each process;
+            nothing is written then.
         OffloadedModelError: A model that is not offloaded, another one's optimizer, or with ``update="in_backward"`` a
             backward pass that has updated layers and whose ``step()`` has not come.
         OSError: A disk that refuses, with the file's name; nothing is left behind then.
@@ -98,6 +108,7 @@ def save(
         return save_in_place(model, engine, optimizer, own_rest())
     partial = directory.with_name(f".{directory.name}.partial")
     rest = processes.run_on_all(own_rest)
+    check_extra(processes, rest["extra"])
     groups = all_groups(processes, optimizer, names_of(model))
     from_rank0(processes, lambda: _check_new(directory))
     engine.close_backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import stronghold
 from stronghold.checkpoint import folder
-from stronghold.unit import unit_of
+from stronghold.engine import engine_of, offload_shared
+from stronghold.unit import Replicas, unit_of
 from tests.checkpoint.training import of_kind
+from tests.replicas import in_threads
+from tests.small import Residual
 
 
 def test_files_are_safetensors_with_the_masters_under_the_parameters_names(tmp_path: Any) -> None:
@@ -149,3 +154,34 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path: Any
     with pytest.raises(ValueError, match=r"the parameter group 1\.mine"):
         training.save(tmp_path / "saved")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_processes_keep_one_extra_and_others_are_refused_before_anything_is_written(tmp_path: Any, format: Any) -> None:
+    """The first one's was kept, and every process got it back."""
+    models = [Residual() for _ in range(2)]
+
+    def run(one: Replicas) -> None:
+        model = offload_shared(models[one.rank], one, device="cpu", window=1)
+        copies = model.parameters() if one.rank else ()
+        engine_of(model).join(one.everyone, shared=(), copies=copies, model="Residual", passes=1, here=2)
+        optimizer = stronghold.AdamW(model.parameters())
+        rule = r"one extra.*\(got \{'position': \(10, nan\)\} in process 0 and \{'position': \(11, nan\)\} in process 1"
+        with pytest.raises(ValueError, match=rule):
+            extra = {"position": (10 + one.rank, math.nan)}
+            stronghold.checkpoint.save(tmp_path / "refused", model, optimizer, extra=extra, format=format)
+        one.everyone.barrier()
+        assert not [*tmp_path.iterdir()]
+        one.everyone.barrier()
+        if format == "safetensors":
+            same = {"position": (10, math.nan), "of": torch.ones(2)}
+            stronghold.checkpoint.save(tmp_path / "saved", model, optimizer, extra=same)
+
+    in_threads(2, run)
+    if format == "safetensors":
+        model = stronghold.offload(Residual(), device="cpu")
+        extra = stronghold.checkpoint.load(tmp_path / "saved", model, stronghold.AdamW(model.parameters()))
+        assert extra["position"][0] == 10 and math.isnan(extra["position"][1])
+        assert torch.equal(extra["of"], torch.ones(2))
+        for name, parameter in models[0].named_parameters():
+            assert torch.equal(parameter, model.get_parameter(name))
