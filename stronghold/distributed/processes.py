@@ -121,11 +121,11 @@ class Processes(DistributedGroup):
                         f"in process {rank}); start all of them with the same arguments and versions"
                     )
 
-    def same(self, value: int) -> bool:
-        """Whether all processes have the same ``value``."""
-        extremes = torch.tensor([value, -value])
+    def same(self, value: int, *, changed: bool = False) -> tuple[bool, bool]:
+        """Returns whether all processes have the same ``value``, and whether any has ``changed`` what it tells of."""
+        extremes = torch.tensor([value, -value, changed])
         self.all_reduce(extremes, "max")
-        return bool(extremes[0] == -extremes[1])
+        return bool(extremes[0] == -extremes[1]), bool(extremes[2])
 
     def mean(self, value: Tensor | None) -> Tensor:
         """Returns, in all processes, the mean of the scalars that the last one of each replica has: fp32, on the host.

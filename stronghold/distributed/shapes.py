@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stronghold.distributed.trained import ByStage
 from stronghold.errors import ParallelError
 
 
@@ -29,6 +30,13 @@ class Shapes:
         self._stages = [copy.deepcopy(stage, memo) for stage in stages]
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
         """What was found, by the shape of the inputs: for a small model that takes longer than its steps."""
+
+    def train(self, trained: ByStage) -> None:
+        """Called when others of the stages' parameters are trained than when this was made, or last called."""
+        for number, stage in enumerate(self._stages):
+            for name, parameter in stage.named_parameters():
+                parameter.requires_grad_(trained[number].get(name, parameter.requires_grad))
+        self._known.clear()
 
     def between(self, inputs: Tensor) -> list[Tensor]:
         """Returns, on the meta device, what each stage takes from ``inputs`` on, and what the last one returns.

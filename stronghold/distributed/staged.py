@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -16,12 +15,13 @@ from stronghold.distributed.drawing import as_within
 from stronghold.distributed.facts import facts_of
 from stronghold.distributed.layered_model import LayeredModel
 from stronghold.distributed.processes import Processes
+from stronghold.distributed.same_batch import check_same_batch, kind_of
 from stronghold.distributed.shapes import Shapes
 from stronghold.distributed.stage_clock import StageClock
 from stronghold.distributed.tied import Tied
+from stronghold.distributed.trained import Trained
 from stronghold.engine import engine_of, follow, keep_activations, offload_shared
 from stronghold.errors import ParallelError
-from stronghold.native import crc32c
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.reports import PlannedStage, StageTimes
 from stronghold.settings import OffloadSettings
@@ -110,6 +110,7 @@ class StagedModule(nn.Module):
                 engine, [layer for n, end, again in cuts for layer in layered.layers[end - n : end - again]]
             )
         parts = dict(zip(self._numbers, self.chunks, strict=True))
+        self._trained = Trained(parts)
         follow(engine, [(parts[one.stage], one.backward) for one in order.order(processes.place)])
 
     def _check_tied(self) -> None:
@@ -223,14 +224,9 @@ class StagedModule(nn.Module):
         return self._processes.mean(loss)
 
     def _check(self, inputs: Tensor, targets: Tensor, *, training: bool) -> None:
-        kinds, values = (_kind(inputs), _kind(targets)), (_crc(inputs), _crc(targets))
-        if not self._processes.same(zlib.crc32(repr((kinds, values, training)).encode())):
-            self._processes.agree({"batch": kinds, "call": training})
-            self._processes.refuse(
-                "all processes must pass the same batch (got one with other values in some); where a DataLoader "
-                "shuffles pass generator=torch.Generator().manual_seed(...), the same in each, for torch's own random "
-                "numbers are each process's"
-            )
+        if check_same_batch(self._processes, inputs, targets, training=training, changed=self._trained.changed()):
+            self._shapes.train(self._trained.of_all(self._processes))
+            self._schedules.clear()
         if len(targets) != len(inputs):
             self._processes.refuse(
                 f"inputs and targets must have as many samples (got {len(inputs)} and {len(targets)}); pass the "
@@ -251,7 +247,7 @@ class StagedModule(nn.Module):
         from stronghold.distributed.schedules import schedule_of
         from stronghold.distributed.stage import Stage
 
-        key = (_kind(inputs), micro_batches)
+        key = (kind_of(inputs), micro_batches)
         known = self._schedules.get(training)
         if known is not None and known[0] == key:
             return known[1]
@@ -290,11 +286,3 @@ def _to_names(module: StagedModule, state_dict: dict[str, Any], prefix: str, _: 
     for own, name in module._renamed().items():
         if prefix + own in state_dict:
             state_dict[prefix + name] = state_dict.pop(prefix + own)
-
-
-def _kind(tensor: Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(tensor.shape), str(tensor.dtype)
-
-
-def _crc(tensor: Tensor) -> int:
-    return crc32c(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))

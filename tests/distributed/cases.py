@@ -8,7 +8,7 @@ import os
 import socket
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -383,6 +383,7 @@ def without_shared_parameters(folder: str) -> dict[str, Any]:
         "turned": turned(),
         "autocast": under_autocast(Adding),
         "other batches": other_batches(),
+        "thawed": thawed(),
         "unequal": bits(folder),
         "foreseen": fetches(foreseen=True),
         "by itself": fetches(foreseen=False),
@@ -463,6 +464,45 @@ def other_batches() -> list[str]:
     for parameter in stages.parameters():
         if not torch.equal(parameter.grad, expected[names[id(parameter)]].grad):
             different.append(f"gradient {names[id(parameter)]}")
+    return different
+
+
+def thawed() -> list[str]:
+    """Trains with other layers frozen from step to step; returns what is not as in plain PyTorch."""
+
+    def row() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def freeze(layers: nn.Module, frozen: Container[int]) -> None:
+        for name, parameter in layers.named_parameters():
+            parameter.requires_grad_(int(names.get(id(parameter), name)[0]) not in frozen)
+
+    whole, model, different = row(), row(), list[str]()
+    names = {id(p): name for name, p in model.named_parameters()}
+    freeze(model, {0, 1})
+    stages = stronghold.pipeline(model, loss=F.mse_loss, stages=2, micro_batches=2, balance="layers", device="cpu")
+    optimizers = [torch.optim.AdamW(whole.parameters(), lr=1e-2), stronghold.AdamW(stages.parameters(), lr=1e-2)]
+    expected, generator = dict(whole.named_parameters()), torch.Generator().manual_seed(1)
+    for step, frozen in enumerate(({0, 1}, {}, {0}, {2, 3}, {0, 1}, {1, 3})):
+        for one in (whole, stages):
+            freeze(one, frozen)
+        x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator)
+        losses = [F.mse_loss(whole(one), two) / 2 for one, two in zip(x.chunk(2), y.chunk(2), strict=True)]
+        sum(losses).backward()
+        if not torch.allclose(stages.forward_backward(x, y), sum(losses).detach(), rtol=1e-5):
+            different.append(f"loss {step}")
+        for parameter in stages.parameters():
+            own, other = parameter.grad, expected[names[id(parameter)]].grad
+            if (own is None) != (other is None) or (
+                own is not None and not torch.allclose(own, other, rtol=1e-4, atol=1e-6)
+            ):
+                different.append(f"gradient {names[id(parameter)]} {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if not torch.allclose(stages.evaluate(x, y), F.mse_loss(whole(x), y).detach(), rtol=1e-4):
+            different.append(f"evaluation {step}")
     return different
 
 

@@ -105,6 +105,11 @@ def test_processes_that_pass_different_batches_are_refused_before_anything_is_co
     assert [found["other batches"] for found in without_shared_parameters] == [[], []]
 
 
+def test_layers_may_be_frozen_and_thawed_when_they_are_in_stages(without_shared_parameters):
+    """What has a gradient at a stage's end was found once, and what came ended in an error of shapes or of autograd."""
+    assert [found["thawed"] for found in without_shared_parameters] == [[], []]
+
+
 def test_a_stage_that_returns_another_type_under_autocast_is_refused(tmp_path):
     """The next stage waits for fp32: of bf16 gloo filled half of its memory, and the rest was what was there."""
     command = ["-m", "tests.distributed.launched", "tests.distributed.cases", "of_another_type", str(tmp_path)]
