@@ -49,7 +49,8 @@ def pipeline(
 
     A layer is a child with parameters, and those without any behind it. The other processes' layers stay in ``module``
     as they are: let go of it, or build it on the meta device and pass ``weights``. Random numbers that layers draw, for
-    dropout say, are each process's own.
+    dropout say, each process draws by itself: replicas from seeds of their own, the stages of one from the same seed,
+    unless ``torch.manual_seed`` gives each another one behind this.
 
     Args:
         module: The row of layers, the same in every process.

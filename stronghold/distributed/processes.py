@@ -102,7 +102,7 @@ class Processes(DistributedGroup):
         return range(self.rank - self.place, self.rank - self.place + self.each)
 
     def draw_apart(self) -> None:
-        """Has each replica but the first draw random numbers of its own by torch, on the host and on the device."""
+        """Has each replica but the first, with all its stages, draw random numbers of its own, on host and device."""
         if self.replica:
             torch.manual_seed(torch.initial_seed() + self.replica)
 
