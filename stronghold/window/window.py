@@ -261,6 +261,8 @@ class Window:
         Such a write is one of the model's, and no error. Those through ``p.data`` count no version.
         """
         unit = self.units[layer]
+        if unit.is_common:  # other processes may have updated it since
+            return []
         self._bound[layer] = unit.versions_now()
         if unit.resident:
             return []
