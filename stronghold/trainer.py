@@ -66,7 +66,7 @@ class KeepEverything(TrainerCallback, ExportableState):
                 "KeepEverything needs the random states that Trainer keeps in its checkpoints (got "
                 "save_only_model=True); pass save_only_model=False, or leave the callback out"
             )
-        if args.save_total_limit == 1:
+        if args.save_total_limit == 1 and args.save_strategy != "no":
             raise ValueError(
                 "KeepEverything needs the checkpoint before until its own part of a new one is written, and Trainer "
                 "removes it first (got save_total_limit=1); pass save_total_limit=2, or leave the callback out"

@@ -401,10 +401,11 @@ def _matches(path: Path, patterns: Sequence[str]) -> bool:
 def _keep(path: str | Path, other: str | Path) -> None:
     """Gives a file a second name, under which whoever has it open goes on with it: a log, or a store in use.
 
-    A base may be larger, too, than what the disk has left. Where its file system cannot, it is copied.
+    A base may be larger than the free space. On a file system without hard links the file is copied.
     """
     path = Path(path)
-    if path.name != "README.md" and not path.is_symlink():  # PEFT writes into the one that it finds
+    # PEFT writes into those that it finds, of a second adapter in a folder of its own, too.
+    if not (path.is_symlink() or path.name == "README.md" or _matches(path, _ADAPTERS)):
         try:
             os.link(path, other)
         except OSError:

@@ -34,9 +34,9 @@ class Trained:
 
         Raises ParallelError where they are others in one replica than in another.
         """
-        self._known = self._now()
+        now = self._now()
         found: dict[int, Mapping[str, bool]] = {}
-        for stages in processes.all_gather_object(self._known):
+        for stages in processes.all_gather_object(now):
             for number, trained in stages.items():
                 if found.setdefault(number, trained) != trained:
                     changed = [name for name, trains in trained.items() if found[number].get(name) != trains]
@@ -44,4 +44,5 @@ class Trained:
                         f"all replicas must train the same parameters (got {', '.join(changed[:4])} of stage {number} "
                         "frozen in some); set requires_grad to the same in each"
                     )
+        self._known = now
         return found

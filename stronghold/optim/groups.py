@@ -40,9 +40,15 @@ def settings_now(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Returns the settings of each group as they are now, without what else the user keeps in one."""
     names = optimizer.defaults
     return [
-        {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items() if name in names}
-        for group in optimizer.param_groups
+        {name: _as_it_is(value) for name, value in group.items() if name in names} for group in optimizer.param_groups
     ]
+
+
+def _as_it_is(value: Any) -> Any:
+    """Returns a setting that nobody changes any more."""
+    if isinstance(value, Tensor):
+        return value.item()
+    return tuple(map(_as_it_is, value)) if isinstance(value, (list, tuple)) else value
 
 
 def check_torch_arguments(arguments: dict[str, Any]) -> None:

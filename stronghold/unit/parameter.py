@@ -113,6 +113,8 @@ class OffloadedParameter(_Parameter):
                 "peft.prepare_model_for_kbit_training() belongs, too: adapters do not need it"
             )
         unit = _unit_of(self)
+        if unit is not None:
+            unit.wait_updated()
         if unit is not None and _would_change_another(unit, self, value):
             raise OffloadedModelError(
                 "p.data = values writes into an offloaded parameter's own memory, which a tensor that is still held "

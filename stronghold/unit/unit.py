@@ -331,8 +331,8 @@ class Unit:
                 self.waits.compute(event, Wait.ROOT_UPLOADED)
             else:
                 self.waits.host(event, Wait.WEIGHTS_READ)
-        if event is None or event.done or not self.has_device_copy:  # else another stream may ask before it is
-            self.updated, self.update_reads = None, []
+        late = self.has_device_copy and event is not None and not event.done  # another stream may ask before it is
+        self.updated, self.update_reads = event if late else None, []
 
     def wait_on_host(self) -> None:
         """Blocks until the update under way is complete, whatever the device waits for."""

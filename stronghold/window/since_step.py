@@ -27,7 +27,7 @@ class SinceStep:
         self._units = units
         self._updated: dict[tuple[int, int], Consumed | None] = {}
         self._settings: Settings = []
-        """With what."""
+        """The optimizer's, with which the first layer since the last step was updated."""
 
     def note(self, unit: Unit, gradients: Mapping[int, HostGrad], settings: Callable[[], Settings]) -> None:
         """Called when the update of a layer with ``gradients``, by index, has been submitted.
@@ -75,8 +75,8 @@ class SinceStep:
     def check_step(self, updates: Callable[[Unit, int], bool], settings: Settings) -> None:
         """Raises OffloadedModelError where a gradient is used up, but not by an update since the last step.
 
-        So it does where the ``settings`` are no longer those that layers were updated with. ``updates`` tells of which
-        parameters, by unit and index, the step is.
+        Raises it, too, where the ``settings`` are no longer those that layers were updated with. ``updates`` tells of
+        which parameters, by unit and index, the step is.
         """
         if self._updated and settings != self._settings:
             raise OffloadedModelError(

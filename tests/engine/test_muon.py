@@ -112,10 +112,13 @@ def test_no_place_changes_a_bit(place, dtype, usual, tmp_path):
     assert different(seen(model, optimizer), expected) == []
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", BF16), ("bert", F32)])
-def test_no_window_store_or_way_of_updating_changes_a_bit(name, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "dtype", "steps"),
+    [("llama", BF16, 4), ("bert", F32, 4), pytest.param("gpt", F32, 50, marks=pytest.mark.long)],
+)
+def test_no_window_store_or_way_of_updating_changes_a_bit(name, dtype, steps, tmp_path):
     """Those of the models whose fifty steps are torch's; each pair of a window, a store and a way is there."""
-    batches = CASES[name].batches(4)
+    batches = CASES[name].batches(steps)
     model, optimizer = offloaded(name, dtype=dtype)
     losses, expected = train(model, optimizer, batches), seen(model, optimizer)
     for number, (window, disk, update) in enumerate(
@@ -487,6 +490,19 @@ def group(**settings):
 def test_settings_out_of_range_are_refused(build, match):
     with pytest.raises(ValueError, match=match):
         build()
+
+
+def test_in_backward_is_refused_where_an_update_needs_more_than_a_layers_gradient():
+    model = CASES["gpt"].model()
+    stronghold.offload(model, device="cpu", window=1)
+    with pytest.raises(ValueError, match=r"max_grad_norm.*update='deferred'"):
+        stronghold.Muon(groups(model), update="in_backward", max_grad_norm=1.0)
+    optimizer = stronghold.Muon(groups(model), update="in_backward")
+    batch = CASES["gpt"].batches(1)[0]
+    model(**batch).loss.backward()
+    with pytest.raises(OffloadedModelError, match=r"in_backward.* added to by a second backward"):
+        model(**batch).loss.backward()
+    del optimizer
 
 
 def test_vectors_embeddings_and_others_parameters_are_refused():

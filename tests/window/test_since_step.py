@@ -141,6 +141,20 @@ def test_settings_that_change_between_the_pass_and_the_step_are_refused(name):
     optimizer.step()
 
 
+@pytest.mark.parametrize("value", [torch.tensor(1e-2), [0.8, 0.9]])
+def test_settings_that_are_changed_in_place_in_between_are_refused(value):
+    (model, optimizer) = both(window=2)[1]
+    name = "betas" if isinstance(value, list) else "lr"
+    optimizer.param_groups[0][name] = value
+    model(numbers(1)[0]).backward()
+    if isinstance(value, list):
+        value[0] = 0.7
+    else:
+        value.mul_(2)
+    with pytest.raises(OffloadedModelError, match=rf"in_backward.*\(got {name} "):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)])
 def test_settings_that_change_before_the_pass_are_those_of_both(lr):
     """What a scheduler keeps in a group is no setting."""
