@@ -329,7 +329,6 @@ ROOMS = ("unit", "optim", "store", "window", "engine", "checkpoint")
 """Where waits are the engine's own: below are streams and events themselves, above other processes."""
 NO_EVENTS = {
     "checkpoint/dcp_saving.py: writer.write_data(planner.finish_plan(plans[processes.rank]), planner).wait",
-    "checkpoint/loading.py: optimizer.wait",  # these go through Wait.UPDATE_READ
     "engine/updates.py: optimizer.wait",
     "window/gradients.py: optimizer.wait",
     "optim/host_adamw.py: self.wait",
