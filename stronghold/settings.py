@@ -32,7 +32,7 @@ class OffloadSettings:
     window: int | str = "auto"
     store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = "ram"
     micro_batch: int | str | None = None
-    activations: str = "recompute"
+    activations: int | str = "recompute"
     resident: int | str = 0
     device_memory: int | str | None = None
     host_memory: int | str | None = None
@@ -65,9 +65,8 @@ class OffloadSettings:
                 f"micro_batch must be a number of samples, 1 or more (got {self.micro_batch!r}); pass None to run each "
                 "layer over the whole batch, or 'auto'"
             )
-        if self.activations not in (*ACTIVATIONS, "auto"):
-            words = ", ".join(map(repr, ACTIVATIONS))
-            raise ValueError(f"activations must be {words} or 'auto' (got {self.activations!r})")
+        if self.activations != "auto":
+            check_activations(self.activations)
         if self.activations == "disk" and not self.directories:
             raise ValueError(
                 "activations='disk' keeps the layers' inputs in the store's directory (got store='ram'); pass store=, "
@@ -180,6 +179,36 @@ def check_optimizer(states: str, update: str, nonfinite: str, max_grad_norm: flo
             "update='in_backward', which updates each layer during the backward pass); use update='deferred', or no "
             "clipping"
         )
+
+
+def check_activations(activations: object) -> None:
+    """Raises ValueError unless it is one of ``ACTIVATIONS`` or a number of layers."""
+    number = isinstance(activations, int) and not isinstance(activations, bool) and activations >= 0
+    if not number and activations not in ACTIVATIONS:
+        raise ValueError(
+            f"activations must be {', '.join(map(repr, ACTIVATIONS))}, a number of layers, the last ones, that keep "
+            f"them, or with inputs= 'auto' (got {activations!r})"
+        )
+
+
+def kept_layers(activations: int | str, layers: int) -> int:
+    """Returns how many of so many ``layers`` keep what autograd saves: the last ones; the others run again.
+
+    Raises ValueError for more than there are.
+    """
+    if isinstance(activations, str):
+        return layers if activations == "keep" else 0
+    if activations > layers:
+        raise ValueError(
+            f"activations must be no more layers than there are, {layers}, where it is a number of those that keep "
+            f"them (got {activations}); pass 'keep' for all"
+        )
+    return activations
+
+
+def without_place(activations: int | str) -> int | str:
+    """Returns ``activations`` but for where the inputs of layers that run again wait, which changes no number."""
+    return "recompute" if activations in ("host", "disk") else activations
 
 
 def check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

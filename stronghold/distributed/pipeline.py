@@ -12,6 +12,7 @@ from stronghold.distributed.layered_model import LayeredModel, LayeredSequential
 from stronghold.distributed.partitioning import Balance, choose_stages
 from stronghold.distributed.processes import Processes
 from stronghold.distributed.staged import StagedModule
+from stronghold.errors import ParallelError
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.unit import from_rank0
@@ -137,6 +138,11 @@ def in_stages(
         )
     )
     processes.agree({"balance": str(balance)})
+    if isinstance(settings.get("activations"), int):
+        raise ParallelError(
+            "activations must be words for stages, whose rows of layers differ (got "
+            f"activations={settings['activations']!r}); pass a file with recompute_ratio as balance="
+        )
     chosen = from_rank0(
         processes,
         lambda: choose_stages(

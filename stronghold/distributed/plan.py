@@ -38,7 +38,7 @@ def plan(
     store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = "ram",
     states: str | Sequence[str] = "fp32",
     update: str | None = None,
-    activations: str | None = None,
+    activations: int | str | None = None,
     micro_batch: int | str | None = "auto",
     window: int | None = None,
     resident: int | None = None,
@@ -68,8 +68,8 @@ def plan(
         store: ``"ram"``, or directories, which must have been probed: then layers may be on disk as well.
         states: The formats of AdamW's moments that are allowed; 8-bit ones change numbers.
         update: ``"deferred"`` or ``"in_backward"``.
-        activations: ``"recompute"`` or ``"keep"``, between which a plan chooses, or in one process ``"host"`` or
-            ``"disk"``, where ``store`` is.
+        activations: ``"recompute"``, ``"keep"`` or how many layers keep them, between which a plan chooses (all or none
+            in several processes), or in one process ``"host"`` or ``"disk"``, where ``store`` is.
         micro_batch: Samples over which a layer runs at a time, None for the whole batch.
         window: Layers on the device at a time.
         resident: Layers that stay there.
@@ -116,7 +116,7 @@ def plan(
             loss=loss,
             sequence=sequence,
             name=name,
-            activations=activations or "recompute",
+            activations="recompute" if activations is None else activations,
             replicas=replicas,
             by_muon=by_muon,
         )
@@ -142,6 +142,11 @@ def plan(
     if activations in OFF_DEVICE and processes > 1:
         raise ValueError(
             f"layers' inputs are planned beside the device for one process (got activations={activations!r} with "
+            f"processes={processes}); pass 'recompute' or 'keep'"
+        )
+    if isinstance(activations, int) and processes > 1:
+        raise ValueError(
+            f"in several processes all layers keep their activations or none (got activations={activations!r} with "
             f"processes={processes}); pass 'recompute' or 'keep'"
         )
     if activations == "disk" and not directories:

@@ -110,7 +110,7 @@ class Block:
         self._own: Callable[..., Any] = own.__func__ if self._is_method else own  # type: ignore[attr-defined]
         self._enter_backward = functools.partial(_enter_backward, weakref.ref(self), unit.name)
         self._look_at(module)
-        self.compiled = engine.compiling.layer(module, self._own, is_method=self._is_method)
+        self.compiled = engine.compiling.layer(module, self._own, is_method=self._is_method, keep=keep)
         self._own_accumulators: tuple[list[bool], list[Node | None]] = [], []
         """Of a resident layer, with which of its parameters were trained then: its weights do not move."""
         module.forward = _Forward(self)  # type: ignore[method-assign]
@@ -145,13 +145,14 @@ class Block:
         compiling, settings = self.engine.compiling, CompilerSettings.of(arguments)
         assert settings is not None
         settings.check_activations(compiling.activations)
-        self.compiled = compiling.compile(self.module, self._own, settings, is_method=self._is_method)
+        self.compiled = compiling.compile(self.module, self._own, settings, is_method=self._is_method, keep=self.keep)
 
     @opaque
     def met_by_compiler(self) -> None:
         """Called when torch.compile, around the layer, meets it."""
         compiling = self.engine.compiling
-        self.compiled = compiling.layer(self.module, self._own, is_method=self._is_method) or self.compiled
+        own = compiling.layer(self.module, self._own, is_method=self._is_method, keep=self.keep)
+        self.compiled = own or self.compiled
         if self.compiled is None:
             compiling.met()
 

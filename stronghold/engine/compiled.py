@@ -19,39 +19,45 @@ from stronghold.unit import is_packed
 
 
 class Compiling:
-    """What of a model is compiled. Layers whose ``forward`` and settings are the same share their graphs."""
+    """What of a model is compiled. Layers whose ``forward`` and settings are the same share their graphs.
 
-    def __init__(self, kind: str, asked: bool | str | Mapping[str, Any], activations: str) -> None:
+    Those that keep their activations have others than those that run again.
+    """
+
+    def __init__(self, kind: str, asked: bool | str | Mapping[str, Any], activations: int | str) -> None:
         self.kind = kind
         self.activations = activations
         self.default = CompilerSettings.of(asked)
         if self.default is not None:
             self.default.check_activations(activations)
-        self._graphs: dict[tuple[Callable, CompilerSettings], Graphs] = {}
+        self._graphs: dict[tuple[Callable, CompilerSettings, bool], Graphs] = {}
         self.failed: set[tuple[Graphs | None, tuple[type, ...]]] = set()
         """Graphs that could not be made, each of layers of the same modules."""
         self._told: set[str] = set()
 
-    def layer(self, module: nn.Module, own: Callable[..., Any], *, is_method: bool) -> CompiledLayer | None:
-        """Returns how ``module``, whose class's ``forward`` is ``own``, is compiled; None where nobody asked for it."""
+    def layer(self, module: nn.Module, own: Callable[..., Any], *, is_method: bool, keep: bool) -> CompiledLayer | None:
+        """Returns how ``module``, whose class's ``forward`` is ``own``, is compiled; None where nobody asked for it.
+
+        It may ``keep`` its activations, or run again in the backward pass.
+        """
         settings = CompilerSettings.taken_from(module)
         if settings is not None:
             settings.check_activations(self.activations)
         elif (settings := self.default) is None or hasattr(own, "_torchdynamo_orig_callable"):
             return None  # in the latter case it is compiled already, by itself
-        return self.compile(module, own, settings, is_method=is_method)
+        return self.compile(module, own, settings, is_method=is_method, keep=keep)
 
     def compile(
-        self, module: nn.Module, own: Callable[..., Any], settings: CompilerSettings, *, is_method: bool
+        self, module: nn.Module, own: Callable[..., Any], settings: CompilerSettings, *, is_method: bool, keep: bool
     ) -> CompiledLayer:
-        return CompiledLayer(self, module, self._graph(own, settings) if is_method else None, settings)
+        return CompiledLayer(self, module, self._graph(own, settings, keep) if is_method else None, settings)
 
-    def _graph(self, own: Callable[..., Any], settings: CompilerSettings) -> Graphs:
-        if (own, settings) not in self._graphs:
+    def _graph(self, own: Callable[..., Any], settings: CompilerSettings, keep: bool) -> Graphs:
+        key = own, settings, keep
+        if key not in self._graphs:
             evaluation = settings.compile(own)
-            training = evaluation if self.activations == "keep" else settings.compile(recomputing(own))
-            self._graphs[own, settings] = Graphs(training, evaluation)
-        return self._graphs[own, settings]
+            self._graphs[key] = Graphs(evaluation if keep else settings.compile(recomputing(own)), evaluation)
+        return self._graphs[key]
 
     def met(self) -> None:
         """Called when torch.compile, around the model, meets a layer, which it leaves alone."""

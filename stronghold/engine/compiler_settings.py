@@ -54,7 +54,7 @@ class CompilerSettings:
         module._compiled_call_impl = None
         return settings
 
-    def check_activations(self, activations: str) -> None:
+    def check_activations(self, activations: int | str) -> None:
         """Raises ValueError where the backend would keep what ``activations`` says is computed again."""
         if activations != "keep" and self.name not in PARTITIONED:
             raise ValueError(

@@ -32,7 +32,7 @@ from stronghold.engine.updates import Updates, update_now
 from stronghold.errors import OffloadedModelError
 from stronghold.optim import HostAdamW, Threads, settings_now
 from stronghold.planned import PlannedSteps
-from stronghold.settings import OffloadSettings
+from stronghold.settings import OffloadSettings, kept_layers
 from stronghold.store import Budget, DiskStore, RamStore, Store
 from stronghold.unit import (
     ONE_PROCESS,
@@ -111,7 +111,7 @@ class Engine:
             self.waits, self.window.traffic, self.gradients.grad_offload.traffic, self.store.counters
         )
         self._hooks = Hooks(self._expect, self.gradients, self.device_gradients)
-        self._take_over(model, placement, weights, keep=settings.activations == "keep")
+        self._take_over(model, placement, weights, kept=kept_layers(settings.activations, len(self.layers)))
         streams = [*device.streams, *self.updates.streams, *(self.activations.streams if self.activations else [])]
         # A replica does not wait for others that may be gone: its threads end by themselves.
         self._end = end_with(self, streams if replicas.world_size == 1 else [], self.store, own=own_device)
@@ -144,7 +144,7 @@ class Engine:
         self.replicas.main.barrier()  # the first one's values are there
         return store
 
-    def _take_over(self, model: nn.Module, placement: Placement, weights: Source | Reopened, *, keep: bool) -> None:
+    def _take_over(self, model: nn.Module, placement: Placement, weights: Source | Reopened, *, kept: int) -> None:
         """Changes the model: nothing large is allocated any more but the root."""
         for unit in self.units:
             self._attach(unit)
@@ -157,10 +157,10 @@ class Engine:
                 self.replicas.take_first(moved, common=False)
         layers = zip(placement.modules, self.layers, strict=True)
         # Weakly, as all that is the user's: a layer holds its block, and that holds the engine.
-        beside = placement.beside
+        beside, again = placement.beside, len(self.layers) - kept
         self._blocks = [
-            weakref.ref(Block(module, unit, self, keep=keep, beside=[beside[number]] if number in beside else []))
-            for number, (module, unit) in enumerate(layers)
+            weakref.ref(Block(module, unit, self, keep=i >= again, beside=[beside[i]] if i in beside else []))
+            for i, (module, unit) in enumerate(layers)
         ]
         self._root = Root(self._hooks, self.units)
         self._root.add(placement.root)

@@ -36,7 +36,7 @@ def offload(
     layers: str | Sequence[str] | None = None,
     experts_per_part: int | str | None = None,
     micro_batch: int | str | None = None,
-    activations: str | None = None,
+    activations: int | str | None = None,
     resident: int | str | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
@@ -78,8 +78,9 @@ def offload(
             batch; None for the whole batch, or with ``inputs`` the same as ``"auto"``.
         activations: What the backward pass finds: ``"recompute"`` (each layer runs again from its input), ``"host"``
             (the same, with the inputs in host memory), ``"disk"`` (with the inputs in a file in the store's directory,
-            which has no name, so that it ends with the process) or ``"keep"`` (everything autograd saves stays on the
-            device). By default ``"recompute"``, with ``inputs`` ``"auto"``.
+            which has no name, so that it ends with the process), ``"keep"`` (everything autograd saves stays on the
+            device) or a number (so many layers, the last ones, keep it, and the others run again). By default
+            ``"recompute"``, with ``inputs`` ``"auto"``.
         resident: Layers that stay wholly on the device, weights, gradients and states, and are updated there;
             ``"auto"`` for as many as ``device_memory`` holds, or without one half of the free memory, with moments in
             fp32 (it is the optimizer that says later which they are). What is left beside the window goes to root
@@ -131,7 +132,7 @@ def offload(
         window=window,
         store=store,
         micro_batch="auto" if micro_batch is None and is_open else micro_batch,
-        activations=activations or ("auto" if is_open else "recompute"),
+        activations=activations if activations is not None else "auto" if is_open else "recompute",
         resident=resident if resident is not None else "auto" if is_open else 0,
         device_memory=device_memory,
         host_memory=host_memory,

@@ -13,7 +13,7 @@ from stronghold.engine.budget import BUFFERS, check_host, choose_disk, choose_wi
 from stronghold.engine.model_units import ModelUnits, units_of
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.planner.step_bytes import device_bytes
-from stronghold.settings import OffloadSettings
+from stronghold.settings import OffloadSettings, kept_layers
 from stronghold.unit import ONE_REPLICA, Replicas, Unit, check_packed, part_of
 
 
@@ -75,8 +75,7 @@ def plan(
     sizes = model_bytes(of.layers, root, of.buffer_bytes, is_host=device.is_host)
     resident = keep_resident(of.layers, root, on_host, sizes, settings, device)
     window = choose_window(of.layers, sizes, resident, settings, device)
-    if settings.activations == "keep":
-        _refuse_kept(of.layers)
+    _refuse_kept(of.layers[len(of.layers) - kept_layers(settings.activations, len(of.layers)) :])
     if settings.directories:
         choose_disk(
             of.units, {unit: number for number, unit in enumerate([*of.layers, *root])}, sizes, resident, settings

@@ -22,6 +22,7 @@ from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.tokens import Tokenizer
 from stronghold.lab.records.runlog import check_begins_anew
 from stronghold.lab.settings import TrainSettings
+from stronghold.settings import without_place
 from stronghold.store import forget
 from stronghold.unit import ONE_PROCESS, ProcessGroup, from_rank0
 from stronghold.weights import Weights
@@ -238,7 +239,7 @@ def _learned(settings: Mapping[str, Any]) -> dict[str, Any]:
     if samples is not None and samples >= settings["batch"]:  # as without
         found["micro_batch"] = None
     if settings.get("compile"):  # compiled layers that keep activations round in another way
-        found["activations"] = "keep" if settings["activations"] == "keep" else "recompute"
+        found["activations"] = without_place(settings["activations"])
     return found
 
 

@@ -190,7 +190,7 @@ def input_sizes(tensors: Sequence[Tensor]) -> list[int]:
     return [t.numel() * t.element_size() for t in tensors if t.requires_grad and t.numel()]
 
 
-def activations_of(kind: str, window: Window) -> Activations | None:
+def activations_of(kind: int | str, window: Window) -> Activations | None:
     """Returns what keeps inputs off the device in ``activations=kind``, beside a window; None where they stay there."""
     if kind not in ("host", "disk"):
         return None

@@ -99,6 +99,7 @@ def test_windows_stores_updates_and_ways_to_keep_activations_change_no_bit(tmp_p
     for number, settings in enumerate(
         [
             {"window": 2, "activations": "keep"},
+            {"window": 2, "activations": 2},
             {"window": 2, "activations": "host"},
             {"window": "auto"},
             {"window": "auto", "activations": "keep"},

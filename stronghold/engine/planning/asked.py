@@ -12,13 +12,15 @@ from stronghold.device import return_free_memory
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.planner.machine_file import MachineFile
-from stronghold.settings import ACTIVATIONS, check_one_of
+from stronghold.settings import check_activations, check_one_of, kept_layers
 from stronghold.unit import all_parameters
 from stronghold.units import parse_bytes
 
 UPDATES = ("deferred", "in_backward")
 MOST_PIECES = 64
 """Micro-batches of a layer that are looked at, at most."""
+KEPTS = 32
+"""Numbers of layers that keep their activations which are looked at, about."""
 RESERVED = 0.03
 """Of a device's memory, what is left to its driver and to holes between allocations."""
 
@@ -63,14 +65,16 @@ def sizes(memory: ModelMemory, window: int | None, resident: int | None) -> dict
     return {"residents": residents, "windows": None if window is None else (window,)}
 
 
-def kepts(activations: str | None, layers: int, *, may_keep: bool = True) -> tuple[int, ...]:
-    """Returns how many layers may keep their activations: where they ``may_keep`` them, none or all.
+def kepts(activations: int | str | None, layers: int, *, may_keep: bool = True) -> Sequence[int]:
+    """Returns how many layers may keep their activations, the last ones, where they ``may_keep`` them.
 
-    With their inputs in host memory or on disk layers are recomputed as well.
+    Of many layers not every number is looked at, for each takes a search time: what is left out is 3 % of the layers.
+    With their inputs in host memory or on disk all are recomputed. Raises ValueError for more than there are.
     """
     if activations is None:
-        return (0, layers) if may_keep else (0,)
-    return (layers,) if one_of("activations", activations, ACTIVATIONS) == "keep" else (0,)
+        return (*range(0, layers, -(-layers // KEPTS)), layers) if may_keep else (0,)
+    check_activations(activations)
+    return (kept_layers(activations, layers),)
 
 
 def micro_batches(asked: int | str | None, batch: int, memory: ModelMemory) -> tuple[int | None, ...]:

@@ -56,7 +56,7 @@ class PlannedModel:
         sequence: int | None = None,
         name: str | None = None,
         replicas: int = 1,
-        activations: str = "recompute",
+        activations: int | str = "recompute",
         by_muon: bool = False,
     ) -> None:
         # Here, since what it imports takes seconds that training does without.
@@ -70,7 +70,7 @@ class PlannedModel:
             )
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
         self._model, self._directories = model, directories
-        self._recompute = activations if activations in OFF_DEVICE else "recompute"
+        self._recompute = activations if isinstance(activations, str) and activations in OFF_DEVICE else "recompute"
         self._sequence, self._name = sequence, name or type(model).__name__
         is_host, block_bytes = machine.is_host, 1 if machine.is_host else BLOCK_BYTES
         memory_of = partial(
@@ -194,7 +194,7 @@ class _Told:
         placed, _, activations = self._planner.placed(choice)
         device, host = self._planner.budgets(choice, activations)
         found: dict[str, Any] = {"window": choice.window, "resident": choice.resident}
-        found["activations"] = "keep" if choice.kept == layers else self._recompute
+        found["activations"] = {0: self._recompute, layers: "keep"}.get(choice.kept, choice.kept)
         if choice.micro_batch is not None:
             found["micro_batch"] = choice.micro_batch
         if choice.store != "ram":

@@ -9,11 +9,10 @@ import argparse
 from typing import Any
 
 from stronghold.checkpoint.quantising import KINDS
-from stronghold.lab.cli.shared_arguments import Group, add_compile, number_or_auto, path, source, whole
+from stronghold.lab.cli.shared_arguments import Group, add_activations, add_compile, number_or_auto, path, source, whole
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.settings import DTYPES, SCHEDULERS
 from stronghold.lab.finetuning.tokens import LOSSES
-from stronghold.settings import ACTIVATIONS
 
 DEFAULTS: dict[str, Any] = {
     "seq": 1024,
@@ -144,11 +143,7 @@ def _add_placement(place: Group) -> None:
     place.add_argument(
         "--resident", type=number_or_auto, metavar="N|auto", help="layers that stay there (default: planned, or 0)"
     )
-    place.add_argument(
-        "--activations",
-        choices=ACTIVATIONS,
-        help="what the backward pass finds (default: planned, or recompute)",
-    )
+    add_activations(place, "planned, or recompute")
     place.add_argument(
         "--micro-batch",
         type=whole,

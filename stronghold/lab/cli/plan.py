@@ -7,6 +7,7 @@ from stronghold.lab.cli.profiled import add_profile, check_no_profile, run_profi
 from stronghold.lab.cli.shared_arguments import (
     SHAPE,
     Group,
+    add_activations,
     add_shape,
     given_shape,
     number_or_auto,
@@ -15,7 +16,6 @@ from stronghold.lab.cli.shared_arguments import (
     whole,
 )
 from stronghold.lab.settings import ModelSettings
-from stronghold.settings import ACTIVATIONS
 
 _EXAMPLES = """\
 examples:
@@ -99,7 +99,7 @@ def _add_settings(settings: Group) -> None:
         metavar="K|auto",
         help="experts of a mixture that move together (default: auto, all of a layer or, in one process, as fits)",
     )
-    settings.add_argument("--activations", choices=ACTIVATIONS, help="of all layers (default: recompute or keep)")
+    add_activations(settings, "as many as pay")
     settings.add_argument("--update", choices=("deferred", "in_backward"), help="when layers are updated")
     settings.add_argument(
         "--optimizer",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stronghold.planner.pipeline_order import SCHEDULES
+from stronghold.settings import ACTIVATIONS
 
 SHAPE = {"layers": 16, "hidden": 2048, "heads": 16, "vocabulary": 51200, "dropout": 0.0}
 """The reference GPT's, unless told."""
@@ -50,6 +51,28 @@ def add_compile(place: Group) -> None:
         help="compile the layers, one graph for each class of them; what cannot be compiled runs eagerly, which a "
         "warning says (default: no)",
     )
+
+
+def add_activations(place: Group, default: str) -> None:
+    """Adds what the backward pass finds of a layer."""
+    place.add_argument(
+        "--activations",
+        type=word_or_number,
+        metavar="{" + ",".join(ACTIVATIONS) + ",N}",
+        help="what the backward pass needs: computed again, kept, or computed again from inputs kept in host memory or "
+        f"on the store's disk; a number: so many layers, the last ones, keep it (default: {default})",
+    )
+
+
+def word_or_number(text: str) -> int | str:
+    """Returns one of ``ACTIVATIONS``, or a number of layers. Raises ArgumentTypeError for what is neither."""
+    if text in ACTIVATIONS:
+        return text
+    try:
+        return whole(text)
+    except argparse.ArgumentTypeError:
+        words = ", ".join(ACTIVATIONS)
+        raise argparse.ArgumentTypeError(f"must be {words} or a number of layers (got {_shown(text)})") from None
 
 
 def whole(text: str) -> int:

@@ -5,6 +5,7 @@ import argparse
 from stronghold.distributed.partitioning import BALANCES
 from stronghold.lab.cli.shared_arguments import (
     Group,
+    add_activations,
     add_compile,
     add_schedule,
     add_shape,
@@ -15,7 +16,6 @@ from stronghold.lab.cli.shared_arguments import (
     whole,
 )
 from stronghold.lab.methods import METHODS
-from stronghold.settings import ACTIVATIONS
 
 ALL = "all"
 """What --method takes besides the methods' names: each of them, one after another."""
@@ -143,12 +143,7 @@ def _add_step(place: Group) -> None:
     place.add_argument(
         "--micro-batch", type=whole, metavar="N", help="samples a layer computes at a time (default: the batch)"
     )
-    place.add_argument(
-        "--activations",
-        choices=ACTIVATIONS,
-        help="what the backward pass needs: computed again, kept, or computed again from inputs kept in host "
-        "memory or on the store's disk (default: recompute)",
-    )
+    add_activations(place, "recompute")
     add_compile(place)
     place.add_argument(
         "--update",

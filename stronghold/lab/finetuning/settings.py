@@ -11,7 +11,7 @@ from stronghold.checkpoint.quantising import KINDS
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.tokens import LOSSES
 from stronghold.lab.outputs import check_file, check_folder, check_save
-from stronghold.settings import OffloadSettings, check_one_of, check_optimizer
+from stronghold.settings import OffloadSettings, check_one_of, check_optimizer, without_place
 
 SCHEDULERS = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),
@@ -207,7 +207,7 @@ class FinetuneSettings:
         found["micro_batch"] = samples if isinstance(samples, int) and samples < self._samples else None
         if self.offload.compile:  # compiled layers round in their own way, and where they keep activations in another
             found["compile"] = self.offload.compile
-            found["activations"] = "keep" if self.offload.activations == "keep" else "recompute"
+            found["activations"] = without_place(self.offload.activations)
         if self.course.scheduler in BY_EVALUATION:
             found["eval_every"] = self.eval_every
         else:

@@ -33,7 +33,7 @@ def difference(kind: str, batch: int, *, dtype: torch.dtype | None = None, froze
 
 @pytest.mark.gpu
 @needs_device
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("activations", ["recompute", 1, "keep"])
 @pytest.mark.parametrize(("batch", "micro_batch"), [(7, None), (7, 1), (8, 2), (9, 4), (16, 1)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_peak_is_as_planned(kind, batch, micro_batch, activations):

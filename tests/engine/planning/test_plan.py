@@ -1,5 +1,6 @@
 """A plan's settings train, with the bytes that it says; what cannot be planned is refused before anything is loaded."""
 
+import contextlib
 import json
 from dataclasses import asdict, replace
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.errors import BudgetError
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.planner.machine_file import DISK
@@ -56,6 +58,7 @@ def told(plan):
         {"window": 2, "resident": 1, "activations": "host"},
         {"window": 2, "resident": 0, "activations": "host", "micro_batch": 2},
         {"window": 2, "store": "disk", "activations": "disk"},
+        {"window": 2, "resident": 0, "activations": 2, "micro_batch": 2},
     ],
     ids=str,
 )
@@ -91,6 +94,26 @@ def test_what_the_user_sets_is_kept_and_the_rest_is_chosen():
     assert {name: plan.settings[name] for name in wanted} == wanted
     assert plan.optimizer == {"states": "fp32", "update": "deferred"}
     assert planned(given=machine()).step_s.likely <= plan.step_s.likely
+
+
+def test_as_many_layers_keep_their_activations_as_the_memory_holds():
+    """Where all of them do not fit and none leaves room, some are the shortest step: brute force over their numbers."""
+    fixed = {"window": 1, "resident": 0, "micro_batch": None, "update": "deferred", "batch": 64}
+    most, least = (planned(given=machine(), activations=one, **fixed) for one in ("keep", "recompute"))
+    middle = (most.device_bytes + least.device_bytes) // 2
+    plan = planned(given=machine(), device_memory=middle, **fixed)
+    kept = plan.settings["activations"]
+    assert isinstance(kept, int)
+    layers = len(on_meta().layers)
+    fitting = {}
+    for number in range(layers + 1):
+        with contextlib.suppress(BudgetError):
+            fitting[number] = planned(given=machine(), device_memory=middle, activations=number, **fixed).step_s.likely
+    assert 0 < max(fitting) < layers
+    assert plan.step_s.likely == min(fitting.values()) < least.step_s.likely
+    model = stronghold.offload(GPT(CONFIG), device="cpu", **{**plan.settings, "device_memory": None})
+    assert [block.keep for block in engine_of(model).blocks] == [False] * (layers - kept) + [True] * kept
+    stronghold.close(model)
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
@@ -215,6 +238,8 @@ def test_budgets_that_nothing_fits_are_told_with_the_least_that_would_do():
         ({"activations": "all"}, "activations must be"),
         ({"activations": "disk"}, r"in the store's directory \(got store='ram'\)"),
         ({"activations": "host", "processes": 2}, r"for one process \(got activations='host' with processes=2\)"),
+        ({"activations": 1, "processes": 2}, r"all layers keep .* or none \(got activations=1 with processes=2\)"),
+        ({"activations": 99}, r"no more layers than there are.*\(got 99\)"),
         ({"micro_batch": "some"}, "micro_batch must be"),
         ({"store": "/mnt/nowhere"}, "the machine must have the speed of each directory of the store"),
         ({"device_memory": "lots"}, "lots"),
