@@ -20,6 +20,7 @@ from stronghold.engine.planning.kept_inputs import OFF_DEVICE
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.planner.choices import Space
 from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.other_cores import cores_assumed, with_cores
 from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.settings import STATES
@@ -49,6 +50,7 @@ def plan(
     processes: int = 1,
     optimizer: str = "adamw",
     experts_per_part: int | str | None = None,
+    cores: int | None = None,
 ) -> TrainingPlan:
     """Returns the settings under which a step of ``model`` is the shortest, with what it takes.
 
@@ -90,6 +92,8 @@ def plan(
             layers, but embeddings, and AdamW all else, with moments in fp32.
         experts_per_part: As for ``offload``, in one process: into parts of how many experts a mixture is cut, or
             ``"auto"``, the parts with which a step is the shortest where whole layers do not fit.
+        cores: How many the machine is to have, in place of those that were measured: what they do takes time in
+            proportion, as the plan says.
 
     Raises:
         BudgetError: Nothing fits; it tells what lacks least.
@@ -99,6 +103,9 @@ def plan(
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
         raise ValueError(f"processes must be a whole number of 1 or more (got {processes!r}); pass one")
     machine, row = machine_given(machine), model if isinstance(model, LayeredModel) else None
+    taken = []
+    if cores is not None:
+        taken, machine = [cores_assumed(machine, cores)], with_cores(machine, cores)
     model = model_given(model if row is None else row.model)
     paths = [] if store == "ram" else [store] if isinstance(store, (str, os.PathLike)) else store
     directories = [os.path.realpath(path) for path in paths]
@@ -120,6 +127,8 @@ def plan(
             replicas=replicas,
             by_muon=by_muon,
         )
+        for text in taken:
+            planned.assume(text)
         memory, count = planned.memory, len(planned.memory.units.layers)
         space = Space(
             layers=count,
@@ -203,6 +212,7 @@ def plan(
             is_host=machine.is_host,
             process_bytes=most.process,
             asked_tokens=tokens,
+            assumed=taken,
             **known,
         )
 

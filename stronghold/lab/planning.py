@@ -41,13 +41,14 @@ class PlanSettings:
     states: Sequence[str] = ("fp32",)
     update: str | None = None
     optimizer: str = "adamw"
-    activations: str | None = None
+    activations: int | str | None = None
     micro_batch: int | str | None = "auto"
     experts_per_part: int | str | None = None
     window: int | None = None
     resident: int | None = None
     device_memory: int | str | None = None
     host_memory: int | str | None = None
+    cores: int | None = None
     processes: int = 1
     tokens: int = 10**9
     output: str | None = None
@@ -88,6 +89,7 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
         resident=settings.resident,
         device_memory=settings.device_memory,
         host_memory=settings.host_memory,
+        cores=settings.cores,
         tokens=settings.tokens,
         name=name,
         processes=settings.processes,

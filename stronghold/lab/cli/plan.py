@@ -78,6 +78,9 @@ def _add_machine(machine: Group) -> None:
     )
     machine.add_argument("--host-memory", metavar="SIZE", help="the same of the process (default: nine tenths)")
     machine.add_argument(
+        "--cores", type=whole, metavar="N", help="of the host, in place of those measured: time is in proportion"
+    )
+    machine.add_argument(
         "--disk", type=path, action="append", metavar="DIR", help="where layers may be as well; several add up"
     )
     machine.add_argument(
@@ -146,6 +149,7 @@ def _run(options: argparse.Namespace) -> int:
         resident=options.resident,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
+        cores=options.cores,
         processes=1 if options.processes is None else options.processes,
         tokens=options.tokens,
         output=options.output,

@@ -12,6 +12,7 @@ import stronghold
 from stronghold.engine import engine_of
 from stronghold.errors import BudgetError
 from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.planner.machine_file import DISK
 from tests.planner.machines import about, laptop, machine
 
@@ -114,6 +115,16 @@ def test_as_many_layers_keep_their_activations_as_the_memory_holds():
     model = stronghold.offload(GPT(CONFIG), device="cpu", **{**plan.settings, "device_memory": None})
     assert [block.keep for block in engine_of(model).blocks] == [False] * (layers - kept) + [True] * kept
     stronghold.close(model)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_host_of_fewer_cores_is_slower_and_the_plan_says_what_is_assumed(processes):
+    given = {"update": "deferred", "window": 1, "resident": 0} if processes == 1 else {"processes": 2, "batch": 8}
+    model = on_meta() if processes == 1 else LayeredGPT(on_meta())
+    many, few = (planned(model, machine(cores=64, host_memory_bytes=2**41), cores=cores, **given) for cores in (64, 1))
+    assert any(text.startswith("1 cores: updates take 64 times as long") for text in few.assumed)
+    if processes == 1:  # in two all layers stay on the devices, and are updated there
+        assert few.step_s.likely > many.step_s.likely
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])

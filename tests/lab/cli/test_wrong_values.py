@@ -29,7 +29,7 @@ WHOLE = {
         *["--steps", "--micro-batch", "--replicas", "--checkpoint-every", "--keep-checkpoints", "--window"],
     ],
     "partition": [*COUNTS, "--processes", "--input"],
-    "plan": [*COUNTS[:6], "--micro-batch", "--window", "--nodes", "--devices-per-node"],
+    "plan": [*COUNTS[:6], "--micro-batch", "--window", "--cores", "--nodes", "--devices-per-node"],
     "finetune": [
         *["--seq", "--lora", "--steps", "--batch", "--accumulate", "--eval-every", "--window", "--micro-batch"],
         *["--checkpoint-every", "--keep-checkpoints"],
