@@ -40,12 +40,16 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A choice that does not fit: ``place`` has ``limit_bytes`` and would have to have ``needed_bytes``."""
+    """A choice that does not fit: ``place`` has ``limit_bytes`` and would have to have ``needed_bytes``.
+
+    It is the first of those that lack; ``lacking`` has what each of them would have to have.
+    """
 
     choice: Choice
     place: str
     needed_bytes: int
     limit_bytes: int
+    lacking: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +128,23 @@ class _Search:
         return Found(plans=plans[:count], refused=[*self._refused(count)])
 
     def _refused(self, count: int) -> Iterator[Refusal]:
-        """Yields, for each place, the choices that lack the fewest bytes there and may be better than the best plan."""
+        """Yields, for each place, the choices that lack the fewest bytes there and may be better than the best plan.
+
+        Where there is none, a place counts that is alone in lacking; or else the choice that lacks the least part of
+        what it needs, in each of its places.
+        """
+        known = [*self._refusals.values()]
+        if not self._plans and known:
+            alone = [one for one in known if len(one.lacking) == 1]
+            if not alone:
+                least = min(
+                    known, key=lambda one: max(n / (self._limits[place] + 1) for place, n in one.lacking.items())
+                )
+                yield from (self._refusal(least.choice, place, least.lacking) for place in least.lacking)
+                return
+            known = alone
         for place in self._limits:
-            refusals = [one for one in self._refusals.values() if one.place == place]
+            refusals = [one for one in known if one.place == place]
             nearest = nsmallest(REFUSALS, refusals, key=lambda one: one.needed_bytes - one.limit_bytes)
             better = (one for one in nearest if not self._plans or self._bound_s(one.choice) < self._best().step.step_s)
             yield from islice(better, count)
@@ -244,12 +262,14 @@ class _Search:
 
     def _fits(self, choice: Choice) -> bool:
         needed = self._bytes_of(choice)
-        for place, limit_bytes in self._limits.items():
-            if needed.get(place, 0) > limit_bytes:
-                refusal = Refusal(choice=choice, place=place, needed_bytes=needed[place], limit_bytes=limit_bytes)
-                self._refusals.setdefault(choice, refusal)
-                return False
-        return True
+        lacking = {place: needed[place] for place, limit in self._limits.items() if needed.get(place, 0) > limit}
+        if lacking and choice not in self._refusals:
+            self._refusals[choice] = self._refusal(choice, next(iter(lacking)), lacking)
+        return not lacking
+
+    def _refusal(self, choice: Choice, place: str, lacking: Mapping[str, int]) -> Refusal:
+        needed, limit = lacking[place], self._limits[place]
+        return Refusal(choice=choice, place=place, needed_bytes=needed, limit_bytes=limit, lacking=lacking)
 
     def _bound(self, choice: Choice) -> StepBound:
         if choice not in self._bounds:

@@ -27,9 +27,10 @@ def model_given(model: nn.Module | str | os.PathLike[str] | Any) -> nn.Module:
         path = Path(model)
         return build(path / "config.json" if path.is_dir() else path).train()
     except Exception as error:  # transformers raises all kinds for what it cannot read
+        cause = f"{type(error).__name__}, {' '.join(str(error).split())}"
         raise ValueError(
             f"model must be a module, a configuration of transformers, or its config.json (got {model!r}: "
-            f"{type(error).__name__}, {error}); build the module under torch.device('meta') and pass that"
+            f"{cause}); build the module under torch.device('meta') and pass that"
         ) from error
 
 

@@ -79,6 +79,7 @@ def test_bytes_are_the_reports_to_the_byte(settings, dtype, tmp_path):
     streamed = plan.layers - plan.settings["resident"]
     assert (report.window, report.resident) == (min(plan.settings["window"], streamed), plan.settings["resident"])
     assert report.states == plan.optimizer["states"]
+    assert plan.written_bytes == report.step.disk_written_bytes
     assert plan.slots_bytes == report.slots_device_bytes
     assert plan.gradient_bytes == report.gradients_device_bytes
     assert plan.root_bytes == report.root_device_bytes
@@ -230,6 +231,29 @@ def test_budgets_that_nothing_fits_are_told_with_the_least_that_would_do():
     assert planned(given=machine(), device_memory=needed).device_bytes <= needed
     with pytest.raises(BudgetError):
         planned(given=machine(), device_memory=needed - 1)
+
+
+def test_two_budgets_that_lack_are_told_with_what_would_do_for_both():
+    with pytest.raises(BudgetError) as raised:
+        planned(given=machine(), device_memory=1000, host_memory=1000)
+    needed = raised.value.needed
+    assert set(needed) == {"device", "host"}
+    plan = planned(given=machine(), device_memory=needed["device"], host_memory=needed["host"])
+    assert plan.device_bytes <= needed["device"]
+    assert plan.host_bytes <= needed["host"]
+
+
+def test_a_model_that_cannot_be_built_without_values_is_refused_in_one_line(tmp_path):
+    settings = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 30,
+        "num_attention_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"model must be a module, a configuration.*(30|head|hidden)") as raised:
+        stronghold.plan(str(tmp_path), machine=laptop(), sequence=8)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
