@@ -118,7 +118,7 @@ def test_containers_within_one_another():
         ({"micro_batch": 0}, "micro_batch must be a number of samples, 1 or more"),
         ({"micro_batch": True}, "micro_batch must be a number of samples"),
         ({"micro_batch": 1.5}, "micro_batch must be a number of samples"),
-        ({"activations": "drop"}, "activations must be 'recompute', 'keep', 'host', 'disk' or 'auto'"),
+        ({"activations": "drop"}, "activations must be 'recompute', 'keep', 'host', 'disk', a number of layers"),
         ({"resident": -1}, "resident must be a number of layers, 0 or more, or 'auto'"),
         ({"resident": "all"}, "resident must be a number of layers"),
         ({"resident": True}, "resident must be a number of layers"),
