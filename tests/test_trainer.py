@@ -292,9 +292,11 @@ def test_what_the_callback_cannot_keep_is_refused_when_training_begins(tmp_path:
     case, keep = CASES["llama"], [KeepEverything()]
     with pytest.raises(ValueError, match=r"\(got save_only_model=True\); pass save_only_model=False"):
         trained(tmp_path, case, *in_bf16(window=2), callbacks=keep, save_only_model=True)
-    for best in ({}, {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4}):
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    for best in (saving, {"load_best_model_at_end": True, **saving}):
         with pytest.raises(ValueError, match=r"\(got save_total_limit=1\); pass save_total_limit=2"):
             trained(tmp_path, case, *in_bf16(window=2), callbacks=keep, save_total_limit=1, **best)
+    trained(tmp_path, case, *in_bf16(window=2), callbacks=keep, save_total_limit=1)  # which saves nothing
     with pytest.raises(OffloadedModelError, match=r"a checkpoint is of an offloaded model \(got a LlamaForCausalLM"):
         trained(tmp_path, case, *ordinary(case), callbacks=keep)
     model, _ = in_bf16(window=2)
