@@ -40,10 +40,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A choice that does not fit: ``place`` has ``limit_bytes`` and would have to have ``needed_bytes``.
-
-    It is the first of those that lack; ``lacking`` has what each of them would have to have.
-    """
+    """A choice that does not fit: ``place``, the first that is ``lacking``, has ``limit_bytes`` and needs more."""
 
     choice: Choice
     place: str
@@ -130,8 +127,7 @@ class _Search:
     def _refused(self, count: int) -> Iterator[Refusal]:
         """Yields, for each place, the choices that lack the fewest bytes there and may be better than the best plan.
 
-        Where there is none, a place counts that is alone in lacking; or else the choice that lacks the least part of
-        what it needs, in each of its places.
+        Without one they are those that lack there alone, or else one choice in all places that it lacks.
         """
         known = [*self._refusals.values()]
         if not self._plans and known:
