@@ -18,7 +18,6 @@ from stronghold.unit.compiler import opaque
 from stronghold.unit.dtypes import check_mixed
 from stronghold.unit.packed import copy_of, stand_in
 from stronghold.unit.unit import Unit
-from stronghold.unit.users import is_aliased
 
 
 class _Parameter(nn.Parameter):
@@ -112,16 +111,8 @@ class OffloadedParameter(_Parameter):
                 f"{tuple(value.shape)} {value.dtype}); change the parameter before offload(), where "
                 "peft.prepare_model_for_kbit_training() belongs, too: adapters do not need it"
             )
-        unit = _unit_of(self)
-        if unit is not None:
-            unit.wait_updated()
-        if unit is not None and _would_change_another(unit, self, value):
-            raise OffloadedModelError(
-                "p.data = values writes into an offloaded parameter's own memory, which a tensor that is still held "
-                f"has as well, or a graph without its backward pass (one of {unit.name}), and would change with it: "
-                "the way back, p.data = kept, would find the new values. Keep a copy, kept = p.data.clone(), or write "
-                "by p.data.copy_(values)"
-            )
+        if (unit := _unit_of(self)) is not None:
+            _check_held_by_none(unit, index_of(self), value)
         with torch.no_grad():
             self.copy_(value)
 
@@ -234,12 +225,22 @@ def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
         Tensor.grad.__set__(parameter, value)  # type: ignore[union-attr]
 
 
-def _would_change_another(unit: Unit, parameter: nn.Parameter, value: Tensor) -> bool:
-    """Whether the user holds a tensor over a parameter's memory, other than ``value`` itself, that it is written to."""
-    own = (unit.on_device or unit.weight)[index_of(parameter)]
+def _check_held_by_none(unit: Unit, index: int, value: Tensor) -> None:
+    """Raises OffloadedModelError where the user holds a tensor over a parameter's memory, other than ``value`` itself.
+
+    It would change with the parameter, whose memory stays the unit's.
+    """
+    unit.wait_updated()
+    own = (unit.on_device or unit.weight)[index]
     with torch._C.DisableTorchFunctionSubclass():
         itself = own.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-    return not itself and is_aliased(own, parameter)
+    if not itself and unit.is_aliased_at(index):
+        raise OffloadedModelError(
+            "p.data = values writes into an offloaded parameter's own memory, which a tensor that is still held has as "
+            f"well, or a graph without its backward pass (one of {unit.name}), and would change with it: the way back, "
+            "p.data = kept, would find the new values. Keep a copy, kept = p.data.clone(), or write by "
+            "p.data.copy_(values)"
+        )
 
 
 def _end_failed_backward(parameter: Tensor) -> None:

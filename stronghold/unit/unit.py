@@ -357,9 +357,9 @@ class Unit:
     @property
     def is_aliased(self) -> bool:
         """Whether the user holds a tensor over a parameter's memory, such as ``p.data``, and may write through it."""
-        return any(map(self._is_aliased, range(len(self.parameters))))
+        return any(map(self.is_aliased_at, range(len(self.parameters))))
 
-    def _is_aliased(self, index: int) -> bool:
+    def is_aliased_at(self, index: int) -> bool:
         return is_aliased((self.on_device or self.weight)[index], self.parameters[index])
 
     def mark_dirty(self) -> None:
@@ -470,11 +470,11 @@ class Unit:
                 self.masters.replace(index, self.weight[index], value)
         if not self.has_device_copy and self.masters:
             self.mark_dirty()
-            self.masters.take_writes(self.weight, self.versions, self._is_aliased)
+            self.masters.take_writes(self.weight, self.versions, self.is_aliased_at)
         self.sample()
 
     def rewritten(self) -> None:
         """Called when the engine has written the weights, not the user: an update, or what loads a checkpoint."""
         self._learned = True
-        self.masters.updated(self.weight, self._is_aliased)
+        self.masters.updated(self.weight, self.is_aliased_at)
         self.sample()

@@ -97,6 +97,15 @@ def test_what_is_loaded_no_update_of_another_optimizer_changes(slow_updates: Non
     assert_close(weights(ours), weights(plain))
 
 
+def assert_goes_on(ours: tuple[nn.Module, Both], plain: tuple[nn.Module, Both], *, steps: int) -> None:
+    for model, both in (plain, ours):
+        torch.manual_seed(7)
+        ordinary_loop(model, both, numbers(steps, seed=5))
+    assert_close(weights(ours[0]), weights(plain[0]))
+    assert_same_states(ours[1].newer, plain[1].newer)
+    assert_same_states(ours[1].older, plain[1].older)
+
+
 def test_a_reopened_store_gives_another_optimizer_no_moments_of_before(tmp_path: Path) -> None:
     store = tmp_path / "store"
     ours, both, plain, before = trained(store=store)
@@ -107,12 +116,7 @@ def test_a_reopened_store_gives_another_optimizer_no_moments_of_before(tmp_path:
     both, expected = Both(stronghold.AdamW, again), Both(torch.optim.AdamW, plain)
     stronghold.checkpoint.load(store, again, both.older)
     expected.older.load_state_dict(before.older.state_dict())
-    for model, optimizer in ((plain, expected), (again, both)):
-        torch.manual_seed(7)
-        ordinary_loop(model, optimizer, numbers(1, seed=5))
-    assert_close(weights(again), weights(plain))
-    assert_same_states(both.newer, expected.newer)
-    assert_same_states(both.older, expected.older)
+    assert_goes_on((again, both), (plain, expected), steps=1)
     stronghold.verify(again)
 
 
@@ -131,12 +135,7 @@ def test_what_other_optimizers_have_is_kept_beside_the_checkpoint(in_place: bool
     both = Both(stronghold.AdamW, again)
     stronghold.checkpoint.load(path, again, both.newer)
     both.older.load_state_dict(torch.load(tmp_path / "older.pt"))
-    for model, optimizer in ((plain, expected), (again, both)):
-        torch.manual_seed(7)
-        ordinary_loop(model, optimizer, numbers(2, seed=5))
-    assert_close(weights(again), weights(plain))
-    assert_same_states(both.newer, expected.newer)
-    assert_same_states(both.older, expected.older)
+    assert_goes_on((again, both), (plain, expected), steps=2)
 
 
 def test_an_optimizer_that_is_gone_or_was_not_used_is_not_told_of(tmp_path: Path) -> None:

@@ -403,6 +403,13 @@ class Adding(nn.Linear):
         return x + super().forward(torch.tanh(x))
 
 
+def gradients_apart(stages: nn.Module, whole: nn.Module, names: dict[int, str]) -> list[str]:
+    """Returns which gradients of stages are not those of the whole model; ``names`` are by their parameters' ids."""
+    expected = dict(whole.named_parameters())
+    pairs = [(names[id(parameter)], parameter.grad) for parameter in stages.parameters()]
+    return [f"gradient {name}" for name, grad in pairs if not torch.equal(grad, expected[name].grad)]
+
+
 def under_autocast(layer: type[nn.Linear]) -> list[str]:
     """Trains stages under autocast beside the same micro-batches in plain PyTorch; returns what differs."""
 
@@ -423,11 +430,7 @@ def under_autocast(layer: type[nn.Linear]) -> list[str]:
             different.append("loss")
         if not torch.equal(stages.evaluate(x, y), sum(losses).detach()):
             different.append("evaluation")
-    expected = dict(whole.named_parameters())
-    for parameter in stages.parameters():
-        if not torch.equal(parameter.grad, expected[names[id(parameter)]].grad):
-            different.append(f"gradient {names[id(parameter)]}")
-    return different
+    return different + gradients_apart(stages, whole, names)
 
 
 def of_another_type() -> list[str]:
@@ -464,11 +467,7 @@ def other_batches() -> list[str]:
             loss.backward()
         if not torch.equal(stages.forward_backward(inputs.T.contiguous().T, targets), sum(losses).detach()):
             different.append("loss")
-    expected = dict(whole.named_parameters())
-    for parameter in stages.parameters():
-        if not torch.equal(parameter.grad, expected[names[id(parameter)]].grad):
-            different.append(f"gradient {names[id(parameter)]}")
-    return different
+    return different + gradients_apart(stages, whole, names)
 
 
 def thawed() -> list[str]:
