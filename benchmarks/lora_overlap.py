@@ -287,7 +287,7 @@ def _chosen(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def _told(settings: dict[str, Any]) -> str:
-    words = [f"window {settings['window']}", settings["activations"]]
+    words = [f"window {settings['window']}", f"activations {settings['activations']}"]
     if settings["resident"]:
         words.append(f"{settings['resident']} resident")
     if (samples := settings.get("micro_batch")) is not None:
