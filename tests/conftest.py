@@ -47,6 +47,19 @@ def pytest_configure(config):
         import tests.accelerator.host  # noqa: F401  (the device is known from here on)
 
 
+@pytest.fixture(autouse=True)
+def _no_races(request):
+    """Checks each test of a GPU for missing waits, where the device can see them."""
+    from tests.gpu import SOFT  # known once the device is
+
+    if SOFT is None or request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with SOFT.checked() as races:
+        yield
+    assert races == []
+
+
 def place(item):
     """Returns how early ``item`` is to begin."""
     path = item.path.relative_to(TESTS).as_posix()

@@ -7,22 +7,12 @@ import torch
 
 import stronghold
 from stronghold.lab.models.gpt import GPT, GPTConfig
-from tests.gpu import DEVICE, SOFT, needs_device
+from tests.gpu import DEVICE, needs_device
 from tests.muon_groups import groups, split_up
 
 pytestmark = [pytest.mark.gpu, needs_device]
 
 SHAPE = GPTConfig(layers=4, hidden=32, heads=4, sequence=16, vocabulary=97)
-
-
-@pytest.fixture(autouse=True)
-def _no_races():
-    if SOFT is None:
-        yield
-        return
-    with SOFT.checked() as races:
-        yield
-    assert races == []
 
 
 def train(steps, *, offload=True, update="deferred", **settings):
