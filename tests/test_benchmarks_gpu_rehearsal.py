@@ -53,7 +53,7 @@ def test_the_probe_goes_on_where_it_was(tmp_path):
     ("script", "name", "left"),
     [
         ("probe.py", "probe", " are left"),
-        ("smoke.py", "smoke", "28 of 28 are left"),
+        ("smoke.py", "smoke", "38 of 38 are left"),
         ("trace_steps.py", "trace", "13 of 13 are left"),
         ("large.py", "large", "4 of 4 are left"),
     ],

@@ -41,20 +41,29 @@ def plain(
     lr: float = LR,
     recompute: bool = False,
     clip: float | None = None,
+    muon: bool = False,
 ) -> Loop:
-    """Returns the ordinary loop: all of ``model`` on the device; in bf16 with fp32 masters there."""
+    """Returns the ordinary loop: all of ``model`` on the device; in bf16 with fp32 masters there.
+
+    With ``muon``, in fp32 alone, PyTorch's own Muon updates the layers' matrices, and AdamW the rest.
+    """
     model.to(device)
     if recompute:
         assert isinstance(model, GPT)
         recompute_layers(model)
     masters: list[tuple[nn.Parameter, nn.Parameter]] = []
-    trained = list(model.parameters())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if dtype == "bf16":
         masters = [(weight, nn.Parameter(weight.detach().clone())) for weight in trained]
         trained = [master for _, master in masters]
         model.to(torch.bfloat16)
     fused = device.type in ("cpu", "cuda")
-    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=WEIGHT_DECAY, fused=fused)
+    optimizer: Any
+    if muon:
+        of_muon, of_adamw = _groups(model, lr)
+        optimizer = _Both(torch.optim.Muon([of_muon]), torch.optim.AdamW([of_adamw], fused=fused))
+    else:
+        optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=WEIGHT_DECAY, fused=fused)
     ready = WithMasters(
         model=model, optimizer=optimizer, report=lambda: None, device=device, max_grad_norm=clip, masters=tuple(masters)
     )
@@ -76,15 +85,21 @@ def offloaded(
     offload: Callable[..., nn.Module] = stronghold.offload,
     settings: dict[str, Any],
     optimizer: dict[str, Any],
+    muon: bool = False,
 ) -> Loop:
-    """Returns stronghold's loop; ``settings`` are those of ``stronghold.offload``, ``optimizer`` of its AdamW."""
+    """Returns stronghold's loop; ``settings`` are those of ``stronghold.offload``, ``optimizer`` of AdamW or Muon."""
     offload(model, device=device, dtype=torch.bfloat16 if dtype == "bf16" else None, **settings)
-    adamw = stronghold.AdamW(model.parameters(), lr=lr, weight_decay=WEIGHT_DECAY, **optimizer)
+    updates: stronghold.AdamW
+    if muon:
+        of_muon, of_adamw = _groups(model, lr)
+        updates = stronghold.Muon([of_muon, of_adamw | {"use_muon": False}], **optimizer)
+    else:
+        updates = stronghold.AdamW(model.parameters(), lr=lr, weight_decay=WEIGHT_DECAY, **optimizer)
 
     def step(*batches: Tensor) -> Tensor:
         losses = [_accumulate(model(batch.to(device), labels=batch.to(device)).loss, len(batches)) for batch in batches]
-        adamw.step()
-        adamw.zero_grad()
+        updates.step()
+        updates.zero_grad()
         return torch.stack(losses).mean()
 
     return Loop(
@@ -92,8 +107,33 @@ def offloaded(
         report=lambda: stronghold.report(model),
         close=lambda: stronghold.close(model),
         model=model,
-        optimizer=adamw,
+        optimizer=updates,
     )
+
+
+class _Both:
+    """Two optimizers where a loop has one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+
+def _groups(model: nn.Module, lr: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the layers' matrices, and the rest."""
+    assert isinstance(model, GPT)
+    matrices = [parameter for parameter in model.layers.parameters() if parameter.ndim == 2]
+    known = set(matrices)
+    rest = [parameter for parameter in model.parameters() if parameter not in known]
+    how = {"lr": lr, "weight_decay": WEIGHT_DECAY}
+    return {"params": matrices, **how}, {"params": rest, **how}
 
 
 def _accumulate(loss: Tensor, batches: int) -> Tensor:

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/smoke.py [--only "window 2" "from disk"]
 
-Trains a GPT of six layers for five steps, or a Llama of transformers, in each mode, and compares every loss with that
+Trains a GPT of six layers for five steps, or a model of transformers, in each mode, and compares every loss with that
 of the ordinary loop in the same precision. The modes run in a process of their own: one that dies takes no other with
 it, the next process goes on behind it, and one that hangs is ended with a traceback of every thread (smoke.txt).
 Appends one JSON line for each mode to smoke.jsonl; what is recorded is not run again. Ends with 1 if a mode failed or
@@ -27,7 +27,7 @@ from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of
 from loops import Loop, batches_of, offloaded, plain
 from rich import box
 from rich.table import Table
-from smoke_modes import GPT_SHAPE, LLAMA, MODES, VOCABULARY, Mode
+from smoke_modes import GPT_SHAPE, LLAMA, MODES, QWEN3_MOE, VOCABULARY, Learner, Mode
 from torch import Tensor, nn
 
 import stronghold
@@ -50,9 +50,9 @@ def run_modes(names: Sequence[str], options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("highest")
 
     @cache
-    def expected(precision: str, llama: bool, accumulate: int, clip: float | None) -> tuple[float, ...]:
-        loop = plain(_model(llama), dtype=precision, device=device, clip=clip)
-        return losses_of(loop, device, accumulate)
+    def expected(learner: Learner) -> tuple[float, ...]:
+        loop = plain(_model(learner), dtype=learner.dtype, device=device, clip=learner.clip, muon=learner.muon)
+        return losses_of(loop, device, learner.accumulate)
 
     for name in names:
         mode = MODES[name]
@@ -62,7 +62,7 @@ def run_modes(names: Sequence[str], options: argparse.Namespace) -> None:
         try:
             with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
                 got = run_mode(mode, device, Path(folder))
-            wanted = expected(mode.dtype, mode.llama, mode.accumulate, mode.clip)
+            wanted = expected(mode.learner)
             outcome = {"losses": got, "expected": wanted, "away": away(got, wanted)}
         except Exception as error:  # whatever a mode ends with is what is asked
             outcome = {"error": error_of(error)}
@@ -78,10 +78,11 @@ def run_mode(mode: Mode, device: torch.device, folder: Path) -> tuple[float, ...
     """Returns the losses of some steps in ``mode``; what is stored lies in ``folder``."""
     settings = {name: str(folder / "store") if value == "DISK" else value for name, value in mode.offload.items()}
     build = partial(offloaded, dtype=mode.dtype, device=device, settings=settings, optimizer=dict(mode.optimizer))
+    build = partial(build, muon=mode.muon)
     if mode.replica:
         _join_alone(device)
         build = partial(build, offload=stronghold.replicate)
-    loop = build(_model(mode.llama))
+    loop = build(_model(mode))
     try:
         if not mode.resumes:
             return losses_of(loop, device, mode.accumulate, traced=mode.traced)
@@ -89,7 +90,7 @@ def run_mode(mode: Mode, device: torch.device, folder: Path) -> tuple[float, ...
         stronghold.checkpoint.save(folder / "checkpoint", loop.model, loop.optimizer)
     finally:
         loop.close()
-    loop = build(_model(mode.llama))
+    loop = build(_model(mode))
     try:
         stronghold.checkpoint.load(folder / "checkpoint", loop.model, loop.optimizer)
         return first + losses_of(loop, device, mode.accumulate, begin=2, steps=STEPS - 2)
@@ -123,13 +124,22 @@ def away(got: Sequence[float], wanted: Sequence[float]) -> float:
     return max(one if one == one else float("inf") for one in found)
 
 
-def _model(llama: bool) -> nn.Module:
+def _model(learner: Learner) -> nn.Module:
     torch.manual_seed(0)
-    if not llama:
+    model = _built(learner.model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith(learner.trained))
+    return model
+
+
+def _built(name: str) -> nn.Module:
+    if name == "gpt":
         return GPT(GPTConfig(**GPT_SHAPE))
     import transformers
 
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**QWEN3_MOE))
 
 
 def _join_alone(device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 VOCABULARY = 512
@@ -18,25 +18,47 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+QWEN3_MOE: dict[str, Any] = LLAMA | {
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mode:
-    """A way to train: the settings of ``stronghold.offload``, with "DISK" for a folder, and of its AdamW.
+class Learner:
+    """What learns: ``model`` "gpt", "llama" or "qwen3-moe", the last two of transformers; by AdamW, or ``muon``.
 
-    Batches are cut into ``accumulate`` parts. With ``replica`` it is one of one, with ``resumes`` a checkpoint is
-    saved after two steps and loaded into a new model, with ``traced`` a timeline is recorded.
+    Parameters whose names do not end with ``trained`` are frozen. Batches are cut into ``accumulate`` parts.
+    """
+
+    model: str = "gpt"
+    dtype: str = "fp32"
+    muon: bool = False
+    trained: str = ""
+    accumulate: int = 1
+    clip: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode(Learner):
+    """A way to train: the settings of ``stronghold.offload``, with "DISK" for a folder, and of its optimizer.
+
+    With ``replica`` it is one of one, with ``resumes`` a checkpoint is saved after two steps and loaded into a new
+    model, with ``traced`` a timeline is recorded.
     """
 
     offload: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "fp32"
-    accumulate: int = 1
-    clip: float | None = None
-    llama: bool = False
     replica: bool = False
     resumes: bool = False
     traced: bool = False
+
+    @property
+    def learner(self) -> Learner:
+        """What plain PyTorch trains beside it."""
+        return Learner(**{each.name: getattr(self, each.name) for each in fields(Learner)})
 
 
 IN_BACKWARD, EIGHT_BIT = {"update": "in_backward"}, {"states": "8bit"}
@@ -52,6 +74,8 @@ MODES: dict[str, Mode] = {
     "bf16, 8-bit moments, in_backward": Mode(offload={"window": 3}, optimizer=EIGHT_BIT | IN_BACKWARD, dtype="bf16"),
     "activations kept": Mode(offload={"window": 2, "activations": "keep"}),
     "activations on the host": Mode(offload={"window": 2, "activations": "host"}),
+    "activations of 2 layers kept": Mode(offload={"window": 2, "activations": 2}),
+    "activations on disk": Mode(offload={"window": 2, "activations": "disk", "store": "DISK"}),
     "micro-batches": Mode(offload={"window": 2, "micro_batch": 1}),
     "micro-batches, activations on the host": Mode(offload={"window": 2, "micro_batch": 2, "activations": "host"}),
     "resident 3": Mode(offload={"window": 2, "resident": 3}),
@@ -67,8 +91,20 @@ MODES: dict[str, Mode] = {
     "a checkpoint": Mode(offload={"window": 2}, resumes=True),
     "a trace": Mode(offload={"window": 2}, traced=True),
     "a replica of one": Mode(offload={"window": 2}, replica=True),
-    "transformers' Llama": Mode(offload={"window": 2}, llama=True),
+    "transformers' Llama": Mode(offload={"window": 2}, model="llama"),
     "transformers' Llama, bf16, in_backward": Mode(
-        offload={"window": 2}, optimizer=IN_BACKWARD, dtype="bf16", llama=True
+        offload={"window": 2}, optimizer=IN_BACKWARD, dtype="bf16", model="llama"
+    ),
+    "transformers' Qwen3-MoE": Mode(offload={"window": 2}, model="qwen3-moe"),
+    "experts, two at a time": Mode(offload={"window": 2, "experts_per_part": 2}, model="qwen3-moe"),
+    "biases alone, bf16": Mode(offload={"window": 2}, trained=".bias", dtype="bf16"),
+    "biases alone, from disk, in_backward": Mode(
+        offload={"window": 2, "store": "DISK"}, optimizer=IN_BACKWARD, trained=".bias"
+    ),
+    "Muon": Mode(offload={"window": 2}, muon=True),
+    "Muon, from disk, in_backward": Mode(offload={"window": 2, "store": "DISK"}, optimizer=IN_BACKWARD, muon=True),
+    "compiled": Mode(offload={"window": 2, "compile": True}),
+    "compiled, bf16, activations kept": Mode(
+        offload={"window": 2, "compile": True, "activations": "keep"}, dtype="bf16"
     ),
 }
