@@ -4,6 +4,7 @@ Where the question is graphs and guards the backend is ``aot_eager``, which make
 """
 
 import copy
+import inspect
 import pickle
 import warnings
 from dataclasses import replace
@@ -410,14 +411,16 @@ def test_a_backend_without_partitions_may_be_used_where_activations_are_kept():
     assert graphs() == 1
 
 
+class Wide(Residual):
+    """Of a width of which no code is in a cache."""
+
+    def __init__(self):
+        size = SIZE + 8
+        super().__init__(block=lambda: nn.Sequential(Block(size)))
+        self.into, self.out = nn.Linear(SIZE, size), nn.Linear(size, 3)
+
+
 def test_a_compiler_that_is_missing_is_said_and_layers_run_eagerly():
-    size = SIZE + 8  # of which no code is in a cache
-
-    class Wide(Residual):
-        def __init__(self):
-            super().__init__(block=lambda: nn.Sequential(Block(size)))
-            self.into, self.out = nn.Linear(SIZE, size), nn.Linear(size, 3)
-
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
 
@@ -426,6 +429,21 @@ def test_a_compiler_that_is_missing_is_said_and_layers_run_eagerly():
         fresh_cache(),
         pytest.warns(UserWarning, match=rf"{TOLD}.*InvalidCxxCompiler.*no-such-compiler.*; install one.*CXX"),
     ):
+        model, _ = follow(Wide, numbers(2), Steps(), window=1, compile=True)
+    assert stronghold.report(model).not_compiled == 4
+
+
+def test_without_triton_layers_run_eagerly_on_a_gpu_and_it_is_said(monkeypatch):
+    """As inductor says it of a GPU; there is none here."""
+    from torch._inductor.exc import TritonMissing
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.utils import fresh_cache
+
+    def missing(self, device):
+        raise TritonMissing(inspect.currentframe())
+
+    monkeypatch.setattr(Scheduler, "create_backend", missing)
+    with fresh_cache(), pytest.warns(UserWarning, match=rf"{TOLD}.*TritonMissing.*working triton installation"):
         model, _ = follow(Wide, numbers(2), Steps(), window=1, compile=True)
     assert stronghold.report(model).not_compiled == 4
 
