@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from stronghold.errors import ParallelError
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import messages_s
 from stronghold.planner.partition import equal_sizes, partition
-from stronghold.planner.partition_file import read_partition
+from stronghold.planner.partition_file import partition_of, read_partition
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.reports import PlannedStage
 
 BALANCES = ("time", "memory", "layers")
 """What stages can have in equal parts, as nearly as layers allow."""
 
-Balance = str | os.PathLike[str] | Sequence[int]
+Balance = str | os.PathLike[str] | Sequence[int] | Mapping[str, Sequence[Any]]
 
 
 class Chosen(NamedTuple):
@@ -60,11 +60,11 @@ def choose_stages(
     ``machine``, what was measured of the machine that ``here`` processes are on, or what is kept of this one, has their
     rates. ``"layers"`` gives each stage as many, the first ones one more where they do not divide. Where there is but
     one partition nothing is measured. Raises ParallelError where the numbers do not make up the row, or there is
-    nothing to measure with, and what read_stages and machine_known raise.
+    nothing to measure with, and what stages_told and machine_known raise.
     """
     recomputed: list[int] | None = None
-    if isinstance(balance, os.PathLike) or (isinstance(balance, str) and balance not in BALANCES):
-        balance, recomputed = read_stages(balance, activations)
+    if isinstance(balance, (os.PathLike, Mapping)) or (isinstance(balance, str) and balance not in BALANCES):
+        balance, recomputed = stages_told(balance, activations)
     layers, stages = len(layered.layers), order.stages
     if stages > layers:
         raise ParallelError(
@@ -107,23 +107,36 @@ def first_micro_batch(batch: Tensor, micro_batches: int, replicas: int) -> Tenso
     return batch[: len(batch) // parts]
 
 
-def read_stages(path: str | os.PathLike[str], activations: str | None) -> tuple[list[int], list[int]]:
-    """Returns the layers of each stage in vPipe's file at ``path``, and how many of them, from its end, are recomputed.
+def stages_told(
+    told: str | os.PathLike[str] | Mapping[str, Sequence[Any]], activations: str | None
+) -> tuple[list[int], list[int]]:
+    """Returns the layers of each stage, and how many of them, from its end, are recomputed, as vPipe's file says it.
+
+    ``told`` is the file's path, or what is in it.
 
     ``activations`` is what the user asks for: of those that are recomputed, for the file says which they are. Raises
     ParallelError for "keep" where the file has any recomputed, and for "host" and "disk" where it has none; ValueError
     where there is no partition in it.
     """
-    if isinstance(path, str) and not Path(path).exists():
+    if isinstance(told, str) and not Path(told).exists():
         raise ParallelError(
             f"balance must be {', '.join(map(repr, BALANCES))}, the layers of each stage, or a partition's file (got "
-            f"{path!r}, and there is no such file); pass one of them"
+            f"{told!r}, and there is no such file); pass one of them"
         )
-    file = read_partition(os.fspath(path))
+    if isinstance(told, Mapping):
+        try:
+            file, named = partition_of(told), "balance"
+        except ValueError as error:
+            raise ParallelError(
+                f"balance={told!r} is no partition: {error}; pass one such as "
+                '{"partition": [26, 23], "recompute_ratio": [1, 1]}'
+            ) from error
+    else:
+        file, named = read_partition(os.fspath(told)), repr(os.fspath(told))
     if activations in (("keep",) if any(file.recomputed) else ("host", "disk")):
         raise ParallelError(
             f"activations must be what the partition asks for (got activations={activations!r} and "
-            f"recompute_ratio={list(file.recompute_ratio)} in {str(path)!r}, by which {sum(file.recomputed)} of "
+            f"recompute_ratio={list(file.recompute_ratio)} in {named}, by which {sum(file.recomputed)} of "
             f"{sum(file.partition)} layers are recomputed); leave one of them out: pass no activations=, or "
             f"balance={list(file.partition)}"
         )

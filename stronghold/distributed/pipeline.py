@@ -67,9 +67,10 @@ def pipeline(
             fetches and updates count beside computing where ``machine`` has their rates.
             ``"layers"`` takes as many layers in each stage, measuring nothing; ``[26, 23]`` are the layers of each. The
             path of a file of vPipe's, ``{"partition": [26, 23], "recompute_ratio": [1, 1]}``, is read by the first
-            process. A ratio is the part of a stage's layers that is recomputed in the backward pass, from the stage's
-            end and rounded down to whole layers; the others keep what autograd saves. ``activations="host"`` and
-            ``"disk"`` are then of those that are recomputed, and ``"keep"`` is refused where there are any.
+            process, and what is in one may be passed itself, as a plan has it. A ratio is the part of a stage's layers
+            that is recomputed in the backward pass, from the stage's end and rounded down to whole layers; the others
+            keep what autograd saves. ``activations="host"`` and ``"disk"`` are then of those that are recomputed, and
+            ``"keep"`` is refused where there are any.
         schedule: ``"GPipe"``, ``"1F1B"`` or ``"Interleaved1F1B"``; by default 1F1B with one stage on each process, else
             interleaved.
         inputs: A batch like those that will come, to measure with.
@@ -141,7 +142,7 @@ def in_stages(
     if isinstance(settings.get("activations"), int):
         raise ParallelError(
             "activations must be words for stages, whose rows of layers differ (got "
-            f"activations={settings['activations']!r}); pass a file with recompute_ratio as balance="
+            f"activations={settings['activations']!r}); pass a recompute_ratio for each of them with balance="
         )
     chosen = from_rank0(
         processes,

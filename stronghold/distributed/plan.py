@@ -70,8 +70,9 @@ def plan(
         store: ``"ram"``, or directories, which must have been probed: then layers may be on disk as well.
         states: The formats of AdamW's moments that are allowed; 8-bit ones change numbers.
         update: ``"deferred"`` or ``"in_backward"``.
-        activations: ``"recompute"``, ``"keep"`` or how many layers keep them, between which a plan chooses (all or none
-            in several processes), or in one process ``"host"`` or ``"disk"``, where ``store`` is.
+        activations: ``"recompute"``, ``"keep"`` or how many layers keep them, between which a plan chooses (in stages
+            by itself alone, for each that is the only one of its process), or in one process ``"host"`` or ``"disk"``,
+            where ``store`` is.
         micro_batch: Samples over which a layer runs at a time, None for the whole batch.
         window: Layers on the device at a time.
         resident: Layers that stay there.
@@ -133,7 +134,7 @@ def plan(
         space = Space(
             layers=count,
             **sizes(memory, window, resident),
-            kepts=kepts(activations, count, may_keep=planned.may_keep),
+            kepts=kepts(activations, count, may_keep=planned.may_keep, resident=resident),
             micro_batches=micro_batches(micro_batch, planned.computation.batch, memory),
             updates=UPDATES if update is None else (one_of("update", update, UPDATES),),
             states=formats,
@@ -151,11 +152,6 @@ def plan(
     if activations in OFF_DEVICE and processes > 1:
         raise ValueError(
             f"layers' inputs are planned beside the device for one process (got activations={activations!r} with "
-            f"processes={processes}); pass 'recompute' or 'keep'"
-        )
-    if isinstance(activations, int) and processes > 1:
-        raise ValueError(
-            f"in several processes all layers keep their activations or none (got activations={activations!r} with "
             f"processes={processes}); pass 'recompute' or 'keep'"
         )
     if activations == "disk" and not directories:
@@ -179,7 +175,9 @@ def plan(
         )
     most = limits(machine, model, device_memory, host_memory, processes)
     whole = tensors_of(given)
-    staged: StagedModel | str = stages_refused(model, row, whole, update=update, resident=resident, cut=micro_batch)
+    staged: StagedModel | str = stages_refused(
+        model, row, whole, update=update, resident=resident, cut=micro_batch, activations=activations
+    )
     if not staged:
         staged = staged_model(
             row or LayeredSequential(model, lambda output, _: (loss or loss_of)(output)),

@@ -12,6 +12,7 @@ from stronghold.errors import BudgetError
 from stronghold.planner.machine_file import Spread
 from stronghold.planner.offloaded_stages import RESOURCES
 from stronghold.planner.other_plans import Alternative, LeftOut, Refused
+from stronghold.planner.partition_file import object_of
 from stronghold.planner.staged_search import StagedFound, StagedPlan, StagedRefusal, StagedSpace, search_stages
 from stronghold.planner.staged_step import staged_step
 from stronghold.planner.training_plan import TrainingPlan
@@ -74,7 +75,9 @@ def best_of(
             try:
                 found = replicated(replicas, min((plan.step_s.likely for plan in plans), default=math.inf))
             except BudgetError as error:
-                missing.append(f"{replicas} replicas: {str(error).partition('; ')[0].removeprefix('nothing fits: ')}")
+                missing.append(
+                    f"{replicas} replicas: {str(error).partition('; raise the')[0].removeprefix('nothing fits: ')}"
+                )
                 continue
             plans.append(replace(found, processes=processes, parallel=parallel, others=(), refused=()))
             refused += [replace(one, parallel=parallel) for one in found.refused[:1]]
@@ -85,7 +88,7 @@ def best_of(
                 staged.space, replicas, each, planner.work_of, planner.bytes_of, planner.limits, place=planner.place
             )
             if result.plan is not None:
-                plans.append(told(_told(planner, result.plan, processes)))
+                plans.append(told(told_of(planner, result.plan, processes)))
             refused += [_refused(planner, one) for one in result.refused[:1]]
             missing += _missing(result, replicas)
     if not plans:
@@ -110,7 +113,7 @@ def best_of(
 def settings_of(planner: StagePlanner, plan: StagedPlan, *, is_host: bool) -> dict[str, Any]:
     """Returns what ``stronghold.offload`` is to get in each process."""
     choice = plan.choice
-    activations = "keep" if choice.is_kept else "recompute"
+    activations = "keep" if choice.is_kept else "recompute"  # where stages keep some, by their part of the partition
     if choice.window is None:
         found: dict[str, Any] = {"window": "auto" if is_host else 1, "resident": "auto", "activations": activations}
     else:
@@ -122,12 +125,13 @@ def settings_of(planner: StagePlanner, plan: StagedPlan, *, is_host: bool) -> di
     return found
 
 
-def _told(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict[str, Any]:
+def told_of(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict[str, Any]:
     """Returns what is known of a plan in stages, by the names of a TrainingPlan."""
     choice, step = plan.choice, plan.step
-    sizes = [stage.layers for stage in step.partition.stages]
+    stages = step.partition.stages
+    sizes, ratios = [stage.layers for stage in stages], [stage.recompute_ratio for stage in stages]
     low_s, high_s = (
-        staged_step(replace(planner.work_of(choice, pace), memory_bytes=float("inf")), sizes).step_s
+        staged_step(replace(planner.work_of(choice, pace), memory_bytes=float("inf"), ratios=ratios), sizes).step_s
         for pace in ("fast", "slow")
     )
     slowest = max(step.partition.stages, key=lambda stage: stage.time_s)
@@ -137,7 +141,12 @@ def _told(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict[str, 
     waits_s = {"stages": step.step_s - working_s}
     if slowest.longest in _WAITED:
         waits_s[_WAITED[slowest.longest]] = waited_s
-    taken = max(planner.taken(choice, step), key=lambda one: one.held.device + one.held.host + one.activation_bytes)
+    taken = planner.taken(choice, step)
+    # Of two memories one process may be the fullest on the device, and another one on the host.
+    ways = [lambda one: one.device_bytes, lambda one: one.host_bytes]
+    if planner.place == "memory":
+        ways = [lambda one: one.device_bytes + one.host_bytes] * 2
+    there, on_host = (max(taken, key=way) for way in ways)
     return {
         "processes": processes,
         "parallel": {
@@ -145,7 +154,7 @@ def _told(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict[str, 
             "replicas": choice.replicas,
             "micro_batches": choice.micro_batches,
             "schedule": choice.pipeline.schedule,
-            "balance": sizes,
+            "balance": sizes if choice.is_kept is not None else object_of(step.partition),
         },
         "settings": settings_of(planner, plan, is_host=planner.place == "memory"),
         "optimizer": {"states": choice.states, "update": "deferred"},
@@ -153,16 +162,16 @@ def _told(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict[str, 
         "longest": _WORKS[slowest.longest],
         "busy_s": busy_s,
         "waits_s": waits_s,
-        "slots_bytes": taken.held.slots,
-        "gradient_bytes": taken.held.gradients,
-        "root_bytes": taken.held.root,
-        "resident_bytes": taken.held.resident,
-        "root_gradient_bytes": taken.held.root_gradients,
-        "activation_bytes": taken.activation_bytes,
-        "pinned_bytes": taken.held.pinned,
-        "pageable_bytes": taken.held.pageable,
-        "disk_bytes": taken.held.disk,
-        "written_bytes": taken.written_bytes,
+        "slots_bytes": there.held.slots,
+        "gradient_bytes": there.held.gradients,
+        "root_bytes": there.held.root,
+        "resident_bytes": there.held.resident,
+        "root_gradient_bytes": there.held.root_gradients,
+        "activation_bytes": there.activation_bytes,
+        "pinned_bytes": on_host.held.pinned,
+        "pageable_bytes": on_host.held.pageable + on_host.sums_bytes,
+        "disk_bytes": max(one.held.disk for one in taken),
+        "written_bytes": max(one.written_bytes for one in taken),
     }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from stronghold.distributed.row_costs import RowCosts
+from stronghold.distributed.taken import Taken
 from stronghold.engine.budget import BUFFERS
 from stronghold.engine.planning.model_planner import Limits
 from stronghold.planner.machine_file import MachineFile
@@ -22,7 +22,6 @@ from stronghold.planner.staged_search import StagedChoice
 from stronghold.planner.staged_step import StagedStep, StagedWork
 from stronghold.planner.step_bytes import (
     Placed,
-    StepBytes,
     held_on_device,
     parts_on_disk,
     step_bytes,
@@ -30,17 +29,6 @@ from stronghold.planner.step_bytes import (
     written_bytes,
 )
 from stronghold.planner.step_costs import Machine
-
-
-class Taken(NamedTuple):
-    """What a process takes: units and buffers as its report has them, activations on top, the device's budget, and what
-    a step writes to disk. ``sums_bytes`` more are of the host where gradients of micro-batches are added up."""
-
-    held: StepBytes
-    activation_bytes: int
-    device_memory: int
-    written_bytes: int
-    sums_bytes: int
 
 
 class StagePlanner:
@@ -68,7 +56,7 @@ class StagePlanner:
         self._moved: dict[tuple[int, str, str], list[OffloadedLayer]] = {}
         self._updates_s: dict[tuple[int, str, Pace], list[float]] = {}
         self._works: dict[tuple[StagedChoice, Pace], StagedWork] = {}
-        self._working: dict[tuple[int, bool], int] = {}
+        self._working: dict[tuple[int, bool | None], int] = {}
 
     @property
     def place(self) -> str:
@@ -115,8 +103,7 @@ class StagePlanner:
         """Returns the most that any process takes of each place."""
         found: dict[str, int] = {}
         for one in self.taken(choice, step):
-            device = one.held.device + one.held.root_gradients + one.activation_bytes
-            host = one.held.host + one.sums_bytes + self._limits.process
+            device, host = one.device_bytes, one.host_bytes + self._limits.process
             each = {self.place: device + host} if self._machine.is_host else {self.place: device, "host": host}
             found = {place: max(size, found.get(place, 0)) for place, size in each.items()}
         return found
@@ -275,7 +262,8 @@ class StagePlanner:
         samples = self._batch // choice.replicas // choice.micro_batches
         key = samples, choice.is_kept
         if key not in self._working:
-            self._working[key] = max(row.working_bytes[choice.is_kept] for row in self._row.of(samples))
+            ways = (False, True) if choice.is_kept is None else (choice.is_kept,)
+            self._working[key] = max(row.working_bytes[way] for row in self._row.of(samples) for way in ways)
         return self._working[key]
 
     def _beside_bytes(self, choice: StagedChoice) -> int:

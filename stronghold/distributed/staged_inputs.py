@@ -54,6 +54,7 @@ def stages_refused(
     update: str | None,
     resident: int | None,
     cut: int | str | None,
+    activations: int | str | None,
 ) -> str:
     """Returns why the model is not planned for in stages, nothing where it is."""
     if row is None and not isinstance(model, nn.Sequential):
@@ -64,6 +65,8 @@ def stages_refused(
         return "stages are planned for with deferred updates (got update='in_backward')"
     if resident:
         return f"of a stage all layers stay on the device in a plan, or none (got resident={resident})"
+    if isinstance(activations, int):
+        return f"how many layers of a stage keep their activations is chosen for each (got activations={activations})"
     if isinstance(cut, int):
         return f"micro-batches of a model in stages go through all of them (got micro_batch={cut})"
     return ""

@@ -75,7 +75,7 @@ def plan(
     sizes = model_bytes(of.layers, root, of.buffer_bytes, is_host=device.is_host)
     resident = keep_resident(of.layers, root, on_host, sizes, settings, device)
     window = choose_window(of.layers, sizes, resident, settings, device)
-    _refuse_kept(of.layers[len(of.layers) - kept_layers(settings.activations, len(of.layers)) :])
+    _refuse_kept(of.layers[len(of.layers) - kept_layers(settings.activations, len(of.layers)) :], settings.activations)
     if settings.directories:
         choose_disk(
             of.units, {unit: number for number, unit in enumerate([*of.layers, *root])}, sizes, resident, settings
@@ -84,11 +84,11 @@ def plan(
     return Placement(**vars(of), root_bytes=device_bytes(sizes, window, resident, BUFFERS)[2], window=window)
 
 
-def _refuse_kept(layers: Iterable[Unit]) -> None:
+def _refuse_kept(layers: Iterable[Unit], activations: int | str) -> None:
     for unit in layers:
         parts = [part for parameter in unit.parameters if (part := part_of(parameter)) is not None]
         if not unit.resident and not all(part.may_be_kept for part in parts):
             raise ValueError(
-                "activations='keep' would hold, unpacked, all weights that are computed with (got weights "
+                f"activations={activations!r} would hold, unpacked, all weights that are computed with (got weights "
                 f"{parts[0].title} in {unit.name}); use activations='recompute' or 'host', or keep all layers resident"
             )

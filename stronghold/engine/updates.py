@@ -123,9 +123,9 @@ class Updates:
         self._born = forks()
         self._device, self._store, self.waits, self._replicas = device, store, waits, replicas
         self.written_back = device.host_stream("written_back") if replicas.local_world_size > 1 else None
+        """Where this process waits for the updates of the machine's other replicas."""
         self.streams = [] if self.written_back is None else [self.written_back]
         """Its own."""
-        """Where this process waits for the updates of the machine's other replicas."""
 
     def prepare(self, update: Update) -> PreparedUpdate:
         """Makes a unit's update ready, which writes nothing yet. Updates are submitted in the order of this."""

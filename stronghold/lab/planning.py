@@ -102,7 +102,7 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
         if found.processes > 1:
             start = f"torchrun --nproc-per-node {found.processes} -m stronghold"
         if found.processes > 1 and found.is_host:  # else torchrun gives each process one core
-            start = f"OMP_NUM_THREADS={max(1, machine.cores // found.processes)} {start}"
+            start = f"OMP_NUM_THREADS={max(1, (settings.cores or machine.cores) // found.processes)} {start}"
         by_train = found.updated_by == "AdamW" and found.experts_per_part is None
         by = f"{start} train --plan" if by_train else "stronghold.offload(model, plan=…)"
         console.print(f"{settings.output}: the plan; to train by it: {by}", soft_wrap=True)

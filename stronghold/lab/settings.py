@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -95,7 +95,7 @@ class ParallelSettings:
     replicas: int = 1
     micro_batches: int | None = None
     schedule: str | None = None
-    balance: str | tuple[int, ...] = "layers"
+    balance: str | tuple[int, ...] | Mapping[str, Sequence[float]] = "layers"
 
     def __post_init__(self) -> None:
         _check_whole("stages", self.stages, at_least=1)

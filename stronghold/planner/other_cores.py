@@ -53,7 +53,8 @@ def cores_assumed(measured: MachineFile, cores: int) -> str:
     _check(cores)
     what = "updates and computing" if measured.is_host else "updates"
     return (
-        f"{cores} cores: {what} take {measured.cores / cores:.3g} times as long as was measured with {measured.cores}"
+        f"{cores} cores, with memory in proportion: {what} take {measured.cores / cores:.3g} times as long as was "
+        f"measured with {measured.cores}"
     )
 
 

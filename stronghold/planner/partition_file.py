@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stronghold.planner.partition import Partition
 from stronghold.planner.stage_costs import recomputed_layers
@@ -44,14 +46,7 @@ class PartitionFile:
 def read_partition(path: str | Path) -> PartitionFile:
     """Reads the file at ``path``. Raises ValueError, naming it, where it is not there or does not hold a partition."""
     try:
-        found = json.loads(Path(path).read_bytes())
-        if not isinstance(found, dict) or set(found) != {"partition", "recompute_ratio"}:
-            named = f"keys {sorted(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"
-            raise ValueError(f"it must be an object of partition and recompute_ratio alone (got {named})")
-        for name, value in found.items():
-            if not isinstance(value, list):
-                raise ValueError(f"{name} must be a list of numbers (got {value!r})")
-        return PartitionFile(**{name: tuple(value) for name, value in found.items()})
+        return partition_of(json.loads(Path(path).read_bytes()))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} is no partition: {error}; write one such as "
@@ -59,14 +54,29 @@ def read_partition(path: str | Path) -> PartitionFile:
         ) from error
 
 
-def write_partition(path: str | Path, partition: Partition) -> None:
-    """Writes the stages of ``partition``, which read_partition gives back. Raises OSError where it cannot."""
+def partition_of(found: object) -> PartitionFile:
+    """Returns the partition that ``found`` is as the file has it. Raises ValueError where it is none."""
+    if not isinstance(found, Mapping) or set(found) != {"partition", "recompute_ratio"}:
+        named = f"keys {sorted(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
+        raise ValueError(f"it must be an object of partition and recompute_ratio alone (got {named})")
+    for name, value in found.items():
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{name} must be a list of numbers (got {value!r})")
+    return PartitionFile(**{name: tuple(value) for name, value in found.items()})
+
+
+def object_of(partition: Partition) -> dict[str, list[Any]]:
+    """Returns the stages of ``partition`` as the file has them."""
     ratios = [stage.recompute_ratio for stage in partition.stages]
-    file = {
+    return {
         "partition": [stage.layers for stage in partition.stages],
         "recompute_ratio": [int(ratio) if ratio in (0, 1) else ratio for ratio in ratios],
     }
-    Path(path).write_text(json.dumps(file) + "\n", encoding="utf-8")
+
+
+def write_partition(path: str | Path, partition: Partition) -> None:
+    """Writes the stages of ``partition``, which read_partition gives back. Raises OSError where it cannot."""
+    Path(path).write_text(json.dumps(object_of(partition)) + "\n", encoding="utf-8")
 
 
 def _is_number(value: object, *kinds: type) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stronghold.planner.partition_file import partition_of
 from stronghold.units import format_bytes, format_seconds
 
 BUDGETS = ("device_memory", "host_memory")
@@ -25,3 +26,12 @@ def section(title: str, lines: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 def shown(name: str, value: Any) -> str:
     return format_bytes(value) if name in BUDGETS and value is not None else repr(value)
+
+
+def stages_shown(balance: Sequence[int] | Mapping[str, Any]) -> str:
+    """Returns the layers of each stage, and how many of them keep their activations where some do."""
+    if not isinstance(balance, Mapping):
+        return f"{','.join(map(str, balance))} layers"
+    file = partition_of(balance)
+    kept = (layers - again for layers, again in zip(file.partition, file.recomputed, strict=True))
+    return f"{stages_shown(file.partition)}, of which {','.join(map(str, kept))} keep their activations"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
+from stronghold.errors import BudgetError
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.search import ENOUGH
 from stronghold.planner.staged_step import StagedStep, StagedWork, fits, needed_bytes, staged_bound_s, staged_step
@@ -17,20 +18,25 @@ FEW = 16
 """Layers of a model for which every window is looked at."""
 PER_STAGE = 4
 """Micro-batches for each stage, at most: with as many the bubble is small (Huang et al., GPipe, 2019)."""
+FILLED = 3
+"""So many choices that recompute all layers, whatever their windows, are looked at again for layers that need not."""
+CUT_AGAIN = 4096
+"""Of so many stages times layers the row is then cut anew, a tenth of a millisecond each; longer ones stay as cut."""
 
 
 class StagedChoice(NamedTuple):
     """One setting of everything that is searched over where a model is in stages.
 
-    Each of ``replicas`` has ``processes``, with ``per_process`` stages each. ``window`` is None where all layers stay
-    on the device; ``store`` is where they are kept else.
+    Each of ``replicas`` has ``processes``, with ``per_process`` stages each. Activations of all layers are kept, or of
+    none; or, with None, of as many in each stage as fit. ``window`` is None where all layers stay on the device;
+    ``store`` is where they are kept else.
     """
 
     replicas: int
     processes: int
     per_process: int
     micro_batches: int
-    is_kept: bool
+    is_kept: bool | None
     states: str
     window: int | None = None
     store: str = "ram"
@@ -60,7 +66,7 @@ class StagedSpace:
     Without them all layers stay on the device, which they may do, too, where they ``may_stay``. Where the device's
     memory is not ``apart`` from the host's, layers that stay are there once, and slots are a second copy; but of
     replicas, which have in common what does not stay, each would have a copy of its own. Where layers are on disk
-    slots are the only copy.
+    slots are the only copy. Where layers may be of both ``kepts``, stages of a process each may keep some of theirs.
     """
 
     layers: int
@@ -141,6 +147,7 @@ def search_stages(
     ``work_of`` says what a step of a choice consists of, with what a stage may take of ``place``; ``bytes_of`` what
     the fullest process takes of each place when the row is cut. The window is the largest that fits. Choices are
     bounded from below by sums, and cut and played in that order until no other can be shorter by more than ``ENOUGH``.
+    Of the best that recompute every layer, stages then keep the activations of as many as the memory has room for.
     """
     return _StagedSearch(space, work_of, bytes_of, limits, place).found(space.choices(replicas, processes))
 
@@ -157,6 +164,7 @@ class _StagedSearch:
         self._space, self._work_of, self._bytes_of = space, work_of, bytes_of
         self._limits, self._place = limits, place
         self._refused: list[tuple[float, StagedRefusal]] = []
+        self._recomputing: list[StagedPlan] = []
 
     def found(self, choices: Iterable[StagedChoice]) -> StagedFound:
         best: StagedPlan | None = None
@@ -173,6 +181,8 @@ class _StagedSearch:
                     tried = self._tried(one)
                     if tried is not None and (best is None or tried.step.step_s < best.step.step_s):
                         best = tried
+        if best is not None and {False, True} <= {*self._space.kepts}:
+            best = self._filled(best)
         better = [one for bound_s, one in self._refused if best is None or bound_s < best.step.step_s]
         better.sort(key=lambda one: one.needed_bytes - one.limit_bytes)
         return StagedFound(plan=best, refused=better)
@@ -218,7 +228,53 @@ class _StagedSearch:
 
     def _tried(self, choice: StagedChoice) -> StagedPlan | None:
         step = staged_step(self._work_of(choice))
-        return StagedPlan(choice=choice, step=step) if self._has_room(choice, step) else None
+        if not self._has_room(choice, step):
+            return None
+        found = StagedPlan(choice=choice, step=step)
+        if not choice.is_kept:
+            self._recomputing.append(found)
+        return found
+
+    def _filled(self, best: StagedPlan) -> StagedPlan:
+        """Returns the best plan of those whose stages keep as many layers' activations as fit, if it is shorter.
+
+        Stages that a process has several of would each have to know what the others keep: those keep all, or none.
+        """
+        cuts: dict[StagedChoice, Sequence[int]] = {}
+        for plan in sorted(self._recomputing, key=lambda plan: plan.step.step_s):
+            if plan.choice.per_process == 1:
+                first = None if plan.choice.window is None else self._space.windows[0]
+                cuts.setdefault(
+                    plan.choice._replace(window=first), [stage.layers for stage in plan.step.partition.stages]
+                )
+        for like, sizes in [*cuts.items()][: 1 if self._is_long(best.choice) else FILLED]:
+            for one in [like] if like.window is None else self._windows(like):
+                choice = one._replace(is_kept=None)
+                if staged_bound_s(self._work_of(choice)) >= (1 - ENOUGH) * best.step.step_s:
+                    continue
+                step = self._step_of(choice, sizes)
+                if step is not None and step.step_s < best.step.step_s:
+                    some = any(stage.recomputed for stage in step.partition.stages)
+                    best = StagedPlan(choice=choice if some else choice._replace(is_kept=True), step=step)
+        return best
+
+    def _is_long(self, choice: StagedChoice) -> bool:
+        return choice.stages * self._space.layers > CUT_AGAIN
+
+    def _step_of(self, choice: StagedChoice, sizes: Sequence[int]) -> StagedStep | None:
+        """Returns the step of stages that are as full as the fullest process allows, of ``sizes`` in a long row."""
+        work, limits = self._work_of(choice), self._limits
+        while True:
+            try:
+                step = staged_step(work, sizes if self._is_long(choice) else None)
+            except BudgetError:
+                return None
+            needed = self._bytes_of(choice, step)
+            if all(needed.get(place, 0) <= limit for place, limit in limits.items()):
+                return step
+            if (over := needed.get(self._place, 0) - limits[self._place]) <= 0:
+                return None
+            work = replace(work, memory_bytes=work.memory_bytes - over)
 
     def _has_room(self, choice: StagedChoice, step: StagedStep) -> bool:
         needed = self._bytes_of(choice, step)

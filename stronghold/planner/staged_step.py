@@ -27,27 +27,30 @@ class StagedWork:
 
     ``layers`` are of one micro-batch. Stages are ``offloaded``, or all their layers resident, and then updated behind
     their process's last pass in ``update_s`` of each layer. A stage may take ``memory_bytes``. Activations of all
-    layers are kept, or all are recomputed. ``link_s`` is what an activation takes into each layer where that is
-    another process's first one, and ``shared_s`` what gradients of parameters take that several stages share, once a
-    step.
+    layers are kept or, with ``is_kept`` False, none are; with None each stage recomputes as few layers as fit its
+    memory, or the part of them that ``ratios`` give. ``link_s`` is what an activation takes into each layer where that
+    is another process's first one, and ``shared_s`` what gradients of parameters take that several stages share, once
+    a step.
     """
 
     layers: Sequence[LayerCost]
     pipeline: Pipeline
     memory_bytes: float
-    is_kept: bool
+    is_kept: bool | None
     link_s: Sequence[float]
     offloaded: OffloadedStages | None = None
     update_s: Sequence[float] = ()
     shared_s: float = 0.0
+    ratios: Sequence[float] | None = None
 
     @cached_property
     def costs(self) -> StageCosts:
         pipeline = self.pipeline
+        ratios = self.ratios if self.is_kept is None else [0.0 if self.is_kept else 1.0] * pipeline.stages
         return StageCosts(
             self.layers,
             pipeline.held(),
-            [0.0 if self.is_kept else 1.0] * pipeline.stages,
+            ratios,
             micro_batches=pipeline.micro_batches,
             buffered=pipeline.micro_batches,
             offloaded=self.offloaded,
@@ -97,7 +100,7 @@ def staged_bound_s(work: StagedWork) -> float:
     """
     pipeline, count = work.pipeline, work.pipeline.micro_batches
     forward_s = sum(layer.forward_s for layer in work.layers)
-    backward_s = sum(layer.backward_s for layer in work.layers) + (0.0 if work.is_kept else forward_s)
+    backward_s = sum(layer.backward_s for layer in work.layers) + (forward_s if work.is_kept is False else 0.0)
     updates_s = sum(work.update_s)
     if work.offloaded is not None:
         fetches_s, gradients_s, updates_s = work.offloaded.least_s(pipeline.stages)

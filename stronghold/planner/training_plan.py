@@ -12,7 +12,7 @@ from typing import Any
 from stronghold.planned import PlannedStep
 from stronghold.planner.machine_file import Spread
 from stronghold.planner.other_plans import Alternative, LeftOut, Refused
-from stronghold.planner.plan_lines import BUDGETS, duration, section, shown
+from stronghold.planner.plan_lines import BUDGETS, duration, section, shown, stages_shown
 from stronghold.settings import OffloadSettings, check_one_of, check_optimizer
 from stronghold.spans import Span
 from stronghold.tables import Shown
@@ -48,9 +48,10 @@ class TrainingPlan(Shown):
     in a step. ``process_bytes`` are the interpreter's and its libraries', ``written_bytes`` what a step writes to disk.
     ``is_host`` tells that device and host are one memory.
 
-    Of several ``processes`` on the machine bytes are those of the fullest one, and ``parallel`` is what
+    Of several ``processes`` on the machine bytes are those of the fullest one, in each place, and ``parallel`` is what
     ``stronghold.pipeline`` takes beside the settings: stages, replicas, micro-batches, schedule and the layers of each
-    stage; or one stage, and the replicas of ``stronghold.replicate``. ``left_out`` are those that cannot be.
+    stage, with the part of them that is recomputed where that is neither all nor none; or one stage, and the replicas
+    of ``stronghold.replicate``. ``left_out`` are those that cannot be.
     """
 
     title = "plan"
@@ -180,7 +181,8 @@ class TrainingPlan(Shown):
         ]
         if self.disk_bytes:
             written = f"{format_bytes(self.written_bytes)} a step, {self.written_bytes / 1e9:.3g} TB in a thousand"
-            rows += [("disk", "layers and states", format_bytes(self.disk_bytes)), ("", "written", written)]
+            of = ", of the fullest process" if self.processes > 1 else ""
+            rows += [("disk", "layers and states", format_bytes(self.disk_bytes) + of), ("", "written", written + of)]
         assumed = [("assumed" if not number else "", "", text) for number, text in enumerate(self.assumed)]
         return [*rows, *self._other_rows(), *assumed]
 
@@ -212,14 +214,14 @@ class TrainingPlan(Shown):
             "replicas": str(self.parallel["replicas"]),
         }
         if self.parallel["stages"] > 1:
-            lines["stages"] += f", of {','.join(map(str, self.parallel['balance']))} layers"
+            lines["stages"] += f", of {stages_shown(self.parallel['balance'])}"
             lines["micro-batches"] = f"{self.parallel['micro_batches']} under {self.parallel['schedule']}"
         lines["memory of each"] = f"{memory}{'' if self.is_host else format_bytes(self.host_bytes)} at most"
         return section("processes", lines)
 
     def _differing(self, one: Alternative | Refused) -> str:
-        ours = {**self.parallel, **self.settings, **self.optimizer}
-        theirs = {**one.parallel, **one.settings, **one.optimizer}
+        ours = {"store": "ram", **self.parallel, **self.settings, **self.optimizer}
+        theirs = {"store": "ram", **one.parallel, **one.settings, **one.optimizer}
         if one.parallel:  # what else follows from these
             ours, theirs = ({name: each.get(name) for name in theirs if name not in _FOLLOW} for each in (ours, theirs))
         names = [name for name in {**ours, **theirs} if name not in BUDGETS and ours.get(name) != theirs.get(name)]

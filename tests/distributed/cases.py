@@ -37,8 +37,8 @@ CONFIG = GPTConfig(layers=5, hidden=32, heads=2, sequence=16, vocabulary=100)
 class Case:
     """One way to train the same model: the same gradients and losses are expected of all.
 
-    With ``ratios`` the balance is a file's. ``again`` are the layers that the backward pass is to compute again. On
-    several ``machines`` the processes have no memory in common but with their neighbours.
+    With ``ratios`` the balance is a file's, or for replicas what is in one. ``again`` are the layers that the backward
+    pass is to compute again. On several ``machines`` the processes have no memory in common but with their neighbours.
     """
 
     stages: int
@@ -194,15 +194,20 @@ def staged(case: Case, device: str) -> Trained:
         folder = folders[
             processes.rank - processes.replicas.local_rank * processes.each
         ]  # theirs have one store in common
-        file = Path(folders[0]) / "partition.json"
-        if case.ratios is not None and processes.rank == 0:  # which is the one that reads it
-            file.write_text(json.dumps({"partition": case.balance, "recompute_ratio": case.ratios}))
+        balance = case.balance
+        if case.ratios is not None:
+            balance = {"partition": case.balance, "recompute_ratio": case.ratios}
+            if case.replicas == 1:
+                file = Path(folders[0]) / "partition.json"
+                if processes.rank == 0:  # which is the one that reads it
+                    file.write_text(json.dumps(balance))
+                balance = file
         module = in_stages(
             LayeredGPT(gpt),
             processes,
             stages=case.stages,
             micro_batches=case.micro_batches,
-            balance=case.balance if case.ratios is None else file,
+            balance=balance,
             schedule=case.schedule,
             **({"store": folder} if case.disk else {}),
             **case.settings,

@@ -276,7 +276,7 @@ def test_what_leaves_nothing_to_choose_measures_nothing(measured, layers, stages
         ([0.2, 0.9], "keep", [0, 0]),
     ],
 )
-@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("kind", [str, Path, lambda path: json.loads(path.read_text())], ids=["str", "Path", "object"])
 def test_a_file_says_the_layers_and_how_many_are_recomputed(tmp_path, kind, ratios, given, recomputed):
     path = tmp_path / "partition.json"
     path.write_text(json.dumps({"partition": [4, 1], "recompute_ratio": ratios}))
@@ -304,8 +304,9 @@ def test_a_file_says_the_layers_and_how_many_are_recomputed(tmp_path, kind, rati
 def test_activations_that_contradict_a_file_are_refused(tmp_path, ratios, given, message):
     path = tmp_path / "partition.json"
     path.write_text(json.dumps({"partition": [4, 1], "recompute_ratio": ratios}))
-    with pytest.raises(ParallelError, match=message):
-        choose_stages(linear(5), pipeline_of(2), path, device=CPU, activations=given)
+    for told in (path, json.loads(path.read_text())):
+        with pytest.raises(ParallelError, match=message if told == path else message.replace("'.*", "balance")):
+            choose_stages(linear(5), pipeline_of(2), told, device=CPU, activations=given)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +316,8 @@ def test_activations_that_contradict_a_file_are_refused(tmp_path, ratios, given,
         ("memory", None, "balance='memory' measures each layer"),
         ("time", torch.zeros(6, 4), "must divide the batch .got a batch of 6 samples and 4 micro-batches.; pass"),
         ("tiem", None, "balance must be 'time', 'memory', 'layers', .* .got 'tiem', and there is no such file"),
+        ({"partition": [4, 1]}, None, r"balance=\{'partition': .* must be an object of partition and recompute_ratio"),
+        ({"partition": [4, 1], "recompute_ratio": [1, 2]}, None, r"from 0 to 1 \(got \[1, 2\]\); pass one such as"),
         ([3, 3], None, r"and 5 in all \(got \[3, 3\], which are 2 stages and 6 layers\)"),
         ([5, 0], None, r"each of 2 stages a layer or more, and 5 in all \(got \[5, 0\]"),
         ([2, 2, 1], None, r"which are 3 stages and 5 layers\); pass other numbers"),

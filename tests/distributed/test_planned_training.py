@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ SHAPE = ["-l", "3", "--hidden", "32", "--heads", "2", "--vocabulary", "300"]
     ("batch", "more", "parts"),
     [
         ("3", [], {"stages": 2, "replicas": 1}),  # which two replicas cannot share out
+        ("3", [], {"stages": 2, "balance": {"partition": [2, 1], "recompute_ratio": [0.5, 0]}}),
         ("4", ["--micro-batch", "1"], {"stages": 1, "replicas": 2}),  # which no stage does
     ],
 )
@@ -36,6 +38,10 @@ def test_a_run_of_two_processes_follows_its_plan_and_shows_it_beside_what_it_mea
         capsys.readouterr().out.split()
     )
     plan = TrainingPlan.read("plan.json")
+    if "balance" in parts:  # as it is where memory asks for it
+        settings = {**plan.settings, "activations": "recompute"}
+        plan = replace(plan, parallel={**plan.parallel, **parts}, settings=settings)
+        plan.write("plan.json")
     assert {name: plan.parallel[name] for name in parts} == parts
     # By whole paths: those processes are forked from one that began in another test's folder.
     run = ["train", "--plan", str(tmp_path / "plan.json"), *SHAPE, "--data", str(tmp_path / "text.txt"), "--steps", "3"]
@@ -51,7 +57,9 @@ def test_a_run_of_two_processes_follows_its_plan_and_shows_it_beside_what_it_mea
     (step, *_) = [line for line in lines if line.get("step") == 3]
     held = plan.held_device_bytes + plan.pinned_bytes + plan.pageable_bytes
     found = step["device_bytes"] + step["host_bytes"]
-    if parts["replicas"] == 2:  # of the same size, and as planned but for where a gradient's shares are of equal length
+    if (
+        parts.get("replicas") == 2
+    ):  # of the same size, and as planned but for where a gradient's shares are of equal length
         assert found / 2 == pytest.approx(held, rel=0.02)
     else:  # the plan is of the fuller one
         assert found / 2 <= held < found
@@ -62,6 +70,8 @@ def test_a_plan_is_followed_by_as_many_processes_as_it_is_for(tmp_path, monkeypa
     laptop(device_name=processor_name()).write("machine.json")
     asked = ["--batch", "2", "--seq", "32", "--machine", "machine.json", "-o", "plan.json"]
     run = ["train", "--plan", "plan.json", *SHAPE, "--steps", "2", "--out", "out"]
+    assert cli.main(["plan", *SHAPE, *asked, "--processes", "2", "--cores", "4"]) == 0
+    assert "OMP_NUM_THREADS=2 torchrun" in " ".join(capsys.readouterr().out.split())
     assert cli.main(["plan", *SHAPE, *asked, "--processes", "2"]) == 0
     capsys.readouterr()
     assert cli.main(run) == 2

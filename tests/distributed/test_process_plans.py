@@ -99,6 +99,37 @@ def test_an_nn_sequential_is_cut_into_stages_and_another_module_is_replicated():
     assert plan.left_out[0].reason.startswith("stages are cut out of an nn.Sequential, or the reference GPT (got GPT)")
 
 
+def test_stages_keep_the_activations_of_as_many_layers_as_fit(tmp_path):
+    """What the device would take if all or none kept them is known; of what is between some find their room."""
+    settings = {"processes": 2, "batch": 3, "micro_batch": "auto", "window": 2, "sequence": 32}
+    least, most = (planned(activations=way, **settings) for way in ("recompute", "keep"))
+    assert least.device_bytes < most.device_bytes and most.step_s.likely < least.step_s.likely
+    found = []
+    for share in (0.2, 0.4, 0.6, 0.8):
+        budget = int(least.device_bytes + share * (most.device_bytes - least.device_bytes))
+        plan = planned(device_memory=budget, **settings)
+        assert plan.device_bytes <= budget
+        assert plan.step_s.likely <= planned(device_memory=budget, activations="recompute", **settings).step_s.likely
+        if isinstance(plan.parallel["balance"], dict):
+            found.append(plan)
+    assert found
+    for plan in found:
+        cut, ratios = plan.parallel["balance"].values()
+        assert sum(cut) == 5 and any(0 <= ratio < 1 for ratio in ratios) and any(ratios)
+        assert plan.settings["activations"] == "recompute"
+        assert plan.step_s.low <= plan.step_s.likely <= plan.step_s.high
+        assert "keep their activations" in str(plan)
+        plan.write(tmp_path / "plan.json")
+        assert TrainingPlan.read(tmp_path / "plan.json").parallel == plan.parallel
+
+
+def test_a_number_of_layers_that_keep_their_activations_is_of_replicas_alone():
+    plan = planned(processes=2, activations=2)
+    assert (plan.parallel["stages"], plan.settings["activations"]) == (1, 2)
+    (left,) = plan.left_out
+    assert (left.stages, left.replicas) == (2, 1) and "is chosen for each (got activations=2)" in left.reason
+
+
 def test_a_budget_is_each_process_s_and_what_lacks_is_told_of_each():
     plan = planned(processes=2, device_memory="2MiB")
     assert plan.device_bytes <= 2**21

@@ -14,7 +14,7 @@ import torch
 import stronghold
 from stronghold.device import open_device
 from stronghold.distributed import Processes, in_stages
-from stronghold.distributed.process_plans import settings_of
+from stronghold.distributed.process_plans import settings_of, told_of
 from stronghold.distributed.stage_planner import StagePlanner
 from stronghold.distributed.staged_inputs import staged_model
 from stronghold.engine.planning.memory_limits import Limits
@@ -133,6 +133,19 @@ def test_bytes_are_those_of_the_reports(tmp_path: Path, replicas: int) -> None:
             assert said.resident + sums == report.resident_device_bytes, case
             assert said.host + one.sums_bytes == report.host_bytes, case
             assert said.disk == report.disk_bytes, case
+
+
+@pytest.mark.parametrize("sizes", [[1, 4], SIZES, [4, 1]])
+@pytest.mark.parametrize("given", [machine, laptop])
+def test_what_a_plan_tells_of_each_place_is_the_most_that_a_process_takes_there(given: Any, sizes: list[int]) -> None:
+    planner = planner_of(given(processes=MESSAGES), dtype="bfloat16")
+    choice = StagedChoice(1, 2, 1, 2, False, "fp32", 2)
+    step = staged_step(planner.work_of(choice), sizes)
+    told = told_of(planner, StagedPlan(choice=choice, step=step), 2)
+    parts = ("slots", "gradient", "root", "resident", "root_gradient", "activation")
+    device, host = (sum(told[f"{part}_bytes"] for part in each) for each in (parts, ("pinned", "pageable")))
+    most = {"memory": device + host} if given is laptop else {"device": device, "host": host}
+    assert planner.bytes_of(choice, step) == most
 
 
 def test_an_accelerator_s_host_updates_what_stages_share_before_the_first_pass() -> None:

@@ -73,4 +73,8 @@ def test_a_plan_may_have_any_number_of_few_layers_and_about_32_of_many():
     assert KEPTS / 2 < len(many) <= KEPTS + 1
     assert max(b - a for a, b in itertools.pairwise(many)) <= 4
     assert [*kepts(None, 5, may_keep=False)] == [0]
+    assert [*kepts(2, 5, may_keep=False, resident=5)] == [2]
+    for resident in (None, 4):
+        with pytest.raises(ValueError, match=rf"activations=2 would hold, unpacked, .*\(got packed .*={resident}\)"):
+            kepts(2, 5, may_keep=False, resident=resident)
     assert [[*kepts(asked, 5)] for asked in (3, "keep", "recompute", "host")] == [[3], [5], [0], [0]]

@@ -88,6 +88,21 @@ def test_it_reads_as_a_table():
     assert lines["does not fit", "device"] == "activations='keep': needs 25.0 GiB, has 23.0 GiB"
 
 
+def test_layers_in_memory_are_told_as_such_beside_those_on_disk():
+    on_disk = plan(settings={**plan().settings, "store": ["/mnt/a"], "activations": "keep"})
+    lines = {(section, name): value for section, name, value in on_disk.rows()}
+    assert lines["does not fit", "device"].startswith("store='ram': needs")
+    assert "store=None" not in str(on_disk)
+
+
+def test_layers_of_stages_that_keep_their_activations_are_told():
+    cut = {"partition": [17, 15], "recompute_ratio": [1, 0.5]}
+    lines = {
+        (s, n): v for s, n, v in plan(**{**IN_STAGES, "parallel": {**IN_STAGES["parallel"], "balance": cut}}).rows()
+    }
+    assert lines["", "stages"] == "2, of 17,15 layers, of which 0,8 keep their activations"
+
+
 IN_STAGES = {
     "processes": 4,
     "parallel": {"stages": 2, "replicas": 2, "micro_batches": 8, "schedule": "1F1B", "balance": [17, 15]},

@@ -65,16 +65,25 @@ def sizes(memory: ModelMemory, window: int | None, resident: int | None) -> dict
     return {"residents": residents, "windows": None if window is None else (window,)}
 
 
-def kepts(activations: int | str | None, layers: int, *, may_keep: bool = True) -> Sequence[int]:
+def kepts(
+    activations: int | str | None, layers: int, *, may_keep: bool = True, resident: int | None = None
+) -> Sequence[int]:
     """Returns how many layers may keep their activations, the last ones, where they ``may_keep`` them.
 
     Of many layers not every number is looked at, for each takes a search time: what is left out is 3 % of the layers.
-    With their inputs in host memory or on disk all are recomputed. Raises ValueError for more than there are.
+    With their inputs in host memory or on disk all are recomputed. Raises ValueError for more than there are, and for
+    layers that may not, unless all are ``resident``.
     """
     if activations is None:
         return (*range(0, layers, -(-layers // KEPTS)), layers) if may_keep else (0,)
     check_activations(activations)
-    return (kept_layers(activations, layers),)
+    kept = kept_layers(activations, layers)
+    if kept and not may_keep and resident != layers:
+        raise ValueError(
+            f"activations={activations!r} would hold, unpacked, all weights of the layers that keep theirs (got packed "
+            f"weights and resident={resident}); pass activations='recompute' or 'host', or resident={layers}"
+        )
+    return (kept,)
 
 
 def micro_batches(asked: int | str | None, batch: int, memory: ModelMemory) -> tuple[int | None, ...]:

@@ -122,7 +122,7 @@ def _planned(
     space = Space(
         layers=count,
         **sizes(found.memory, window, resident),
-        kepts=kepts(activations, count, may_keep=found.may_keep),
+        kepts=kepts(activations, count, may_keep=found.may_keep, resident=resident),
         micro_batches=micro_batches(settings.micro_batch, found.computation.batch, found.memory),
         updates=("deferred",),
         stores=("disk",) if directories else ("ram",),

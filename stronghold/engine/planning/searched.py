@@ -130,7 +130,7 @@ class PlannedModel:
             )
             if found.plans:
                 return self._told(planner, found, limits, tokens)
-        raise _nothing_fits(found.refused, has_experts=fewest_experts(self._model) > 1)
+        raise _nothing_fits(found.refused, has_experts=fewest_experts(self._model) > 1, on_disk="disk" in space.stores)
 
     def inputs_host_bytes(self, micro_batch: int | None) -> int:
         """Returns what of the host's memory the layers' inputs take that are not kept on the device."""
@@ -233,7 +233,8 @@ class _Told:
         )
 
 
-def _nothing_fits(refused: Sequence[Refusal], *, has_experts: bool) -> BudgetError:
+def _nothing_fits(refused: Sequence[Refusal], *, has_experts: bool, on_disk: bool) -> BudgetError:
+    """Says what lacks least: in one place or another, or in several at once."""
     least: dict[str, Refusal] = {}
     for one in refused:
         if one.place not in least or one.needed_bytes < least[one.place].needed_bytes:
@@ -247,8 +248,10 @@ def _nothing_fits(refused: Sequence[Refusal], *, has_experts: bool) -> BudgetErr
         settings = ", ".join(f"{name}={value!r}" for name, value in one.choice._asdict().items() if name != "kept")
         found.append(f"{memory} must hold at least {needed} (got {limit}), with {settings}")
     apart = "cut a layer's experts apart (experts_per_part='auto'), " if has_experts else ""
+    disk = "" if on_disk else "give a directory on a disk (store=), "
+    both = "and" if any(len(one.lacking) > 1 for one in least.values()) else "or"
     return BudgetError(
-        f"nothing fits: {'; '.join(found)}; raise the budget, allow states='8bit', give a directory on a disk "
-        f"(store=), {apart}or make the batch smaller",
+        f"nothing fits: {f'; {both} '.join(found)}; raise the budget, allow states='8bit', {disk}{apart}or make the "
+        "batch smaller",
         {place: one.needed_bytes for place, one in least.items()},
     )

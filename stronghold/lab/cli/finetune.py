@@ -140,7 +140,7 @@ def _offload(options: argparse.Namespace, out: str) -> OffloadSettings:
         window=options.window,
         store=os.path.join(out, "store") if options.store == "disk" else options.store,
         micro_batch=options.micro_batch,
-        activations=options.activations or ("auto" if plans else "recompute"),
+        activations=options.activations if options.activations is not None else "auto" if plans else "recompute",
         resident=options.resident if options.resident is not None else "auto" if plans else 0,
         device_memory=options.device_memory,
         host_memory=options.host_memory,

@@ -77,7 +77,7 @@ def _said(plan: TrainingPlan) -> dict[str, Any]:
     if isinstance(store := settings.get("store"), list):  # as OffloadSettings has it
         settings["store"] = store[0] if len(store) == 1 else tuple(store)
     parallel = dict(plan.parallel)
-    if "balance" in parallel:
+    if isinstance(parallel.get("balance"), list):
         parallel["balance"] = tuple(parallel["balance"])
     return {
         **settings,

@@ -6,7 +6,7 @@ from stronghold.lab.cli.shared_arguments import Group, given_shape, path, source
 
 _UNUSED = (
     *("machine", "device", "host_memory", "disk", "window", "resident", "micro_batch", "activations", "update"),
-    *("picture", "processes"),
+    *("picture", "processes", "cores", "experts_per_part"),
 )
 """Arguments of the command that say nothing of such a plan."""
 

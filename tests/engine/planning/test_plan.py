@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,10 +11,13 @@ from torch import nn
 
 import stronghold
 from stronghold.engine import engine_of
+from stronghold.engine.planning.searched import _nothing_fits
 from stronghold.errors import BudgetError
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.models.layered_gpt import LayeredGPT
+from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import DISK
+from stronghold.planner.search import Refusal
 from tests.planner.machines import about, laptop, machine
 
 CONFIG = GPTConfig(layers=5, hidden=64, heads=4, sequence=32, vocabulary=128)
@@ -123,7 +127,9 @@ def test_a_host_of_fewer_cores_is_slower_and_the_plan_says_what_is_assumed(proce
     given = {"update": "deferred", "window": 1, "resident": 0} if processes == 1 else {"processes": 2, "batch": 8}
     model = on_meta() if processes == 1 else LayeredGPT(on_meta())
     many, few = (planned(model, machine(cores=64, host_memory_bytes=2**41), cores=cores, **given) for cores in (64, 1))
-    assert any(text.startswith("1 cores: updates take 64 times as long") for text in few.assumed)
+    assert any(
+        text.startswith("1 cores, with memory in proportion: updates take 64 times as long") for text in few.assumed
+    )
     if processes == 1:  # in two all layers stay on the devices, and are updated there
         assert few.step_s.likely > many.step_s.likely
 
@@ -238,9 +244,25 @@ def test_two_budgets_that_lack_are_told_with_what_would_do_for_both():
         planned(given=machine(), device_memory=1000, host_memory=1000)
     needed = raised.value.needed
     assert set(needed) == {"device", "host"}
+    assert re.search("; and (host|device) memory must hold", str(raised.value))
     plan = planned(given=machine(), device_memory=needed["device"], host_memory=needed["host"])
     assert plan.device_bytes <= needed["device"]
     assert plan.host_bytes <= needed["host"]
+
+
+def test_of_budgets_that_other_choices_lack_one_or_the_other_is_to_be_raised():
+    """One choice lacks on the device alone, another one in the host's memory."""
+
+    def lacks(resident, **lacking):
+        (place,) = lacking
+        choice = Choice(window=1, resident=resident)
+        return Refusal(choice=choice, place=place, needed_bytes=2**20, limit_bytes=2**10, lacking=lacking)
+
+    told = str(_nothing_fits([lacks(5, device=2**20), lacks(0, host=2**20)], has_experts=False, on_disk=True))
+    assert re.search(
+        r"device memory must hold at least 1\.00 MiB .*; or host memory must hold at least 1\.00 MiB", told
+    )
+    assert "give a directory" not in told
 
 
 def test_a_model_that_cannot_be_built_without_values_is_refused_in_one_line(tmp_path):
@@ -273,7 +295,6 @@ def test_a_model_that_cannot_be_built_without_values_is_refused_in_one_line(tmp_
         ({"activations": "all"}, "activations must be"),
         ({"activations": "disk"}, r"in the store's directory \(got store='ram'\)"),
         ({"activations": "host", "processes": 2}, r"for one process \(got activations='host' with processes=2\)"),
-        ({"activations": 1, "processes": 2}, r"all layers keep .* or none \(got activations=1 with processes=2\)"),
         ({"activations": 99}, r"no more layers than there are.*\(got 99\)"),
         ({"micro_batch": "some"}, "micro_batch must be"),
         ({"store": "/mnt/nowhere"}, "the machine must have the speed of each directory of the store"),

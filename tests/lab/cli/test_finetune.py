@@ -79,6 +79,8 @@ def test_options_are_settings(place: Path) -> None:
     assert (found.offload.window, found.offload.activations, found.offload.store) == (2, "recompute", "o/store")
     assert found.offload.compile == {"dynamic": True}
     assert settings("model", "chats.jsonl", "--no-compile").offload.compile is False
+    for words in ("--activations 0", "--activations 0 --window 2"):
+        assert settings("model", "chats.jsonl", *words.split()).offload.activations == 0
     assert not found.plans
     assert (found.epochs, found.data.packing, found.data.held_out, found.eval_every) == (2.5, True, 3, 9)
     assert settings("model", "chats.jsonl", "--lora").adapters.rank == 16  # type: ignore[union-attr]

@@ -46,6 +46,8 @@ def test_a_plan_with_degrees_says_that_they_are_not_executed(folder, tmp_path, c
         (["--window", "2"], "over operators alone (got --window)"),
         (["--hidden", "64"], "over operators alone (got --hidden)"),
         (["--processes", "2"], "over operators alone (got --processes)"),
+        (["--cores", "8"], "over operators alone (got --cores)"),
+        (["--experts-per-part", "2"], "over operators alone (got --experts-per-part)"),
         (["-l", "4"], "must not be given"),
         (["--device-memory", "1MiB"], "would do"),
     ],
