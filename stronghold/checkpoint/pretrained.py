@@ -145,7 +145,8 @@ def save_with_others(
 ) -> None:
     """Saves a model as :func:`save` does, with the files that ``write`` writes into a folder, such as a tokenizer's.
 
-    They take the place of those there of which ``replaces`` is true.
+    They take the place of those of their names, and with a model of all there of which ``replaces`` is true: beside
+    adapters these may be the base's, which the tokenizer that is written has not all of.
     """
     _save(model, Path(directory), None, "5GB", write, replaces)
 
@@ -167,7 +168,10 @@ def _save(
     folder = Path(os.path.realpath(folder))  # a link stays one: what it points to is replaced
     model = uncompiled(model)
     outgoing = None if has_adapters(model) else _Outgoing(model, dtype)
-    patterns = _ADAPTERS if outgoing is None else _REPLACED
+
+    def goes(path: Path) -> bool:
+        return _matches(path, _ADAPTERS) if outgoing is None else replaces(path) or _matches(path, _REPLACED)
+
     partial = folder.with_name(f".{folder.name}.partial")
     replaced, removed = _replaced(folder), folder.with_name(f".{folder.name}.removed")
     try:
@@ -175,15 +179,17 @@ def _save(
         for left in partial, removed:
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
-        if folder.exists():
-            _keep_others(folder, partial, lambda path: replaces(path) or _matches(path, patterns))
         if outgoing is None:
+            if (card := folder / "README.md").is_file():
+                shutil.copyfile(card, partial / "README.md")  # PEFT puts its own lines into it
             _write_adapters(model, partial, dtype)
         else:
             _write(outgoing, partial, limit)
             write_config(model, partial, outgoing.dtype)
         if write_others is not None:
             write_others(partial)
+        if folder.exists():  # last: a file with two names that were written to would change in the folder too
+            _keep_others(folder, partial, goes)
         for written in partial.rglob("*"):
             sync_path(written)
         sync_directory(partial)
@@ -383,15 +389,19 @@ def _bytes(announced: tuple[torch.dtype, torch.Size]) -> int:
     return announced[0].itemsize * announced[1].numel()
 
 
-def _keep_others(folder: Path, partial: Path, replaces: Callable[[Path], bool]) -> None:
-    """Puts what ``folder`` holds, but for what is to be replaced, into ``partial`` too."""
+def _keep_others(folder: Path, partial: Path, goes: Callable[[Path], bool] = lambda path: False) -> None:
+    """Puts into ``partial``, too, what ``folder`` holds but for what ``goes``, and what has been written anew."""
     for path in folder.iterdir():
-        if replaces(path):
+        if goes(path):
             continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, partial / path.name, symlinks=True, copy_function=_keep)
-        else:
-            _keep(path, partial / path.name)
+        other = partial / path.name
+        if not os.path.lexists(other):
+            if path.is_dir() and not path.is_symlink():
+                shutil.copytree(path, other, symlinks=True, copy_function=_keep)
+            else:
+                _keep(path, other)
+        elif path.is_dir() and other.is_dir() and not path.is_symlink():
+            _keep_others(path, other)
 
 
 def _matches(path: Path, patterns: Sequence[str]) -> bool:
@@ -403,9 +413,7 @@ def _keep(path: str | Path, other: str | Path) -> None:
 
     A base may be larger than the free space. On a file system without hard links the file is copied.
     """
-    path = Path(path)
-    # PEFT writes into those that it finds, of a second adapter in a folder of its own, too.
-    if not (path.is_symlink() or path.name == "README.md" or _matches(path, _ADAPTERS)):
+    if not os.path.islink(path):
         try:
             os.link(path, other)
         except OSError:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import stronghold
+from stronghold.checkpoint.pretrained import save_with_others
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import unit_of
 from tests.reference import CASES, train
@@ -113,6 +114,52 @@ def test_a_model_stays_in_the_folder_where_its_adapters_go(tmp_path, monkeypatch
 
 def no_links(*paths, **more):
     raise OSError(errno.EPERM, "Operation not permitted")  # such as exFAT's
+
+
+def full(*arguments, **more):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def of_folder(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("end", ["weights", "others"])
+@pytest.mark.parametrize("own", ["peft", "transformers"])
+def test_a_full_disk_leaves_every_file_of_the_folder_as_it_was(tmp_path, monkeypatch, own, end):
+    """What was linked into the new folder was written in place there, and so in the old one."""
+    CASE.model(3).save_pretrained(tmp_path / "ours")
+    (tmp_path / "blob").write_text("mine, elsewhere\n")
+    for name in ("generation_config.json", "emoji.json", "other/notes.txt"):
+        (tmp_path / "ours" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "ours" / name).write_text('{"max_length": 77}')
+    (tmp_path / "ours" / "README.md").symlink_to(tmp_path / "blob")  # as in the hub's cache
+    before = of_folder(tmp_path)
+    model = adapted(more=["other"]) if own == "peft" else adapted_by_transformers()
+
+    def write(folder):
+        (folder / "emoji.json").write_text("{}")
+        if end == "others" and failing:
+            full()
+
+    failing = True
+
+    def save():
+        save_with_others(model, tmp_path / "ours", write, lambda path: False)
+
+    with monkeypatch.context() as patch:
+        if end == "weights":
+            module = "peft.peft_model" if own == "peft" else "transformers.modeling_utils"
+            patch.setattr(f"{module}.safe_save_file", full)
+        with pytest.raises(OSError, match=r"cannot save the model \(No space left on device"):
+            save()
+    assert of_folder(tmp_path) == before
+    failing = False
+    save()
+    after = of_folder(tmp_path)
+    written = {name for name in before if after[name] != before[name]}
+    assert written == {"ours/emoji.json", "ours/README.md" if own == "peft" else "ours/generation_config.json"}
+    assert before["blob"] in after["ours/README.md"]
 
 
 @pytest.mark.parametrize("own", ["peft", "transformers"])

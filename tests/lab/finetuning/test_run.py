@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -216,6 +217,27 @@ def test_what_is_saved_of_adapters_peft_loads(tmp_path: Path, monkeypatch: pytes
     assert any(parameter.abs().max() > 0 for name, parameter in adapters.items() if "lora_B" in name)
     assert loaded.peft_config["default"].base_model_name_or_path == wanted.model
     assert AutoTokenizer.from_pretrained(wanted.save).chat_template == small.TEMPLATE
+
+
+def test_adapters_and_their_tokenizer_leave_what_a_base_has_of_its_own(tmp_path: Path) -> None:
+    """Of its tokenizer all was deleted that transformers does not write: tokenizer.model, which others read."""
+    small.folder(tmp_path / "ours")
+    for name in ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "special_tokens_map.json"):
+        (tmp_path / "ours" / name).write_text("the base's")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
+    shutil.copytree(tmp_path / "ours", tmp_path / "theirs")
+    tokenizer = AutoTokenizer.from_pretrained(small.folder(tmp_path / "tokenizer"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear"))
+    trainers.save_model(model, tmp_path / "ours", tokenizer)
+    model.save_pretrained(tmp_path / "theirs")
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    found, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("ours", "theirs")
+    )
+    assert found == expected
+    assert before.keys() < found.keys()
+    assert all(found[name] == b"the base's" for name in ("tokenizer.model", "tekken.json", "merges.txt"))
 
 
 def test_adapters_that_were_saved_are_trained_further(tmp_path: Path) -> None:
