@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 
@@ -12,8 +13,12 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Blocks until a file's bytes, or a directory's entries, are on disk; a link is an entry of its directory."""
-    if not path.is_symlink():
+    """Blocks until a file's bytes, or a directory's entries, are on disk; all else is an entry of its directory.
+
+    Such as a link, or a named pipe, which opening would wait for.
+    """
+    mode = path.lstat().st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         _sync(path, 0)
 
 

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -270,6 +272,29 @@ def test_what_is_in_use_in_the_folder_goes_on_there(tmp_path):
     again = stronghold.offload(Residual(), store=store, weights=store, device="cpu")
     stronghold.checkpoint.load(store, again, stronghold.AdamW(again.parameters(), **ADAMW))
     assert_same_models(again, plain)
+
+
+def test_a_pipe_and_a_socket_in_the_folder_stay_and_are_not_waited_for(tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    stronghold.save(GPT(CONFIG), folder)
+    os.mkfifo(folder / "pipe")
+    monkeypatch.chdir(folder)  # a socket's path is short
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+
+    def waits(*_):
+        raise AssertionError("it waits for someone to write into the pipe")
+
+    before = signal.signal(signal.SIGALRM, waits)
+    signal.alarm(10)
+    try:
+        model = GPT(CONFIG)
+        stronghold.save(model, folder)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert (folder / "pipe").is_fifo() and (folder / "socket").is_socket()
+    assert same(load_model(folder)[0], model)
 
 
 def test_where_a_link_points_to_is_replaced_and_the_link_stays(tmp_path):
