@@ -112,6 +112,12 @@ def prune(out: str | Path, step: int, keep: int, damaged: Collection[Path] = ())
             shutil.rmtree(path)
 
 
+def remove_partial(out: str | Path) -> None:
+    """Removes what processes that were killed have left in ``out`` of checkpoints that never got their names."""
+    for stale in (*Path(out).glob(".checkpoint-*.partial"), *Path(out).glob(".checkpoint-*.removed")):
+        shutil.rmtree(stale)
+
+
 def _paths(out: str | Path) -> list[Path]:
     found = (path for path in Path(out).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
     return sorted(found, key=_step_of)

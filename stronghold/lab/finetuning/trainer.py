@@ -20,6 +20,7 @@ from stronghold.checkpoint.pretrained import save_with_others
 from stronghold.engine.adamw import AdamW
 from stronghold.lab.data.tokenizer_files import is_tokenizer_file, saved_files, write_files
 from stronghold.lab.finetuning.adapters import WEIGHTS
+from stronghold.lab.finetuning.checkpoints import remove_partial
 from stronghold.lab.finetuning.settings import FinetuneSettings
 from stronghold.trainer import KeepEverything
 
@@ -47,6 +48,7 @@ class Finetuner(SFTTrainer):
         assert output_dir is not None
         if os.path.isdir(output_dir):  # of a run that was killed while it wrote, for else this one had gone on from it
             shutil.rmtree(output_dir)
+        remove_partial(os.path.dirname(output_dir))  # first: the disk may be full of them
         save_model(self.model, output_dir, self.processing_class)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

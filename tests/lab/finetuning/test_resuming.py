@@ -395,6 +395,28 @@ def test_compiled_layers_go_on_with_the_activations_that_they_began_with(
         runs.run(replace(found, offload=OffloadSettings(window=1, compile=graphs)))
 
 
+def test_what_a_killed_process_wrote_of_a_checkpoint_goes_before_the_next_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kill while one was written left a model's weights in a hidden folder, for good."""
+    wanted = stopped(runs.settings(tmp_path, steps=4), monkeypatch)
+    out = Path(wanted.out)
+    for name in (".checkpoint-3.partial", ".checkpoint-1.partial", ".checkpoint-1.removed", "checkpoint-of", ".mine"):
+        (out / name).mkdir()
+        (out / name / "model.safetensors").write_bytes(b"weights")
+    seen: list[set[str]] = []
+    save_model = trainer.save_model
+
+    def save(model: Any, folder: Any, tokenizer: Any) -> None:
+        seen.append({path.name for path in out.iterdir() if path.is_dir()})
+        save_model(model, folder, tokenizer)
+
+    monkeypatch.setattr(trainer, "save_model", save)
+    runs.run(replace(wanted, checkpoint_every=4))
+    assert seen[0] == {"checkpoint-2", "checkpoint-of", ".mine"}
+    assert {path.name for path in out.iterdir() if path.is_dir()} == seen[0] | {"checkpoint-4"}
+
+
 def test_damaged_checkpoints_do_not_count_among_the_newest_that_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
