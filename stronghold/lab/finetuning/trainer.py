@@ -44,6 +44,14 @@ class Finetuner(SFTTrainer):
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Writes none: what a run was is in its log."""
 
+    def evaluate(self, *arguments: Any, **more: Any) -> dict[str, float]:
+        """Evaluates, and draws no random number of the training: a run may go on with evaluations at other steps.
+
+        Each pass over the rows draws one from torch's generator of the CPU, from which dropout draws there too.
+        """
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*arguments, **more)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         assert output_dir is not None
         if os.path.isdir(output_dir):  # of a run that was killed while it wrote, for else this one had gone on from it

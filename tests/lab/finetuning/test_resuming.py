@@ -180,8 +180,11 @@ def test_a_checkpoint_is_a_model_to_load(tmp_path: Path, adapters: Any) -> None:
     assert ("stronghold" in names) == (adapters is None)
 
 
-def test_it_goes_on_at_the_intervals_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = runs.settings(tmp_path, checkpoint_every=3)
+@pytest.mark.parametrize("adapters", [None, LORA], ids=["all weights", "adapters with dropout"])
+def test_it_goes_on_at_the_intervals_that_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: Any
+) -> None:
+    wanted = runs.settings(tmp_path, checkpoint_every=3, adapters=adapters)
     wanted = replace(wanted, data=replace(wanted.data, held_out=2), eval_every=2)  # 10 steps
     runs.run(wanted)
     other = replace(wanted, out=str(tmp_path / "other"), save=str(tmp_path / "other-model"))

@@ -306,6 +306,17 @@ def test_it_evaluates_while_it_trains_what_trl_evaluates(tmp_path: Path) -> None
     assert "on held-out text" in shown
 
 
+def test_evaluations_draw_no_random_number_of_the_training(tmp_path: Path) -> None:
+    """On the CPU dropout draws from the generator that each pass over the rows drew from."""
+    wanted = runs.settings(tmp_path, adapters=LORA)
+    expected = of_trl(wanted, PAIRS)[0]
+    other = small.write_lines(tmp_path / "other.jsonl", PAIRS[:5])
+    wanted = replace(wanted, data=replace(wanted.data, eval_data=str(other)), eval_every=3)
+    runs.run(wanted)
+    assert len(runs.records(wanted, "evaluation")) == 4
+    torch.testing.assert_close(runs.losses(wanted), expected, rtol=TO_ROUNDING, atol=0.0)
+
+
 def test_without_a_number_it_evaluates_after_each_epoch_on_rows_held_out(tmp_path: Path) -> None:
     wanted = runs.settings(tmp_path, accumulate=2)
     wanted = replace(wanted, data=replace(wanted.data, held_out=2))  # 10 rows are 5 batches, 3 steps
