@@ -21,7 +21,7 @@ from stronghold.formats.reader import verify
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.tokens import Tokenizer
 from stronghold.lab.records.runlog import check_begins_anew
-from stronghold.lab.settings import TrainSettings
+from stronghold.lab.settings import TrainSettings, micro_batches_of
 from stronghold.settings import without_place
 from stronghold.store import forget
 from stronghold.unit import ONE_PROCESS, ProcessGroup, from_rank0
@@ -194,13 +194,14 @@ class RunCheckpoints:
                 "program saved); load it with stronghold.checkpoint.load"
             )
         begun = self._settings.begun(extra["settings"])
-        here, there = _learned(begun.flat()), _learned(extra["settings"])
-        if others := [name for name in here if name in there and here[name] != there[name]]:
-            listed = ", ".join(f"{name}={here[name]!r}, which was {there[name]!r}" for name in others)
+        now, before = begun.flat(), extra["settings"]
+        if listed := _others(_learned(now), _learned(before)):
             raise ValueError(
                 f"a run goes on with the settings it began with (got {listed}, in {self._manifest.directory}); "
                 "pass the same, or begin a run in another folder"
             )
+        if listed := _others(_places(now), _places(before)):
+            say(f"note       {listed}: from here on sums may round, and dropout draws, in another way")
         self.step = extra["position"]
         if (decay_steps := begun.optimizer.decay_steps or 0) < begun.steps:
             say(
@@ -227,9 +228,20 @@ class RunCheckpoints:
     def _is_this_run(self, kept: Manifest) -> bool:
         extra = from_plain(kept.extra)
         there = extra.get("settings", {}) if isinstance(extra, dict) else {}
-        begun, now = _learned(there), _learned(self._settings.begun(there or None).flat())
-        same_folder = os.path.abspath(there.get("out", "")) == os.path.abspath(self._settings.out)
-        return same_folder and all(now[name] == begun[name] for name in now if name in begun)
+        others = _others(_learned(self._settings.begun(there or None).flat()), _learned(there))
+        return os.path.abspath(there.get("out", "")) == os.path.abspath(self._settings.out) and not others
+
+
+def _others(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Returns which settings, of those that both have, are other ``now`` than ``before``; "" for none."""
+    others = [name for name in now if name in before and now[name] != before[name]]
+    return ", ".join(f"{name}={now[name]!r}, which was {before[name]!r}" for name in others)
+
+
+def _places(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns where a run's layers and samples are: elsewhere sums may round, and dropout draws, in another way."""
+    alone = {"stages": 1, "replicas": 1, "balance": "layers"}
+    return {name: settings.get(name, default) for name, default in alone.items()}
 
 
 def _learned(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,6 +250,9 @@ def _learned(settings: Mapping[str, Any]) -> dict[str, Any]:
     samples = settings.get("micro_batch")
     if samples is not None and samples >= settings["batch"]:  # as without
         found["micro_batch"] = None
+    if (parts := micro_batches_of(settings)) is not None:  # compared among as many replicas: others have other parts
+        replicas = settings.get("replicas", 1)
+        found["micro_batches" + (f" of each of {replicas} replicas" if replicas > 1 else "")] = parts
     if settings.get("compile"):  # compiled layers that keep activations round in another way
         found["activations"] = without_place(settings["activations"])
     return found

@@ -88,7 +88,7 @@ class OptimizerSettings:
 class ParallelSettings:
     """The stages of a model over processes, as in ``stronghold.pipeline``, and replicas, each of which has all stages.
 
-    Without ``micro_batches`` there are as many as divide a replica's part of the batch, up to four for each stage.
+    Where ``micro_batches`` is None there are as many as :func:`micro_batches_of` says.
     """
 
     stages: int = 1
@@ -213,11 +213,11 @@ class TrainSettings:
         check_save(self.save_folder, folders=[("out", self.out), *stores], files=files)
 
     def begun(self, before: Mapping[str, Any] | None = None) -> TrainSettings:
-        """Returns these settings with the schedule of the learning rate in them, as far as it was left open.
+        """Returns these settings with the learning rate's schedule and the micro-batches that were left open.
 
-        It follows from the number of steps with which a run begins: a warm-up of a tenth of them, at most 100, and a
-        cosine until the last one. A run that goes on keeps it, however many steps it has now: ``before`` is what
-        :meth:`flat` told of it then.
+        The schedule follows from the number of steps with which a run begins: a warm-up of a tenth of them, at most
+        100, and a cosine until the last one. A run that goes on keeps it, however many steps it has now, and the number
+        of micro-batches, in however many stages: ``before`` is what :meth:`flat` told of it then.
         """
         steps = self.steps if before is None else before["steps"]  # an earlier version's has no decay_steps
         known = {"warmup_steps": min(100, steps // 10), "decay_steps": steps, **(before or {})}
@@ -227,7 +227,11 @@ class TrainSettings:
             warmup_steps=known["warmup_steps"] if warmup is None else warmup,
             decay_steps=known["decay_steps"] if decay is None else decay,
         )
-        return replace(self, optimizer=schedule)
+        stages = self.parallel
+        if stages.stages > 1 and stages.micro_batches is None:
+            kept = micro_batches_of(before) if before and before.get("replicas", 1) == stages.replicas else None
+            stages = replace(stages, micro_batches=kept or micro_batches_of(self.flat()))
+        return replace(self, optimizer=schedule, parallel=stages)
 
     def flat(self) -> dict[str, object]:
         """Returns every setting by its own name, as a record holds them; no two groups share a name."""
@@ -237,6 +241,21 @@ class TrainSettings:
             **{item.name: getattr(group, item.name) for group in groups for item in fields(group)},
             **{item.name: getattr(self, item.name) for item in fields(self)[6:]},
         }
+
+
+def micro_batches_of(settings: Mapping[str, Any]) -> int | None:
+    """Returns in how many parts each replica of a run in stages takes its part of a batch; None of any other run.
+
+    ``settings`` are as :meth:`TrainSettings.flat` tells them. Where they leave it open it is the most that divides that
+    part, up to four for each stage.
+    """
+    stages = settings.get("stages", 1)
+    if stages == 1:
+        return None
+    if settings["micro_batches"] is not None:
+        return int(settings["micro_batches"])
+    samples = settings["batch"] // settings.get("replicas", 1)
+    return max(n for n in range(1, 4 * stages + 1) if samples % n == 0)
 
 
 def _check_whole(name: str, value: int, *, at_least: int) -> None:

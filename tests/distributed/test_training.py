@@ -105,11 +105,28 @@ def test_a_run_in_stages_goes_on_in_one_process_and_the_other_way_round(alone, t
     out, kept = tmp_path / "run", ["--checkpoint-every", "3", "--resume"]
     run_warm(tmp_path, "--stages", "2", "--out", str(out), *kept, processes=2)
     (out / "checkpoints" / "step-000006").rename(tmp_path / "later")
-    run_warm(tmp_path, "--out", str(out), *kept, "--record", str(tmp_path / "one"))
+    (said,) = run_warm(tmp_path, "--out", str(out), *kept, "--record", str(tmp_path / "one"))
+    assert "note       stages=1, which was 2: from here on sums may round, and dropout draws, in another way" in said
     assert record(tmp_path / "one")["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     (out / "checkpoints" / "step-000006").rename(tmp_path / "of one")
     run_warm(tmp_path, "--stages", "2", "--out", str(out), *kept, "--record", str(tmp_path / "two"), processes=2)
     assert record(tmp_path / "two")["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+def test_a_run_in_stages_goes_on_with_the_micro_batches_that_it_began_with(tmp_path):
+    """Of another number dropout draws for each, and gradients are other sums: losses were others without a word."""
+    stages = ["--stages", "2", "--dropout", "0.2"]
+    whole = [*stages, "--micro-batches", "2", "--out", str(tmp_path / "whole"), "--record", str(tmp_path / "expected")]
+    run_warm(tmp_path, *whole, processes=2)
+    kept = [*stages, "--out", str(tmp_path / "run"), "--checkpoint-every", "3", "--resume"]
+    run_warm(tmp_path, *kept, "--micro-batches", "2", processes=2)
+    (tmp_path / "run" / "checkpoints" / "step-000006").rename(tmp_path / "later")
+    said = run_warm(tmp_path, *kept, "--micro-batches", "4", processes=2, code=2)
+    check_refusal(said, "the settings it began with (got micro_batches=4, which was 2, in ")
+    said = run_warm(tmp_path, *kept, "--record", str(tmp_path / "found"), processes=2)
+    assert "note " not in said[0]
+    assert record(tmp_path / "found")["losses"] == record(tmp_path / "expected")["losses"]
+    assert record(tmp_path / "found")["settings"]["micro_batches"] == 2
 
 
 @pytest.mark.parametrize(

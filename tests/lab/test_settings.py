@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import stronghold
-from stronghold.lab.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from stronghold.lab.settings import DataSettings, ModelSettings, OptimizerSettings, ParallelSettings, TrainSettings
 from stronghold.settings import OffloadSettings
 from tests.small import Residual
 
@@ -106,3 +106,26 @@ def test_a_schedule_that_is_left_open_is_of_the_steps_a_run_begins_with():
     assert schedule(began, warmup_steps=None) == (4, 40)
     assert schedule(began, warmup_steps=5) == (5, 40)
     assert schedule({"steps": 50, "warmup_steps": 4}, warmup_steps=None) == (4, 50)
+
+
+def test_micro_batches_that_are_left_open_are_those_that_a_run_begins_with():
+    def begun(before=None, **given):
+        return TrainSettings(out="x", batch=12, parallel=ParallelSettings(**given)).begun(before)
+
+    def count(before=None, **given):
+        return begun(before and begun(**before).flat(), **given).parallel.micro_batches
+
+    assert count() is None
+    assert count(replicas=2) is None
+    assert count(stages=2) == 6
+    assert count(stages=3) == 12
+    assert count(stages=2, replicas=4) == 3
+    assert count(stages=3, micro_batches=2) == 2
+    assert count({"stages": 2}, stages=3) == 6, "in other stages, too"
+    assert count({"stages": 2, "micro_batches": 4}, stages=2) == 4
+    assert count({"stages": 2, "micro_batches": 4}, stages=2, micro_batches=3) == 3, "which is compared"
+    assert count({"stages": 2, "micro_batches": 12}, stages=2, replicas=4) == 3, "which 12 do not divide"
+    assert count({"stages": 2}) is None
+    assert count({"replicas": 1}, stages=2) == 6
+    earlier = begun(stages=2).flat() | {"micro_batches": None}  # of a version that did not settle it
+    assert begun(earlier, stages=3).parallel.micro_batches == 6

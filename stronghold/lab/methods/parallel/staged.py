@@ -14,7 +14,7 @@ from stronghold.lab.methods import Prepared
 from stronghold.lab.models.gpt import GPT
 from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.records.stages_report import StagesReport
-from stronghold.lab.settings import TrainSettings
+from stronghold.lab.settings import TrainSettings, micro_batches_of
 from stronghold.unit import sum_over
 
 
@@ -68,12 +68,12 @@ def report_of(model: torch.nn.Module, processes: Processes, parameters: int) -> 
 
 def _micro_batches(settings: TrainSettings, processes: Processes) -> int:
     wanted, batch = settings.parallel, settings.batch // settings.parallel.replicas
-    if wanted.micro_batches is None:
-        return max(n for n in range(1, 4 * wanted.stages + 1) if batch % n == 0)
-    if batch % wanted.micro_batches:
+    count = micro_batches_of(settings.flat())
+    assert count is not None
+    if batch % count:
         processes.refuse(
             f"the micro-batches must divide the batch{' of a replica' if wanted.replicas > 1 else ''} (got "
-            f"micro_batches={wanted.micro_batches}, batch={batch}); pass a batch of a multiple of "
-            f"{wanted.micro_batches * wanted.replicas}, or other micro-batches"
+            f"micro_batches={count}, batch={batch}); pass a batch of a multiple of {count * wanted.replicas}, or other "
+            "micro-batches"
         )
-    return wanted.micro_batches
+    return count
