@@ -81,5 +81,6 @@ def test_a_command_says_which_package_it_misses_and_its_help_needs_none(environm
     command = environment, "from stronghold.__main__ import main; sys.exit(main())", "train"
     done = lean.run(*command, "--layers", "1", "--steps", "1")
     assert done.returncode == 1
-    assert done.stderr == "stronghold: error: this needs rich, which is not installed; pip install 'stronghold[lab]'\n"
+    told = "this needs rich, which is not installed; pip install '.[lab]' in the project's root"
+    assert done.stderr == f"stronghold: error: {told}\n"
     assert lean.run(*command, "--help").returncode == 0

@@ -88,7 +88,7 @@ def missing(error: ModuleNotFoundError) -> str:
     """Returns what an error says of a package that is not installed, with the way to install it."""
     package = (error.name or "").partition(".")[0]
     extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), "lab")
-    return f"this needs {package or error}, which is not installed; pip install 'stronghold[{extra}]'"
+    return f"this needs {package or error}, which is not installed; pip install '.[{extra}]' in the project's root"
 
 
 _EXTRAS = {

@@ -264,7 +264,7 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(
     monkeypatch.setitem(sys.modules, "trl", None)
     assert cli.main(["finetune", "model", "chats.jsonl", "--seq", "32"]) != 0
     told = capsys.readouterr().err
-    assert "this needs trl, which is not installed; pip install 'stronghold[finetune]'" in told
+    assert "this needs trl, which is not installed; pip install '.[finetune]' in the project's root" in told
 
 
 def test_several_processes_are_refused(

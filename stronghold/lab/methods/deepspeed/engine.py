@@ -38,7 +38,8 @@ def begin(settings: TrainSettings, method: str, *, asynchronous_io: bool = False
         builders = importlib.import_module("deepspeed.ops.op_builder")
     except ImportError as error:
         raise StrongholdError(
-            f"{method} needs DeepSpeed ({error}); install the extra 'baselines': pip install 'stronghold[baselines]'"
+            f"{method} needs DeepSpeed ({error}); install the extra 'baselines': pip install '.[baselines]' in the "
+            "project's root"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of calls DeepSpeed makes
