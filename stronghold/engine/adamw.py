@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stronghold.engine.taking_in import take_in_new
+from stronghold.engine.taking_in import take_in_new, unmark_quantised
 from stronghold.engine.updates import take_step
 from stronghold.optim import HostAdamW, HostMuon, Threads
 from stronghold.optim.groups import TORCH_DEFAULTS, check_torch_arguments
@@ -100,6 +100,7 @@ class AdamW(HostAdamW):
         self.kernel_threads = engine.update_threads() if threads is None else Threads(threads)
         self.reserve(engine.units, engine.device, sums_gradients=engine.sums_gradients)
         engine.adopt(self)
+        unmark_quantised(engine.model())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its parameters must belong to the offloaded model of the others, or have been added to it."""

@@ -62,6 +62,17 @@ def take_in_new(parameters: Iterable[object]) -> None:
             engine.refuse_changes()
 
 
+def unmark_quantised(model: nn.Module | None) -> None:
+    """Takes away transformers' marks that the weights of ``model`` are in four or eight bits, once adapters are there.
+
+    PEFT reads them when it makes its layers. TRL's trainers read them later and round every parameter that trains to
+    bf16 for them, with which the adapters would be other ones than their optimizer has.
+    """
+    for module in () if model is None else model.modules():
+        for bits in (4, 8):
+            module.__dict__.pop(f"is_loaded_in_{bits}bit", None)
+
+
 def take_in_additions(engine: Engine) -> bool:
     """Takes in what was added to the model of ``engine``; returns whether nothing else of it has changed.
 

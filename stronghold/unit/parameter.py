@@ -109,7 +109,8 @@ class OffloadedParameter(_Parameter):
             raise OffloadedModelError(
                 f"the data of an offloaded parameter keeps its shape and dtype ({tuple(self.shape)} {self.dtype}; got "
                 f"{tuple(value.shape)} {value.dtype}); change the parameter before offload(), where "
-                "peft.prepare_model_for_kbit_training() belongs, too: adapters do not need it"
+                "peft.prepare_model_for_kbit_training() belongs, too: adapters do not need it. Make stronghold.AdamW "
+                "before TRL's trainer, which otherwise rounds the adapters of a quantised base to bfloat16"
             )
         if (unit := _unit_of(self)) is not None:
             _check_held_by_none(unit, index_of(self), value)

@@ -17,6 +17,7 @@ from stronghold.checkpoint.kept_weights import METHODS, keep_quantised
 from stronghold.checkpoint.quantising import quantise
 from stronghold.engine import offload, report
 from stronghold.engine.offload import known_engine
+from stronghold.engine.taking_in import unmark_quantised
 from stronghold.formats.model_config import build
 from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.lab.finetuning.adapters import add_adapters
@@ -101,11 +102,9 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
             raise ValueError(
                 f"a quantised base must compute in --dtype (got {settings.dtype}, at {settings.model}: {error})"
             ) from error
-        base = model
         with _weightless(model):
             model = add_adapters(model, settings.adapters, seed=settings.seed)
-        for noted in ("is_loaded_in_8bit", "is_loaded_in_4bit"):
-            base.__dict__.pop(noted, None)  # PEFT has looked at it; TRL would round the adapters to bf16 for it
+        unmark_quantised(model)  # the optimizer, which would do so, comes behind TRL's trainer
     given = {
         name: value for name, value in vars(settings.offload).items() if inputs is None or value not in _OPEN[name]
     }
