@@ -49,6 +49,15 @@ def samples(count: int) -> list[dict[str, Any]]:
     return [{"input_ids": ids, "labels": ids} for ids in torch.randint(64, (count, 8))]
 
 
+def elsewhere(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Returns a batch that is not where the model computes, as a loader's for a GPU: ``to`` of ``here`` moves it."""
+    collated = torch.utils.data.default_collate(batch)
+    moved = {name: value.to("meta") for name, value in collated.items()}
+    for name, value in collated.items():
+        moved[name].__dict__["values"] = value
+    return moved
+
+
 def example(name: str) -> types.ModuleType:
     """Returns a program of examples/ as a module."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
@@ -77,7 +86,7 @@ def namespace(folder: Path) -> dict[str, Any]:
         "data": samples(16),
         "flux": example("flux"),
         "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
-        "loader": torch.utils.data.DataLoader(samples(8), batch_size=4),  # type: ignore[arg-type]
+        "loader": torch.utils.data.DataLoader(samples(8), batch_size=4, collate_fn=elsewhere),  # type: ignore[arg-type]
         "math": math,
         "model": build(),
         "nn": nn,
@@ -119,6 +128,13 @@ def here(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         patch(stronghold, name, device=True)
     for name in ("save", "load", "newest"):
         patch(stronghold.checkpoint, name, device=False)
+    to = torch.Tensor.to
+
+    def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        where = ["cpu" if one == "cuda" and not torch.cuda.is_available() else one for one in args]
+        return to(tensor.__dict__.get("values", tensor), *where, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", move)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(folder / "home"))  # a probe's file there is no other test's machine
 
