@@ -80,7 +80,11 @@ def load(
         kept = settings.get("quantization_config")
         dtype = None if known else checkpoint.dtype()
         model = build(
-            file, dtype=dtype, model_class=model_class or _class_of(settings), unquantised=bool(checkpoint.kept)
+            file,
+            dtype=dtype,
+            model_class=model_class or _class_of(settings),
+            unquantised=bool(checkpoint.kept),
+            name=str(directory),
         )
     except ModuleNotFoundError:  # transformers itself is no dependency
         raise

@@ -15,14 +15,20 @@ from torch import nn
 
 
 def build(
-    file: Path, *, dtype: torch.dtype | None = None, model_class: Any = None, unquantised: bool = False
+    file: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    model_class: Any = None,
+    unquantised: bool = False,
+    name: str | None = None,
 ) -> nn.Module:
     """Builds the model of a config.json with its parameters on the meta device and its buffers in memory.
 
     ``dtype`` is that of the parameters of a transformers model, by default the config's own, or fp32. ``model_class``
     is one of transformers' classes, by default AutoModelForCausalLM, or one with ``from_config_dict``. A model whose
-    weights are quantised is built as it was before with ``unquantised``, and refused without. Raises whatever
-    transformers, or that, raises.
+    weights are quantised is built as it was before with ``unquantised``, and refused without. ``name`` is the model's
+    ``name_or_path``, which its adapters name as their base; by default the file's folder. Raises whatever transformers,
+    or that, raises.
     """
     settings = json.loads(file.read_text(encoding="utf-8"))
     if (own := getattr(model_class, "from_config_dict", None)) is not None:
@@ -38,6 +44,7 @@ def build(
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"transformers has no model_type {kind!r}, and no model_class with from_config_dict was given")
     config = AutoConfig.from_pretrained(str(file))
+    config.name_or_path = str(file.parent) if name is None else name
     quantised = config.__dict__.pop("quantization_config", None) if unquantised else None
     model: Any = build_from_config(config, dtype=dtype, model_class=model_class)
     if quantised is not None:

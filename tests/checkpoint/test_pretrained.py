@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -79,6 +80,20 @@ def test_a_loaded_model_computes_and_learns_as_one_from_pretrained(tmp_path, sto
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 3
     assert same(model, expected)
+
+
+def test_a_loaded_model_is_called_by_its_folder_and_so_is_the_base_of_its_adapters(tmp_path):
+    whole = CASES["llama"].model(3)
+    whole.save_pretrained(tmp_path / "hub")
+    expected = type(whole).from_pretrained(str(tmp_path / "hub"))
+    model = stronghold.load(str(tmp_path / "hub"), device="cpu", frozen=True)
+    assert model.name_or_path == expected.name_or_path == str(tmp_path / "hub")
+    assert model.config.name_or_path == expected.config.name_or_path
+    assert model.model.name_or_path == expected.model.name_or_path
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=2))
+    stronghold.save(adapted, tmp_path / "adapters")
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "adapters"))  # finds the base by that name
+    assert again.base_model.model.name_or_path == str(tmp_path / "hub")
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "t5", "bert", "resnet"])

@@ -63,7 +63,7 @@ def build_base(settings: FinetuneSettings) -> nn.Module:
             )
     try:
         dtype = _COMPUTES[settings.dtype] if settings.adapters else torch.float32
-        model = build(file, dtype=dtype, unquantised=bool(files.kept)).train()
+        model = build(file, dtype=dtype, unquantised=bool(files.kept), name=settings.model).train()
     except Exception as error:  # transformers raises all kinds for what it cannot read
         raise ValueError(
             f"a model must be one that transformers knows (at {file}: {' '.join(str(error).split())[:300]}); pass "
@@ -77,7 +77,6 @@ def build_base(settings: FinetuneSettings) -> nn.Module:
             f"a sequence must not be longer than the model takes (got --seq {settings.sequence}, at {file}: {longest}"
             "); pass a shorter one"
         )
-    model.__dict__["name_or_path"] = settings.model  # adapters say what they are of
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
