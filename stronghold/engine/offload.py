@@ -111,8 +111,8 @@ def offload(
             ``stronghold.AdamW`` as it is by default, or, where the gradients do not all fit, with
             ``update="in_backward"``: ``"auto"`` takes what was planned for. What was chosen, and why, is in the report,
             and logged by the logger ``stronghold``.
-        plan: What ``stronghold.plan`` has found, or its file: it has all the settings then, and the report shows it
-            beside what is measured.
+        plan: What ``stronghold.plan`` has found, or its file: it has all the settings but ``dtype``, which must be as
+            planned, and the report shows it beside what is measured.
 
     Returns:
         The same module, changed in place.
@@ -120,7 +120,7 @@ def offload(
     Raises:
         ValueError: Settings out of range, a model without a repeated block, ``weights`` that do not give each
             parameter a value of its shape, or hold more; inputs that the model does not run on, a plan of another
-            model or machine, or settings beside one that say otherwise.
+            model, machine or type, or settings beside one that say otherwise.
         BudgetError: Budgets that cannot hold it.
         OSError: A plan's file that cannot be read.
         OffloadedModelError: A model that is offloaded already.

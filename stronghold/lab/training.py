@@ -102,7 +102,7 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
     torch.manual_seed(settings.seed)
     model, weights = _build_model(settings, console)
     if plan is not None:
-        check_plan(plan, model, torch.device(settings.device))
+        check_plan(plan, model, torch.device(settings.device), getattr(torch, plan.dtype))
     tokenizer = _load_tokenizer(settings, model)
     batches = _load_batches(settings, tokenizer, console)
     prepared = method.prepare(model, settings, checkpoints.open(weights, batches, tokenizer))

@@ -63,7 +63,7 @@ def settled(
     if inputs is not None:
         raise ValueError("a plan is for inputs of its own (got plan= and inputs=); leave out one of them")
     found = plan if isinstance(plan, TrainingPlan) else TrainingPlan.read(plan)
-    check_plan(found, model, device.torch_device)
+    check_plan(found, model, device.torch_device, dtype)
     if found.processes > 1:
         call = "pipeline(…, **plan.parallel" if found.parallel["stages"] > 1 else "replicate(model"
         raise ValueError(

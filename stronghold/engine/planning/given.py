@@ -14,7 +14,7 @@ from stronghold.formats.model_config import build, build_from_config
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.probing import facts_of, kept_machine
-from stronghold.unit import all_parameters, count_of
+from stronghold.unit import all_parameters, count_of, is_packed
 
 
 def model_given(model: nn.Module | str | os.PathLike[str] | Any) -> nn.Module:
@@ -50,8 +50,8 @@ def machine_given(machine: MachineFile | str | os.PathLike[str] | None) -> Machi
     return kept
 
 
-def check_plan(plan: TrainingPlan, model: nn.Module, device: torch.device) -> None:
-    """Raises ValueError where ``plan`` is of another model or another machine."""
+def check_plan(plan: TrainingPlan, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Raises ValueError where ``plan`` is of another model, machine or compute type than ``dtype``, or the model's."""
     parameters = sum(count_of(p) for _, p in all_parameters(model))
     if parameters != plan.parameters:
         raise ValueError(
@@ -63,6 +63,13 @@ def check_plan(plan: TrainingPlan, model: nn.Module, device: torch.device) -> No
         raise ValueError(
             f"a plan is of one machine (got the plan for {plan.machine} on {here}); plan for this one: stronghold plan "
             "-o plan.json"
+        )
+    own = {p.dtype for p in model.parameters() if p.is_floating_point() and not is_packed(p)}
+    computes = sorted(str(one).removeprefix("torch.") for one in (own if dtype is None else {dtype}))
+    if computes and plan.dtype not in computes:
+        raise ValueError(
+            f"a plan is of one type (got one in {plan.dtype} for a {type(model).__name__} in {' and '.join(computes)}"
+            f"); pass dtype=torch.{plan.dtype}, or plan in the other: stronghold plan --dtype"
         )
 
 

@@ -230,6 +230,7 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(here):
     plan = stronghold.plan(gpt(), machine=this_machine(here), batch=4, sequence=32)
     elsewhere = stronghold.plan(gpt(), machine=here[-1], batch=4, sequence=32)
     other = stronghold.plan(GPT(replace(CONFIG, layers=5)), machine=this_machine(here), batch=4, sequence=32)
+    in_bf16 = stronghold.plan(gpt(), machine=this_machine(here), batch=4, sequence=32, dtype=torch.bfloat16)
     model = gpt()
     before = copy.deepcopy(model.state_dict())
     for settings, match in (
@@ -242,6 +243,14 @@ def test_what_cannot_be_is_refused_before_anything_is_changed(here):
         ({"plan": plan, "store": "elsewhere"}, "got store='elsewhere' beside one with 'ram'"),
         ({"plan": other}, "a plan is of one model"),
         ({"plan": elsewhere}, "a plan is of one machine"),
+        (
+            {"plan": in_bf16},
+            r"a plan is of one type .got one in bfloat16 for a GPT in float32.; .*dtype=torch\.bfloat16",
+        ),
+        (
+            {"plan": plan, "dtype": torch.bfloat16},
+            r"got one in float32 for a GPT in bfloat16.; pass dtype=torch\.float32",
+        ),
         ({"inputs": {"labels": ids()}}, "must run on tensors that have shapes"),
         ({"inputs": inputs(), "device_memory": "1GiB"}, "device_memory is planned with where a device has memory"),
         ({"inputs": inputs(), "host_memory": "1KiB"}, "nothing fits"),
