@@ -47,7 +47,7 @@ results/runs.jsonl, every step's record and TensorBoard events to a folder of th
   --help          this text
 
 examples:
-  ./examples/run.sh -m stronghold -l 8 -h 256 -b 4 -w 2      two minutes on two cores
+  ./examples/run.sh -m stronghold -l 8 -h 256 -b 4 -w 2      under three minutes on two cores
   ./examples/run.sh -m stronghold -l 32 -h 2048 -b 4 -w 4 --seq 1024 --device cuda
   ./examples/run.sh -m stronghold -l 8 -h 256 -b 8 -w 2 -p 2
   ./examples/run.sh -m stronghold -l 8 -h 256 -b 8 -w 2 -r 2

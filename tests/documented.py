@@ -25,6 +25,7 @@ from torch import nn
 
 import stronghold
 from tests.planner.machines import laptop
+from tests.tools.text import texts, tokenizer
 
 CONFIG = transformers.Qwen3Config(
     vocab_size=64,
@@ -93,6 +94,8 @@ def namespace(folder: Path) -> dict[str, Any]:
         "peft": peft,
         "scheduler": types.SimpleNamespace(step=lambda: None),
         "stronghold": stronghold,
+        "texts": texts(),
+        "tokenizer": tokenizer(),
         "torch": torch,
         "transformers": transformers,
     }

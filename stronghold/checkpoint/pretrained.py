@@ -72,7 +72,10 @@ def load(
     folder = _there(Path(directory))
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"a model must be a folder with a config.json (got {str(directory)!r}); pass one")
+        raise ValueError(
+            f"a model must be a folder with a config.json (got {str(directory)!r}); pass one, "
+            "such as hf download NAME --local-dir FOLDER makes"
+        )
     checkpoint = QuantisedFiles(folder)
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))

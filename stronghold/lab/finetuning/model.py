@@ -45,7 +45,10 @@ def build_base(settings: FinetuneSettings) -> nn.Module:
                 f"a model is a folder with a config.json (got {settings.model!r}, which holds adapters alone); pass "
                 f"the model that they are of, and --adapter {settings.model}"
             )
-        raise ValueError(f"a model must be a folder with a config.json (got {settings.model!r}); pass one")
+        raise ValueError(
+            f"a model must be a folder with a config.json (got {settings.model!r}); pass one, "
+            "such as hf download NAME --local-dir FOLDER makes"
+        )
     config = _read(file)
     if config.get("model_type") == MODEL_TYPE:
         raise ValueError(
