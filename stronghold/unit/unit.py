@@ -420,11 +420,11 @@ class Unit:
         versions = self.versions_now()
         self._told.update(index for index, version in enumerate(versions) if version != self.versions[index])
         untold = self._untold_writes()
-        self._aliased = self._users.aliased(self.on_device or self.weight, self.parameters[0])
+        held, self._aliased = self._aliased, self._users.aliased(self.on_device or self.weight, self.parameters[0])
         if versions != self.versions or untold or self.computed_with.others(self.weight):
             self.supersede()
-        written = self.touched or self.masters.marked or versions != self.versions or bool(self._aliased or untold)
-        self.touched, self.versions = False, versions
+        unseen = self.touched or self.masters.marked or bool(held or self._aliased or untold)
+        written, self.touched, self.versions = unseen or versions != self.versions, False, versions
         self._told.clear()
         self.writes += written
         return written

@@ -7,7 +7,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import stronghold
 from stronghold.unit import OffloadedParameter, unit_of
-from tests.small import SIZE, Residual, numbers, pair
+from tests.small import SIZE, Block, Residual, numbers, pair
 
 
 class Tagged(nn.Parameter):
@@ -140,3 +140,20 @@ def test_a_write_through_what_was_held_across_a_step_becomes_the_master(tmp_path
     others[block] = False
     assert torch.equal(after[others], before[others])
     assert not torch.equal(before[others].bfloat16().float(), before[others]), "there are no low bits to lose"
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("hold", [lambda p: p.data, lambda p: p.detach().numpy()], ids=["data", "numpy"])
+def test_what_is_written_through_memory_that_is_let_go_of_then_is_computed_with(hold, window, training):
+    """One element, which no sample of the weight need show; what is held is gone before the model computes again."""
+    plain, model = pair(lambda: Residual(2, lambda: Block(dropout=0.0)), window=window)
+    batch = numbers(1)[0]
+    for element in range(4):
+        held = hold(model.layers[0].up.weight)
+        with torch.set_grad_enabled(training):
+            model(batch)
+        held.reshape(-1)[element] = element + 1
+        del held
+        plain.layers[0].up.weight.data.view(-1)[element] = element + 1
+        assert torch.equal(model(batch), plain(batch)), element
