@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from stronghold.unit import OffloadedParameter, Unit, unit_of
+from stronghold.unit import BoundParameter, OffloadedParameter, Unit, unit_of
 
 Units = dict[Unit, list[int]]
 """Parameters of offloaded models, by their number in their unit."""
@@ -61,6 +62,8 @@ def units_of(parameters: Iterable[Any]) -> Units:
     """Returns those of ``parameters`` that belong to offloaded models."""
     units: Units = {}
     for parameter in parameters:
+        if isinstance(parameter, BoundParameter) and torch._C._current_graph_task_id() == -1:
+            _ = parameter.grad  # ends a backward pass that has failed, with the layer in its slot
         if isinstance(parameter, OffloadedParameter) and (unit := unit_of(parameter)) is not None:
             units.setdefault(unit, []).append(parameter.__dict__["_index"])
     return units

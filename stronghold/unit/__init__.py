@@ -3,6 +3,7 @@
 from stronghold.unit.attributes import same_octets
 from stronghold.unit.closed import close_parameter, closed_error
 from stronghold.unit.compiler import as_written, opaque
+from stronghold.unit.computed_with import digest
 from stronghold.unit.consumed import Consumed, ConsumedGradient, consumed_error, consumed_like
 from stronghold.unit.dtypes import check_mixed
 from stronghold.unit.gradient import (
@@ -76,6 +77,7 @@ __all__ = [
     "consumed_error",
     "consumed_like",
     "count_of",
+    "digest",
     "from_rank0",
     "grad_meta_of",
     "gradient_of",

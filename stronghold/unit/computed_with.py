@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,25 +21,30 @@ class ComputedWith:
         """What the layer has computed and a backward pass may come back to."""
         self._digests: dict[int, Tensor] = {}
 
+    @property
+    def digests(self) -> Mapping[int, Tensor]:
+        """Those of the weights that the user may write unseen, by index; what was returned is kept when they end."""
+        return self._digests
+
     def note(self, index: int, weight: Tensor) -> bool:
         """Called before the user may write ``weight`` unseen; returns whether it has read it."""
         if index in self._digests:
             return False
-        self._digests[index] = _digest(weight)
+        self._digests[index] = digest(weight)
         return True
 
     def others(self, weights: list[Tensor]) -> bool:
         """Whether ``weights`` are others than those that the runs have computed with."""
         if not self.runs:
-            self._digests.clear()
-        return any(not torch.equal(_digest(weights[index]), known) for index, known in self._digests.items())
+            self.forget()
+        return any(not torch.equal(digest(weights[index]), known) for index, known in self._digests.items())
 
     def forget(self) -> None:
         """Called when the weights have become others, which the runs are told of otherwise."""
-        self._digests.clear()
+        self._digests = {}
 
 
-def _digest(weight: Tensor) -> Tensor:
+def digest(weight: Tensor) -> Tensor:
     """Returns a sum, weighted by odd numbers, of the bits of ``weight`` as 64-bit words, for every 512 KiB of them.
 
     One changed word always shows; several do, but for a chance of 2 ** -64. ``weight`` is read once, in pieces, and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +13,9 @@ from stronghold.device import Device, Event, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.schedule import Action, Computation, Move, Schedule
 from stronghold.store import Store
-from stronghold.unit import BoundParameter, OffloadedParameter, Unit, become, same_octets
+from stronghold.unit import BoundParameter, OffloadedParameter, Unit, become
 from stronghold.window.traffic import Traffic
+from stronghold.window.written import Written
 
 
 @dataclass
@@ -68,6 +69,8 @@ class Window:
         self._where = {layer: _own_slot(unit) for layer, unit in enumerate(units) if unit.resident}
         self._bound: dict[int, list[int]] = {}
         """The layers whose parameters are in their slot, with the versions that these had when they came there."""
+        self._digests: Mapping[int, Tensor] = {}
+        """Those of the host weights, where the user may write them, of the layer of the backward pass under way."""
         self._begun: object = None
         """When the computation under way began."""
 
@@ -96,19 +99,19 @@ class Window:
     def begin_backward(self, layer: int, remaining: Sequence[int]) -> None:
         if (schedule := self._scheduled(layer)) is not None:
             self._carry_out(schedule.begin_backward(self._number[layer], self._numbers(remaining)))
+        self._digests = self.units[layer].computed_with.digests
         self._bind(layer)
 
     def end_backward(self, layer: int, *, failed: bool = False) -> None:
-        written = self._written(layer) if failed else []
+        written = self._written(layer) if failed else None
         try:
             self._unbind(layer)
         finally:
             if (schedule := self._scheduled(layer)) is not None:
                 self._where[layer].read = self.device.record_event()
                 self._carry_out(schedule.end_backward())
-        with torch.no_grad():
-            for parameter, value in written:
-                parameter.copy_(value)
+        if written is not None:
+            written.take_over()
 
     def changed(self, layers: Iterable[int]) -> None:
         """Drops layers whose update is under way and begins to fetch what comes next."""
@@ -255,25 +258,13 @@ class Window:
             timeline.add("waits", f"for {unit.name}", begin, ready)
         self._begun = ready
 
-    def _written(self, layer: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns the parameters of a bound layer that the user has written since its pass failed, with their values.
-
-        Such a write is one of the model's, and no error. Those through ``p.data`` count no version.
-        """
+    def _written(self, layer: int) -> Written | None:
+        """Returns what the user has written of a bound layer since its pass failed, which is no error."""
         unit = self.units[layer]
         if unit.is_common:  # other processes may have updated it since
-            return []
+            return None
         self._bound[layer] = unit.versions_now()
-        if unit.resident:
-            return []
-        unit.wait_updated()
-        with torch._C.DisableTorchFunctionSubclass():
-            pairs = [(parameter, parameter.data.cpu()) for parameter in unit.parameters]
-        return [
-            (parameter, value.clone())  # on the CPU it is in the slot
-            for (parameter, value), weight in zip(pairs, unit.weight, strict=True)
-            if not same_octets(value, weight)
-        ]
+        return None if unit.resident else Written(unit, self._digests)
 
     def _unbind(self, layer: int) -> None:
         unit = self.units[layer]
