@@ -10,8 +10,10 @@ from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit, unit_of
 
 
-def check_not_averaged(units: Collection[Unit]) -> None:
-    """Raises OffloadedModelError in a forward pass of DDP's that would average gradients of ``units``.
+def check_not_averaged(layer: Unit, units: Collection[Unit]) -> None:
+    """Raises OffloadedModelError in a forward pass of DDP's that would average gradients of ``layer``, which computes.
+
+    Or of what is in no layer, of a model's ``units``. Nothing else is looked at: each layer asks, in each forward pass.
 
     DDP reads a gradient behind the engine, which has taken it: it would average nothing, and say nothing of it. A model
     that it averages no gradients of, such as a frozen teacher, may be offloaded.
@@ -19,11 +21,12 @@ def check_not_averaged(units: Collection[Unit]) -> None:
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # which torch.compile asks, too
     if active is None:
         return
-    for name, parameter in active.module.named_parameters():
-        averaged = parameter.requires_grad and name not in active.parameters_to_ignore
-        if averaged and (unit := unit_of(parameter)) is not None and unit in units:
+    trained = {unit for unit in (layer, *(unit for unit in units if unit.is_root)) if unit.trainable}
+    for name, parameter in active.module.named_parameters() if trained else ():
+        if unit_of(parameter) in trained and parameter.requires_grad and name not in active.parameters_to_ignore:
             raise OffloadedModelError(
                 "DistributedDataParallel averages gradients that stay on the device, and those of an offloaded model "
                 f"leave it before (got the forward pass of a {type(active.module).__name__} under it, and {name} "
-                "offloaded); train it by stronghold.replicate and a loop of your own in each process, or in one process"
+                "offloaded); train it without DistributedDataParallel, in several processes by stronghold.replicate "
+                "and a loop of your own in each"
             )

@@ -249,7 +249,7 @@ class Engine:
         if block.layer == 0 and not self._root.same():
             self.refuse_changes()
         if torch.is_grad_enabled():
-            check_not_averaged(self.units)
+            check_not_averaged(block.unit, self.units)
             self._hooks.on_layer(block.unit)
             if not block.is_kept_by_itself:  # there it may be autograd that holds weights
                 block.unit.will_run()

@@ -50,7 +50,10 @@ def test_it_is_refused_before_a_gradient_is_wrong(first: str, settings: dict[str
     wrapped = wrapped or DistributedDataParallel(model)
     expected = copy.deepcopy(model)
     batch = numbers(1)[0]
-    with pytest.raises(OffloadedModelError, match=r"averages.*forward pass of a Residual under it.*replicate"):
+    with pytest.raises(
+        OffloadedModelError,
+        match=r"averages.*forward pass of a Residual under it.*without DistributedDataParallel.*replicate",
+    ):
         wrapped(batch)
     with torch.no_grad():
         assert torch.equal(wrapped(batch), expected(batch))
@@ -68,6 +71,27 @@ def test_of_a_frozen_part_it_averages_nothing() -> None:
         one(torch.ones(4, 8)).backward()
     assert expected.student.weight.grad.abs().sum() > 0
     assert torch.equal(model.student.weight.grad, expected.student.weight.grad)
+
+
+def test_a_frozen_part_costs_no_look_at_all_parameters(monkeypatch) -> None:
+    """Each layer asks, in each forward pass."""
+    model = Distilled(row())
+    stronghold.offload(model.teacher, device="cpu", window=1)
+    averaged = DistributedDataParallel(model)
+    looks = []
+    monkeypatch.setattr(model, "named_parameters", lambda: looks.append(1) or nn.Module.named_parameters(model))
+    averaged(torch.ones(4, 8)).backward()
+    assert not looks
+
+
+@pytest.mark.parametrize("trained", ["layers.1.up.weight", "out.bias"])
+def test_what_is_trained_of_a_frozen_model_is_refused(trained: str) -> None:
+    model = Residual(block=lambda: Block(dropout=0.0)).requires_grad_(False)
+    model.get_parameter(trained).requires_grad_(True)
+    stronghold.offload(model, device="cpu", window=1)
+    batch = numbers(1)[0]
+    with pytest.raises(OffloadedModelError, match=f"and {trained} offloaded"):
+        DistributedDataParallel(model)(batch).backward()
 
 
 def test_what_is_beside_an_offloaded_model_may_be_averaged() -> None:
