@@ -106,6 +106,12 @@ class CompiledLayer:
         self.ran: bool | None = None
         """Whether the last call ran compiled; None before the first."""
 
+    def keep_activations(self) -> None:
+        """Has the layer trained, from now on, by the graph that computes nothing again."""
+        if self._graphs is not None:
+            self._graphs = Graphs(self._graphs.evaluation, self._graphs.evaluation)
+            self._class = self._graphs, self._class[1]
+
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
         """Returns what computes the layer for these arguments, or None where that is not compiled.
 

@@ -30,7 +30,10 @@ def keep_activations(engine: Engine, parts: Iterable[nn.Module]) -> None:
     """Has the layers in ``parts`` of the model keep what autograd saves, rather than run again in the backward pass."""
     for part in parts:
         for layer in _layers_of(part, engine):
-            engine.blocks[layer].keep = True
+            block = engine.blocks[layer]
+            block.keep = True
+            if block.compiled is not None:
+                block.compiled.keep_activations()
 
 
 def _layers_of(part: nn.Module, engine: Engine) -> list[int]:

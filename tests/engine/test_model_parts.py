@@ -7,9 +7,11 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+import stronghold
 from stronghold.engine import engine_of, keep_activations
-from tests.small import Block, assert_close, numbers, pair
+from tests.small import Block, Residual, assert_close, numbers, pair
 
 runs: Counter[int] = Counter()
 
@@ -71,3 +73,39 @@ def test_bits_do_not_depend_on_which_layers_keep_activations(window):
     expected = trained([])
     for kept in (["first"], ["second"], ["first.0", "first.2", "second.1"]):
         assert all(map(torch.equal, trained(kept), expected))
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize(("kept", "once"), [([], 0), (["layers"], 4), (["layers.1", "layers.3"], 2)])
+def test_compiled_layers_that_keep_activations_are_computed_once_and_change_no_bit(kept, once, by_layer):
+    """By torch's own count of matrix products: a layer has two, which its backward pass has not."""
+    torch._dynamo.reset()
+    graphs = {"backend": "aot_eager"}
+
+    def build():
+        model = Residual()
+        for layer in model.layers if by_layer else ():
+            layer.compile(**graphs)
+        return model
+
+    def gradients(model):
+        torch.manual_seed(7)  # dropout
+        loss = model(numbers(1)[0])
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    settings = {} if by_layer else {"compile": graphs}
+    _, model = pair(build, window=1, **settings)
+    _, as_before = pair(build, window=1, **settings)
+    keep_activations(engine_of(model), [model.get_submodule(name) for name in kept])
+    gradients(model)
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU]) as events:
+        got = gradients(model)
+    products = sum(event.name == "aten::addmm" for event in events.events())
+    assert products == 2 + 2 * (once + 2 * (4 - once))  # two of the root
+    assert stronghold.report(model).compiled == 4
+    assert all(map(torch.equal, got, gradients(as_before)))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(numbers(1)[0]), as_before.eval()(numbers(1)[0]))
+    torch._dynamo.reset()
