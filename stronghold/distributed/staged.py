@@ -63,7 +63,7 @@ class StagedModule(nn.Module):
         stages = [layered.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
         self._shapes = Shapes(stages, dtype)
         self._numbers = order.stages_of(processes.place)
-        self._tied = Tied(stages, order, processes)
+        self._tied = Tied(stages, order, processes, self._names)
         self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
         """The library's schedule for training and for evaluation, with the shapes that it was made for."""
         self._sent: Counter[int] = Counter()
@@ -110,7 +110,7 @@ class StagedModule(nn.Module):
                 engine, [layer for n, end, again in cuts for layer in layered.layers[end - n : end - again]]
             )
         parts = dict(zip(self._numbers, self.chunks, strict=True))
-        self._trained = Trained(parts)
+        self._trained = Trained(parts, self._tied.uses)
         follow(engine, [(parts[one.stage], one.backward) for one in order.order(processes.place)])
 
     def _check_tied(self) -> None:

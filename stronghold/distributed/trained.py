@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from stronghold.distributed.processes import Processes
+from stronghold.distributed.tied import Use
 
 ByStage = Mapping[int, Mapping[str, bool]]
 """Whether each parameter is trained, by its name in its stage, for stages by their number."""
 
 
 class Trained:
-    """The parameters of this process's ``stages`` that are trained, which may change from batch to batch."""
+    """The parameters of this process's ``stages`` that are trained, which may change from batch to batch.
 
-    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
-        self._stages = dict(stages)
+    ``shared`` is where those are that several processes have.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], shared: Sequence[Sequence[Use]]) -> None:
+        self._stages, self._shared = dict(stages), shared
         self._known = self._now()
 
     def _now(self) -> ByStage:
@@ -32,7 +36,8 @@ class Trained:
     def of_all(self, processes: Processes) -> ByStage:
         """Returns which parameters of all stages are trained. To be asked for by all processes at once.
 
-        Raises ParallelError where they are others in one replica than in another.
+        Raises ParallelError where they are others in one replica than in another, and where a parameter that stages
+        share is trained in one and frozen in another.
         """
         now = self._now()
         found: dict[int, Mapping[str, bool]] = {}
@@ -44,5 +49,13 @@ class Trained:
                         f"all replicas must train the same parameters (got {', '.join(changed[:4])} of stage {number} "
                         "frozen in some); set requires_grad to the same in each"
                     )
+        for uses in self._shared:
+            states = ["trained" if found[use.stage][use.name] else "frozen" for use in uses]
+            if len({*states}) > 1:
+                got = " and ".join(f"{use.whole_name} {state}" for use, state in zip(uses, states, strict=True))
+                processes.refuse(
+                    f"a parameter that stages share must be trained in all of them, or in none (got {got}, which are "
+                    "one); set requires_grad to the same by each of these names"
+                )
         self._known = now
         return found

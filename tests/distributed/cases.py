@@ -393,6 +393,7 @@ def without_shared_parameters(folder: str) -> dict[str, Any]:
         "autocast": under_autocast(Adding),
         "other batches": other_batches(),
         "thawed": thawed(),
+        "frozen by one name": frozen_by_one_name(),
         "unequal": bits(folder),
         "foreseen": fetches(foreseen=True),
         "by itself": fetches(foreseen=False),
@@ -511,6 +512,50 @@ def thawed() -> list[str]:
             optimizer.zero_grad()
         if not torch.allclose(stages.evaluate(x, y), F.mse_loss(whole(x), y).detach(), rtol=1e-4):
             different.append(f"evaluation {step}")
+    return different
+
+
+def frozen_by_one_name() -> list[str]:
+    """Freezes an embedding, which is the head as well, by one of its names; returns what is not as in plain PyTorch."""
+
+    def row() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+        layers[3].weight = layers[0].weight
+        return layers
+
+    def mean(output: Tensor, targets: Tensor) -> Tensor:
+        return (output.square().mean((1, 2)) - targets).square().mean()
+
+    whole, model, different = row(), row(), list[str]()
+    stages = stronghold.pipeline(model, loss=mean, stages=2, micro_batches=2, balance="layers", device="cpu")
+    x, y = torch.arange(12).view(4, 3) % 8, torch.arange(4.0)
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    for frozen in ((), ("0.weight",), ("0.weight", "3.weight"), ("3.weight",), ()):
+        for name, parameter in stages.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        try:
+            loss = stages.forward_backward(x, y)
+        except ParallelError as error:
+            states = ["frozen" if name in frozen else "trained" for name in ("0.weight", "3.weight")]
+            if len(frozen) != 1 or f"got 0.weight {states[0]} and 3.weight {states[1]}, which are one" not in str(
+                error
+            ):
+                different.append(f"{frozen}: {error}")
+            continue
+        if len(frozen) == 1:
+            different.append(f"{frozen}: not refused")
+        whole[0].weight.requires_grad_(not frozen)
+        losses = [mean(whole(one), two) / 2 for one, two in zip(x.chunk(2), y.chunk(2), strict=True)]
+        sum(losses).backward()
+        if not torch.allclose(loss, sum(losses).detach(), rtol=1e-5):
+            different.append(f"{frozen}: loss")
+        for name, parameter in stages.named_parameters():
+            own, other = parameter.grad, expected[name].grad
+            if (own is None) != (other is None) or (own is not None and not torch.allclose(own, other, rtol=1e-4)):
+                different.append(f"{frozen}: gradient {name}")
+        stages.zero_grad()
+        whole.zero_grad()
     return different
 
 

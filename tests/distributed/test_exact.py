@@ -121,6 +121,11 @@ def test_a_stage_that_returns_another_type_under_autocast_is_refused(tmp_path):
     ) in said[0]
 
 
+def test_a_shared_parameter_that_one_stage_freezes_is_refused_by_both_names(without_shared_parameters):
+    """It stood still for 40 s, for one process took part in the sum of its gradients and the other not."""
+    assert [found["frozen by one name"] for found in without_shared_parameters] == [[], []]
+
+
 def test_the_window_foresees_the_order_of_the_pipeline(without_shared_parameters):
     for found in without_shared_parameters:
         assert found["foreseen"] < 0.9 * found["by itself"]
