@@ -18,6 +18,7 @@ DEVICE = "cuda" if ON_GPU else "soft"
 needs_device = pytest.mark.skipif(
     not ON_GPU and SOFT is None, reason="runs on a GPU, or on the accelerator in software: ./test.sh -m gpu"
 )
+needs_soft = pytest.mark.skipif(SOFT is None, reason="counts what the accelerator in software takes, to the byte")
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="tells of what only a GPU has")
 
 

@@ -224,7 +224,10 @@ def adapted(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_adapters_beside_a_streamed_base_learn_what_they_learn_on_the_device(dtype, on_host, monkeypatch):
-    """With another optimizer's, to the bit; with ours, whatever the settings, and wherever their states are."""
+    """With another optimizer's, to the bit; with ours, whatever the settings, and wherever their states are.
+
+    PyTorch takes one kernel for all plain parameters of a GPU, and for ours one by one, which round otherwise.
+    """
     if on_host:
         full(monkeypatch)
 
@@ -237,7 +240,7 @@ def test_adapters_beside_a_streamed_base_learn_what_they_learn_on_the_device(dty
             loss.backward()
             found.append(loss.item())
             if step % 2:
-                torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+                torch.nn.utils.clip_grad_norm_(trained(model), 1.0, foreach=False)
                 optimizer.step()
                 optimizer.zero_grad()
         return found
@@ -245,22 +248,29 @@ def test_adapters_beside_a_streamed_base_learn_what_they_learn_on_the_device(dty
     def trained(model):
         return [p for p in model.parameters() if p.requires_grad]
 
+    def by_torch(model):
+        return losses(model, torch.optim.AdamW(trained(model), lr=1e-2, foreach=False))
+
+    near = 1e-4 if dtype == torch.float32 else 1e-2
     ways = [{"window": 1}, {"window": 2, "activations": "keep"}, {"window": 2, "resident": 2}, {"window": 2}]
-    plain = adapted(dtype).to(DEVICE)
-    expected = losses(plain, torch.optim.AdamW(trained(plain), lr=1e-2))
+    expected = by_torch(adapted(dtype).to(DEVICE))
     assert len(set(expected)) == len(expected)
-    ours = []
+    ours, theirs = [], []
     for way in ways:
-        model = stronghold.offload(adapted(dtype), device=DEVICE, **way)
-        assert losses(model, torch.optim.AdamW(trained(model), lr=1e-2)) == expected
+        theirs.append(by_torch(stronghold.offload(adapted(dtype), device=DEVICE, **way)))
         for update in ("deferred", "in_backward"):
             model = stronghold.offload(adapted(dtype), device=DEVICE, **way)
             ours.append(losses(model, stronghold.AdamW(trained(model), lr=1e-2, update=update)))
             report = stronghold.report(model)
             assert bool(report.resident_root) != on_host
             assert way != {"window": 2} or report.step.fetches == 2 * 2 * 3  # in each pass, those outside the window
+    assert all(one == theirs[0] for one in theirs)
+    if on_host and SOFT is None:  # a GPU's kernels and the host's round otherwise
+        assert theirs[0] == pytest.approx(expected, rel=near)
+    else:
+        assert theirs[0] == expected
     assert all(one == ours[0] for one in ours)
-    assert ours[0] == pytest.approx(expected, rel=1e-4 if dtype == torch.float32 else 1e-2)
+    assert ours[0] == pytest.approx(expected, rel=near)
 
 
 def test_other_optimizers_step_a_root_on_the_device():
@@ -273,7 +283,7 @@ def test_other_optimizers_step_a_root_on_the_device():
         else:
             model.to(DEVICE)
         root = [p for name, p in model.named_parameters() if ".layers." not in f".{name}"]
-        optimizer = torch.optim.AdamW(root, lr=1e-2)
+        optimizer = torch.optim.AdamW(root, lr=1e-2, foreach=False)  # plain ones of a GPU it would take all at once
         tokens = torch.arange(4 * SEQUENCE, device=DEVICE).view(4, SEQUENCE) % 97
         for _ in range(3):
             model(tokens, labels=tokens).loss.backward()
@@ -358,8 +368,10 @@ def test_a_step_launches_one_kernel_for_each_resident_parameter(monkeypatch):
             optimizer.zero_grad()
             model(tokens, labels=tokens)  # before which the deferred updates are carried out
             torch.cuda.synchronize()
-        names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        return [name for name in names if "adam" in name.lower()]
+        cuda = torch.autograd.DeviceType.CUDA
+        # An annotation of what the device does within step() has the optimizer's name, and is no kernel.
+        events = [event for event in profiled.events() if event.device_type == cuda and not event.is_user_annotation]
+        return [event.name for event in events if "adam" in event.name.lower()]
 
     step()  # compiles
     launched = step()

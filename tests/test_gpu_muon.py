@@ -7,12 +7,14 @@ import torch
 
 import stronghold
 from stronghold.lab.models.gpt import GPT, GPTConfig
-from tests.gpu import DEVICE, needs_device
+from tests.gpu import DEVICE, SOFT, needs_device
 from tests.muon_groups import groups, split_up
 
 pytestmark = [pytest.mark.gpu, needs_device]
 
 SHAPE = GPTConfig(layers=4, hidden=32, heads=4, sequence=16, vocabulary=97)
+NEAR = 1e-4 if SOFT is None else 1e-5
+"""Of losses. A GPU's momentum is rounded otherwise than the host's, and the iteration in bf16 makes more of it."""
 
 
 def train(steps, *, offload=True, update="deferred", **settings):
@@ -42,7 +44,7 @@ def train(steps, *, offload=True, update="deferred", **settings):
 def test_losses_are_those_of_torchs_muon():
     expected, _ = train(20, offload=False)
     got, _ = train(20, window=2)
-    assert got == pytest.approx(expected, rel=1e-5)
+    assert got == pytest.approx(expected, rel=NEAR)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,7 +66,7 @@ def test_every_placement_is_bitwise_the_same(dtype, tmp_path):
 def test_resident_matrices_train_as_those_in_the_store(update):
     losses, _ = train(6, window=2, update=update)
     others, _ = train(6, window=1, resident=2, update=update)
-    assert others == pytest.approx(losses, rel=1e-5)
+    assert others == pytest.approx(losses, rel=NEAR)
 
 
 def test_a_gradient_that_is_not_finite_leaves_resident_matrices_alone():

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.gpu import needs_device
+from tests.gpu import needs_soft
 
 
 @pytest.mark.gpu
-@needs_device
+@needs_soft
 @pytest.mark.parametrize("seed", range(16))
 def test_what_is_said_to_fit_does(seed):
     from tests.fits import judged

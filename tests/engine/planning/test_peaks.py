@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stronghold.errors import BudgetError
-from tests.gpu import needs_device
+from tests.gpu import needs_soft
 
 MODELS: dict[str, dict[str, Any]] = {
     "mlp": {"width": 96, "layers": 3, "inner": 160, "dropout": 0.1},
@@ -32,7 +32,7 @@ def difference(kind: str, batch: int, *, dtype: torch.dtype | None = None, froze
 
 
 @pytest.mark.gpu
-@needs_device
+@needs_soft
 @pytest.mark.parametrize("activations", ["recompute", 1, "keep"])
 @pytest.mark.parametrize(("batch", "micro_batch"), [(7, None), (7, 1), (8, 2), (9, 4), (16, 1)])
 @pytest.mark.parametrize("kind", MODELS)
@@ -41,14 +41,14 @@ def test_a_peak_is_as_planned(kind, batch, micro_batch, activations):
 
 
 @pytest.mark.gpu
-@needs_device
+@needs_soft
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_peak_is_as_planned_in_bf16(kind):
     assert difference(kind, 11, dtype=torch.bfloat16, micro_batch=2, activations="recompute") == 0
 
 
 @pytest.mark.gpu
-@needs_device
+@needs_soft
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_peak_is_at_most_what_is_planned_where_little_is_trained_of_layers(kind):
     """A plan has the gradients of all that is trained beside layers; at the peak those of some are still to come."""
