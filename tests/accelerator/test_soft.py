@@ -282,6 +282,28 @@ OPERATORS = {
 }
 
 
+def test_it_counts_integers_as_cuda_does():
+    counts = torch.histc(torch.tensor([0, 2, 2, 3], dtype=torch.int32).to("soft"), bins=4, min=0, max=3)
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == [1, 0, 2, 1]
+
+
+def test_attention_is_compiled():
+    x = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(1))
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def values_of(function, x):
+        x = x.clone().requires_grad_()
+        y = function(x)
+        y.square().sum().backward()
+        return y.detach().cpu(), x.grad.cpu()
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, values_of(compiled, x.to("soft")), values_of(attend, x)))
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_compute_what_the_cpu_does(name):
     x = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))

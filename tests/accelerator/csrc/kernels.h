@@ -110,7 +110,17 @@ inline void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* 
   fallback(op, stack);
 }
 
-// The CPU's own choice of how to attend; it looks at shapes alone.
+// The CPU counts no integers, as CUDA does: what it counts is then the same in doubles.
+inline void histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto& input = (*stack)[stack->size() - 4];
+  const auto tensor = input.toTensor();
+  const bool counted = at::isIntegralType(tensor.scalar_type(), false);
+  if (counted) input = tensor.to(at::kDouble);
+  fallback(op, stack);
+  if (counted) stack->back() = stack->back().toTensor().to(tensor.scalar_type());
+}
+
+// The CPU's own choice of how to attend; it looks at shapes alone, of torch.compile's fake tensors, too.
 inline int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                 const std::optional<Tensor>& mask, double p, bool causal, std::optional<double> scale,
                                 bool grouped) {
@@ -121,6 +131,7 @@ inline int64_t choose_attention(const Tensor& query, const Tensor& key, const Te
   };
   std::optional<Tensor> host_mask;
   if (mask && mask->defined()) host_mask = on_host(*mask);
+  c10::impl::ExcludeDispatchKeyGuard unmocked(c10::DispatchKeySet(c10::DispatchKey::Python));
   return at::_fused_sdp_choice(on_host(query), on_host(key), on_host(value), host_mask, p, causal, scale, grouped);
 }
 
