@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,31 @@ def test_the_torchao_that_is_installed_is_one_that_this_torch_can_import(tmp_pat
     if torch.startswith("2.9."):
         pinned = re.sub(r"^torchao==.*$", "torchao==0.17.0", pinned, flags=re.MULTILINE)
     assert found == pinned
+
+
+def test_an_extension_that_first_sh_built_is_not_built_again(tmp_path):
+    """A minute of the few for which a GPU is lent: it left no stamp."""
+    for path in ("environment.sh", "benchmarks/gpu/common.sh"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    for name, text in (("csrc/a.cpp", "int a;"), ("pyproject.toml", ""), ("stronghold/__init__.py", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    (tmp_path / "setup.py").write_text(f"open('stronghold/_C{suffix}', 'a').write('built')")
+    for name in ("pybind11", "setuptools"):
+        (tmp_path / f"{name}.py").write_text("__version__ = '80.0'")
+    script = """
+    set -euo pipefail
+    . benchmarks/gpu/common.sh --minutes 0.1 --out out
+    mkdir -p build
+    build
+    . ./environment.sh
+    _stronghold_check_system() { echo "building again"; }
+    _stronghold_pip() { exit 1; }
+    _stronghold_build
+    """
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "stronghold" / f"_C{suffix}").read_text() == "built"

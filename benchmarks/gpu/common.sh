@@ -104,6 +104,7 @@ is_built() {
 }
 
 # build: builds the extension into the tree, with tools of its own from the wheels where the interpreter's do not do.
+# The stamp is what environment.sh looks for: without it test.sh would build once more.
 build() {
   cd "$ROOT" || return
   export PYTHONPATH="$ROOT/build/tools:$PYTHONPATH"
@@ -114,7 +115,12 @@ build() {
     fi
     from_wheels --target "$ROOT/build/tools" --upgrade --no-warn-conflicts pybind11 'setuptools>=77' || return
   fi
-  "$PYTHON" setup.py --quiet build_ext --inplace
+  "$PYTHON" setup.py --quiet build_ext --inplace || return
+  # shellcheck source=environment.sh
+  . "$ROOT/environment.sh"
+  local suffix
+  suffix="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"
+  _stronghold_hashes "$ROOT/stronghold/_C$suffix" >"$ROOT/build/extension$suffix.sha256"
 }
 
 from_wheels() {
