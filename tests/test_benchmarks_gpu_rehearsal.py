@@ -7,10 +7,14 @@ import subprocess
 import sys
 import tarfile
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+
+import stronghold
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -103,7 +107,48 @@ def test_modes_are_compared_with_plain_pytorch_and_one_that_dies_is_told(tmp_pat
     printed = call("smoke.py", tmp_path, *only, "window 1", "--patience", "0.001", code=1)
     assert "2 ok, 1 failed" in printed
     assert recorded(tmp_path, "smoke")[:2] == records
-    assert recorded(tmp_path, "smoke")[2]["error"].startswith("the process died: hung for 0.001 s")
+    assert recorded(tmp_path, "smoke")[2]["error"].startswith("the process died: hung for 0:00:00.001000")
+
+
+@pytest.fixture
+def smoke(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER.parent)
+    monkeypatch.syspath_prepend(FOLDER)
+    import smoke  # type: ignore[import-not-found]
+
+    return smoke
+
+
+def test_layers_that_cannot_be_compiled_fail_their_mode(smoke, tmp_path, monkeypatch):
+    """They ran eagerly, with the losses of plain PyTorch, and the mode was "ok"."""
+
+    def no_compiler(graph, inputs):
+        raise RuntimeError("no gcc")
+
+    asked = smoke.compiled_on(torch.device("cuda"))
+    assert asked["backend"] == "inductor"
+    monkeypatch.setattr(smoke, "compiled_on", lambda device: asked | {"backend": no_compiler})
+    with pytest.raises(stronghold.errors.OffloadedModelError, match=r"must be one graph .*no gcc"):
+        smoke.run_mode(smoke.MODES["compiled, bf16, activations kept"], torch.device("cpu"), tmp_path)
+
+
+def test_what_a_mode_is_warned_of_is_in_its_record_and_in_the_table(smoke, tmp_path, monkeypatch, capsys):
+    def run_mode(*_):
+        for _ in range(2):
+            warnings.warn("pinning was\nrefused", RuntimeWarning, stacklevel=1)
+        return (1.0,)
+
+    monkeypatch.setattr(smoke, "run_mode", run_mode)
+    monkeypatch.setattr(smoke, "losses_of", lambda *_: (1.0,))
+    monkeypatch.setattr(smoke.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    options = smoke._options(["--out", str(tmp_path), "--device", "cpu", "--commit", "c"])
+    with pytest.warns(RuntimeWarning, match="pinning was\nrefused"):  # printed as ever
+        smoke.run_modes(["window 2"], options)
+    (record,) = recorded(tmp_path, "smoke")
+    assert record["told"] == ["RuntimeWarning: pinning was refused"]
+    smoke.draw(smoke.table([record]))
+    printed = capsys.readouterr().out
+    assert "1 ok" in printed and "RuntimeWarning: pinning was refused" in printed
 
 
 def test_steps_are_traced_beside_the_ordinary_loop(tmp_path):

@@ -24,7 +24,7 @@ export out
 
 prepare
 part "the machine, into machine.txt" 30 bash -c about
-measure "every mode beside plain PyTorch" "$(share 35)" smoke.py
-measure "what the machine gives" "$(share 26)" probe.py
+measure "every mode beside plain PyTorch" "$(share 42)" smoke.py
+measure "what the machine gives" "$(share 19)" probe.py
 measure "where a step goes" 600 trace_steps.py
 finish

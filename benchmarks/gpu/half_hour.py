@@ -154,7 +154,12 @@ def within(budget: Budget) -> Iterator[None]:
 
 def error_of(error: BaseException) -> str:
     """Returns an error in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return line_of(type(error), error)
+
+
+def line_of(kind: type[Warning] | type[BaseException], message: object) -> str:
+    """Returns an error or a warning of ``kind`` in a line."""
+    return f"{kind.__name__}: {' '.join(str(message).split())[:300]}"
 
 
 def say(line: str) -> None:

@@ -5,25 +5,30 @@
 Trains a GPT of six layers for five steps, or a model of transformers, in each mode, and compares every loss with that
 of the ordinary loop in the same precision. The modes run in a process of their own: one that dies takes no other with
 it, the next process goes on behind it, and one that hangs is ended with a traceback of every thread (smoke.txt).
-Appends one JSON line for each mode to smoke.jsonl; what is recorded is not run again. Ends with 1 if a mode failed or
-is wrong.
+Appends one JSON line for each mode to smoke.jsonl; what is recorded is not run again. What a mode is warned of is in
+its record and in the table: a mode that goes another way than asked says so there. Ends with 1 if a mode failed or is
+wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of
+from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, line_of
 from loops import Loop, batches_of, offloaded, plain
 from rich import box
 from rich.table import Table
@@ -39,6 +44,12 @@ from stronghold.units import format_seconds
 
 BATCH, SEQUENCE, STEPS = 4, 64, 5
 PATIENCE_S = 60.0
+COMPILING = 3
+"""How many times as patient it is with a mode that compiles: processes of the compiler's import PyTorch first."""
+COMPILED_FOR = ("cpu", "cuda", "xpu")
+"""Devices that inductor has code for, and that PyTorch computes attention again on within a graph."""
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""For a replica of one: the machine's name is not looked up, which without a network may take until it is given up."""
 
 
 # ---- in a process of its own ----
@@ -56,27 +67,43 @@ def run_modes(names: Sequence[str], options: argparse.Namespace) -> None:
 
     for name in names:
         mode = MODES[name]
-        faulthandler.dump_traceback_later(options.patience, exit=True)
+        faulthandler.dump_traceback_later(options.patience * (COMPILING if mode.compiles else 1), exit=True)
         begin_s = time.perf_counter()
         outcome: dict[str, Any]
+        told: list[str] = []
         try:
-            with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+            with tempfile.TemporaryDirectory(dir=options.scratch) as folder, warnings_into(told):
                 got = run_mode(mode, device, Path(folder))
             wanted = expected(mode.learner)
             outcome = {"losses": got, "expected": wanted, "away": away(got, wanted)}
         except Exception as error:  # whatever a mode ends with is what is asked
             outcome = {"error": error_of(error)}
-        recorded.add(
-            call_of(name), outcome | {"tolerance": TOLERANCE[mode.dtype], "wall_s": time.perf_counter() - begin_s}
-        )
+        outcome |= {"told": told, "tolerance": TOLERANCE[mode.dtype], "wall_s": time.perf_counter() - begin_s}
+        recorded.add(call_of(name), outcome)
         if "CUDA error" in outcome.get("error", ""):
             sys.exit(1)  # the context is lost: the next process goes on
     faulthandler.dump_traceback_later(options.patience, exit=True)  # of the end of the process
 
 
+@contextmanager
+def warnings_into(told: list[str]) -> Iterator[None]:
+    """Adds each warning of the block to ``told``, once; it is printed, too, for a mode that hangs has no record."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def note(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if (line := line_of(category, message)) not in told:
+                told.append(line)
+            show(message, category, *where, **more)
+
+        warnings.showwarning = note
+        yield
+
+
 def run_mode(mode: Mode, device: torch.device, folder: Path) -> tuple[float, ...]:
     """Returns the losses of some steps in ``mode``; what is stored lies in ``folder``."""
-    settings = {name: str(folder / "store") if value == "DISK" else value for name, value in mode.offload.items()}
+    known = {"DISK": str(folder / "store"), "COMPILED": compiled_on(device)}
+    settings = {name: known.get(value, value) for name, value in mode.offload.items()}
     build = partial(offloaded, dtype=mode.dtype, device=device, settings=settings, optimizer=dict(mode.optimizer))
     build = partial(build, muon=mode.muon)
     if mode.replica:
@@ -96,6 +123,11 @@ def run_mode(mode: Mode, device: torch.device, folder: Path) -> tuple[float, ...
         return first + losses_of(loop, device, mode.accumulate, begin=2, steps=STEPS - 2)
     finally:
         loop.close()
+
+
+def compiled_on(device: torch.device) -> dict[str, Any]:
+    """Returns how layers are compiled there: one that cannot be is an error, not a layer that runs eagerly."""
+    return {"fullgraph": True, "backend": "inductor" if device.type in COMPILED_FOR else "aot_eager"}
 
 
 def losses_of(
@@ -152,13 +184,19 @@ def _join_alone(device: torch.device) -> None:
 # ---- what starts them ----
 
 
+def modes_on(device: torch.device) -> list[str]:
+    """Returns the modes that PyTorch can do there."""
+    every = device.type in COMPILED_FOR
+    return [n for n, mode in MODES.items() if every or not mode.compiles or mode.offload.get("activations") == "keep"]
+
+
 def call_of(name: str) -> dict[str, Any]:
     return {"mode": name}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    names = list(options.only or MODES)
+    names = list(options.only or modes_on(options.device))
     if options.child:
         run_modes(names, options)
         return 0
@@ -188,15 +226,17 @@ def _run_child(names: Sequence[str], options: argparse.Namespace, left_s: float)
     with (options.out / "smoke.txt").open("ab+") as output:
         begin = output.tell()
         try:
-            code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=left_s).returncode
+            done = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, timeout=left_s, env=LOOPBACK | os.environ
+            )
         except subprocess.TimeoutExpired:
             return None
         output.seek(begin)
         said = output.read().decode(errors="replace")
-    if code == 0:
+    if done.returncode == 0:
         return None
-    hung = "Timeout (" in said
-    return f"hung for {options.patience:g} s, see smoke.txt" if hung else exit_reason(code, said)
+    hung = re.search(r"Timeout \((\S+)\)!", said)
+    return f"hung for {hung[1]}, see smoke.txt" if hung else exit_reason(done.returncode, said)
 
 
 def status_of(record: Record) -> str:
@@ -207,7 +247,7 @@ def status_of(record: Record) -> str:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Returns a line for each mode."""
+    """Returns a line for each mode, the last column with what went wrong, or was warned of."""
     statuses = [status_of(record) for record in records]
     counts = ", ".join(f"{statuses.count(name)} {name}" for name in ("ok", "WRONG", "failed") if name in statuses)
     drawn = Table(title=f"modes beside plain PyTorch: {counts or 'none'}", box=box.SIMPLE)
@@ -222,7 +262,8 @@ def table(records: Sequence[Record]) -> Table:
     for record, status in zip(records, statuses, strict=True):
         cells = [f"{float(record['away']):.1e}", f"{record['tolerance']:g}"] if "away" in record else ["", ""]
         took = format_seconds(record["wall_s"]) if "wall_s" in record else ""
-        drawn.add_row(record["call"]["mode"], *cells, took, record.get("error", "" if status == "ok" else status))
+        said = [record.get("error", "" if status == "ok" else status), *record.get("told", ())]
+        drawn.add_row(record["call"]["mode"], *cells, took, "; ".join(filter(None, said)))
     return drawn
 
 

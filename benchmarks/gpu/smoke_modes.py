@@ -43,8 +43,9 @@ class Learner:
 
 @dataclass(frozen=True, kw_only=True)
 class Mode(Learner):
-    """A way to train: the settings of ``stronghold.offload``, with "DISK" for a folder, and of its optimizer.
+    """A way to train: the settings of ``stronghold.offload``, and of its optimizer.
 
+    "DISK" stands for a folder, "COMPILED" for what layers are compiled by on the device.
     With ``replica`` it is one of one, with ``resumes`` a checkpoint is saved after two steps and loaded into a new
     model, with ``traced`` a timeline is recorded.
     """
@@ -54,6 +55,10 @@ class Mode(Learner):
     replica: bool = False
     resumes: bool = False
     traced: bool = False
+
+    @property
+    def compiles(self) -> bool:
+        return "compile" in self.offload
 
     @property
     def learner(self) -> Learner:
@@ -103,8 +108,8 @@ MODES: dict[str, Mode] = {
     ),
     "Muon": Mode(offload={"window": 2}, muon=True),
     "Muon, from disk, in_backward": Mode(offload={"window": 2, "store": "DISK"}, optimizer=IN_BACKWARD, muon=True),
-    "compiled": Mode(offload={"window": 2, "compile": True}),
+    "compiled": Mode(offload={"window": 2, "compile": "COMPILED"}),
     "compiled, bf16, activations kept": Mode(
-        offload={"window": 2, "compile": True, "activations": "keep"}, dtype="bf16"
+        offload={"window": 2, "compile": "COMPILED", "activations": "keep"}, dtype="bf16"
     ),
 }
