@@ -14,7 +14,7 @@ from stronghold.planner.offloaded_stages import RESOURCES
 from stronghold.planner.other_plans import Alternative, LeftOut, Refused
 from stronghold.planner.partition_file import object_of
 from stronghold.planner.staged_search import StagedFound, StagedPlan, StagedRefusal, StagedSpace, search_stages
-from stronghold.planner.staged_step import staged_step
+from stronghold.planner.staged_step import spans_of, staged_step
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.units import format_bytes
 
@@ -172,6 +172,7 @@ def told_of(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict[str
         "pageable_bytes": on_host.held.pageable + on_host.sums_bytes,
         "disk_bytes": max(one.held.disk for one in taken),
         "written_bytes": max(one.written_bytes for one in taken),
+        "spans": spans_of(planner.work_of(choice), step),
     }
 
 

@@ -15,6 +15,7 @@ from stronghold.planner.offloaded_stages import RESOURCES, OffloadedStages
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.simulate import Simulation, simulate
 from stronghold.planner.stage_costs import LayerCost, StageCosts, ratio_of, spread_of
+from stronghold.spans import Span
 from stronghold.units import format_bytes
 
 
@@ -172,10 +173,12 @@ def cut_into_stages(
     )
 
 
-def played(found: Partition, pipeline: Pipeline, link_s: float | Sequence[float]) -> Simulation:
-    """Plays a step of a partition; ``link_s`` is as for ``simulate``."""
+def played(
+    found: Partition, pipeline: Pipeline, link_s: float | Sequence[float], spans: list[Span] | None = None
+) -> Simulation:
+    """Plays a step of a partition; ``link_s`` and ``spans`` are as for ``simulate``."""
     forward_s, backward_s = ([getattr(stage, name) for stage in found.stages] for name in ("forward_s", "backward_s"))
-    return simulate(pipeline, forward_s, backward_s, link_s)
+    return simulate(pipeline, forward_s, backward_s, link_s, spans)
 
 
 def equal_sizes(layers: int, stages: int) -> list[int]:

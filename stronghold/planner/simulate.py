@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stronghold.planner.pipeline_order import Pass, Pipeline
+from stronghold.spans import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ def simulate(
     forward_s: float | Sequence[float],
     backward_s: float | Sequence[float],
     link_s: float | Sequence[float] = 0.0,
+    spans: list[Span] | None = None,
 ) -> Simulation:
     """Plays one step in which each stage takes ``forward_s`` and ``backward_s`` for a micro-batch.
 
@@ -50,6 +52,8 @@ def simulate(
     For p devices, v stages on each and m micro-batches, all passes alike and links that take no time, the bubble is
     (p - 1) / (m + p - 1) with GPipe and 1F1B, and (p - 1) / (v·m + p - 1) with Interleaved1F1B where p divides m
     (Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021).
+
+    Each pass is appended to ``spans``, where they are given, in the lane of its process.
 
     Raises ValueError for times that are negative or not as many as there are stages.
     """
@@ -75,6 +79,8 @@ def simulate(
             taken_s = times_s[backward][stage]
             end_s = ends_s[device] = max(ends_s[device], input_s) + taken_s
             busy_s[device] += taken_s
+            if spans is not None:
+                spans.append(Span(lane_of(device), _name(this, pipeline), end_s - taken_s, end_s))
             now[device] += -1 if backward else 1
             most[device] = max(most[device], now[device])
             upcoming[device] = next(orders[device], None)
@@ -91,6 +97,16 @@ def simulate(
             arrived_s[receiver][then] = end_s
     assert not any(upcoming), "passes that wait for one another"
     return Simulation(ends_s=tuple(ends_s), busy_s=tuple(busy_s), held=tuple(most))
+
+
+def lane_of(device: int) -> str:
+    """Returns what timelines call a device of a pipeline, which a process has for itself."""
+    return f"process {device}"
+
+
+def _name(one: Pass, pipeline: Pipeline) -> str:
+    of = f" of stage {one.stage}" if pipeline.stages_per_device > 1 else ""
+    return f"{'backward' if one.backward else 'forward'} {one.micro_batch}{of}"
 
 
 def _for_each(value: float | Sequence[float], count: int, name: str, what: str) -> list[float]:

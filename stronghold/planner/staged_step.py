@@ -14,8 +14,9 @@ from stronghold.planner.cuts import cut, furthest, missing_bytes
 from stronghold.planner.offloaded_stages import OffloadedStages
 from stronghold.planner.partition import Partition, cut_into_stages, equal_sizes, played
 from stronghold.planner.pipeline_order import Pipeline
-from stronghold.planner.simulate import Simulation
+from stronghold.planner.simulate import Simulation, lane_of
 from stronghold.planner.stage_costs import LayerCost, StageCosts
+from stronghold.spans import Span
 
 LOOKED_AT = 2**18
 """Of so many stages times the square of layers every partition is looked at, in milliseconds, before none is to fit."""
@@ -78,14 +79,36 @@ def staged_step(work: StagedWork, sizes: Sequence[int] | None = None) -> StagedS
         [limit_bytes] * work.pipeline.stages,
         balance="time" if sizes is None else sizes,
     )
-    simulation = played(found, work.pipeline, [work.link_s[stage.first] for stage in found.stages[1:]])
-    ends_s = [
-        end_s + sum(sum(work.update_s[found.stages[n].first :][: found.stages[n].layers]) for n in stages)
-        for end_s, stages in zip(
-            simulation.ends_s, map(work.pipeline.stages_of, range(work.pipeline.devices)), strict=True
-        )
-    ]
+    simulation = played(found, work.pipeline, _links_s(work, found))
+    ends_s = map(sum, zip(simulation.ends_s, _updates_s(work, found), strict=True))
     return StagedStep(partition=found, simulation=simulation, step_s=max(ends_s) + work.shared_s)
+
+
+def spans_of(work: StagedWork, step: StagedStep) -> list[Span]:
+    """Returns the timeline of ``step``: each process's passes, and its updates behind them.
+
+    At the end is what the first stage and the last take for parameters that they share.
+    """
+    spans: list[Span] = []
+    ends_s = list(played(step.partition, work.pipeline, _links_s(work, step.partition), spans).ends_s)
+    for device, update_s in enumerate(_updates_s(work, step.partition)):
+        if update_s:
+            spans.append(Span(lane_of(device), "updates", ends_s[device], ends_s[device] + update_s))
+    if work.shared_s:
+        begin_s = step.step_s - work.shared_s
+        for device in sorted({work.pipeline.device_of(stage) for stage in (0, work.pipeline.stages - 1)}):
+            spans.append(Span(lane_of(device), "shared parameters", begin_s, step.step_s))
+    return sorted(spans, key=lambda span: (span.begin_s, span.end_s))
+
+
+def _links_s(work: StagedWork, found: Partition) -> list[float]:
+    return [work.link_s[stage.first] for stage in found.stages[1:]]
+
+
+def _updates_s(work: StagedWork, found: Partition) -> list[float]:
+    """Returns what each process updates behind its last pass."""
+    own = (map(found.stages.__getitem__, work.pipeline.stages_of(n)) for n in range(work.pipeline.devices))
+    return [sum(sum(work.update_s[one.first : one.first + one.layers]) for one in stages) for stages in own]
 
 
 def staged_bound_s(work: StagedWork) -> float:

@@ -50,6 +50,8 @@ def test_every_split_of_the_processes_has_its_best_plan_and_the_shortest_comes_f
     assert (plan.samples, plan.tokens, plan.layers) == (8, 256, 5)
     plan.write(tmp_path / "plan.json")
     assert str(TrainingPlan.read(tmp_path / "plan.json")) == str(plan)
+    if plan.parallel["stages"] > 1:
+        assert {span.lane for span in plan.spans} == {f"process {n}" for n in range(4 // plan.parallel["replicas"])}
     lines = {(section, name): value for section, name, value in plan.rows()}
     assert lines["processes", "number"].startswith("4 on this machine")
     assert "at most" in lines["", "memory of each"]

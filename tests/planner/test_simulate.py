@@ -162,3 +162,20 @@ def test_times_that_are_refused(times, message):
     with pytest.raises(ValueError) as error:
         simulate(Pipeline(schedule="GPipe", devices=2, micro_batches=2), *times)
     assert str(error.value).startswith(message)
+
+
+def test_passes_are_told_by_process_and_micro_batch_and_begin_as_early_as_they_can():
+    """Two processes and two micro-batches, by hand; the link takes half a second each way."""
+    spans = []
+    pipeline = Pipeline(schedule="1F1B", devices=2, micro_batches=2)
+    simulate(pipeline, forward_s=1, backward_s=2, link_s=0.5, spans=spans)
+    assert sorted(spans) == [
+        ("process 0", "backward 0", 5.0, 7.0),
+        ("process 0", "backward 1", 8.0, 10.0),
+        ("process 0", "forward 0", 0.0, 1.0),
+        ("process 0", "forward 1", 1.0, 2.0),
+        ("process 1", "backward 0", 2.5, 4.5),
+        ("process 1", "backward 1", 5.5, 7.5),
+        ("process 1", "forward 0", 1.5, 2.5),
+        ("process 1", "forward 1", 4.5, 5.5),
+    ]

@@ -17,7 +17,7 @@ from stronghold.planner.pipeline_order import Pipeline
 from stronghold.planner.stage_costs import LayerCost, StageCosts
 from stronghold.planner.stage_disk import OnDisk, StageDisk
 from stronghold.planner.staged_search import StagedSpace, search_stages
-from stronghold.planner.staged_step import StagedWork, fits, needed_bytes, staged_bound_s, staged_step
+from stronghold.planner.staged_step import StagedWork, fits, needed_bytes, spans_of, staged_bound_s, staged_step
 from stronghold.planner.step_costs import Machine
 
 
@@ -158,6 +158,28 @@ def test_the_choice_over_stages_and_replicas_is_within_three_percent_of_the_best
     assert filled
     assert max(worse) <= 0.03, sorted(worse)
     assert min(worse) >= -1e-12
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_timeline_of_a_step_is_what_each_process_does_in_it(seed):
+    row, space, splits, device, host, _ = case(seed)
+    for split in splits:
+        plan = search_stages(space, *split, row.work_of, row.host_bytes, {**device, **host}).plan
+        if plan is None:
+            continue
+        work, step, pipeline = row.work_of(plan.choice), plan.step, plan.choice.pipeline
+        spans = spans_of(work, step)
+        lanes = {f"process {n}": [] for n in range(pipeline.devices)}
+        for span in spans:
+            lanes[span.lane].append(span)
+        for lane, own in lanes.items():
+            assert all(one.end_s <= other.begin_s + 1e-9 for one, other in pairwise(own)), lane
+        passes = [span for span in spans if span.name.startswith(("forward", "backward"))]
+        assert (
+            len(passes) == len({(one.lane, one.name) for one in passes}) == 2 * pipeline.stages * pipeline.micro_batches
+        )
+        assert sum(one.end_s - one.begin_s for one in passes) == pytest.approx(sum(step.simulation.busy_s))
+        assert max(span.end_s for span in spans) == pytest.approx(step.step_s)
 
 
 @pytest.mark.parametrize("seed", range(40))

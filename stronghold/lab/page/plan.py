@@ -27,11 +27,11 @@ def write_plan_page(
     """Writes the page of a plan to ``path``; returns notes on what it leaves out. Raises OSError.
 
     ``rows`` are the lines of its table and ``spans`` what is under way in its step, of ``step_s`` seconds; what the
-    step before has left to do, or the next one does, is cut off. Without any, as of a plan in stages, the table is all.
+    step before has left to do, or the next one does, is cut off. Without any the table is all.
     """
     cells = ([escape(cell) for cell in row] for row in rows)
     sections = [Section(title="Plan", body=table(["", "", ""], cells))]
-    notes = ["a plan in stages has no timeline: the page has its table"]
+    notes = ["the plan has no timeline: the page has its table"]
     if drawn := list(_within(spans, step_s)):
         step, notes = drawn_section("One planned step", f"One step of <b>{escape(model)}</b> as it is planned", drawn)
         sections.append(step)

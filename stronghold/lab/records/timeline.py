@@ -43,7 +43,7 @@ def read_spans(path: str | Path) -> list[Span]:
 
 def rows(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
     """Returns spans by lane, in the lanes' order; what overlaps within a lane is in further rows of the same lane."""
-    lanes = sorted({span.lane for span in spans}, key=lambda lane: (_place(lane), lane))
+    lanes = sorted({span.lane for span in spans}, key=lambda lane: (_place(lane), len(lane), lane))  # 10 behind 9
     found: list[tuple[str, list[Span]]] = []
     for lane in lanes:
         own: list[list[Span]] = []
