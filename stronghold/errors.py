@@ -12,12 +12,13 @@ class BudgetError(StrongholdError, ValueError):
     """A memory budget cannot hold what was asked for.
 
     Raised before training starts and before any state has changed; the message has the bytes needed, the
-    bytes given and what would fit. ``needed`` holds, of a plan, the least bytes of each memory that would do.
+    bytes given and what would fit. ``needed`` holds, of a plan, the least bytes of each memory that would do, and
+    ``lacking`` the part of the message that says what is short.
     """
 
-    def __init__(self, message: str, needed: Mapping[str, int] | None = None) -> None:
+    def __init__(self, message: str, needed: Mapping[str, int] | None = None, lacking: str = "") -> None:
         super().__init__(message)
-        self.needed = dict(needed or {})
+        self.needed, self.lacking = dict(needed or {}), lacking or message
 
 
 class NonFiniteGradientError(StrongholdError):

@@ -60,11 +60,11 @@ def choose_stages(
     ``machine``, what was measured of the machine that ``here`` processes are on, or what is kept of this one, has their
     rates. ``"layers"`` gives each stage as many, the first ones one more where they do not divide. Where there is but
     one partition nothing is measured. Raises ParallelError where the numbers do not make up the row, or there is
-    nothing to measure with, and what stages_told and machine_known raise.
+    nothing to measure with, and what stages_of and machine_known raise.
     """
     recomputed: list[int] | None = None
     if isinstance(balance, (os.PathLike, Mapping)) or (isinstance(balance, str) and balance not in BALANCES):
-        balance, recomputed = stages_told(balance, activations)
+        balance, recomputed = stages_of(balance, activations)
     layers, stages = len(layered.layers), order.stages
     if stages > layers:
         raise ParallelError(
@@ -107,32 +107,32 @@ def first_micro_batch(batch: Tensor, micro_batches: int, replicas: int) -> Tenso
     return batch[: len(batch) // parts]
 
 
-def stages_told(
-    told: str | os.PathLike[str] | Mapping[str, Sequence[Any]], activations: str | None
+def stages_of(
+    partition: str | os.PathLike[str] | Mapping[str, Sequence[Any]], activations: str | None
 ) -> tuple[list[int], list[int]]:
     """Returns the layers of each stage, and how many of them, from its end, are recomputed, as vPipe's file says it.
 
-    ``told`` is the file's path, or what is in it.
+    ``partition`` is the file's path, or what is in it.
 
     ``activations`` is what the user asks for: of those that are recomputed, for the file says which they are. Raises
     ParallelError for "keep" where the file has any recomputed, and for "host" and "disk" where it has none; ValueError
     where there is no partition in it.
     """
-    if isinstance(told, str) and not Path(told).exists():
+    if isinstance(partition, str) and not Path(partition).exists():
         raise ParallelError(
             f"balance must be {', '.join(map(repr, BALANCES))}, the layers of each stage, or a partition's file (got "
-            f"{told!r}, and there is no such file); pass one of them"
+            f"{partition!r}, and there is no such file); pass one of them"
         )
-    if isinstance(told, Mapping):
+    if isinstance(partition, Mapping):
         try:
-            file, named = partition_of(told), "balance"
+            file, named = partition_of(partition), "balance"
         except ValueError as error:
             raise ParallelError(
-                f"balance={told!r} is no partition: {error}; pass one such as "
+                f"balance={partition!r} is no partition: {error}; pass one such as "
                 '{"partition": [26, 23], "recompute_ratio": [1, 1]}'
             ) from error
     else:
-        file, named = read_partition(os.fspath(told)), repr(os.fspath(told))
+        file, named = read_partition(os.fspath(partition)), repr(os.fspath(partition))
     if activations in (("keep",) if any(file.recomputed) else ("host", "disk")):
         raise ParallelError(
             f"activations must be what the partition asks for (got activations={activations!r} and "

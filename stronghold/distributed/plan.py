@@ -70,9 +70,9 @@ def plan(
         store: ``"ram"``, or directories, which must have been probed: then layers may be on disk as well.
         states: The formats of AdamW's moments that are allowed; 8-bit ones change numbers.
         update: ``"deferred"`` or ``"in_backward"``.
-        activations: ``"recompute"``, ``"keep"`` or how many layers keep them, between which a plan chooses (in stages
-            by itself alone, for each that is the only one of its process), or in one process ``"host"`` or ``"disk"``,
-            where ``store`` is.
+        activations: ``"recompute"``, ``"keep"`` or how many layers keep them, between which a plan chooses, or in one
+            process ``"host"`` or ``"disk"``, where ``store`` is. In stages a number is refused: the plan chooses one
+            for each stage, where a process has one stage.
         micro_batch: Samples over which a layer runs at a time, None for the whole batch.
         window: Layers on the device at a time.
         resident: Layers that stay there.

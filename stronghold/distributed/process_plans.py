@@ -75,9 +75,7 @@ def best_of(
             try:
                 found = replicated(replicas, min((plan.step_s.likely for plan in plans), default=math.inf))
             except BudgetError as error:
-                missing.append(
-                    f"{replicas} replicas: {str(error).partition('; raise the')[0].removeprefix('nothing fits: ')}"
-                )
+                missing.append(f"{replicas} replicas: {error.lacking}")
                 continue
             plans.append(replace(found, processes=processes, parallel=parallel, others=(), refused=()))
             refused += [replace(one, parallel=parallel) for one in found.refused[:1]]
@@ -88,7 +86,7 @@ def best_of(
                 staged.space, replicas, each, planner.work_of, planner.bytes_of, planner.limits, place=planner.place
             )
             if result.plan is not None:
-                plans.append(told(told_of(planner, result.plan, processes)))
+                plans.append(told(plan_fields(planner, result.plan, processes)))
             refused += [_refused(planner, one) for one in result.refused[:1]]
             missing += _missing(result, replicas)
     if not plans:
@@ -125,7 +123,7 @@ def settings_of(planner: StagePlanner, plan: StagedPlan, *, is_host: bool) -> di
     return found
 
 
-def told_of(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict[str, Any]:
+def plan_fields(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict[str, Any]:
     """Returns what is known of a plan in stages, by the names of a TrainingPlan."""
     choice, step = plan.choice, plan.step
     stages = step.partition.stages

@@ -11,9 +11,9 @@ from stronghold.unit import Unit, unit_of
 
 
 def check_not_averaged(layer: Unit, units: Collection[Unit]) -> None:
-    """Raises OffloadedModelError in a forward pass of DDP's that would average gradients of ``layer``, which computes.
+    """Raises OffloadedModelError in a forward pass of DDP's that would average gradients of ``layer`` or of the root.
 
-    Or of what is in no layer, of a model's ``units``. Nothing else is looked at: each layer asks, in each forward pass.
+    That is those of ``units`` that are in no layer. Each layer asks in each forward pass: no other one is looked at.
 
     DDP reads a gradient behind the engine, which has taken it: it would average nothing, and say nothing of it. A model
     that it averages no gradients of, such as a frozen teacher, may be offloaded.

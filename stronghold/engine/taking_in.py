@@ -60,17 +60,19 @@ def take_in_new(parameters: Iterable[object]) -> None:
         model = None if engine.closed else engine.model()
         if model is not None and not new.isdisjoint(map(id, model.parameters())):
             engine.refuse_changes()
+            unmark_quantised(model)
 
 
 def unmark_quantised(model: nn.Module | None) -> None:
-    """Takes away transformers' marks that the weights of ``model`` are in four or eight bits, once adapters are there.
+    """Takes away transformers' marks that weights of ``model`` are in four or eight bits, once PEFT has its adapters.
 
     PEFT reads them when it makes its layers. TRL's trainers read them later and round every parameter that trains to
     bf16 for them, with which the adapters would be other ones than their optimizer has.
     """
-    for module in () if model is None else model.modules():
+    modules = [] if model is None else [*model.modules()]
+    for module in modules if any("peft_config" in vars(one) for one in modules) else ():
         for bits in (4, 8):
-            module.__dict__.pop(f"is_loaded_in_{bits}bit", None)
+            vars(module).pop(f"is_loaded_in_{bits}bit", None)
 
 
 def take_in_additions(engine: Engine) -> bool:

@@ -19,9 +19,9 @@ FEW = 16
 PER_STAGE = 4
 """Micro-batches for each stage, at most: with as many the bubble is small (Huang et al., GPipe, 2019)."""
 FILLED = 3
-"""So many choices that recompute all layers, whatever their windows, are looked at again for layers that need not."""
+"""How many of the fastest choices that recompute all layers are tried again with as many layers kept as fit."""
 CUT_AGAIN = 4096
-"""Of so many stages times layers the row is then cut anew, a tenth of a millisecond each; longer ones stay as cut."""
+"""Up to so many stages times layers the row is cut anew for that, 0.1 ms for each; above, the cut stays."""
 
 
 class StagedChoice(NamedTuple):

@@ -225,7 +225,9 @@ class TrainingPlan(Shown):
         if one.parallel:  # what else follows from these
             ours, theirs = ({name: each.get(name) for name in theirs if name not in _FOLLOW} for each in (ours, theirs))
         names = [name for name in {**ours, **theirs} if name not in BUDGETS and ours.get(name) != theirs.get(name)]
-        return ", ".join(f"{name}={theirs.get(name)!r}" for name in names) or "the same"
+        cut = one.parallel.get("balance")
+        some = [f"of {stages_shown(cut)}"] if isinstance(cut, Mapping) else []  # where layers keep their activations
+        return ", ".join([*(f"{name}={theirs.get(name)!r}" for name in names), *some]) or "the same"
 
     def _busy_rows(self) -> list[tuple[str, str, str]]:
         total_s = self.step_s.likely

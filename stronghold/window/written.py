@@ -41,7 +41,7 @@ class Written:
     def take_over(self) -> None:
         """Writes into the parameters, which are on the host again, what was written in the slot.
 
-        Raises OffloadedModelError where a weight was written in both places, or it cannot be told in which.
+        Raises OffloadedModelError where a weight was written in both places, or where it cannot be told in which.
         """
         with torch.no_grad():
             for index, value in self._values.items():
@@ -50,6 +50,6 @@ class Written:
             raise OffloadedModelError(
                 "behind a backward pass that failed a parameter is written either by itself or through a tensor over "
                 "its memory that was held before, such as a state dictionary or p.data, for its layer was still on the "
-                f"device (got both in {self._unit.name}, which has what was written through that tensor); write all "
-                "values again"
+                f"device (got both in {self._unit.name}, or nothing tells which; it has what the host's memory has); "
+                "write all values again"
             )

@@ -50,8 +50,6 @@ def test_every_split_of_the_processes_has_its_best_plan_and_the_shortest_comes_f
     assert (plan.samples, plan.tokens, plan.layers) == (8, 256, 5)
     plan.write(tmp_path / "plan.json")
     assert str(TrainingPlan.read(tmp_path / "plan.json")) == str(plan)
-    if plan.parallel["stages"] > 1:
-        assert {span.lane for span in plan.spans} == {f"process {n}" for n in range(4 // plan.parallel["replicas"])}
     lines = {(section, name): value for section, name, value in plan.rows()}
     assert lines["processes", "number"].startswith("4 on this machine")
     assert "at most" in lines["", "memory of each"]
@@ -99,6 +97,14 @@ def test_an_nn_sequential_is_cut_into_stages_and_another_module_is_replicated():
     plan = stronghold.plan(gpt().model, machine=given, batch=8, sequence=32, processes=2)
     assert plan.parallel == {"stages": 1, "replicas": 2}
     assert plan.left_out[0].reason.startswith("stages are cut out of an nn.Sequential, or the reference GPT (got GPT)")
+
+
+def test_a_plan_of_stages_has_a_lane_for_each_process(tmp_path):
+    plan = planned(processes=2, batch=3)  # which two replicas cannot share out
+    assert {span.lane for span in plan.spans} == {"process 0", "process 1"}
+    assert max(span.end_s for span in plan.spans) == pytest.approx(plan.step_s.likely)
+    plan.write(tmp_path / "plan.json")
+    assert TrainingPlan.read(tmp_path / "plan.json").spans == plan.spans
 
 
 def test_stages_keep_the_activations_of_as_many_layers_as_fit(tmp_path):

@@ -14,7 +14,7 @@ import torch
 import stronghold
 from stronghold.device import open_device
 from stronghold.distributed import Processes, in_stages
-from stronghold.distributed.process_plans import settings_of, told_of
+from stronghold.distributed.process_plans import plan_fields, settings_of
 from stronghold.distributed.stage_planner import StagePlanner
 from stronghold.distributed.staged_inputs import staged_model
 from stronghold.engine.planning.memory_limits import Limits
@@ -141,7 +141,7 @@ def test_what_a_plan_tells_of_each_place_is_the_most_that_a_process_takes_there(
     planner = planner_of(given(processes=MESSAGES), dtype="bfloat16")
     choice = StagedChoice(1, 2, 1, 2, False, "fp32", 2)
     step = staged_step(planner.work_of(choice), sizes)
-    told = told_of(planner, StagedPlan(choice=choice, step=step), 2)
+    told = plan_fields(planner, StagedPlan(choice=choice, step=step), 2)
     parts = ("slots", "gradient", "root", "resident", "root_gradient", "activation")
     device, host = (sum(told[f"{part}_bytes"] for part in each) for each in (parts, ("pinned", "pageable")))
     most = {"memory": device + host} if given is laptop else {"device": device, "host": host}

@@ -139,6 +139,17 @@ def test_adapters_over_a_base_in_four_bits_stay_fp32(tmp_path: Path, made: Any, 
     assert_alike(trainer, made(tmp_path, plain, optimizers=(theirs(plain), None)))
 
 
+def test_an_optimizer_that_is_there_before_the_adapters_leaves_the_mark_to_peft(tmp_path: Path) -> None:
+    CASE.model().save_pretrained(tmp_path / "model")
+    base = stronghold.load(tmp_path / "model", quantize="nf4", device="cpu", window=2).train()
+    optimizer = stronghold.AdamW([p for p in base.parameters() if p.requires_grad])
+    assert base.is_loaded_in_4bit
+    model = peft.get_peft_model(base, LORA)
+    assert any(isinstance(module, peft.tuners.lora.bnb.Linear4bit) for module in model.modules())
+    optimizer.add_param_group({"params": [p for n, p in model.named_parameters() if "lora_" in n]})
+    assert not getattr(base, "is_loaded_in_4bit", False)
+
+
 def test_the_trainer_adds_adapters_first_and_its_model_is_offloaded_then(tmp_path: Path, plain: nn.Module) -> None:
     made: list[trl.SFTTrainer] = []
     for model in (CASE.model(), plain):

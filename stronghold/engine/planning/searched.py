@@ -250,8 +250,9 @@ def _nothing_fits(refused: Sequence[Refusal], *, has_experts: bool, on_disk: boo
     apart = "cut a layer's experts apart (experts_per_part='auto'), " if has_experts else ""
     disk = "" if on_disk else "give a directory on a disk (store=), "
     both = "and" if any(len(one.lacking) > 1 for one in least.values()) else "or"
+    lacking = f"; {both} ".join(found)
     return BudgetError(
-        f"nothing fits: {f'; {both} '.join(found)}; raise the budget, allow states='8bit', {disk}{apart}or make the "
-        "batch smaller",
+        f"nothing fits: {lacking}; raise the budget, allow states='8bit', {disk}{apart}or make the batch smaller",
         {place: one.needed_bytes for place, one in least.items()},
+        lacking,
     )

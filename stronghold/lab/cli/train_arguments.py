@@ -178,7 +178,7 @@ def _add_stages(stages: Group) -> None:
         type=whole,
         metavar="N",
         help="parts of the batch that go through the stages one behind the other (default: as many as divide it, up to "
-        "four for each stage)",
+        "four for each stage; with --resume those that the run began with)",
     )
     add_schedule(stages)
     stages.add_argument(

@@ -115,7 +115,7 @@ def prune(out: str | Path, step: int, keep: int, damaged: Collection[Path] = ())
 def remove_partial(out: str | Path) -> None:
     """Removes what processes that were killed have left in ``out`` of checkpoints that never got their names."""
     for stale in (*Path(out).glob(".checkpoint-*.partial"), *Path(out).glob(".checkpoint-*.removed")):
-        shutil.rmtree(stale)
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def _paths(out: str | Path) -> list[Path]:
