@@ -277,6 +277,26 @@ def test_a_step_as_planned_names_no_number_to_measure_again():
     assert low_s <= likely_s <= high_s
 
 
+@pytest.mark.parametrize(
+    ("slow", "named", "number"),
+    [
+        ({"flops": 3e8}, "computing", "the rates of operators"),
+        ({"up": 1e6}, "waiting for a fetch", "the link's: h2d"),
+        ({"host": 5e6}, "waiting for an update", "host_update_ns"),
+    ],
+)
+def test_the_number_of_the_machine_that_is_off_is_the_one_to_measure_again(here, slow, named, number):
+    """By the engine's own steps, a second each, on a device that is slower in one thing than the plan's machine."""
+    here.append(machine())
+    fast = {"flops": 1e12, "up": 1e10, "down": 1e10, "host": 1e10}
+    device = ThrottledDevice(Speed(**fast | slow), tokens=128, paced=True)
+    model = stronghold.offload(gpt(), device=device, inputs=inputs(), window=2, resident=0)
+    trained(model, stronghold.AdamW(model.parameters()), steps=2)
+    section, name, value = stronghold.report(model).rows()[-1]
+    assert (section, name) == ("off by", named)
+    assert value.startswith("measure again ") and number in value
+
+
 def one_step(model):
     optimizer = stronghold.AdamW(model.parameters())
     before = stronghold.report(model)
