@@ -4,12 +4,14 @@ import copy
 import io
 import pickle
 import time
+from collections import Counter
 
 import pytest
 import torch
 
 import stronghold
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
+from stronghold.optim.change import AdamWChange
 from stronghold.split import rounded
 from tests.small import (
     ADAMW,
@@ -592,3 +594,22 @@ def test_state_dictionaries_are_written_to_files():
     assert_close(copy.deepcopy(optimizer.state_dict()), optimizer.state_dict(), rtol=0, atol=0)
     kept = sum(4 * p.numel() for p in model.parameters())
     assert file.getbuffer().nbytes < 3 * kept * 1.5 + 60_000, "a file holds each tensor's bytes, not its buffer's"
+
+
+@BOTH
+def test_a_step_prepares_each_parameters_change_once(update, monkeypatch):
+    """What is not prepared anew in the update's turn costs the launching thread nothing twice."""
+    prepared = Counter()
+    operands = AdamWChange.operands
+    monkeypatch.setattr(
+        AdamWChange, "operands", lambda c, unit: prepared.update([(unit, c.index)]) or operands(c, unit)
+    )
+    model, optimizer = offloaded(update)
+    for _ in range(2):
+        prepared.clear()
+        model(numbers(1)[0]).backward()
+        optimizer.step()
+        optimizer.wait()
+        assert len(prepared) == len(list(model.parameters()))
+        assert set(prepared.values()) == {1}
+        optimizer.zero_grad()
