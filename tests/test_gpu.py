@@ -99,6 +99,33 @@ def test_losses_are_those_of_plain_pytorch(steps, accumulate):
     assert got == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_hundred_steps_in_bf16_are_the_same_to_the_bit_and_those_of_a_plain_loop_with_masters():
+    losses, parameters = train(100, window=1, dtype=torch.bfloat16, clip=False)
+    others, other_parameters = train(100, window=3, dtype=torch.bfloat16, clip=False, update="in_backward")
+    assert others == losses
+    assert all(map(torch.equal, other_parameters, parameters))
+    torch.manual_seed(0)
+    model = GPT(SMALL).to(DEVICE)
+    masters = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    generator, expected = torch.Generator().manual_seed(1), []
+    model.to(torch.bfloat16)
+    for _ in range(100):
+        tokens = torch.randint(0, SMALL.vocabulary, (4, SEQUENCE), generator=generator).to(DEVICE)
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        expected.append(loss.item())
+        with torch.no_grad():
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+            optimizer.step()
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.copy_(master)
+        scheduler.step()
+    assert losses == pytest.approx(expected, rel=1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_placement_is_bitwise_the_same(dtype, tmp_path):
     losses, parameters = train(12, window=1, dtype=dtype, clip=False)
