@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,6 +69,7 @@ class Directory:
         self._made: list[Path] = []
         self._locks: list[int] = []
         self.sealed = False
+        self._unsealing = threading.Lock()  # by the caller, or by the thread that updates
         try:
             for path in self.paths if ours else ():
                 self._make(path)
@@ -155,10 +157,11 @@ class Directory:
 
     def unseal(self) -> None:
         """Makes the directory memory again, durably: what a killed run leaves must not be taken for a checkpoint."""
-        if self.sealed:
-            (self.paths[0] / NAME).unlink(missing_ok=True)
-            sync_directory(self.paths[0])
-            self.sealed = False
+        with self._unsealing:
+            if self.sealed:
+                (self.paths[0] / NAME).unlink(missing_ok=True)
+                sync_directory(self.paths[0])
+                self.sealed = False
 
     def clear(self) -> None:
         """Removes what was beside the units' files when the directory was a checkpoint, or was to be one."""

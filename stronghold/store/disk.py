@@ -199,9 +199,10 @@ class DiskStore(Store):
             return self.device.device_buffer(length_bytes)
         if kind in unit.on_disk:
             unit.wait_updated()  # what an update works on is still in use
-            if self.reopened is None:
-                self._directory.unseal()  # it may be a part that was given back, which is what was saved
-            return self._file(unit).take(length_bytes, as_kept=self.reopened is not None)
+            if self.reopened is not None:
+                return self._file(unit).take(length_bytes, as_kept=True)
+            # It may be a part that was given back, which is what was saved.
+            return self._file(unit).take(length_bytes, before=self._directory.unseal)
         memory = unit.replicas.memory(length_bytes)
         looked_at = kind == "weights"  # as in the RAM store
         return self.device.host_buffer(length_bytes, pinned=looked_at, private=not looked_at, memory=memory)
@@ -235,12 +236,11 @@ class DiskStore(Store):
         self._check_loaded()
         if (file := self._file_of(unit)) is None:
             return InPlace(parts)
-        self._directory.unseal()
         if self._ring is None:  # of a model that was frozen when it was placed
             what = "the ring through which layers on disk are updated"
             self.check_memory(host_bytes=self.ring_bytes(), device_bytes=0, what=what)
             self._ring = Ring(self.device)
-        return DiskUpdateIO(self._ring, file, operands, parts, lambda: unit.is_aliased)
+        return DiskUpdateIO(self._ring, file, operands, parts, lambda: unit.is_aliased, self._directory.unseal)
 
     def written_back(self, unit: Unit, done: Event) -> Event:
         if (file := self._file_of(unit)) is None:

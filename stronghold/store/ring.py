@@ -168,10 +168,13 @@ class DiskUpdateIO:
         operands: Sequence[Sequence[Tensor]],
         parts: Sequence[Part],
         is_aliased: Callable[[], bool],
+        before: Callable[[], object],
     ) -> None:
         self.ring = ring
         self.file = file
         self.is_aliased = is_aliased
+        self._before = before
+        """Called before a byte changes: an update that is refused, or cancelled, changes none."""
         file.check_versions([tensor for tensors in operands for tensor in tensors])
         elements = [tensors[0].numel() for tensors in operands]
         arrays = [
@@ -190,6 +193,7 @@ class DiskUpdateIO:
         ring.add(self.chunks)
 
     def run(self, segments: Sequence[Piece], kernel: Kernel) -> None:
+        self._before()
         for chunk in self.chunks:
             self.ring.take(chunk)
             kernel([segments[p.number].mapped(over).part(p.begin, p.end).mapped(chunk.twin) for p in chunk.parts])

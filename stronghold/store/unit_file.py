@@ -95,12 +95,14 @@ class UnitFile:
         """Whether pages without a checksum were looked at since, and may have been written."""
         self._looking = threading.Lock()  # a write is to be found once: by the caller, or by a thread that reads
 
-    def take(self, length_bytes: int, *, as_kept: bool = False) -> MappedBuffer:
+    def take(
+        self, length_bytes: int, *, as_kept: bool = False, before: Callable[[], object] = lambda: None
+    ) -> MappedBuffer:
         """Reserves the next part of the file and returns it as memory: all zero, or with ``as_kept`` as it was kept.
 
-        Parts at the end that nobody has a tensor over any more are given back before, as those of an optimizer that is
-        gone. Replicas keep them, for each would know of its own tensors alone. Raises StoreError where the file has not
-        so much left.
+        ``before`` is called once nothing refuses it any more, and before a byte changes. Parts at the end that nobody
+        has a tensor over any more are given back first, as those of an optimizer that is gone. Replicas keep them, for
+        each would know of its own tensors alone. Raises StoreError where the file has not so much left.
         """
         length = round_up(length_bytes, PAGE_BYTES)
         self._give_back()
@@ -115,6 +117,7 @@ class UnitFile:
                 "and all that refers to it or its states, or offload the model anew"
             )
         self._replicas.from_rank0(lambda: self._reserve(end))
+        before()
         self.taken_bytes = end
         if not as_kept and begin < (used := min(self._used_once, end)):
             self.settle()

@@ -13,7 +13,7 @@ from torch import nn
 
 import stronghold
 from stronghold.engine import engine_of
-from stronghold.errors import StoreError
+from stronghold.errors import NonFiniteGradientError, StoreError
 from stronghold.store import ring
 from tests.delayed import Apart
 from tests.reference import CASES, differences, offloaded, snapshot, train
@@ -302,6 +302,49 @@ def test_a_run_with_a_second_optimizer_is_saved_in_place_and_goes_on(tmp_path):
     optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, states="8bit")
     stronghold.checkpoint.load(store, model, optimizer)
     assert differences(snapshot(model, optimizer), kept) == []
+
+
+def reopened(path, **adamw):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+    stronghold.offload(model, window=2, device="cpu", store=str(path), weights=str(path))
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, **adamw)
+    stronghold.checkpoint.load(path, model, optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_a_step_that_is_refused_leaves_a_checkpoint_in_place_what_it_is(tmp_path, update):
+    """The first batch has a NaN, and the program ends: nothing was updated, and nothing is lost."""
+    path = tmp_path / "store"
+    model = wide(path)
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer, 0)
+    kept = snapshot(model, optimizer)
+    stronghold.checkpoint.save(path, model, optimizer)
+    del model, optimizer
+    gc.collect()
+    model, optimizer = reopened(path, update=update)
+    model(torch.full((2, 128), torch.nan)).square().mean().backward()
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    del model, optimizer
+    gc.collect()
+    assert differences(snapshot(*reopened(path, update=update)), kept) == []
+
+
+def test_an_optimizer_that_is_refused_leaves_a_checkpoint_in_place_what_it_is(tmp_path):
+    path = tmp_path / "store"
+    model = wide(path)
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer, 0)
+    kept = snapshot(model, optimizer)
+    stronghold.checkpoint.save(path, model, optimizer)
+    with pytest.raises(StoreError, match="delete the optimizer before"):
+        stronghold.AdamW(model.parameters(), lr=1e-2)
+    del model, optimizer
+    gc.collect()
+    assert differences(snapshot(*reopened(path)), kept) == []
 
 
 def test_an_optimizer_needs_no_space_that_is_reserved_since_one_that_is_gone(tmp_path, monkeypatch):
