@@ -30,6 +30,7 @@ def most(tmp_path, monkeypatch):
             path.write_text(text)
         return host_memory.most_host_bytes(held_bytes, members, tmp_path)
 
+    of.without_swap = lambda: host_memory.host_bytes(members, tmp_path)
     return of
 
 
@@ -53,6 +54,15 @@ def test_a_group_of_version_1_limits_it(most):
     assert most(groups=groups, memory__docker__a__memory_dot_limit_in_bytes=unlimited) == TOTAL + SWAP
     assert most(groups=groups, memory__docker__a__memory_dot_limit_in_bytes=f"{6 * GIB}") == 6 * GIB + SWAP
     assert most(groups=groups, memory__docker__memory_dot_memsw_dot_limit_in_bytes=f"{7 * GIB}") == 7 * GIB
+
+
+def test_what_is_planned_with_has_no_swap_in_it(most):
+    most()
+    assert most.without_swap() == TOTAL
+    most(groups="0::/user/job\n", user__memory_dot_max=f"{8 * GIB}\n")
+    assert most.without_swap() == 8 * GIB
+    most(groups="9:memory:/docker/a\n", memory__docker__a__memory_dot_limit_in_bytes=f"{6 * GIB}")
+    assert most.without_swap() == 6 * GIB
 
 
 def test_a_file_that_cannot_be_read_sets_no_limit(most):

@@ -17,7 +17,7 @@ from stronghold.native.disk_io import (
     crc32c,
 )
 from stronghold.native.faults import Fault
-from stronghold.native.host_memory import most_host_bytes
+from stronghold.native.host_memory import host_bytes, most_host_bytes
 from stronghold.native.kernels import (
     BLOCK,
     Addition,
@@ -57,6 +57,7 @@ __all__ = [
     "best_isa",
     "checksums",
     "crc32c",
+    "host_bytes",
     "most_host_bytes",
     "muon_momentum",
     "muon_move",

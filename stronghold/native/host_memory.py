@@ -28,6 +28,17 @@ def most_host_bytes(held_bytes: int, memberships: Path = MEMBERSHIPS, root: Path
     return max(0, int(room))
 
 
+def host_bytes(memberships: Path = MEMBERSHIPS, root: Path = ROOT) -> int:
+    """Returns the memory that there is to plan with: the machine's, or what cgroups leave of it, without swap.
+
+    Pinned memory cannot be swapped, and a step that reads and writes all of it would wait for a disk.
+    """
+    most = float(psutil.virtual_memory().total)
+    for directory, version in cgroups("memory", memberships, root):
+        most = min(most, _number(directory / ("memory.max" if version == 2 else "memory.limit_in_bytes")))
+    return int(most)
+
+
 def _limit_v2(directory: Path, swap: int) -> float:
     return _number(directory / "memory.max") + min(swap, _number(directory / "memory.swap.max"))
 

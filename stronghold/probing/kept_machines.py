@@ -10,12 +10,13 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from stronghold.errors import StrongholdError
-from stronghold.planner.machine_file import MachineFile
+from stronghold.planner.machine_file import MachineFile, Spread
 from stronghold.probing.this_machine import Facts, facts_of
 
 SAME_MEMORY = 0.02
@@ -55,6 +56,26 @@ def is_same(machine: MachineFile, facts: Facts) -> bool:
         and machine.versions.get("torch") == facts.versions["torch"]
         and abs(machine.host_memory_bytes - memory) <= SAME_MEMORY * memory
     )
+
+
+def directory_there(path: str | os.PathLike[str]) -> str:
+    """Returns the real path of a directory, or of the nearest one above it that is there: it is on that one's disk."""
+    found = Path(os.path.realpath(path))
+    while not found.exists() and found != found.parent:
+        found = found.parent
+    return str(found)
+
+
+def disk_of(machine: MachineFile, path: str) -> Mapping[str, Spread] | None:
+    """Returns what the disk at ``path`` does: what was measured there, or above it on the same device."""
+    for known in sorted(machine.disks, key=len, reverse=True):
+        try:
+            same = os.stat(known).st_dev == os.stat(directory_there(path)).st_dev
+        except OSError:
+            continue
+        if same and Path(path).is_relative_to(known):
+            return machine.disks[known]
+    return machine.disks.get(path)
 
 
 def check_can_keep(facts: Facts) -> None:

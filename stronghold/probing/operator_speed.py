@@ -16,9 +16,11 @@ from stronghold.probing.stopwatches import DeviceClock
 
 DTYPES = (torch.float32, torch.bfloat16)
 POOL_BYTES = 96 * 2**20
-"""Weights of products are taken from so many bytes in turn: in a model they are not in a cache when they are used."""
+"""Weights of products are taken from so many bytes in turn, or from what one takes: in a model they are in no cache."""
 LONGEST_S = 0.5
 """Sizes of which one call takes longer are left out, but for the smallest."""
+MOST_MEMORY = 1 / 8
+"""And of which one product takes a larger part of the device's free memory."""
 _HOST = (
     (16, 64, 256, 1024, 4096),
     ((256, 256), (256, 1024), (1024, 256), (1024, 1024), (4096, 1024), (1024, 4096)),
@@ -47,6 +49,11 @@ class ProductSize(NamedTuple):
     def operations(self) -> int:
         return 2 * self.m * self.n * self.k
 
+    @property
+    def numbers(self) -> int:
+        """What a product reads and writes."""
+        return self.m * self.k + self.k * self.n + self.m * self.n
+
 
 def product_sizes(*, is_host: bool) -> list[ProductSize]:
     """Returns the products to measure, the smallest first.
@@ -70,7 +77,8 @@ class Products:
     def __init__(self, clock: DeviceClock, dtype: torch.dtype, sizes: Sequence[ProductSize]) -> None:
         self._clock, self._dtype, self._sizes = clock, dtype, sizes
         device = clock.device.torch_device
-        self._weights = _random(POOL_BYTES // dtype.itemsize, dtype, device)
+        most = max(_pooled(size) for size in sizes)
+        self._weights = _random(max(POOL_BYTES // dtype.itemsize, most), dtype, device)
         self._one_given = _random(max(m * k for m, _, k, _ in sizes), dtype, device)
         self._other = _random(max(k * n for _, n, k, of_weights in sizes if not of_weights), dtype, device)
 
@@ -81,8 +89,8 @@ class Products:
     def _one(self, size: ProductSize) -> Sample:
         m, n, k, of_weights = size
         one = self._one_given[: m * k]
-        count = n * k if of_weights else m * n
-        pool = itertools.cycle(list(self._weights.split(count))[: max(1, self._weights.numel() // count)])
+        count = _pooled(size)
+        pool = itertools.cycle(list(self._weights.split(count))[: self._weights.numel() // count])
 
         def forward_and_back() -> None:
             torch.mm(one.view(m, k), next(pool).view(n, k).t())
@@ -98,6 +106,12 @@ class Products:
             return {("matmul", dtype_name(self._dtype), (m, n, k)): 2 * size.operations / self._clock.timed(task)}
 
         return sample
+
+
+def _pooled(size: ProductSize) -> int:
+    """Returns the numbers of what is taken from the pool: a weight, or its gradient."""
+    m, n, k, of_weights = size
+    return n * k if of_weights else m * n
 
 
 class Attentions:
@@ -163,8 +177,12 @@ def attention_of(samples: Sampled) -> list[Attention]:
 
 
 def _within_reach(clock: DeviceClock, dtype: torch.dtype, sizes: Sequence[ProductSize]) -> list[ProductSize]:
-    """Returns the sizes of which a product takes less than LONGEST_S, and the smallest of both kinds."""
-    device = clock.device.torch_device
+    """Returns the sizes of which a product takes less than LONGEST_S and MOST_MEMORY, and each kind's smallest."""
+    device, free_bytes = clock.device.torch_device, clock.device.free_bytes()
+    smallest = [next(size for size in sizes if size.of_weights is kind) for kind in (True, False)]
+    if free_bytes is not None:
+        room = MOST_MEMORY * free_bytes / dtype.itemsize
+        sizes = [size for size in sizes if size.numbers <= room or size in smallest]
     most = sizes[-1].operations
     for m, n, k, _ in sizes:
         one, other = (torch.ones(shape, dtype=dtype, device=device) for shape in ((m, k), (k, n)))
@@ -173,7 +191,6 @@ def _within_reach(clock: DeviceClock, dtype: torch.dtype, sizes: Sequence[Produc
         if taken_s > LONGEST_S:
             most = 2 * m * n * k - 1
             break
-    smallest = [next(size for size in sizes if size.of_weights is kind) for kind in (True, False)]
     return [size for size in sizes if size.operations <= most or size in smallest]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -13,7 +12,6 @@ from datetime import datetime, timezone
 import torch
 
 from stronghold.device import Device, keep_freed_memory, open_device, return_free_memory
-from stronghold.native import BufferedDiskWarning
 from stronghold.planner.machine_file import DISK, DISK_BESIDE_COMPUTE, LINK, UPDATE, MachineFile, Spread
 from stronghold.planner.step_bytes import MUON
 from stronghold.probing.disk_speed import check_directory, disk_measures
@@ -101,11 +99,10 @@ def _machine(
     least: int = LEAST_ROUNDS,
     progress: Callable[[str, float], None] | None = None,
 ) -> MachineFile:
-    cached_bytes = cache_bytes(device.torch_device)
+    cached_bytes, peak_bytes = cache_bytes(device.torch_device), device.peak_bytes()
     clock = DeviceClock(device)
     formats = list(itertools.product(dtypes, states))
-    with warnings.catch_warnings(), disk_measures(clock, directories) as disks:
-        warnings.simplefilter("ignore", BufferedDiskWarning)
+    with disk_measures(clock, directories) as disks:
         if device.is_host:
             keep_freed_memory(clock)  # as the optimizer does
         measures = [
@@ -122,6 +119,10 @@ def _machine(
     del measures
     gc.collect()  # autograd's graphs are in cycles with what was timed
     return_free_memory()
+    if device.torch_device.type != "cpu":
+        torch.accelerator.empty_cache()  # what was measured with is free when the device is asked
+        if device.peak_bytes() > peak_bytes:
+            torch.accelerator.reset_peak_memory_stats(device.torch_device)  # and is no model's
     return _filled(device, facts_of(device.torch_device), directories, samples, cached_bytes)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from stronghold import native
@@ -34,7 +33,7 @@ def facts_of(device: torch.device) -> Facts:
         device=device.type,
         device_name=processor if is_cpu else _device_name(device),
         device_memory_bytes=None if is_cpu else _total_bytes(device),
-        host_memory_bytes=min(psutil.virtual_memory().total, native.most_host_bytes(0)),
+        host_memory_bytes=native.host_bytes(),
         cores=native.usable_cores(),
         processor=processor,
         versions=versions,

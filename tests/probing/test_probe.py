@@ -11,11 +11,12 @@ import torch
 
 import stronghold
 from stronghold.errors import DiskError, StoreError, StrongholdError
+from stronghold.native import BufferedDiskWarning, Disk, Fault, disk_errors
 from stronghold.planner.machine_file import DISK, DISK_BESIDE_COMPUTE, LINK, MachineFile, Spread
 from stronghold.planner.machine_rates import machine_of, op_rates
 from stronghold.probing import disk_speed, kept_machine, rounds
 from stronghold.probing import probe as probing_probe
-from stronghold.probing.kept_machines import keep_machine, path_of
+from stronghold.probing.kept_machines import directory_there, disk_of, keep_machine, path_of
 from stronghold.probing.this_machine import facts_of
 from tests.probing.small import make_short
 
@@ -253,3 +254,21 @@ def timed_until(_, until=lambda: True):
     while not until():
         time.sleep(0.001)
     return 1.0
+
+
+def test_a_directory_is_on_the_disk_of_the_one_above_it_that_is_there(machine, directory, tmp_path):
+    there = str(directory)
+    assert directory_there(directory / "run1" / "store") == there
+    assert disk_of(machine, there) is disk_of(machine, str(directory / "run1" / "store")) is machine.disks[there]
+    assert disk_of(machine, str(tmp_path)) is None
+    elsewhere = replace(machine, disks={"/mnt/of/another/machine": machine.disks[there]})
+    assert disk_of(elsewhere, "/mnt/of/another/machine") is machine.disks[there]
+    assert disk_of(elsewhere, "/mnt/of/another/machine/run1") is None
+
+
+def test_a_disk_without_direct_transfers_is_told_of(home, tmp_path, monkeypatch):
+    """Else the store in the same process would not say it either, and memory would be taken for a disk."""
+    monkeypatch.setattr(disk_errors, "_warned", set())
+    monkeypatch.setattr(disk_speed, "Disk", lambda: Disk(faults=[Fault(kind="open", what="EINVAL")]))
+    with pytest.warns(BufferedDiskWarning, match="refuses direct I/O"):
+        stronghold.probe("cpu", directories=[tmp_path], seconds=1, keep=False)

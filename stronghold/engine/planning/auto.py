@@ -25,7 +25,7 @@ from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.search import ENOUGH
 from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
-from stronghold.probing import DTYPES, glance, kept_machine
+from stronghold.probing import DTYPES, directory_there, disk_of, glance, kept_machine
 from stronghold.settings import OffloadSettings, PlannedSettings
 
 _LOG = logging.getLogger("stronghold")
@@ -184,10 +184,24 @@ def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, .
 
 
 def _machine(device: Device, directories: Sequence[str], dtypes: tuple[torch.dtype, ...]) -> MachineFile:
+    """Returns what is kept of this machine, or a glance at it, with the disks that ``directories`` will be on."""
     kept = kept_machine(device.torch_device)
-    if kept is not None and kept.is_host == device.is_host and all(path in kept.disks for path in directories):
-        return kept
-    key = device.name, device.is_host, tuple(directories), dtypes
+    if kept is not None and kept.is_host == device.is_host and (found := _with_disks(kept, directories)) is not None:
+        return found
+    there = tuple(dict.fromkeys(map(directory_there, directories)))
+    key = device.name, device.is_host, there, dtypes
     if key not in _glances:
-        _glances[key] = glance(device, directories, dtypes)
-    return _glances[key]
+        _glances[key] = glance(device, there, dtypes)
+    found = _with_disks(_glances[key], directories)
+    assert found is not None
+    return found
+
+
+def _with_disks(machine: MachineFile, directories: Sequence[str]) -> MachineFile | None:
+    """Returns the machine with the disk of each directory by its name, None where one was not measured."""
+    disks = dict(machine.disks)
+    for path in directories:
+        if (disk := disk_of(machine, path)) is None:
+            return None
+        disks[path] = disk
+    return replace(machine, disks=disks)

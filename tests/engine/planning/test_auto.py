@@ -182,6 +182,19 @@ def test_a_machine_that_was_never_probed_is_glanced_at_once(here, monkeypatch):
     assert [dtypes for _, _, dtypes in seen] == [(torch.float32,), (torch.bfloat16,)]
 
 
+def test_a_store_that_is_not_there_yet_is_planned_for_by_the_disk_that_it_will_be_on(here, tmp_path, monkeypatch):
+    make_short(monkeypatch)
+    here.append(None)
+    store = tmp_path / "run" / "store"
+    model = stronghold.offload(gpt(), device="cpu", store=store, inputs=inputs())
+    assert stronghold.report(model).planned is not None and store.is_dir()
+    assert stronghold.report(model).weights_on_disk == 6 - stronghold.report(model).resident
+    stronghold.close(model)
+    here.append(laptop(disks={str(tmp_path): dict.fromkeys(DISK, about(1e9))}))
+    monkeypatch.setattr("stronghold.engine.planning.auto.glance", lambda *of: pytest.fail("it was probed above"))
+    stronghold.close(stronghold.offload(gpt(), device="cpu", store=tmp_path / "other", inputs=inputs()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_glance_finds_what_a_plan_asks_for(here, monkeypatch, dtype):
     make_short(monkeypatch)
