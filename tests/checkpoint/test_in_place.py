@@ -163,6 +163,7 @@ def test_a_run_that_is_killed_after_the_first_change_leaves_no_checkpoint(tmp_pa
     if moment == "in the first write":
         Disk.write = kill
     training.steps(CASE.batches(5)[2:3])
+    training.optimizer.wait()  # before its updates begin nothing has changed
     if moment == "before the manifest":
         directory.put_partial = kill
         training.save(path)
@@ -515,8 +516,8 @@ def test_a_new_optimizer_begins_at_zero_where_an_earlier_one_has_left_more(
     path, batches, left = tmp_path / "store", CASE.batches(4), list[int]()
     take = UnitFile.take
 
-    def taken(self: UnitFile, length_bytes: int, *, as_kept: bool = False) -> Any:
-        part = take(self, length_bytes, as_kept=as_kept)
+    def taken(self: UnitFile, length_bytes: int, *, as_kept: bool = False, **more: Any) -> Any:
+        part = take(self, length_bytes, as_kept=as_kept, **more)
         if not as_kept:
             begin = self.taken_bytes - -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
             left.append(
