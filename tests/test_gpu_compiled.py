@@ -52,47 +52,44 @@ def train(passes=1, update="deferred", frozen=(), **offload):
     return losses, [p.detach().cpu().clone() for p in model.parameters()], graphs, stronghold.report(model)
 
 
+def check_alike(settings, *, dtype, **more):
+    """Compiled in a window of one it is as eager, to rounding; under ``settings`` to the bit, by the same graphs."""
+    more = {"dtype": dtype, **more}
+    first, eager = train(window=1, **more, compile="aot_eager"), train(window=1, **more)
+    assert first[0] == pytest.approx(eager[0], rel=1e-5 if dtype == torch.float32 else 2e-2)
+    assert first[3].compiled == 4
+    for one in settings:
+        got = train(**one, **more, compile="aot_eager")
+        assert got[0] == first[0], one
+        assert all(map(torch.equal, got[1], first[1])), one
+        assert got[3].compiled == 4
+        assert len(set(got[2][1:])) == 1
+
+
 @pytest.mark.parametrize(("dtype", "passes"), [(torch.float32, 2), (torch.bfloat16, 1)])
 def test_windows_and_activations_share_the_graphs_and_change_no_bit(dtype, passes, tmp_path):
     """With ``passes`` a gradient is on the host, its parameter on the device, when a graph is made."""
-    more = {"dtype": dtype, "passes": passes}
-    first = train(window=1, **more, compile="aot_eager")
-    assert first[3].compiled == 4
-    eager = train(window=1, **more)
-    assert first[0] == pytest.approx(eager[0], rel=1e-5 if dtype == torch.float32 else 2e-2)
-    for settings in (
+    settings = [
         {"window": 2},
         {"window": 4, "activations": "keep"},
         {"window": 1, "activations": "keep"},
         {"window": 2, "activations": "host"},
         {"window": 1, "store": str(tmp_path)},
         *([{"window": 2, "resident": 2}, {"window": 2, "update": "in_backward"}] if passes == 1 else []),
-    ):
-        got = train(**settings, **more, compile="aot_eager")
-        assert got[0] == first[0], settings
-        assert all(map(torch.equal, got[1], first[1])), settings
-        assert got[3].compiled == 4
-        assert len(set(got[2][1:])) == 1
+    ]
+    check_alike(settings, dtype=dtype, passes=passes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("more", [{"micro_batch": 1}, {"frozen": ("layers.1.", "bias")}], ids=["micro-batch", "frozen"])
 def test_micro_batches_and_frozen_parameters_are_compiled(more, dtype, tmp_path):
-    more = {"dtype": dtype, **more}
-    first = train(window=1, **more, compile="aot_eager")
-    eager = train(window=1, **more)
-    assert first[0] == pytest.approx(eager[0], rel=1e-5 if dtype == torch.float32 else 2e-2)
-    for settings in (
+    settings = [
         {"window": 2},
         {"window": 4, "activations": "host"},
         {"window": 2, "activations": "keep"},
         {"window": 1, "store": str(tmp_path), "update": "in_backward"},
-    ):
-        got = train(**settings, **more, compile="aot_eager")
-        assert got[0] == first[0], settings
-        assert all(map(torch.equal, got[1], first[1])), settings
-        assert got[3].compiled == 4
-        assert len(set(got[2][1:])) == 1
+    ]
+    check_alike(settings, dtype=dtype, **more)
 
 
 def test_layers_that_are_compiled_with_gradients_on_the_host_take_no_notice_of_them():

@@ -140,11 +140,10 @@ def plan_fields(planner: StagePlanner, plan: StagedPlan, processes: int) -> dict
     if slowest.longest in _WAITED:
         waits_s[_WAITED[slowest.longest]] = waited_s
     taken = planner.taken(choice, step)
-    # Of two memories one process may be the fullest on the device, and another one on the host.
-    ways = [lambda one: one.device_bytes, lambda one: one.host_bytes]
     if planner.place == "memory":
-        ways = [lambda one: one.device_bytes + one.host_bytes] * 2
-    there, on_host = (max(taken, key=way) for way in ways)
+        there = on_host = max(taken, key=lambda one: one.device_bytes + one.host_bytes)
+    else:  # one process may be the fullest on the device, and another one on the host
+        there, on_host = max(taken, key=lambda one: one.device_bytes), max(taken, key=lambda one: one.host_bytes)
     return {
         "processes": processes,
         "parallel": {

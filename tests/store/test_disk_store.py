@@ -295,13 +295,16 @@ def test_a_run_with_a_second_optimizer_is_saved_in_place_and_goes_on(tmp_path):
     stronghold.checkpoint.save(tmp_path / "store", model, optimizer)
     del model, optimizer
     gc.collect()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
-    store = str(tmp_path / "store")
-    stronghold.offload(model, window=2, device="cpu", store=store, weights=store)
-    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, states="8bit")
-    stronghold.checkpoint.load(store, model, optimizer)
-    assert differences(snapshot(model, optimizer), kept) == []
+    assert differences(snapshot(*reopened(tmp_path / "store", states="8bit")), kept) == []
+
+
+def saved_in_place(path):
+    model = wide(path)
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer, 0)
+    kept = snapshot(model, optimizer)
+    stronghold.checkpoint.save(path, model, optimizer)
+    return model, optimizer, kept
 
 
 def reopened(path, **adamw):
@@ -317,12 +320,7 @@ def reopened(path, **adamw):
 def test_a_step_that_is_refused_leaves_a_checkpoint_in_place_what_it_is(tmp_path, update):
     """The first batch has a NaN, and the program ends: nothing was updated, and nothing is lost."""
     path = tmp_path / "store"
-    model = wide(path)
-    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
-    steps(model, optimizer, 0)
-    kept = snapshot(model, optimizer)
-    stronghold.checkpoint.save(path, model, optimizer)
-    del model, optimizer
+    kept = saved_in_place(path)[-1]
     gc.collect()
     model, optimizer = reopened(path, update=update)
     model(torch.full((2, 128), torch.nan)).square().mean().backward()
@@ -335,11 +333,7 @@ def test_a_step_that_is_refused_leaves_a_checkpoint_in_place_what_it_is(tmp_path
 
 def test_an_optimizer_that_is_refused_leaves_a_checkpoint_in_place_what_it_is(tmp_path):
     path = tmp_path / "store"
-    model = wide(path)
-    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2)
-    steps(model, optimizer, 0)
-    kept = snapshot(model, optimizer)
-    stronghold.checkpoint.save(path, model, optimizer)
+    model, optimizer, kept = saved_in_place(path)
     with pytest.raises(StoreError, match="delete the optimizer before"):
         stronghold.AdamW(model.parameters(), lr=1e-2)
     del model, optimizer
