@@ -79,10 +79,14 @@ class _Line:
                 while self.tasks:
                     if not self.tasks[0].at_once():
                         return False
-                    self.tasks.popleft().task()
+                    self.tasks[0].task()
+                    self.tasks.popleft()
             return True
         except IndexError:  # the thread has ended meanwhile, and what was left has failed
             return True
+        except BaseException:  # Ctrl-C: the thread carries the task out, which may be given to a device twice
+            self.wakes.put(True)
+            raise
         finally:
             self._turn.release()
 
@@ -101,10 +105,10 @@ class _Line:
 class Stream:
     """Work in order, beside the thread that gives it: copies, waits, events and functions.
 
-    The same class serves both devices. On the CPU its thread does the copying; on CUDA the thread issues copies to a
-    CUDA stream, because only a thread can wait for the host's updates before it issues the next one. After a failure
-    nothing more is done and every event recorded from then on fails with the first error. An event, or a stamp, that
-    cannot happen fails as well: where recording itself raises, and where there is no thread any more.
+    On the CPU its thread does the copying; on an accelerator it issues copies to a stream of the device, because only a
+    thread can wait for the host's updates before it issues the next one. After a failure nothing more is done and every
+    event recorded from then on fails with the first error. An event, or a stamp, that cannot happen fails as well:
+    where recording itself raises, and where there is no thread any more.
 
     To wake the thread costs both more than a small copy does. Copies and waits are there for the event that is
     recorded behind them, and begin with it at the latest. What only gives a device work is done by the thread that
@@ -203,10 +207,16 @@ class Stream:
             try:
                 task()
             except BaseException as error:
+                self._raise_interruption(error)
                 self._error = self._error or error
                 fail(error)
 
         self._line.give(guarded, fail, at_once)
+
+    def _raise_interruption(self, error: BaseException) -> None:
+        """Raises what a signal brought to the thread that gave the work: it has nothing to do with that."""
+        if not isinstance(error, Exception) and not self.is_thread(threading.current_thread()):
+            raise error
 
     def _check_open(self) -> None:
         if self._ended:
@@ -224,6 +234,7 @@ class Stream:
                 try:
                     task()
                 except BaseException as error:
+                    self._raise_interruption(error)
                     self._error = error
 
         self._check_open()
@@ -262,8 +273,7 @@ class Stream:
 
 
 _open: weakref.WeakSet[Stream] = weakref.WeakSet()
-_LAST_WORK_S = 60.0
-"""How long the end of the process waits for work under way, such as the updates of the last step."""
+_LAST_WORK_S = 60.0  # that the end of the process waits for work under way, such as the updates of the last step
 
 
 @atexit.register

@@ -142,6 +142,45 @@ def test_an_error_raised_into_the_thread_reaches_those_who_wait():
     assert "background copy or update failed: SystemExit" in str(within(10, event.wait))
 
 
+class Interrupted(Stream):
+    """Gives a device its work in the thread that asks for it, where Ctrl-C comes in the midst of one task."""
+
+    comes_in = "copy"
+
+    def _records_at_once(self) -> bool:
+        return True
+
+    def _copies_at_once(self, target, source) -> bool:
+        return True
+
+    def _copy(self, target, source) -> None:
+        self._meet("copy")
+        target.add_(source)
+
+    def _happen(self, event) -> None:
+        self._meet("record")
+        super()._happen(event)
+
+    def _meet(self, what: str) -> None:
+        if self.comes_in == what:
+            self.comes_in = ""
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("comes_in", ["copy", "record"])
+def test_ctrl_c_is_raised_where_it_comes_and_the_work_is_done_all_the_same(comes_in):
+    stream, target = Interrupted("test"), torch.zeros(4)
+    stream.comes_in = comes_in
+    stream.copy(target, torch.ones(4))
+    with pytest.raises(KeyboardInterrupt):
+        stream.record()
+    stream.copy(target, torch.ones(4))
+    event = stream.record()
+    stream.drain()
+    assert event.passed
+    assert target.tolist() == [2.0] * 4
+
+
 def test_after_the_end_of_the_process_s_work_nobody_waits_for_ever():
     """What ran at exit behind the streams' end, such as an earlier library's handler, hung."""
     program = """
