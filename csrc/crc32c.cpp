@@ -5,7 +5,11 @@
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
+#if defined(__clang__)  // which counts the instruction apart
+#define STRONGHOLD_CRC_TARGET __attribute__((target("sse4.2,crc32")))
+#else
 #define STRONGHOLD_CRC_TARGET __attribute__((target("sse4.2")))
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #define STRONGHOLD_CRC_TARGET __attribute__((target("+crc")))

@@ -92,7 +92,7 @@ DiskFile::DiskFile(std::string path, Options options, std::shared_ptr<System> sy
     const Alignment reported = reported_alignment(fd_);
     alignment_ = std::max(alignment_, reported.file);
     if (reported.memory > 0) memory_alignment_ = reported.memory;
-    direct_ = takes_direct(status.st_size);
+    direct_ = takes_direct(size());  // a block device's st_size is 0
     if (!direct_) ::fcntl(fd_, F_SETFL, ::fcntl(fd_, F_GETFL) & ~O_DIRECT);
   }
   if (!direct_) {

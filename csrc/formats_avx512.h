@@ -6,7 +6,9 @@
 #include "formats.h"
 
 // GCC 12's own header says of a vector that is masked away whole that it is used uninitialised.
+#if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 
 #define STRONGHOLD_AVX512_INLINE STRONGHOLD_INLINE STRONGHOLD_TARGET
 

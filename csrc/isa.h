@@ -16,9 +16,13 @@
 #if defined(__x86_64__)
 #define STRONGHOLD_PLAIN
 #define STRONGHOLD_AVX2 __attribute__((target("avx2,fma")))
-#define STRONGHOLD_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
-#define STRONGHOLD_AVX512VBMI \
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,prefer-vector-width=512")))
+#if defined(__clang__)  // drops the whole attribute for a word that it does not know
+#define STRONGHOLD_WIDE
+#else
+#define STRONGHOLD_WIDE ",prefer-vector-width=512"
+#endif
+#define STRONGHOLD_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl" STRONGHOLD_WIDE)))
+#define STRONGHOLD_AVX512VBMI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi" STRONGHOLD_WIDE)))
 #define STRONGHOLD_EACH_ISA(USE)                                 \
   USE(plain, STRONGHOLD_PLAIN) USE(avx2, STRONGHOLD_AVX2)        \
   USE(avx512, STRONGHOLD_AVX512) USE(avx512vbmi, STRONGHOLD_AVX512VBMI)

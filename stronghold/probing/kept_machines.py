@@ -1,7 +1,7 @@
 """Where the probe keeps what it measured, and whose it is.
 
 The files lie in ``~/.cache/stronghold/machines``, one for each device of each machine: homes may be shared. A file is
-used where its processor, cores, memory, device and PyTorch are those at hand.
+used where its processor, cores, memory, device, PyTorch and the precision of its products in fp32 are those at hand.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 
 from stronghold.errors import StrongholdError
 from stronghold.planner.machine_file import MachineFile, Spread
-from stronghold.probing.this_machine import Facts, facts_of
+from stronghold.probing.this_machine import FP32_PRODUCTS, Facts, facts_of
 
+EXACT = "highest"
+"""The precision of a file that does not tell it, and what PyTorch begins with."""
 SAME_MEMORY = 0.02
 """What a machine's memory may seem to change by, as kernels take more or less of it."""
 
@@ -30,6 +32,8 @@ def folder() -> Path:
 def path_of(facts: Facts) -> Path:
     """Returns where the machine with these facts is kept."""
     told = repr((facts.processor, facts.cores, facts.device_name, facts.versions["torch"]))
+    if (precision := facts.versions[FP32_PRODUCTS]) != EXACT:
+        told += precision
     word = re.sub(r"[^a-z0-9]+", "-", facts.device_name.lower()).strip("-")[:40]
     return folder() / f"{facts.device}-{word}-{hashlib.sha256(told.encode()).hexdigest()[:8]}.json"
 
@@ -54,6 +58,7 @@ def is_same(machine: MachineFile, facts: Facts) -> bool:
         (machine.device, machine.device_name, machine.processor, machine.cores)
         == (facts.device, facts.device_name, facts.processor, facts.cores)
         and machine.versions.get("torch") == facts.versions["torch"]
+        and machine.versions.get(FP32_PRODUCTS, EXACT) == facts.versions[FP32_PRODUCTS]
         and abs(machine.host_memory_bytes - memory) <= SAME_MEMORY * memory
     )
 

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stronghold.probing.caches import all_cache_bytes, cache_bytes
 from stronghold.probing.operator_speed import dtype_name
 from stronghold.probing.rounds import Key, Measure, Sample
 from stronghold.probing.stopwatches import DeviceClock
 
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-LEAST_CACHE_BYTES = 2**20
+MOST_BYTES = 2**29
+"""That an operator moves which is measured out of caches."""
 CALLS = 32
 """Operators in a chain of small ones."""
 
 
-def cache_bytes(device: torch.device, caches: Path = CACHES) -> int:
-    """Returns the size of the largest cache of the device, where it can be told, at least LEAST_CACHE_BYTES."""
-    found = 0
-    if device.type == "cpu":
-        for level in caches.glob("index*/size"):
-            text = level.read_text().strip()
-            scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 1)
-            found = max(found, int(text.rstrip("KMG") or 0) * scale)
-    else:
-        properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-        found = int(getattr(properties(device), "L2_cache_size", 0)) if properties is not None else 0
-    return max(found, LEAST_CACHE_BYTES)
-
-
-def memory_measures(clock: DeviceClock, cached_bytes: int, dtypes: Sequence[torch.dtype]) -> list[Measure]:
-    """Returns what is to be measured in ``dtypes``, a cache of ``cached_bytes`` being known."""
+def memory_measures(clock: DeviceClock, dtypes: Sequence[torch.dtype]) -> list[Measure]:
+    """Returns what is to be measured in ``dtypes``."""
+    device = clock.device.torch_device
+    cached_bytes = cache_bytes(device)
+    uncached_bytes = min(max(4 * cached_bytes, 2 * all_cache_bytes(device)), MOST_BYTES)
+    large, small = (max(4096, size // 4096 * 4096) for size in (uncached_bytes, cached_bytes // 4))
     measures = []
     for dtype in dtypes:
         name = dtype_name(dtype)
-        large, small = (max(4096, size // 4096 * 4096) for size in (4 * cached_bytes, cached_bytes // 4))
-        large = min(large, 2**28)
         measures += [
             Measure(f"elementwise operators in {name}", _simple(clock, dtype, "elementwise", large)),
             Measure(f"elementwise operators in {name}", _simple(clock, dtype, "cached", small)),

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stronghold.planner.machine_file import Attention, Product
+from stronghold.probing.caches import all_cache_bytes
 from stronghold.probing.rounds import Key, Measure, Sample, Sampled
 from stronghold.probing.stopwatches import DeviceClock
 
 DTYPES = (torch.float32, torch.bfloat16)
 POOL_BYTES = 96 * 2**20
-"""Weights of products are taken from so many bytes in turn, or from what one takes: in a model they are in no cache."""
+"""Weights of products are taken from so many bytes in turn, or from more than what one takes, or caches hold."""
 LONGEST_S = 0.5
 """Sizes of which one call takes longer are left out, but for the smallest."""
 MOST_MEMORY = 1 / 8
@@ -78,7 +79,8 @@ class Products:
         self._clock, self._dtype, self._sizes = clock, dtype, sizes
         device = clock.device.torch_device
         most = max(_pooled(size) for size in sizes)
-        self._weights = _random(max(POOL_BYTES // dtype.itemsize, most), dtype, device)
+        pooled_bytes = max(POOL_BYTES, 2 * all_cache_bytes(device))
+        self._weights = _random(max(pooled_bytes // dtype.itemsize, most), dtype, device)
         self._one_given = _random(max(m * k for m, _, k, _ in sizes), dtype, device)
         self._other = _random(max(k * n for _, n, k, of_weights in sizes if not of_weights), dtype, device)
 

@@ -14,10 +14,11 @@ import torch
 from stronghold.device import Device, keep_freed_memory, open_device, return_free_memory
 from stronghold.planner.machine_file import DISK, DISK_BESIDE_COMPUTE, LINK, UPDATE, MachineFile, Spread
 from stronghold.planner.step_bytes import MUON
+from stronghold.probing.caches import cache_bytes
 from stronghold.probing.disk_speed import check_directory, disk_measures
 from stronghold.probing.kept_machines import check_can_keep, keep_machine, kept_machine
 from stronghold.probing.link_speed import Link
-from stronghold.probing.memory_speed import cache_bytes, memory_measures
+from stronghold.probing.memory_speed import memory_measures
 from stronghold.probing.operator_speed import DTYPES, attention_of, operator_measures, products_of
 from stronghold.probing.process_link import process_link
 from stronghold.probing.rounds import LEAST_ROUNDS, Measure, Sampled, sample_all
@@ -99,7 +100,7 @@ def _machine(
     least: int = LEAST_ROUNDS,
     progress: Callable[[str, float], None] | None = None,
 ) -> MachineFile:
-    cached_bytes, peak_bytes = cache_bytes(device.torch_device), device.peak_bytes()
+    peak_bytes = device.peak_bytes()
     clock = DeviceClock(device)
     formats = list(itertools.product(dtypes, states))
     with disk_measures(clock, directories) as disks:
@@ -109,7 +110,7 @@ def _machine(
             *Link(device).measures(),
             *operator_measures(clock, dtypes),
             # Models in bf16, too, have norms and losses in fp32.
-            *memory_measures(clock, cached_bytes, list(dict.fromkeys((*dtypes, torch.float32)))),
+            *memory_measures(clock, list(dict.fromkeys((*dtypes, torch.float32)))),
             *HostUpdates(clock, formats).measures(),
             *(() if device.is_host else DeviceUpdates(clock, formats).measures()),
             *disks,
@@ -123,10 +124,10 @@ def _machine(
         torch.accelerator.empty_cache()  # what was measured with is free when the device is asked
         if device.peak_bytes() > peak_bytes:
             torch.accelerator.reset_peak_memory_stats(device.torch_device)  # and is no model's
-    return _filled(device, facts_of(device.torch_device), directories, samples, cached_bytes)
+    return _filled(device, facts_of(device.torch_device), directories, samples)
 
 
-def _filled(device: Device, facts: Facts, directories: Sequence[str], samples: Sampled, cache: int) -> MachineFile:
+def _filled(device: Device, facts: Facts, directories: Sequence[str], samples: Sampled) -> MachineFile:
     """Returns the file with what was found."""
 
     def by(*first: str) -> dict[str, Spread]:
@@ -148,7 +149,7 @@ def _filled(device: Device, facts: Facts, directories: Sequence[str], samples: S
         elementwise=by("elementwise"),
         elementwise_cached=by("cached"),
         transcendental=by("transcendental"),
-        cache_bytes=cache,
+        cache_bytes=cache_bytes(device.torch_device),
         op_s=samples.spread(("op_s",)),
         launch_s=samples.spread(("launch_s",)),
         host_update_ns=kinds("update", list(formats), UPDATE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -11,8 +12,13 @@ from stronghold.device import Device
 
 LEAST_S = 0.015
 """What is timed takes so long, over and over if need be."""
-BUSY_SIZE = 2048
+BUSY_SIZE = 4096
 """Of the square matrices whose product keeps a device busy."""
+BUSY_CALLS = 4
+"""Products by which it is found how long one takes."""
+LONGER = 1.5
+"""How much longer a device is kept busy than issuing should take."""
+MOST_BUSY_S = 0.05
 MOST_CALLS = 400
 """Below what a device's queue takes before a launch blocks."""
 
@@ -31,15 +37,15 @@ class DeviceClock:
         self._busy_s = 0.0
         if not device.is_host:
             self._busy = torch.ones(BUSY_SIZE, BUSY_SIZE, dtype=torch.bfloat16, device=device.torch_device)
-            torch.mm(self._busy, self._busy)
+            self._work(BUSY_CALLS)  # a device that had nothing to do is slow
             begin = device.stamp()
-            torch.mm(self._busy, self._busy)
-            self._busy_s = device.seconds(begin, device.stamp())
+            self._work(BUSY_CALLS)
+            self._busy_s = device.seconds(begin, device.stamp()) / BUSY_CALLS
 
     def timed(self, task: Callable[[], object], *, calls: int = 0) -> float:
         """Returns the seconds of one ``task``: the mean of ``calls``, by default of as many as take LEAST_S."""
         calls = calls or self._calls(task)
-        self._keep_busy(calls)
+        self._keep_busy(calls, task)
         begin = self.device.stamp()
         for _ in range(calls):
             task()
@@ -76,8 +82,16 @@ class DeviceClock:
             self._counts[task] = calls
         return self._counts[task]
 
-    def _keep_busy(self, calls: int) -> None:
-        """Gives the device what it has to do while so many calls are issued, some microseconds each."""
+    def _keep_busy(self, calls: int, task: Callable[[], object]) -> None:
+        """Gives the device what it has to do while ``task`` is issued so often."""
         if self._busy is not None:
-            for _ in range(min(50, 1 + round(calls * 20e-6 / max(self._busy_s, 1e-5)))):
-                torch.mm(self._busy, self._busy)
+            self.wait()
+            begin_s = time.perf_counter()
+            task()
+            issued_s = min(MOST_BUSY_S, LONGER * calls * (time.perf_counter() - begin_s))
+            self._work(math.ceil(issued_s / max(self._busy_s, 1e-5)))
+
+    def _work(self, products: int) -> None:
+        assert self._busy is not None
+        for _ in range(products):
+            torch.mm(self._busy, self._busy)

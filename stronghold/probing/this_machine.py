@@ -12,6 +12,8 @@ import torch
 from stronghold import native
 from stronghold.version import __version__
 
+FP32_PRODUCTS = "float32_matmul_precision"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -24,11 +26,13 @@ class Facts:
     cores: int
     processor: str
     versions: Mapping[str, str]
+    """And, by FP32_PRODUCTS, how PyTorch is set to multiply in fp32."""
 
 
 def facts_of(device: torch.device) -> Facts:
     processor, is_cpu = processor_name(), device.type == "cpu"
     versions = {"torch": str(torch.__version__), "stronghold": __version__, "python": platform.python_version()}
+    versions[FP32_PRODUCTS] = torch.get_float32_matmul_precision()
     return Facts(
         device=device.type,
         device_name=processor if is_cpu else _device_name(device),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from stronghold.native import BLOCK, Blocks, Segment
 from stronghold.optim.adamw_on_device import adamw_on_device
 from stronghold.optim.muon_step import Direction, MomentumSegment, StepSegment
 from stronghold.planner.step_bytes import MUON
+from stronghold.probing.caches import all_cache_bytes
 from stronghold.probing.operator_speed import dtype_name
 from stronghold.probing.rounds import Key, Measure, Sample
 from stronghold.probing.stopwatches import DeviceClock
@@ -23,6 +26,9 @@ Format = tuple[torch.dtype, str]
 ELEMENTS = 8 * 2**20
 SEGMENTS = 2
 """Tensors over which the elements are dealt out."""
+STATES_BYTES = {"fp32": 8, "8bit": 2, MUON: 6}
+"""Of a weight's states, and of Muon's step."""
+MOST_MEMORY = 1 / 16
 HOST_LAYER, DEVICE_LAYER = (512, 512), (4096, 2048)
 """Rows and width of what is computed beside."""
 BESIDE_S = 0.15
@@ -138,13 +144,14 @@ class HostUpdates:
 
     def _one(self, dtype: torch.dtype, states: str) -> Sample:
         format_name = f"{dtype_name(dtype)}+{states}"
-        its = update_of(dtype, states, torch.device("cpu"))
+        count = _so_many(dtype, states, formats=len(self._formats))
+        its = itertools.cycle([update_of(dtype, states, torch.device("cpu")) for _ in range(count)])
         layer = SmallLayer(dtype, self._clock)
 
         def sample() -> Mapping[Key, float]:
             begin_s = time.perf_counter()
-            self._update(its)
-            self._update(its)
+            self._update(next(its))
+            self._update(next(its))
             alone_s = (time.perf_counter() - begin_s) / 2
             layer_s = layer.timed(BESIDE_S / 2)
             update_s, beside_s = self._together(its, layer)
@@ -163,7 +170,7 @@ class HostUpdates:
             native.squared_norms(its.grads, threads=self._threads)
         its.on_host(self._threads)
 
-    def _together(self, its: AdamWUpdate | MuonUpdate, layer: SmallLayer) -> tuple[float, float]:
+    def _together(self, its: Iterator[AdamWUpdate | MuonUpdate], layer: SmallLayer) -> tuple[float, float]:
         """Returns the seconds of one update and of one layer while both go on."""
         ends: list[float] = []
         stopped = threading.Event()
@@ -171,7 +178,7 @@ class HostUpdates:
         def update() -> None:
             while not stopped.is_set():
                 ends.append(time.perf_counter())
-                self._update(its)
+                self._update(next(its))
             ends.append(time.perf_counter())
 
         thread = threading.Thread(target=update, name="stronghold-probe", daemon=True)
@@ -232,6 +239,17 @@ class DeviceUpdates:
             return {("device_update", f"{dtype_name(dtype)}+{states}"): 1e9 * seconds / ELEMENTS}
 
         return sample
+
+
+def _so_many(dtype: torch.dtype, states: str, *, formats: int) -> int:
+    """Returns how many updates take turns, so that what the next one works on is in no cache, as in training.
+
+    Those of all ``formats`` take no more than MOST_MEMORY of the host's.
+    """
+    element_bytes = 2 * dtype.itemsize + (2 if dtype is torch.bfloat16 else 0) + STATES_BYTES[states]
+    out_of_caches = 2 * all_cache_bytes(torch.device("cpu")) / (element_bytes * ELEMENTS)
+    most = MOST_MEMORY * native.host_bytes() / (formats * element_bytes * ELEMENTS)
+    return max(1, math.ceil(min(out_of_caches, most)))
 
 
 def _states_name(states: str) -> str:

@@ -127,6 +127,20 @@ def test_what_was_measured_is_kept_for_this_machine_alone(machine):
     assert kept_machine("cpu") == machine
 
 
+def test_a_machine_is_kept_for_each_precision_of_products(machine):
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert kept_machine("cpu") is None
+        facts = facts_of(torch.device("cpu"))
+        other = replace(machine, versions=facts.versions)
+        path = keep_machine(other, facts)
+        assert kept_machine("cpu") == other
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert kept_machine("cpu") == machine
+    path.unlink()
+
+
 def test_directories_that_were_probed_before_stay(machine, home, directory, tmp_path):
     assert kept_machine("cpu") == machine
     found = stronghold.probe("cpu", directories=tmp_path, seconds=1)

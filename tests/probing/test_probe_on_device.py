@@ -1,9 +1,15 @@
 """The probe of a device with memory of its own: a GPU where there is one, or the accelerator in software."""
 
+import time
+
 import pytest
+import torch
 
 import stronghold
+from stronghold.device import open_device
 from stronghold.planner.machine_rates import machine_of
+from stronghold.probing import stopwatches
+from stronghold.probing.stopwatches import DeviceClock
 from tests.gpu import DEVICE, needs_device
 from tests.probing.small import make_short
 
@@ -26,3 +32,15 @@ def test_a_device_is_measured_by_its_own_clock(monkeypatch, tmp_path):
     assert rates.launch_s == 10 * machine.launch_s.likely
     assert rates.d2h_bytes_per_s == machine.link["d2h"].likely
     assert stronghold.probing.kept_machine(DEVICE) == machine
+
+
+def test_what_takes_long_to_issue_is_timed_by_what_it_takes_of_the_device(monkeypatch):
+    monkeypatch.setattr(stopwatches, "BUSY_SIZE", 512 if DEVICE == "soft" else stopwatches.BUSY_SIZE)
+    clock, values = DeviceClock(open_device(torch.device(DEVICE))), torch.zeros(8, device=DEVICE)
+
+    def task():
+        time.sleep(0.004)
+        values.add_(1)
+
+    assert clock.timed(task, calls=4) < 0.002
+    assert values.tolist() == [5.0] * 8

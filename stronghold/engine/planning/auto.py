@@ -33,7 +33,7 @@ _LEFT_OPEN = {**vars(OffloadSettings()), **dict.fromkeys(("resident", "micro_bat
 """What settings are where the user has not set them beside a plan."""
 COMPILED = "layers take as long as eager ones, where compiled ones are to take less"
 """What a plan with ``compile`` assumes."""
-_glances: dict[tuple[str, bool, tuple[str, ...], tuple[torch.dtype, ...]], MachineFile] = {}
+_glances: dict[tuple[object, ...], MachineFile] = {}
 """What was seen of a machine that was never probed, in this process."""
 
 
@@ -189,7 +189,7 @@ def _machine(device: Device, directories: Sequence[str], dtypes: tuple[torch.dty
     if kept is not None and kept.is_host == device.is_host and (found := _with_disks(kept, directories)) is not None:
         return found
     there = tuple(dict.fromkeys(map(directory_there, directories)))
-    key = device.name, device.is_host, there, dtypes
+    key = device.name, device.is_host, there, dtypes, torch.get_float32_matmul_precision()
     if key not in _glances:
         _glances[key] = glance(device, there, dtypes)
     found = _with_disks(_glances[key], directories)
