@@ -42,3 +42,16 @@ def test_an_iteration_takes_the_devices_arithmetic_and_hides_but_for_that(tmp_pa
         # Of those of 8 steps one step's at most, 8 layers', count before or behind them: one in the mean.
         assert more_s == pytest.approx(8 * a_layer_s, abs=a_layer_s)
         assert record["muon"]["step_s"] <= 1.06 * record["muon"]["busy_s"]["compute"]
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_on_a_simulated_h200_a_step_of_adamw_takes_nine_tenths_of_muons(update, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    from benchmarks import muon_overlap
+
+    (machine,) = (machine for machine in muon_overlap.MACHINES if "H200" in machine.name)
+    adamw, of_muon = (
+        muon_overlap.run(machine, layers=24, window=2, update=update, muon=muon, steps=3) for muon in (False, True)
+    )
+    assert adamw["step_s"] >= 0.9 * of_muon["step_s"]
+    assert of_muon["busy_s"]["compute"] > adamw["busy_s"]["compute"]
