@@ -118,6 +118,7 @@ class FromCheckpoint:
             for own, tensor in module._parameters.items():
                 for name, part in () if tensor is None else parts_of(module, own, tensor):
                     parts[f"{prefix}.{name}" if prefix else name] = part
+        named.update(getattr(model, "_names_of_shared", {}))  # a stage's, by those in other stages too
         # Scales have names of their own where the files hold them, and come of the weight where it is quantised here.
         named.update({name: one for name, one in parts.items() if name in checkpoint.entries})
         groups, conversions = into_model(model, checkpoint.entries, named)

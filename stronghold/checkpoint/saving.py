@@ -36,7 +36,7 @@ from stronghold.checkpoint.unit_tensors import (
 from stronghold.engine import Engine, uncompiled
 from stronghold.engine.adamw import AdamW
 from stronghold.engine.updates import check_complete
-from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, write_manifest
+from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, read_manifest, write_manifest
 from stronghold.formats.sync import sync_directory
 from stronghold.unit import Unit, from_rank0
 
@@ -166,6 +166,7 @@ def _finish(parts: list[tuple[Manifest, dict[str, Tensor]]], directory: Path) ->
         entry = write_file(manifest.directory / BUFFERS, "the buffers", buffers)
         manifest = replace(manifest, files={**manifest.files, BUFFERS: entry})
     write_manifest(manifest)
+    read_manifest(manifest.directory)  # what load would refuse gets no name
     _name(manifest.directory, directory)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
@@ -48,7 +49,7 @@ def engine_for(model: nn.Module, optimizer: AdamW) -> Engine:
 
 
 def names_of(model: nn.Module) -> Names:
-    """Returns the names of all parameters, as ``model.named_parameters()`` has them.
+    """Returns the names of all parameters, as ``model.named_parameters()`` of the whole model in one process has them.
 
     Raises OffloadedModelError for one that was added after ``offload``.
     """
@@ -60,7 +61,8 @@ def names_of(model: nn.Module) -> Names:
                 f"every parameter of an offloaded model must have been there at offload() (got {name}, which a "
                 "checkpoint would leave out); add modules and parameters first, then offload"
             )
-        indices.setdefault(unit, {})[parameter.__dict__["_index"]] = name
+        whole = unit.owner.whole_names.get(id(parameter), name)
+        indices.setdefault(unit, {})[parameter.__dict__["_index"]] = whole
     return {unit: [named[index] for index in range(len(named))] for unit, named in indices.items()}
 
 
@@ -75,13 +77,22 @@ def group_names(optimizer: AdamW, names: Names) -> list[list[str]]:
 def all_groups(processes: ProcessGroup, optimizer: AdamW, names: Names) -> list[list[str]]:
     """Returns the names of the parameters of every group, of all processes that train the model.
 
-    Raises ValueError where they have not got as many groups.
+    Raises ValueError where they have not got as many groups, or a parameter that several have in another group.
     """
     everyone = processes.all_gather_object(group_names(optimizer, names))
     counts = [len(groups) for groups in everyone]
     if len(set(counts)) > 1:
         raise ValueError(f"the optimizers of all processes must have as many groups (got {counts}); give each the same")
-    return [list(dict.fromkeys(name for group in groups for name in group)) for groups in zip(*everyone, strict=True)]
+    joined = [list(dict.fromkeys(name for group in groups for name in group)) for groups in zip(*everyone, strict=True)]
+    places = [(name, number) for number, group in enumerate(joined) for name in group]
+    for name, numbers in Counter(name for name, _ in places).items():
+        if numbers > 1:
+            got = [number for other, number in places if other == name]
+            raise ValueError(
+                f"a parameter that several processes have must be in the same group in each (got {name} in groups "
+                f"{' and '.join(map(str, got))}); give it to one of them everywhere"
+            )
+    return joined
 
 
 def holds(engine: Engine, directory: Path) -> bool:

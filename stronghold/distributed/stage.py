@@ -19,7 +19,8 @@ from stronghold.errors import ParallelError
 class Stage(PipelineStage):
     """In ``sent`` it counts the bytes that go to other stages, activations and gradients, by the other's number.
 
-    Before each backward pass it calls ``begin_pass`` with the number of its micro-batch, and ``micro_batches``.
+    Before each backward pass it calls ``begin_pass`` with the number of its micro-batch, and ``micro_batches``. Unless
+    it is of a schedule for ``training`` no micro-batch's inputs and outputs are kept for one.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Stage(PipelineStage):
         begin_pass: Callable[[int, int], None],
         micro_batches: int,
         *arguments: Any,
+        training: bool,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
@@ -38,10 +40,14 @@ class Stage(PipelineStage):
         self._sent = sent
         self._begin_pass = begin_pass
         self._micro_batches = micro_batches
+        self._training = training
 
-    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         with self._working():
-            output = super().forward_one_chunk(*arguments, **options)
+            output = super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+        if not self._training:  # PyTorch keeps it for a backward pass, until the next step
+            outputs, _ = self.fwd_cache[fwd_chunk_id]
+            self.fwd_cache[fwd_chunk_id] = () if self.is_last else outputs, []  # what is to be sent
         if self.output_chunks:  # PyTorch 2.9 keeps all of the last stage, and joins them at the end of the step
             self.output_chunks[-1] = output.new_empty(0)
         return output
@@ -69,7 +75,10 @@ class Stage(PipelineStage):
             return super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._counted(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1)
+        operations = self._counted(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index + 1)
+        if not self._training:
+            self.fwd_cache.pop(fwd_chunk_id, None)
+        return operations
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._counted(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index - 1)

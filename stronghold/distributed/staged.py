@@ -63,7 +63,7 @@ class StagedModule(nn.Module):
         stages = [layered.stage(first, end) for first, end in pairwise([0, *accumulate(sizes)])]
         self._shapes = Shapes(stages, dtype)
         self._numbers = order.stages_of(processes.place)
-        self._tied = Tied(stages, order, processes, self._names)
+        self._tied = Tied(stages, order, processes, layered.model)
         self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
         """The library's schedule for training and for evaluation, with the shapes that it was made for."""
         self._sent: Counter[int] = Counter()
@@ -72,6 +72,7 @@ class StagedModule(nn.Module):
         # By this name transformers' models say what of a checkpoint is not theirs; here it is what others have.
         others = layered.model.state_dict().keys() - set(self._renamed().values())
         self._keys_to_ignore_on_load_unexpected = [f"^{re.escape(name)}$" for name in sorted(others)]
+        self._names_of_shared = self._tied.names  # by each of them a folder of weights may have one
         if callable(weights):
             weights = as_within(layered.model, weights)
         if directories := OffloadSettings(store=settings.get("store", "ram")).directories:
@@ -87,13 +88,14 @@ class StagedModule(nn.Module):
                 dtype=dtype,
                 layers=containers,
                 weights=weights,
-                shared=self._tied.shared,
+                shared=list(self._tied.shared),
                 **settings,
             )
         )
         self._check_tied()
         engine = engine_of(self)
         assert engine is not None
+        self._tied.begin_alike(engine)
         self._clock = StageClock(engine.device)
         engine.join(
             processes,
@@ -102,6 +104,7 @@ class StagedModule(nn.Module):
             model=type(layered.model).__name__,
             passes=order.micro_batches,
             here=processes.local_world_size,
+            check_step=self._tied.check_step,
         )
         processes.draw_apart()
         if recomputed is not None:
@@ -247,6 +250,8 @@ class StagedModule(nn.Module):
         from stronghold.distributed.schedules import schedule_of
         from stronghold.distributed.stage import Stage
 
+        if training:
+            self._schedules.pop(False, None)  # with the memory into which its stages receive micro-batches
         key = (kind_of(inputs), micro_batches)
         known = self._schedules.get(training)
         if known is not None and known[0] == key:
@@ -266,6 +271,7 @@ class StagedModule(nn.Module):
                 number,
                 self._order.stages,
                 self._device,
+                training=training,
                 input_args=shapes[number],
                 output_args=shapes[number + 1],
                 group=self._processes.stage_group,

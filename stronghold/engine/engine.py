@@ -86,6 +86,9 @@ class Engine:
         self._processes_here = 1
         self.copies: frozenset[int] = frozenset()
         """The parameters, by id, that another process has as well, and answers for."""
+        self.whole_names: Mapping[int, str] = {}
+        """The name in the whole model of a parameter, by id, that another process has by another name."""
+        self.check_step: Callable[[HostAdamW], None] = lambda _: None
         self.kind = type(model).__name__
         self.sums_gradients = False
         """Whether a step has several backward passes, under in_backward too: the sums need memory."""
@@ -206,22 +209,25 @@ class Engine:
         self,
         processes: ProcessGroup,
         *,
-        shared: Iterable[nn.Parameter],
+        shared: Mapping[nn.Parameter, str],
         copies: Iterable[nn.Parameter],
         model: str,
         passes: int,
         here: int,
+        check_step: Callable[[HostAdamW], None],
     ) -> None:
         """Makes this model a part of the ``model`` that ``processes`` train, of which so many are ``here``.
 
         The global norm is that of all gradients there, and checkpoints are of the whole. ``shared`` are the parameters
-        that other processes have too, and ``copies`` those of them that a process before this one has: it counts and
-        saves them. A step has as many backward passes as ``passes``.
+        that other processes have too, by their names in the whole, and ``copies`` those of them that a process before
+        this one has: it counts and saves them. A step has as many backward passes as ``passes``; ``check_step`` may
+        refuse it.
         """
-        self.processes, self._processes_here = processes, here
+        self.processes, self._processes_here, self.check_step = processes, here, check_step
         self.kind, self.sums_gradients = model, passes > 1
         self.copies = frozenset(map(id, copies))
-        self.gradients.shared = frozenset(map(id, shared))
+        self.whole_names = {id(parameter): name for parameter, name in shared.items()}
+        self.gradients.shared = frozenset(self.whole_names)
 
     def keep_masters(self, kept: bool) -> None:
         """Called when what state dictionaries lack will be kept beside them from now on, or no longer."""

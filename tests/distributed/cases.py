@@ -27,6 +27,7 @@ from stronghold.errors import ParallelError
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.planner.pipeline_order import Pipeline
+from tests.distributed.tied import with_a_tied_head
 from tests.small import SIZE, Block
 
 BATCH = 8
@@ -399,6 +400,7 @@ def without_shared_parameters(folder: str) -> dict[str, Any]:
         "by itself": fetches(foreseen=False),
         "let go": is_let_go(),
         "kept": keeps_names(folder),
+        **with_a_tied_head(folder),
     }
 
 

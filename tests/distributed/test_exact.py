@@ -137,3 +137,23 @@ def test_what_other_processes_have_of_a_model_is_let_go(without_shared_parameter
 
 def test_a_stage_has_its_state_by_the_names_of_the_whole_model(without_shared_parameters):
     assert all(found["kept"] for found in without_shared_parameters)
+
+
+def test_checkpoints_of_stages_with_a_tied_head_go_on_in_stages_and_in_one_process(without_shared_parameters):
+    """The head was named as if it were another parameter, in the groups alone, and no layout read the checkpoint."""
+    assert [found["checkpoints"] for found in without_shared_parameters] == [[], []]
+
+
+def test_a_tied_head_begins_as_the_embedding_whatever_its_process_drew_or_was_given(without_shared_parameters):
+    """It kept what it had, by another seed, out of a file with one of the names, or by its own module's initialiser."""
+    assert [found["begins alike"] for found in without_shared_parameters] == [[], []]
+
+
+def test_a_tied_head_that_is_not_updated_as_the_embedding_is_refused_by_both_names(without_shared_parameters):
+    """Two matrices were trained, each with the gradients of both; nothing is updated now."""
+    assert [found["other settings"] for found in without_shared_parameters] == [[], []]
+
+
+def test_evaluation_keeps_no_outputs_but_those_of_a_micro_batch(without_shared_parameters):
+    """Of a language model they are logits, and stayed to the next evaluation."""
+    assert [found["evaluation"] for found in without_shared_parameters] == [[], []]

@@ -39,11 +39,12 @@ def test_the_last_stage_keeps_no_outputs_to_the_end_of_a_step(monkeypatch):
     def forward_one_chunk(stage, number):
         output = torch.full((2, 3), float(number), dtype=torch.bfloat16)
         stage.output_chunks.append(output)
+        stage.fwd_cache[number] = (output,), [output]
         return output
 
     monkeypatch.setattr(PipelineStage, "forward_one_chunk", forward_one_chunk)
     stage = Stage.__new__(Stage)
-    stage.output_chunks, stage._working = [], nullcontext
+    stage.output_chunks, stage.fwd_cache, stage._working, stage._training = [], {}, nullcontext, True
     outputs = [stage.forward_one_chunk(number) for number in range(3)]
     assert [output[1, 2].item() for output in outputs] == [0.0, 1.0, 2.0]
     assert len(stage.output_chunks) == 3, "each is joined to the others at the end"
