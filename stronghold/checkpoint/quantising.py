@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.engine.find_layers import find_layers
+from stronghold.formats.kept_in_fp32 import is_left_unquantised
 
 KINDS = ("nf4", "nf4_nested", "int8")
 """``nf4`` is Dettmers et al.'s (QLoRA, 2023), 0.5625 bytes per parameter; nested, with scales in eight bits, 0.516.
@@ -24,8 +25,9 @@ def quantise(model: nn.Module, kind: str, *, layers: Any = None, dtype: torch.dt
     """Replaces the linear layers in the layers of ``model``, on the meta device; four bits compute in ``dtype``.
 
     What they will hold is what ``BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`` makes of the same
-    weights, with ``bnb_4bit_use_double_quant`` for ``"nf4_nested"``, or ``load_in_8bit=True`` for ``"int8"``. Raises
-    ValueError for another kind, and where there is nothing to quantise; ModuleNotFoundError without bitsandbytes.
+    weights, with ``bnb_4bit_use_double_quant`` for ``"nf4_nested"``, or ``load_in_8bit=True`` for ``"int8"``: what the
+    model names in ``_keep_in_fp32_modules`` stays as it is. Raises ValueError for another kind, and where there is
+    nothing to quantise; ModuleNotFoundError without bitsandbytes.
     """
     if kind not in KINDS:
         known = f"{', '.join(map(repr, KINDS[:-1]))} or {KINDS[-1]!r}"
@@ -34,7 +36,7 @@ def quantise(model: nn.Module, kind: str, *, layers: Any = None, dtype: torch.dt
         name
         for layer in find_layers(model, layers)
         for name, module in layer.module.named_modules(prefix=layer.name)
-        if type(module) is nn.Linear
+        if type(module) is nn.Linear and not is_left_unquantised(model, name)
     ]
     if not found:
         raise ValueError(

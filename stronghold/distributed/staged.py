@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from stronghold.distributed.tied import Tied
 from stronghold.distributed.trained import Trained
 from stronghold.engine import engine_of, follow, keep_activations, offload_shared
 from stronghold.errors import ParallelError
+from stronghold.formats.kept_in_fp32 import keep_in_fp32
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.reports import PlannedStage, StageTimes
 from stronghold.settings import OffloadSettings
@@ -53,6 +55,8 @@ class StagedModule(nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
+        if isinstance(weights, (str, os.PathLike)):
+            keep_in_fp32(layered.model)  # by its own list, which a stage has not
         self._names = {id(module): name for name, module in layered.model.named_modules()}
         self._register_state_dict_hook(_to_names)
         self._register_load_state_dict_pre_hook(self._from_names)

@@ -20,6 +20,7 @@ from stronghold.engine.methods import Apply, Compile, Replicate
 from stronghold.engine.reopening import Reopened
 from stronghold.engine.taking_in import live
 from stronghold.errors import OffloadedModelError
+from stronghold.formats.kept_in_fp32 import keep_in_fp32
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.settings import OffloadSettings
 from stronghold.unit import ONE_REPLICA, Replicas, unit_of
@@ -93,12 +94,12 @@ def offload(
             in host memory; these are known beforehand with ``inputs``, and else from the first forward pass on. With a
             store on disk it is what may be kept in RAM.
         weights: What gives a model its values: the folder of a checkpoint (safetensors, sharded or not, as transformers
-            writes it), whose tensors are converted to the parameters' dtypes; or a function that initialises the module
-            it is given in place, such as ``model._init_weights`` of a transformers model. It is called for every module
-            in the order of ``nn.Module.apply``, children first, once the parameters of its layer, or of its part of the
-            model outside the layers, are in memory (of the modules that hold layers: their own parameters); what it
-            leaves without numbers is an error. A shared parameter is initialised with the first part that has it;
-            parameters that have values keep them.
+            writes it), whose tensors are converted to the parameters' dtypes (fp32 where transformers keeps that beside
+            16 bits); or a function that initialises the module it is given in place, such as ``model._init_weights`` of
+            a transformers model. It is called for every module in the order of ``nn.Module.apply``, children first,
+            once the parameters of its layer, or of its part of the model outside the layers, are in memory (of the
+            modules that hold layers: their own); what it leaves without numbers is an error. A shared parameter is
+            initialised with the first part that has it; parameters that have values keep them.
         compile: Whether layers are compiled, one graph for each class of layer: True for torch.compile as it is by
             default, a backend's name, or a dictionary of its ``backend``, ``mode``, ``options``, ``dynamic`` and
             ``fullgraph``. ``layer.compile(...)`` of single layers does the same, before and after. Without
@@ -195,6 +196,8 @@ def _offload(
             f"a part of {type(model).__name__}, or a model that it is a part of, is offloaded already, and a parameter "
             "can be offloaded once; offload the whole model"
         )
+    if isinstance(weights, (str, os.PathLike)):
+        keep_in_fp32(model)  # before it is placed, by dtypes
     opened, reopen = open_device(device), _same_directory(weights, settings)
     asked = Asked(
         settings=settings,

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from stronghold.formats.kept_in_fp32 import keep_in_fp32
+
 
 def build(
     file: Path,
@@ -24,11 +26,11 @@ def build(
 ) -> nn.Module:
     """Builds the model of a config.json with its parameters on the meta device and its buffers in memory.
 
-    ``dtype`` is that of the parameters of a transformers model, by default the config's own, or fp32. ``model_class``
-    is one of transformers' classes, by default AutoModelForCausalLM, or one with ``from_config_dict``. A model whose
-    weights are quantised is built as it was before with ``unquantised``, and refused without. ``name`` is the model's
-    ``name_or_path``, which its adapters name as their base; by default the file's folder. Raises whatever transformers,
-    or that, raises.
+    ``dtype`` is that of the parameters of a transformers model, by default the config's own, or fp32; what transformers
+    keeps in fp32 beside 16 bits is fp32, as ``from_pretrained`` has it. ``model_class`` is one of transformers'
+    classes, by default AutoModelForCausalLM, or one with ``from_config_dict``. A model whose weights are quantised is
+    built as it was before with ``unquantised``, and refused without. ``name`` is the model's ``name_or_path``, which
+    its adapters name as their base; by default the file's folder. Raises whatever transformers, or that, raises.
     """
     settings = json.loads(file.read_text(encoding="utf-8"))
     if (own := getattr(model_class, "from_config_dict", None)) is not None:
@@ -61,6 +63,7 @@ def build_from_config(config: Any, *, dtype: torch.dtype | None = None, model_cl
     build_from = getattr(model_class or AutoModelForCausalLM, "from_config", None) or model_class._from_config
     with _parameters_on_meta():
         model: nn.Module = build_from(config, dtype=dtype or config.dtype or torch.float32)
+    keep_in_fp32(model)
     return model
 
 
