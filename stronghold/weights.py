@@ -46,6 +46,8 @@ def open_weights(model: nn.Module, weights: Weights | None) -> Source:
     if weights is None:
         _refuse_meta(model)
         return Own()
+    if isinstance(weights, QuantisedFiles):
+        return FromCheckpoint(model, weights)
     if isinstance(weights, (str, os.PathLike)):
         return FromCheckpoint(model, QuantisedFiles(weights))
     if not callable(weights):

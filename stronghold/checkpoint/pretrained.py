@@ -67,7 +67,8 @@ def load(
     ``train()`` for dropout. Nothing is fetched from a hub. Where a process was killed while :func:`save` replaced a
     model there, the one before is read, and a RuntimeWarning says so. Raises ValueError, before anything is allocated,
     for a folder that is not such a checkpoint, and for tensors that are missing, of another shape, or not the model's;
-    and what :func:`offload` raises.
+    for files that are replaced while they are read, by a :func:`save` of another process, say; and what :func:`offload`
+    raises.
     """
     folder = _there(Path(directory))
     file = folder / "config.json"
@@ -113,7 +114,7 @@ def load(
         quantise(model, quantize, layers=options.get("layers"), dtype=options.get("dtype"))
     if frozen:
         model.requires_grad_(False)
-    return offload(model, weights=folder, **options)
+    return offload(model, weights=checkpoint, **options)  # the one that was opened before the configuration was read
 
 
 def save(
@@ -136,10 +137,11 @@ def save(
     and adapter_config.json, of several adapters in a folder each. All adapters are in memory at a time.
 
     The folder appears, or changes, only when all of it is written: until then the new files are in a hidden one beside
-    it. A model takes the place of the model and of the adapters that the folder held, adapters that of adapters alone;
-    what else it held stays, such as a tokenizer, or the model that the adapters are of. Raises ValueError for a folder
-    that holds something other than a model, and for a part of a model with PEFT's adapters, and OSError, naming the
-    folder, where it cannot be written.
+    it. A :func:`load` that is reading it meanwhile ends with an error, rather than with parts of both models. A model
+    takes the place of the model and of the adapters that the folder held, adapters that of adapters alone; what else it
+    held stays, such as a tokenizer, or the model that the adapters are of. Raises ValueError for a folder that holds
+    something other than a model, and for a part of a model with PEFT's adapters, and OSError, naming the folder, where
+    it cannot be written.
     """
     _save(model, Path(directory), dtype, max_shard_size)
 

@@ -27,8 +27,9 @@ class Entry:
 class WeightFiles:
     """The tensors in a folder: those of ``model.safetensors``, or of the shards that its index names.
 
-    Opening reads the headers alone. Raises ValueError for a folder without such files, and for files that are not
-    what they should be.
+    Opening reads the headers alone, and notes which files they are of: one that has been replaced or changed since is
+    not read, so that all tensors are of one model. It is the path of the folder, too. Raises ValueError for that, for a
+    folder without such files, and for files that are not what they should be.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -37,6 +38,8 @@ class WeightFiles:
         """By name."""
         self.notes: dict[str, str] = {}
         """The texts beside the tensors, of all files."""
+        self._identities: dict[Path, tuple[int, ...] | None] = {}
+        """By file, of the one whose header was read."""
         index = self._read_index()
         for file in sorted(set(index.values())) if index else [SINGLE]:
             for name, entry in self._headers(self.directory / file).items():
@@ -47,6 +50,9 @@ class WeightFiles:
                 f"a checkpoint's shards must hold what its index names (in {str(directory)!r} missing {some(lost)}); "
                 "download it again"
             )
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
 
     def dtype(self) -> torch.dtype | None:
         """Returns the dtype of the first floating-point tensor, or None where there is none."""
@@ -72,8 +78,17 @@ class WeightFiles:
             with safe_open(str(entry.file), framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
+            self._check_same(entry.file)
             raise _unreadable(entry.file, error) from error
+        self._check_same(entry.file)  # behind: what was opened can be no later one then
         return tensor
+
+    def _check_same(self, path: Path) -> None:
+        if _identity(path) != self._identities[path]:
+            raise ValueError(
+                f"a checkpoint must stay as it is while it is read (got {str(path)!r}, which was replaced, changed or "
+                "removed meanwhile); load it again, and save beside what is being read"
+            )
 
     def _read_index(self) -> dict[str, str]:
         """Returns the file of each name, or nothing where one file holds all."""
@@ -97,6 +112,7 @@ class WeightFiles:
     def _headers(self, path: Path) -> dict[str, Entry]:
         from safetensors import SafetensorError, safe_open
 
+        self._identities[path] = _identity(path)
         try:
             with safe_open(str(path), framework="pt") as file:
                 self.notes.update(file.metadata() or {})
@@ -110,6 +126,14 @@ def some(names: list[str]) -> str:
     """Returns the first of ``names``, and how many more there are."""
     shown = ", ".join(names[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _unreadable(path: Path, reason: object) -> ValueError:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import peft
 import pytest
+import safetensors
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ from torch import nn
 import stronghold
 from stronghold.checkpoint.pretrained import check_save_folder
 from stronghold.errors import StoreError
+from stronghold.formats.weight_files import WeightFiles
 from stronghold.lab.models.files import load_model
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.unit import unit_of
@@ -511,6 +513,85 @@ def test_a_model_of_any_kind_takes_its_weights_from_a_folder(tmp_path):
             model = Normed()
         stronghold.offload(model, device="cpu", weights=tmp_path / "saved")
         assert same(model, whole)
+
+
+class Filled(nn.Module):
+    """Layers of one number, which is the configuration's; each tensor is found in a shard of its own where asked."""
+
+    def __init__(self, number=0.0):
+        super().__init__()
+        self.number = number
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(number)
+
+    def config_dict(self):
+        return {"number": self.number}
+
+    @classmethod
+    def from_config_dict(cls, settings):
+        return cls(**settings)
+
+
+@pytest.mark.parametrize("how", ["load", "weights"])
+@pytest.mark.parametrize("shard", ["5GB", "300"])
+@pytest.mark.parametrize("after", [0, 3, 7, None])
+def test_a_model_that_is_replaced_while_it_is_read_is_no_mixture_of_both(tmp_path, monkeypatch, after, shard, how):
+    folder, reads, read = tmp_path / "latest", [], safetensors.safe_open
+    stronghold.save(Filled(1.0), folder, max_shard_size=shard)
+    headers = len(list(folder.glob("*.safetensors")))
+    assert (headers > 1) == (shard != "5GB")
+
+    def opened(*arguments, **options):
+        reads.append(arguments)
+        if after is not None and len(reads) == headers + after + 1:  # another process saves its next model there
+            stronghold.save(Filled(2.0), folder, max_shard_size=shard)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(safetensors, "safe_open", opened)
+    with torch.device("meta"):
+        model = Filled()
+
+    def load():
+        if how == "load":
+            return stronghold.load(folder, model_class=Filled, device="cpu", window=1)
+        return stronghold.offload(model, device="cpu", window=1, weights=folder)
+
+    if after is None:
+        assert all(torch.equal(p, torch.ones_like(p)) for p in load().parameters())
+        return
+    with pytest.raises(ValueError, match=r"stay as it is while it is read \(got '.*model.*safetensors', which was"):
+        load()
+    monkeypatch.undo()
+    if how == "load":
+        again = load()
+        assert again.number == 2.0
+        assert all(torch.equal(p, torch.full_like(p, 2)) for p in again.parameters())
+
+
+def test_a_configuration_and_weights_are_of_one_model(tmp_path):
+    folder = tmp_path / "latest"
+    stronghold.save(Filled(1.0), folder)
+    stronghold.save(Filled(2.0), tmp_path / "next")
+
+    class Slow(Filled):
+        @classmethod
+        def from_config_dict(cls, settings):
+            folder.rename(tmp_path / "before")  # another process does, once the configuration was read
+            (tmp_path / "next").rename(folder)
+            return cls(**settings)
+
+    with pytest.raises(ValueError, match="stay as it is while it is read"):
+        stronghold.load(folder, model_class=Slow, device="cpu", window=1)
+
+
+def test_a_model_that_is_gone_while_it_is_read_is_said_to_be_so(tmp_path):
+    stronghold.save(Filled(1.0), tmp_path / "model")
+    files = WeightFiles(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    with pytest.raises(ValueError, match="replaced, changed or removed meanwhile"):
+        files.read("layers.0.weight")
 
 
 @pytest.mark.timeout(600)
