@@ -82,7 +82,14 @@ def manifest_of(
     ``groups`` are the names of the parameters in each of the optimizer's groups, in all processes; ``rest`` is what
     :func:`settings_of` returned.
     """
-    persistent = persistent_buffers(model)
+    persistent, modules = persistent_buffers(model), dict(model.named_modules(remove_duplicate=False))
+
+    def entry_of(name: str, buffer: Tensor) -> BufferEntry:
+        path, _, own = name.rpartition(".")
+        built = engine.built.of(modules[path], own) if path in modules else None
+        shape = list(buffer.shape)
+        return BufferEntry(dtype=name_of(buffer.dtype), shape=shape, persistent=name in persistent, built=built)
+
     return Manifest(
         directory=directory,
         model=engine.kind,
@@ -90,10 +97,7 @@ def manifest_of(
         states=optimizer.states,
         files=files,
         parameters=parameters,
-        buffers={
-            name: BufferEntry(dtype=name_of(b.dtype), shape=list(b.shape), persistent=name in persistent)
-            for name, b in model.named_buffers()
-        },
+        buffers={name: entry_of(name, buffer) for name, buffer in model.named_buffers()},
         optimizer={**rest["optimizer"], "group_names": groups, "skipped_steps": optimizer.skipped_steps},
         scheduler=rest["scheduler"],
         random=to_plain(take_random_states(engine.device.torch_device)),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stronghold.checkpoint.in_place import check_in_place, load_in_place
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.random_states import check_random_states, put_random_states
-from stronghold.checkpoint.unit_loading import load_buffers, load_unit
+from stronghold.checkpoint.unit_loading import check_buffers, load_buffers, load_unit
 from stronghold.checkpoint.unit_tensors import (
     Format,
     Names,
@@ -57,6 +57,11 @@ def load(
     So may the formats where nothing is lost: the fp32 masters are exact whether saved or loaded with fp32 or bf16
     compute, and 8-bit moments go into fp32 exactly. fp32 moments do not go into eight bits, which is refused. Memory
     is bounded by one tensor beside the model. Gradients are left as they are, and so is a scheduler that is not passed.
+
+    Buffers that no ``state_dict()`` has, such as RoPE's frequencies, are restored where the model was built with the
+    same as the one that was saved: training may have changed them. Those that this model's own configuration computes
+    otherwise, with another ``rope_theta``, say, stay its own, as with ``load_state_dict``, and a RuntimeWarning names
+    them; they are refused where training has changed them, too.
 
     In the directory of the model's own store, reopened or saved in place and not changed since, what is on disk was
     verified and stays where it is, and only what belongs in memory is read. A directory that another run has open is
@@ -136,8 +141,9 @@ def _load(
         processes.run_on_all(lambda: verify_files(manifest, files[processes.rank :: processes.world_size]))
         if not isinstance(checkpoint, Checkpoint):
             processes.run_on_all(lambda: checkpoint.check_moments(processes.rank, processes.world_size))
+    kept = processes.run_on_all(lambda: check_buffers(checkpoint, model, engine.built))
     with nullcontext() if scheduler is None else _scheduled(scheduler, state, manifest.directory):
-        processes.run_on_all(lambda: _put(checkpoint, model, engine, optimizer, names, own))
+        processes.run_on_all(lambda: _put(checkpoint, model, engine, optimizer, names, kept, own))
     _put_settings(optimizer, manifest)
     if not everyones:
         return
@@ -176,9 +182,10 @@ def _put(
     engine: Engine,
     optimizer: AdamW,
     names: Names,
+    kept: set[str],
     own: bool,
 ) -> None:
-    """Puts the units and buffers of this process where they belong."""
+    """Puts the units and buffers of this process where they belong, but for the buffers ``kept`` as they are."""
     manifest = checkpoint.manifest
     engine.close_backward()
     wait_on_host(engine)
@@ -199,7 +206,7 @@ def _put(
         else:
             for unit in engine.units:
                 load_unit(checkpoint, engine, optimizer, unit, names[unit])
-        load_buffers(checkpoint, model)
+        load_buffers(checkpoint, model, kept)
     except Exception as error:
         raise CheckpointError(
             f"{manifest.directory} could not be loaded to the end, and the model now holds parts of it; load another "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from stronghold.checkpoint.unit_tensors import tensors_of
 from stronghold.engine import Engine
 from stronghold.engine.adamw import AdamW
 from stronghold.errors import CheckpointError
+from stronghold.formats.built_buffers import BuiltBuffers, tell_of
 from stronghold.formats.manifest import FileEntry, name_of
 from stronghold.formats.moments import wrong_moment
 from stronghold.formats.reader import Checkpoint, UnitReader
@@ -106,20 +108,41 @@ def _decode(codes: Tensor, exponents: Tensor, moment: Tensor, *, signed: bool) -
         moment[begin:end].copy_(decode(part, signed=signed))
 
 
-def load_buffers(checkpoint: Checkpoint | DistributedCheckpoint, model: nn.Module) -> None:
-    manifest = checkpoint.manifest
-    if not manifest.buffers:
+def check_buffers(checkpoint: Checkpoint | DistributedCheckpoint, model: nn.Module, built: BuiltBuffers) -> set[str]:
+    """Returns the names of the saved buffers that ``model`` has otherwise by its own configuration, and keeps.
+
+    Warns of them, and of those of which an earlier version has not told. Raises CheckpointError where neither is right.
+    """
+    found: dict[bool | None, list[str]] = {True: [], False: [], None: []}
+    for module, own, name, saved in _saved_buffers(checkpoint, model):
+        found[built.takes(module, own, name, checkpoint.manifest.buffers[name], saved)].append(name)
+    tell_of(found[False], found[None], checkpoint.manifest.directory)
+    return set(found[False])
+
+
+def load_buffers(checkpoint: Checkpoint | DistributedCheckpoint, model: nn.Module, own_ones: set[str]) -> None:
+    """Gives the model the buffers that were saved, but for ``own_ones``."""
+    for module, own, name, saved in _saved_buffers(checkpoint, model):
+        present = module._buffers[own]
+        if name in own_ones:
+            continue
+        if present is not None and present.shape == saved.shape and present.dtype == saved.dtype:
+            present.copy_(saved)  # in place: others may hold it too
+        else:
+            module._buffers[own] = saved.to(present.device) if present is not None else saved
+
+
+def _saved_buffers(
+    checkpoint: Checkpoint | DistributedCheckpoint, model: nn.Module
+) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """Yields the owner, the name there, the whole name and the saved value of those that are here and there."""
+    if not checkpoint.manifest.buffers:
         return
     modules = dict(model.named_modules(remove_duplicate=False))
     with checkpoint.buffers() as file:
-        for name, entry in manifest.buffers.items():
+        for name, entry in checkpoint.manifest.buffers.items():
             path, _, own = name.rpartition(".")
             module = modules.get(path)
             if module is None or own not in module._buffers:
                 continue  # none that state_dict() has: those were compared
-            saved = file.read_buffer(name, entry)
-            present = module._buffers[own]
-            if present is not None and present.shape == saved.shape and present.dtype == saved.dtype:
-                present.copy_(saved)  # in place: others may hold it too
-            else:
-                module._buffers[own] = saved.to(present.device) if present is not None else saved
+            yield module, own, name, file.read_buffer(name, entry)

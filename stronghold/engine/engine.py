@@ -30,6 +30,7 @@ from stronghold.engine.timing import Stopwatch
 from stronghold.engine.turns import Turns
 from stronghold.engine.updates import Updates, update_now
 from stronghold.errors import OffloadedModelError
+from stronghold.formats.built_buffers import BuiltBuffers
 from stronghold.optim import HostAdamW, Threads, settings_now
 from stronghold.planned import PlannedSteps
 from stronghold.settings import OffloadSettings, kept_layers
@@ -103,6 +104,7 @@ class Engine:
         self.compiling = Compiling(self.kind, settings.compile, settings.activations)
         self.held = HeldMemory(model, device, self.units, placement.root_bytes)
         self.budget = Budget(settings, self.held.held_bytes, processes=replicas.local_world_size)
+        self.built = BuiltBuffers(model)
         self.store = self._placed(placement, settings, weights)
         self.window = Window(self.layers, placement.window, device, self.store, self.waits)
         self.gradients = Gradients(self.layers, device, self.waits, replicas)
@@ -136,7 +138,7 @@ class Engine:
                 unit.belong_to(self, self.waits, self.close_backward, self.turns.taken)
             if isinstance(weights, Reopened):
                 assert isinstance(store, DiskStore)
-                weights.place(store, self.units)
+                weights.place(store, self.units, self.built)
             else:
                 for number, values in weights.units([unit.parameters for unit in self.units], placement.modules):
                     store.place(self.units[number], values)
@@ -292,6 +294,7 @@ class Engine:
                 copy_to_device(unit, self.device)
         for module, name in added.buffers:
             module._buffers[name] = module._buffers[name].to(self.device.torch_device)  # type: ignore[union-attr]
+        self.built.add(model)
         self.held.root_bytes = added.root_bytes
         self.units[:] = added.in_order([*self.units, *added.units])
         self._root.add(added.root)

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from stronghold.errors import CheckpointError, StoreError
+from stronghold.formats.built_buffers import BuiltBuffers, tell_of
 from stronghold.formats.manifest import BUFFERS, Manifest, UnitFileEntry, read_manifest
 from stronghold.formats.reader import FileReader, UnitReader
 from stronghold.store import DiskStore, in_memory
@@ -32,15 +33,17 @@ class Reopened:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kept: Manifest | None = None
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
 
-    def place(self, store: DiskStore, units: Sequence[Unit]) -> None:
+    def place(self, store: DiskStore, units: Sequence[Unit], built: BuiltBuffers) -> None:
         """Gives all units the memory that they were kept in, and reads what is not on disk.
 
-        Raises StoreError for a model with other parameters, or one that is placed otherwise.
+        ``built`` are the model's buffers. Raises StoreError for a model with other parameters, or one that is placed
+        otherwise, and CheckpointError for buffers that were built otherwise and have changed.
         """
-        kept = self._kept = store.reopened
+        kept = store.reopened
         assert kept is not None
+        self._buffers = list(self._restored(kept, built))
         names = {id(parameter): name for name, parameter in all_parameters(self._model)}
         for unit in units:
             named = [names[id(parameter)] for parameter in unit.parameters]
@@ -63,12 +66,21 @@ class Reopened:
 
     def buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """Yields the buffers that get a value, by owner and name."""
-        assert self._kept is not None
-        if not self._kept.buffers:
+        return iter(self._buffers)
+
+    def _restored(self, kept: Manifest, built: BuiltBuffers) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        if not kept.buffers:
             return
-        with FileReader(self._kept, BUFFERS) as file:
+        unknown = []
+        with FileReader(kept, BUFFERS) as file:
             for prefix, module in self._model.named_modules():
                 for own in module._buffers:
                     name = f"{prefix}.{own}" if prefix else own
-                    if (entry := self._kept.buffers.get(name)) is not None:
-                        yield module, own, file.read_buffer(name, entry)
+                    if (entry := kept.buffers.get(name)) is None:
+                        continue
+                    saved = file.read_buffer(name, entry)
+                    takes = built.takes(module, own, name, entry, saved)
+                    unknown += [name] if takes is None else []
+                    if takes is not False:  # of which checkpoint.load tells
+                        yield module, own, saved
+        tell_of([], unknown, kept.directory)

@@ -145,7 +145,9 @@ def _parameter(entry: Any, where: str) -> None:
 
 
 def _buffer(entry: Any, where: str) -> None:
-    _record(entry, where, dtype=_one_of(*_DTYPES), shape=_shape, persistent=_truth)
+    if isinstance(entry, dict):
+        entry = {"built": None, **entry}  # which the second format did not have
+    _record(entry, where, dtype=_one_of(*_DTYPES), shape=_shape, persistent=_truth, built=_or_none(_crc))
 
 
 # What entries are for one another.

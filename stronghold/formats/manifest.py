@@ -18,9 +18,9 @@ from stronghold.formats.content import check_content, parsed
 from stronghold.formats.sync import sync_directory
 from stronghold.native import crc32c
 
-FORMAT = 2
-"""1 had no units in a store's own files; it is read as well."""
-_READ = (1, FORMAT)
+FORMAT = 3
+"""1 had no units in a store's own files, and 2 did not tell how buffers were built; both are read as well."""
+_READ = (1, 2, FORMAT)
 NAME = "manifest.json"
 PARTIAL = f"{NAME}.partial"
 _SUM = ',\n "crc32c": "'
@@ -94,11 +94,15 @@ class ParameterEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferEntry:
-    """One buffer; ``dtype`` is its own, where the file may hold its bytes alone."""
+    """One buffer; ``dtype`` is its own, where the file may hold its bytes alone.
+
+    ``built`` is the CRC-32C of its bytes as they were at ``offload``, None where it is ``persistent`` or not known.
+    """
 
     dtype: str
     shape: list[int]
     persistent: bool
+    built: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

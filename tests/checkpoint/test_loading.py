@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 import stronghold
 from stronghold.errors import BudgetError, CheckpointError, CorruptionError, OffloadedModelError
+from stronghold.formats.manifest import read_manifest
 from stronghold.unit import unit_of
 from tests.checkpoint.training import Training, of_kind
 from tests.reference import CASES, differences, snapshot
@@ -325,20 +327,121 @@ def test_a_damaged_file_changes_nothing_or_is_said_to_have(verify: bool, tmp_pat
     assert other.steps(kind.batches(2)) == expected[0]
 
 
+class Turned(Residual):
+    """Layers whose inputs are turned by frequencies of ``theta``, and a cache; no ``state_dict()`` has either."""
+
+    def __init__(self, theta: float, length: int = 13, factor: float = 1.0) -> None:
+        super().__init__()
+        frequencies = factor / theta ** (torch.arange(self.into.out_features) / self.into.out_features)
+        for layer in self.layers:
+            layer.register_buffer("frequencies", frequencies.clone(), persistent=False)
+            layer.register_forward_pre_hook(lambda layer, given: (given[0] * layer.frequencies.cos(), *given[1:]))
+        self.register_buffer("cache", torch.cos(torch.arange(length) / theta), persistent=False)
+
+
+def turned(theta: float, length: int = 13, factor: float = 1.0, **settings: Any) -> Training:
+    torch.manual_seed(0)
+    return Training(Turned(theta, length, factor), window=2, **settings)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_what_another_configuration_computes_stays_as_load_state_dict_leaves_it(tmp_path: Any, format: Any) -> None:
+    first = turned(10.0)
+    batches = KINDS["residual"].batches(4)
+    first.steps(batches[:2])
+    path = first.save(tmp_path / "saved", format=format)
+    other = turned(50.0, length=66)
+    with pytest.warns(RuntimeWarning, match=r"stay as this model computes .*got cache, layers\.0\.frequencies, "):
+        other.load(path, format=format)
+    torch.manual_seed(0)
+    plain = Turned(50.0, length=66)
+    plain.load_state_dict(first.model.state_dict())
+    for (name, value), expected in zip(other.model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(value, expected), name
+    with torch.no_grad():
+        assert torch.equal(other.model.eval()(batches[2]), plain.eval()(batches[2]))
+    moments = [[state["exp_avg"] for state in one.optimizer.state_dict()["state"].values()] for one in (first, other)]
+    assert all(torch.equal(one, two) for one, two in zip(*moments, strict=True))
+
+
+def test_what_training_changed_comes_back_and_is_refused_by_another_configuration(tmp_path: Any) -> None:
+    first = turned(10.0)
+    first.model.layers[1].frequencies.mul_(0.5)
+    first.model.cache = torch.arange(40.0)
+    path = first.save(tmp_path / "saved")
+    same = turned(10.0)
+    same.load(path)
+    assert torch.equal(same.model.layers[1].frequencies, first.model.layers[1].frequencies)
+    assert torch.equal(same.model.cache, torch.arange(40.0))
+    other = turned(50.0)
+    before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"must begin as it began .*got cache, which this model computes"):
+        other.load(path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.model.state_dict().items())
+
+
+def test_what_another_processor_computes_a_little_otherwise_comes_back_to_the_bit(tmp_path: Any) -> None:
+    first = turned(10.0)
+    path = first.save(tmp_path / "saved")
+    other = turned(10.0, factor=1 + 1e-6)
+    assert not torch.equal(other.model.layers[0].frequencies, first.model.layers[0].frequencies)
+    other.load(path)
+    again = other.save(tmp_path / "again")
+    for one, place in ((other, path), (turned(10.0), again), (turned(10.0, factor=1 - 1e-6), again)):
+        one.load(place)
+        for (name, value), expected in zip(one.model.named_buffers(), first.model.buffers(), strict=True):
+            assert torch.equal(value, expected), name
+
+
+@pytest.mark.parametrize("theta", [10.0, 50.0])
+def test_a_store_that_is_reopened_has_the_buffers_of_its_configuration(tmp_path: Any, theta: float) -> None:
+    place = str(tmp_path / "store")
+    first = turned(10.0, store=place)
+    first.steps(KINDS["residual"].batches(1))
+    first.save(place)
+    stronghold.close(first.model)
+    other = turned(theta, store=place, weights=place)
+    for (name, value), expected in zip(other.model.named_buffers(), Turned(theta).buffers(), strict=True):
+        assert torch.equal(value, expected), name
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        other.load(place)
+    assert [one for one in found if "stay as this model" in str(one.message)] == found[: theta != 10.0]
+    for (name, value), expected in zip(other.model.named_buffers(), Turned(theta).buffers(), strict=True):
+        assert torch.equal(value, expected), name
+
+
+def test_an_earlier_version_that_did_not_tell_is_believed_and_told_of(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = turned(10.0)
+    monkeypatch.setattr("stronghold.formats.built_buffers.BuiltBuffers.of", lambda *_: None)
+    path = first.save(tmp_path / "saved")
+    monkeypatch.undo()
+    assert all(entry.built is None for entry in read_manifest(path).buffers.values())
+    same, other = turned(10.0), turned(50.0)
+    same.load(path)
+    with pytest.warns(RuntimeWarning, match=r"become the checkpoint's, of a version .*got cache, layers\.0\.freq"):
+        other.load(path)
+    for (name, value), expected in zip(other.model.named_buffers(), first.model.buffers(), strict=True):
+        assert torch.equal(value, expected), name
+
+
 def test_buffers_that_state_dict_has_not_take_the_saved_shape_and_odd_dtypes_are_kept(tmp_path: Any) -> None:
-    def build(length: int) -> Training:
+    def build() -> Training:
         model = Residual()
-        model.register_buffer("grown", torch.arange(length), persistent=False)
+        model.register_buffer("grown", torch.arange(3), persistent=False)
         model.register_buffer("angles", torch.polar(torch.ones(3), torch.arange(3.0)))
         model.register_buffer("empty", torch.zeros(0, dtype=torch.complex64))
         model.register_buffer("later", None)
         return Training(model, window=2)
 
-    training = build(7)
+    training = build()
+    training.model.grown = torch.arange(7)  # as it does in a forward pass over more than before
     assert isinstance(training.model.angles, torch.Tensor)
     training.model.angles.mul_(2)
     path = training.save(tmp_path / "saved")
-    other = build(3)
+    other = build()
     other.load(path)
     assert torch.equal(other.model.grown, torch.arange(7))
     assert torch.equal(other.model.angles, training.model.angles)

@@ -92,14 +92,14 @@ def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Any) -> None:
 
 
 def test_another_format_is_told_from_damage(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stronghold.formats.manifest._READ", (3,))
-    with pytest.raises(CheckpointError, match=r"must be of format 3 \(got format 2 in .*version of stronghold"):
+    monkeypatch.setattr("stronghold.formats.manifest._READ", (4,))
+    with pytest.raises(CheckpointError, match=r"must be of format 4 \(got format 3 in .*version of stronghold"):
         read_manifest(saved)
 
 
 def test_the_manifest_is_json_that_tells_the_step_and_the_files(saved: Any) -> None:
     content = json.loads((saved / NAME).read_text())
-    assert content["format"] == 2
+    assert content["format"] == 3
     assert content["model"] == "Residual"
     assert content["states"] == "8bit"
     assert content["extra"] == {"a": 1}
