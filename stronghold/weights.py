@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from stronghold.formats.adapter_names import base_of, modules_of_base
+from stronghold.formats.adapter_names import base_of, copies_in, modules_of_base
 from stronghold.formats.conversion import into_model, remember
 from stronghold.formats.pieces import Group
 from stronghold.formats.quantised_files import QuantisedFiles
@@ -102,7 +102,8 @@ class FromCheckpoint:
 
     A value is converted to its parameter's dtype, as ``load_state_dict`` does: bf16 and fp16 exactly to fp32. Of a
     parameter with several names one is enough. What is neither in the files nor on the meta device keeps its value:
-    PEFT's adapters, whose files are those of the model that they are around.
+    PEFT's adapters, whose files are those of the model that they are around. What trains as a whole, by
+    ``modules_to_save``, begins as a copy of what it is beside.
     """
 
     def __init__(self, model: nn.Module, checkpoint: WeightFiles) -> None:
@@ -129,6 +130,9 @@ class FromCheckpoint:
         self._scales: list[Tensor] = []
         """Those of the packed weight that was asked for last."""
         self._found = self._match(model, named, groups)
+        for original, copy in copies_in(model):  # which are read twice
+            if id(original) in self._found:
+                self._found[id(copy)] = self._found[id(original)]
         self._check(model, named)
         self._buffers = [(module, name) for full, module, name in persistent if id(named[full]) in self._found]
         on_file = set(self._buffers)

@@ -278,6 +278,46 @@ def test_the_files_of_a_base_stream_into_a_model_with_adapters(tmp_path, config)
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        lora(modules_to_save=["lm_head"]),
+        lora(modules_to_save=["lm_head", "embed_tokens"]),
+        lora(trainable_token_indices=[3, 5]),
+    ],
+    ids=["head", "head and embedding", "tokens"],
+)
+def test_what_trains_as_a_whole_begins_with_the_values_of_the_files(tmp_path, config):
+    """The copies that PEFT makes of modules without values have none; rows of an embedding must have theirs."""
+    base = CASE.model(3)
+    base.save_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(base, config)
+    model = copy.deepcopy(plain)
+    names = {name for name, _ in model.named_parameters() if "lora_" not in name and "_delta" not in name}
+    for name, parameter in [*model.named_parameters()]:
+        if name in names:
+            empty = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, empty)
+    model = stronghold.offload(model, weights=tmp_path / "base", device="cpu", window=2)
+    assert_same(dict(model.state_dict()), plain.state_dict())
+    losses = [
+        train(one, torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=1e-2), CASE.batches(3))
+        for one in (model, plain)
+    ]
+    assert losses[0] == losses[1]
+    assert_same(dict(model.state_dict()), plain.state_dict())
+
+
+def test_trainable_tokens_without_values_are_refused_and_told_when_to_come(tmp_path):
+    CASE.model(3).save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        model = CASE.model(3)
+    model = peft.get_peft_model(model, lora(trainable_token_indices=[3, 5]))
+    with pytest.raises(ValueError, match=r"rows of the embedding, .*embed_tokens.*first, then call get_peft_model"):
+        stronghold.offload(model, weights=tmp_path / "base", device="cpu", window=2)
+
+
 @pytest.mark.parametrize("store", ["ram", "disk"])
 def test_a_base_that_is_loaded_frozen_learns_the_same_and_never_had_what_training_takes(tmp_path, store):
     where = store if store == "ram" else str(tmp_path / "store")
