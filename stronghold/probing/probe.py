@@ -101,6 +101,28 @@ def _machine(
     progress: Callable[[str, float], None] | None = None,
 ) -> MachineFile:
     peak_bytes = device.peak_bytes()
+    samples = _sampled(device, directories, dtypes, states, others, seconds=seconds, least=least, progress=progress)
+    gc.collect()  # what was measured with went with that call, but for autograd's graphs, which are in cycles
+    return_free_memory()
+    if device.torch_device.type != "cpu":
+        torch.accelerator.empty_cache()  # it is free when the device is asked
+        if device.peak_bytes() > peak_bytes:
+            torch.accelerator.reset_peak_memory_stats(device.torch_device)  # and is no model's
+    return _filled(device, facts_of(device.torch_device), directories, samples)
+
+
+def _sampled(
+    device: Device,
+    directories: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    states: Sequence[str],
+    others: Sequence[Measure],
+    *,
+    seconds: float,
+    least: int,
+    progress: Callable[[str, float], None] | None,
+) -> Sampled:
+    """Returns what was found; the clock, which has what it timed, and all else that was measured with end here."""
     clock = DeviceClock(device)
     formats = list(itertools.product(dtypes, states))
     with disk_measures(clock, directories) as disks:
@@ -116,15 +138,7 @@ def _machine(
             *disks,
             *others,
         ]
-        samples = sample_all(measures, seconds=seconds, least=least, progress=progress)
-    del measures
-    gc.collect()  # autograd's graphs are in cycles with what was timed
-    return_free_memory()
-    if device.torch_device.type != "cpu":
-        torch.accelerator.empty_cache()  # what was measured with is free when the device is asked
-        if device.peak_bytes() > peak_bytes:
-            torch.accelerator.reset_peak_memory_stats(device.torch_device)  # and is no model's
-    return _filled(device, facts_of(device.torch_device), directories, samples)
+        return sample_all(measures, seconds=seconds, least=least, progress=progress)
 
 
 def _filled(device: Device, facts: Facts, directories: Sequence[str], samples: Sampled) -> MachineFile:

@@ -1,5 +1,6 @@
 """The probe of a device with memory of its own: a GPU where there is one, or the accelerator in software."""
 
+import gc
 import time
 
 import pytest
@@ -9,8 +10,9 @@ import stronghold
 from stronghold.device import open_device
 from stronghold.planner.machine_rates import machine_of
 from stronghold.probing import stopwatches
+from stronghold.probing.probe import glance
 from stronghold.probing.stopwatches import DeviceClock
-from tests.gpu import DEVICE, needs_device
+from tests.gpu import DEVICE, SOFT, needs_device
 from tests.probing.small import make_short
 
 pytestmark = [pytest.mark.gpu, needs_device]
@@ -44,3 +46,26 @@ def test_what_takes_long_to_issue_is_timed_by_what_it_takes_of_the_device(monkey
 
     assert clock.timed(task, calls=4) < 0.002
     assert values.tolist() == [5.0] * 8
+
+
+def test_what_a_glance_measured_with_is_gone_when_the_device_is_asked_what_is_free(monkeypatch):
+    make_short(monkeypatch)
+    device, dtypes = open_device(torch.device(DEVICE)), (torch.float32, torch.bfloat16)
+    if SOFT is None:
+        glance(device, dtypes=dtypes)  # workspaces of libraries stay
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    allocated_bytes, free_bytes = torch.accelerator.memory_allocated(), device.free_bytes()
+    emptied, empty_cache = [], torch.accelerator.empty_cache
+
+    def noted():
+        emptied.append((torch.accelerator.memory_allocated(), device.peak_bytes()))
+        empty_cache()
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", noted)
+    glance(device, dtypes=dtypes)
+    ((at_emptying, highest_bytes),) = emptied
+    assert at_emptying == allocated_bytes
+    assert device.free_bytes() == free_bytes
+    assert device.peak_bytes() == allocated_bytes < highest_bytes - 2**20
