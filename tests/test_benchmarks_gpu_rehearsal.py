@@ -174,6 +174,7 @@ def test_large_models_learn_and_are_not_trained_again(tmp_path):
     llama, gpt = recorded(tmp_path, "large")
     assert (llama["call"]["model"], gpt["call"]["model"]) == ("llama-tiny", "gpt-tiny")
     assert llama["learned"] and gpt["learned"] and len(llama["step_s"]) == 2
+    assert (llama["loss_chunk"], gpt["loss_chunk"]) == (2048, 65536)
     assert "best product" in printed and "WRONG" not in printed
     call("large.py", tmp_path, "--steps", 2, "--batches", 2)
     assert len(recorded(tmp_path, "large")) == 2

@@ -71,6 +71,7 @@ def measure(
     rates = {"model": 3 * (forward + head), "done": 4 * forward + 3 * head}
     return {
         "parameters": report.parameters,
+        "loss_chunk": large.loss_chunk,
         "step_s": counted,
         "tokens_per_s": batch * sequence / median(counted),
         "tflops": {name: flops / median(counted) / 1e12 for name, flops in rates.items()},
