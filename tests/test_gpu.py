@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -500,6 +501,32 @@ def test_what_a_large_root_adds_to_the_peak_is_what_report_says(monkeypatch):
     promised_before, peak_before = measured()
     assert promised - promised_before > 2 * 4 * 256 * 30_011, "the moments"
     assert peak - peak_before == pytest.approx(promised - promised_before, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_benchmarks_least_peak_is_what_report_says_whatever_the_loss_takes(monkeypatch, dtype):
+    for folder in ("benchmarks", "benchmarks/gpu"):
+        monkeypatch.syspath_prepend(Path(__file__).parent.parent / folder)
+    import loops  # type: ignore[import-not-found]
+
+    take_workspaces()
+    gc.collect()
+    device = torch.device(DEVICE)
+    before = torch.accelerator.memory_allocated()
+    model = GPT(GPTConfig(layers=4, hidden=256, heads=4, sequence=16, vocabulary=16_000))
+    loop = loops.offloaded(model, dtype=dtype, device=device, settings={"window": 2}, optimizer={})
+    tokens = torch.arange(8, device=device)[None]
+    for _ in range(2):
+        loop.step(tokens)
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    loop.step(tokens)
+    with_loss = torch.accelerator.max_memory_allocated() - before
+    found = loops.least_peak(loop, tokens, device, before)
+    held = loop.report().device_bytes
+    assert 0.98 * held <= found["least_peak_bytes"] <= 1.02 * found["least_peak_said"]
+    assert with_loss > 1.1 * held, "what 1.02 was asked of"
+    loop.close()
 
 
 def test_host_memory_is_what_report_promised_and_pinned_to_the_byte(monkeypatch):

@@ -13,7 +13,7 @@ about() {
     free -m
     ulimit -a
     df -h "$out" /tmp
-    nvidia-smi -q -d CLOCK,POWER,PCIE,MEMORY
+    nvidia-smi -q # at rest: what it says while the device computes is in probe.jsonl and trace.jsonl
     nvidia-smi topo -m
     command -v nvcc g++ ninja
     "$PYTHON" -m pip --disable-pip-version-check list

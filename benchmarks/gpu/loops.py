@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from probe_parts import synchronize
 from torch import Tensor, nn
 
 import stronghold
 from stronghold.lab.methods.megatron_lm import WithMasters
 from stronghold.lab.methods.ordinary import recompute_layers
 from stronghold.lab.models.gpt import GPT
+from stronghold.optim.adamw_on_device import scratch_bytes
 from stronghold.reports import Report
 
 LR, WEIGHT_DECAY = 3e-4, 0.1
@@ -162,6 +164,36 @@ def peak_bytes(device: torch.device) -> int:
 
 def reset_peak(device: torch.device) -> None:
     _memory("reset_peak_memory_stats", device)
+
+
+def least_peak(loop: Loop, tokens: Tensor, device: torch.device, before_bytes: int) -> dict[str, int]:
+    """Returns the peak of a step over a few ``tokens``, above ``before_bytes``, beside what the report says.
+
+    It trains the sum of what the last norm gives: a loss over the vocabulary, with the sum of tied gradients, would
+    take a multiple of the table in fp32, and a second copy of a slot could not be told from that.
+    """
+    report = loop.report()
+    assert report is not None
+    table = max(loop.model.parameters(), key=torch.Tensor.numel)
+    synchronize(device)
+    reset_peak(device)
+    normed: list[Tensor] = []
+    hook = loop.model.get_submodule("norm").register_forward_hook(lambda module, given, out: normed.append(out))
+    try:
+        loop.model(tokens)
+    finally:
+        hook.remove()
+    normed.pop().float().sum().backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    synchronize(device)
+    said = report.device_bytes  # with the gradients of a root that is updated there
+    if report.resident_root:
+        dtype = getattr(torch, report.dtype)
+        said += scratch_bytes(table.numel(), device.type, dtype=dtype, states=report.states or "fp32")
+    else:
+        said += report.root_gradients_device_bytes
+    return {"least_peak_bytes": max(0, peak_bytes(device) - before_bytes), "least_peak_said": said}
 
 
 def _memory(name: str, device: torch.device) -> int:

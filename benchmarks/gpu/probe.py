@@ -17,10 +17,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import meanwhile
 import torch
 from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, name_of, say, within
 from probe_parts import PARTS
-from probe_table import best_product, failures, tables
+from probe_table import best_product, failures, in_words, tables
 
 MIB = 2**20
 Call = Mapping[str, Any]
@@ -84,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [record for call in calls if (record := recorded.find(call))]
     for table in tables(found, str(device), name_of(device)):
         draw(table)
+    for record in found:
+        if "while" in record:
+            say(f"meanwhile, {in_words(record['call'])}: {meanwhile.in_words(record['while'])}")
     for line in failures(found):
         say(line)
     if (best := best_product(recorded.records)) is not None:

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from meanwhile import Asked
 
 from stronghold.device import Common, open_device
 from stronghold.native import stream
@@ -20,8 +21,17 @@ BURST = 500
 REPEATS = 3
 
 
-def timed(task: Callable[[], object], device: torch.device, least_s: float) -> list[float]:
-    """Returns the seconds of one ``task``, some times over, each the mean of as many as take ``least_s`` together."""
+def timed(
+    task: Callable[[], object],
+    device: torch.device,
+    least_s: float,
+    *,
+    meanwhile: Callable[[], object] | None = None,
+) -> list[float]:
+    """Returns the seconds of one ``task``, some times over, each the mean of as many as take ``least_s`` together.
+
+    ``meanwhile`` is called once, between the first of them and the second.
+    """
 
     def run(count: int) -> float:
         synchronize(device)
@@ -36,6 +46,8 @@ def timed(task: Callable[[], object], device: torch.device, least_s: float) -> l
     while took_s < least_s and count < 2**16:
         count = max(2 * count, min(64 * count, round(1.2 * count * least_s / max(took_s, 1e-9))))
         took_s = run(count)
+    if meanwhile is not None:
+        meanwhile()
     return [took_s / count, *(run(count) / count for _ in range(REPEATS - 1))]
 
 
@@ -117,7 +129,10 @@ def device_memory(device: torch.device, least_s: float, *, bytes: int) -> Outcom
 
 
 def product(device: torch.device, least_s: float, *, kind: str, m: int, k: int, n: int, for_s: float = 0.0) -> Outcome:
-    """Multiplies (m, k) by (k, n), ``kind`` "bf16", "fp32" or "tf32", for ``for_s`` seconds if that is longer."""
+    """Multiplies (m, k) by (k, n), ``kind`` "bf16", "fp32" or "tf32", for ``for_s`` seconds if that is longer.
+
+    What nvidia-smi says meanwhile of clocks, power and the link is "while", of those that take ``for_s``.
+    """
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(2**20, generator=generator).to(dtype)  # zeros would take less power, and be faster
@@ -130,11 +145,14 @@ def product(device: torch.device, least_s: float, *, kind: str, m: int, k: int, 
     result = torch.empty(m, n, dtype=dtype, device=device)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+    asked: list[Asked] = []
+    ask = (lambda: asked.append(Asked(device))) if for_s and device.type == "cuda" else None
     try:
-        seconds = timed(lambda: torch.mm(one, other, out=result), device, max(least_s, for_s))
+        seconds = timed(lambda: torch.mm(one, other, out=result), device, max(least_s, for_s), meanwhile=ask)
     finally:
         torch.set_float32_matmul_precision(before)
-    return {"seconds": seconds, "tflops": 2 * m * k * n / median(seconds) / 1e12}
+    found = {"seconds": seconds, "tflops": 2 * m * k * n / median(seconds) / 1e12}
+    return found | ({"while": asked[0].answer()} if asked else {})
 
 
 def launch(device: torch.device, least_s: float, *, what: str) -> Outcome:

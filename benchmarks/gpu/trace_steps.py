@@ -25,8 +25,8 @@ from statistics import median
 from typing import Any
 
 from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, say, within
-from loops import Loop, batches_of, held_bytes, offloaded, peak_bytes, plain, reset_peak
-from probe_parts import synchronize
+from loops import batches_of, held_bytes, least_peak, offloaded, peak_bytes, plain, reset_peak
+from meanwhile import Asked, in_words
 from trace_settings import SMALL, Setting, Shape, call_of, offload_settings, settings_of
 from trace_table import gap_table, name_of, table, why_idle
 from trace_turns import Turns, traced
@@ -59,6 +59,10 @@ class Course:
         """Returns what the ordinary loop itself comes to."""
         seconds = [self.ordinary.timed(self._options.steps) for _ in range(self._options.rounds)]
         found = {"step_s": seconds, "peak_bytes": self._peak_bytes, "parameters": self._pristine.config.parameters}
+        if self._device.type == "cuda":
+            asked = Asked(self._device)
+            self.ordinary.timed(self._options.steps)  # not counted
+            found["while"] = asked.answer()
         return found | {"trace": traced(self.ordinary, self._device, keep)}
 
     def measure(self, setting: Setting, keep: Path | None) -> dict[str, Any]:
@@ -106,19 +110,10 @@ class Course:
                 "pinned_bytes": report.pinned_host_bytes,
             }
             found["trace"] = traced(turns, device, keep)
-            return found | self._peaks(loop, before_bytes)
+            few = next(batches_of(1, 8, self.shape.vocabulary, device))
+            return found | least_peak(loop, few, device, before_bytes)
         finally:
             loop.close()
-
-    def _peaks(self, loop: Loop, before_bytes: int) -> dict[str, Any]:
-        """Returns the peak of a step with next to no activations, beside what the report said it would be."""
-        report = loop.report()
-        assert report is not None
-        reset_peak(self._device)
-        loop.step(next(batches_of(1, 8, self.shape.vocabulary, self._device)))
-        synchronize(self._device)
-        said = report.device_bytes + report.root_gradients_device_bytes
-        return {"least_peak_bytes": max(0, peak_bytes(self._device) - before_bytes), "least_peak_said": said}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             recorded.add(call, outcome)
             budget.took(begin_s - budget.left_s)
             name = "plain PyTorch" if setting is None else setting.name
+            if "while" in outcome:
+                say(f"meanwhile: {in_words(outcome['while'])}")
             say(f"{name}: {outcome.get('error') or format_seconds(median(outcome['step_s'])) + ' per step'}")
             if "CUDA error" in outcome.get("error", ""):
                 break  # the context is lost
