@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,14 +133,84 @@ def test_layers_that_cannot_be_compiled_fail_their_mode(smoke, tmp_path, monkeyp
         smoke.run_mode(smoke.MODES["compiled, bf16, activations kept"], torch.device("cpu"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("mode", "lost"),
+    [
+        ("bf16", r"layers\.[135]\."),
+        ("bf16", r"embedding\."),
+        ("biases alone, bf16", ""),
+    ],
+)
+def test_a_mode_in_bf16_that_does_not_update_is_wrong(smoke, tmp_path, monkeypatch, mode, lost):
+    """Five steps move a loss so little that it stays within what bf16 is allowed, and the mode was "ok"."""
+    whole = smoke.offloaded
+
+    def offloaded(model, **given):
+        loop = whole(model, **given)
+        (group,) = loop.optimizer.param_groups
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        still = [parameter for parameter in group["params"] if re.match(lost, names[parameter])]
+        group["params"] = [parameter for parameter in group["params"] if parameter not in set(still)]
+        loop.optimizer.add_param_group({"params": still, "lr": 0.0})
+        return loop
+
+    for name, value in {"layers": 6, "hidden": 32, "heads": 2}.items():
+        monkeypatch.setitem(smoke.GPT_SHAPE, name, value)
+    monkeypatch.setattr(smoke.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    options = smoke._options(["--out", str(tmp_path), "--device", "cpu", "--commit", "c"])
+    smoke.run_modes([mode], options)
+    monkeypatch.setattr(smoke, "offloaded", offloaded)
+    smoke.run_modes([mode], options)
+    right, wrong = recorded(tmp_path, "smoke")
+    assert "error" not in wrong and wrong["away"] <= wrong["tolerance"]
+    assert [smoke.status_of(record) for record in (right, wrong)] == ["ok", "WRONG"]
+    assert max(right["moved_away"].values()) < 0.15
+    still = {unit for unit, away in wrong["moved_away"].items() if away == pytest.approx(1)}
+    assert still == {unit for unit in wrong["moved_away"] if re.match(lost, f"{unit}.")}
+
+
+def test_how_far_what_moved_is_away(smoke):
+    one = torch.ones(1)
+    names = ("layers.0.a", "layers.0.b.2.c", "layers.1.a", "head", "still", "stirred")
+    before = dict.fromkeys(names, 0 * one)
+    wanted = before | {"layers.0.a": 3 * one, "layers.0.b.2.c": 4 * one, "layers.1.a": one, "head": one}
+    got = wanted | {"layers.0.a": 0 * one, "layers.1.a": one * torch.nan, "stirred": one}
+    away = {"layers.0": 0.6, "layers.1": torch.inf, "head": 0, "still": 0, "stirred": torch.inf}
+    assert smoke.moved_away(got, wanted, before) == pytest.approx(away)
+
+
+def test_an_error_of_cuda_is_that_of_its_mode_alone(tmp_path):
+    """The next mode, which had not begun, was "the process died" as well, and never tried again."""
+    child = tmp_path / "child.py"
+    child.write_text(
+        f"import sys; sys.path[:0] = {[str(FOLDER), str(FOLDER.parent)]}\n"
+        "import smoke\n"
+        "smoke.__file__, whole = __file__, smoke.run_mode\n"
+        "smoke.GPT_SHAPE |= {'layers': 2, 'hidden': 32, 'heads': 2}\n"
+        "def run_mode(mode, *where):\n"
+        "    if mode is smoke.MODES['window 1']: raise RuntimeError('CUDA error: an illegal memory access')\n"
+        "    return whole(mode, *where)\n"
+        "smoke.run_mode = run_mode\n"
+        "if __name__ == '__main__': sys.exit(smoke.main())\n"
+    )
+    command = [sys.executable, str(child), "--out", str(tmp_path), "--device", "cpu", "--commit", "c"]
+    command += ["--only", "window 1", "window 2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 1 and "1 ok, 1 failed" in done.stdout, done.stdout + done.stderr
+    failed, ok = recorded(tmp_path, "smoke")
+    assert failed["error"] == "RuntimeError: CUDA error: an illegal memory access"
+    assert ok["call"]["mode"] == "window 2" and "error" not in ok
+
+
 def test_what_a_mode_is_warned_of_is_in_its_record_and_in_the_table(smoke, tmp_path, monkeypatch, capsys):
     def run_mode(*_):
         for _ in range(2):
             warnings.warn("pinning was\nrefused", RuntimeWarning, stacklevel=1)
-        return (1.0,)
+        return (1.0,), {name: torch.zeros(1) for name, _ in smoke._model(smoke.MODES["window 2"]).named_parameters()}
 
     monkeypatch.setattr(smoke, "run_mode", run_mode)
     monkeypatch.setattr(smoke, "losses_of", lambda *_: (1.0,))
+    monkeypatch.setattr(smoke, "moved_away", lambda *_: {"layers.0": 0.0})
     monkeypatch.setattr(smoke.faulthandler, "dump_traceback_later", lambda *_, **__: None)
     options = smoke._options(["--out", str(tmp_path), "--device", "cpu", "--commit", "c"])
     with pytest.warns(RuntimeWarning, match="pinning was\nrefused"):  # printed as ever

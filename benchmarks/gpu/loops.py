@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from probe_parts import synchronize
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import stronghold
@@ -26,9 +29,12 @@ class Loop:
     """A model in training: ``step`` takes batches, int64 (samples, tokens), accumulates over them and updates.
 
     It returns their mean loss, which lies on the device; nothing waits for it. ``report`` is stronghold's, or None.
+    ``values`` returns what is trained, in the plain loop in bf16 that alone, by the names of a saved model, on the CPU
+    in fp32: of a bf16 weight its master.
     """
 
     step: Callable[..., Tensor]
+    values: Callable[[], dict[str, Tensor]]
     report: Callable[[], Report | None]
     close: Callable[[], None]
     model: nn.Module
@@ -75,7 +81,13 @@ def plain(
         ready.step()
         return torch.stack(losses).mean()
 
-    return Loop(step=step, report=lambda: None, close=lambda: None, model=model, optimizer=optimizer)
+    def values() -> dict[str, Tensor]:
+        if not masters:
+            return _saved(model)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        return {names[weight]: master.detach().cpu().clone() for weight, master in masters}
+
+    return Loop(step=step, values=values, report=lambda: None, close=lambda: None, model=model, optimizer=optimizer)
 
 
 def offloaded(
@@ -106,11 +118,25 @@ def offloaded(
 
     return Loop(
         step=step,
+        values=lambda: _saved(model),
         report=lambda: stronghold.report(model),
         close=lambda: stronghold.close(model),
         model=model,
         optimizer=updates,
     )
+
+
+def away(got: Sequence[float], wanted: Sequence[float]) -> float:
+    """Returns how far the furthest loss is from what it should be, relative to that; infinity for NaN."""
+    found = [abs(one - other) / abs(other) for one, other in zip(got, wanted, strict=True)]
+    return max(one if one == one else float("inf") for one in found)
+
+
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what stronghold.save writes: under the same names, however a model's parameters are cut apart."""
+    with tempfile.TemporaryDirectory() as folder:
+        stronghold.save(model, folder, dtype=torch.float32)
+        return {name: value for path in Path(folder).glob("*.safetensors") for name, value in load_file(path).items()}
 
 
 class _Both:
