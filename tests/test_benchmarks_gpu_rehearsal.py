@@ -1,5 +1,7 @@
 """benchmarks/gpu, each script as a process on the CPU: its records, what a second call leaves out, its clock."""
 
+import gc
+import importlib
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import sys
 import tarfile
 import time
 import warnings
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -237,6 +240,81 @@ def test_steps_are_traced_beside_the_ordinary_loop(tmp_path):
     assert "largest gaps, batch 4, plain PyTorch, resident" in printed
     call("trace_steps.py", tmp_path, *shape)
     assert recorded(tmp_path, "trace") == records
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER.parent)
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("first", [1.0, float("nan")])
+def test_losses_that_are_no_numbers_are_wrong(load, first):
+    """max() passes over a NaN that is not first, and one that is first became a word that no table could compare."""
+    away = load("loops").away([first, float("nan"), float("nan")], [1.0, 1.0, 1.0])
+    record = json.loads(load("half_hour").to_line({"away": away, "tolerance": 1e-2}))
+    assert load("trace_table").is_wrong(record)
+    assert not load("trace_table").is_wrong({"away": 1e-3, "tolerance": 1e-2})
+
+
+SHAPE = ("--layers", "2", "--hidden", "32", "--heads", "2", "--sequence", "16", "--dtype", "fp32")
+SHAPE += ("--rounds", "1", "--steps", "1", "--gaps", "0")
+
+
+def test_a_setting_whose_losses_become_nan_is_wrong_in_the_table_and_by_its_end(load, tmp_path, monkeypatch, capsys):
+    steps = load("trace_steps")
+    whole, cap = steps.offloaded, steps.settings_of
+
+    def offloaded(*model, **given):
+        loop = whole(*model, **given)
+        losses = iter([1.0])
+        return steps.Loop(**vars(loop) | {"step": lambda batch: loop.step(batch) * next(losses, float("nan"))})
+
+    monkeypatch.setattr(steps, "settings_of", lambda *given: cap(*given)[:1])
+    monkeypatch.setattr(steps, "offloaded", offloaded)
+    options = ["--out", str(tmp_path), "--device", "cpu", "--commit", "c", *SHAPE, "--cap", "4MiB", "--traces", "0"]
+    for _ in range(2):  # as it is measured, and from the record
+        assert steps.main(options) == 1
+        assert "WRONG" in capsys.readouterr().out
+
+
+def test_one_batchs_memory_is_free_when_the_next_begins(load, tmp_path, monkeypatch):
+    """Layers that are computed again hold each other: the peak of the next batch had the one before in it."""
+    steps = load("trace_steps")
+    alive, seen = [], []
+
+    class Course:
+        def __init__(self, shape, batch, options, pristine):
+            seen.append([one() is not None for one in alive])
+            self.batch, self.itself = batch, self
+            alive.append(weakref.ref(self))
+
+        def ordinary_record(self, keep):
+            return {"step_s": [1.0]}
+
+        def measure(self, setting, keep):
+            return {"step_s": [1.0]}
+
+    monkeypatch.setattr(steps, "Course", Course)
+    gc.disable()
+    try:
+        steps.main(["--out", str(tmp_path), "--device", "cpu", "--commit", "c", *SHAPE])
+    finally:
+        gc.enable()
+    assert seen == [[], [False]]
+
+
+def test_a_cap_that_takes_fewer_samples_at_a_time_says_so(load, tmp_path, monkeypatch, capsys):
+    steps = load("trace_steps")
+    whole = steps.settings_of
+    monkeypatch.setattr(steps, "settings_of", lambda *given: whole(*given)[:1])
+    fitted = {"activations": "host", "micro_batch": 1, "window": 1}
+    monkeypatch.setattr(steps, "offload_settings", lambda *_: fitted)
+    steps.main(["--out", str(tmp_path), "--device", "cpu", "--commit", "c", *SHAPE, "--traces", "0"])
+    placed = recorded(tmp_path, "trace")[1]["placement"]
+    assert (placed["activations"], placed["micro_batch"]) == ("host", 1)
+    assert "1 at a time, inputs on the host" in capsys.readouterr().out
 
 
 def test_large_models_learn_and_are_not_trained_again(tmp_path):

@@ -169,7 +169,7 @@ def say(line: str) -> None:
 
 def draw(table: Table) -> None:
     """Prints ``table`` as wide as it is, below its title: no line is cut or broken where the output is no terminal."""
-    console, title = Console(width=240), table.title
+    console, title = Console(width=400), table.title  # the widest there is has some 270
     table.title = None
     if title:
         console.print(title, markup=False, highlight=False, style="bold")
