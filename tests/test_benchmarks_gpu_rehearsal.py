@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -315,6 +316,35 @@ def test_a_cap_that_takes_fewer_samples_at_a_time_says_so(load, tmp_path, monkey
     placed = recorded(tmp_path, "trace")[1]["placement"]
     assert (placed["activations"], placed["micro_batch"]) == ("host", 1)
     assert "1 at a time, inputs on the host" in capsys.readouterr().out
+
+
+def test_memory_is_touched_as_it_grows_and_for_as_long_as_there_is_time(load, tmp_path, monkeypatch, capsys):
+    touch = load("touch")
+    part, arguments = touch.PART_BYTES // 64, ["--out", str(tmp_path), "--device", "cpu", "--commit", "c"]
+    free = iter([1, 1, 1, 0, 0])  # in parts: of such a machine never much more than one
+    monkeypatch.setattr(touch, "available_host_bytes", lambda: next(free) * part)
+    monkeypatch.setattr(touch, "most_host_bytes", lambda held: 2**40)
+    touch.main([*arguments, "--leave", "0"])
+    assert recorded(tmp_path, "touch")[0]["call"] == {"bytes": 3 * part}
+    monkeypatch.setattr(touch, "available_host_bytes", lambda: 2**40)
+    monkeypatch.setattr(touch, "budget_of", lambda options: load("calls").Budget(touch.END_S))
+    touch.main([*arguments, "--again"])  # of all its seconds none is left behind its imports
+    assert len(recorded(tmp_path, "touch")) == 1
+    assert "nothing is touched" in capsys.readouterr().out
+
+
+def test_where_the_extension_cannot_be_built_that_is_said_and_packed(tmp_path):
+    """The script ended without a word, and nothing of it came back."""
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    shutil.copytree(FOLDER, tree / "benchmarks" / "gpu")
+    command = [str(tree / "benchmarks" / "gpu" / "first.sh"), "--out", str(out), "--small", "--pack"]
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("OUT", "PYTHONPATH")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert "failed or wrong: building the extension" in done.stdout, done.stdout + done.stderr
+    with tarfile.open(out / "beside.tar") as packed:
+        assert sorted(packed.getnames()) == ["first.txt", "machine.txt"]
+        assert packed.extractfile("first.txt").read().decode() == done.stdout
 
 
 def test_large_models_learn_and_are_not_trained_again(tmp_path):

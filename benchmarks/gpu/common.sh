@@ -84,9 +84,10 @@ prepare() {
   part "modules" 120 bash -c 'install_missing "$@"' bash psutil numpy safetensors rich accelerate tokenizers tensorboard matplotlib
   if ! is_built; then
     part "building the extension" 240 bash -c build
+    if ! is_built; then finish; fi # nothing of what follows could run, or would be of this code
   fi
-  local known there
-  read -r known there < <("$PYTHON" "$HERE/half_hour.py")
+  local known="" there=""
+  read -r known there < <("$PYTHON" "$HERE/half_hour.py") || true # it says why not, and so will each part
   commit="${commit:-$known}" device="${device:-$there}"
   local touched
   touched="$ROOT/build/touched-$(cat /proc/sys/kernel/random/boot_id)"
@@ -120,6 +121,7 @@ build() {
   . "$ROOT/environment.sh"
   local suffix
   suffix="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"
+  touch "$ROOT/stronghold/_C$suffix" # also where setuptools found nothing to do, that is_built sees it
   _stronghold_hashes "$ROOT/stronghold/_C$suffix" >"$ROOT/build/extension$suffix.sha256"
 }
 

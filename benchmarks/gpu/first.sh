@@ -22,8 +22,8 @@ about() {
 export -f about
 export out
 
-prepare
 part "the machine, into machine.txt" 30 bash -c about
+prepare
 measure "every mode beside plain PyTorch" "$(share 42)" smoke.py
 measure "what the machine gives" "$(share 19)" probe.py
 measure "where a step goes" 600 trace_steps.py

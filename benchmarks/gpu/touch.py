@@ -4,7 +4,8 @@
 
 A virtual machine may be given its memory page by page, as it is used: then the first copy into a page takes many times
 as long as the next. Takes memory by the GiB until all but --leave is taken or --seconds are over, fills it with every
-thread, gives it back, and touches one part again to say what the first use costs. Appends a JSON line to touch.jsonl.
+thread, gives it back, and touches one part again to say what the first use costs. What is free is asked again for each
+part, for such a machine's memory may grow with its use. Appends a JSON line to touch.jsonl.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import time
 from collections.abc import Sequence
 
 import torch
-from half_hour import Recorded, add_options, say
+from calls import Budget
+from half_hour import Recorded, add_options, budget_of, say
 
 from stronghold.device import available_host_bytes
 from stronghold.device.memory import HostBuffer
@@ -23,25 +25,30 @@ from stronghold.native import most_host_bytes
 from stronghold.units import format_bytes, format_seconds, parse_bytes
 
 PART_BYTES = 2**30
+END_S = 10.0
+"""For giving all of it back, and for the record, which asks CUDA for the device's name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     part_bytes = PART_BYTES // 64 if options.small else PART_BYTES
-    room = min(available_host_bytes(), most_host_bytes(0)) - options.leave
-    if options.small:
-        room = min(room, 4 * part_bytes)
+    most = 4 * part_bytes if options.small else sys.maxsize
+    budget = Budget(min(options.seconds, budget_of(options).left_s - END_S))
     held: list[HostBuffer] = []
-    begin_s = time.perf_counter()
-    while (len(held) + 1) * part_bytes <= room and time.perf_counter() - begin_s < options.seconds:
+    began_s = begin_s = time.perf_counter()
+    # Behind a part that was slow there must be time for another, and for the one that is touched again.
+    while budget.allows(times_longest=2) and part_bytes <= min(_room(held, options), most - len(held) * part_bytes):
+        begin_s = time.perf_counter()
         held.append(HostBuffer(part_bytes))
         held[-1].flat.fill_(1)
-    first_s = (time.perf_counter() - begin_s) / max(1, len(held))
+        budget.took(time.perf_counter() - begin_s)
+    first_s = (time.perf_counter() - began_s) / max(1, len(held))
     count = len(held)
-    del held
     if not count:
-        say(f"nothing to touch: {format_bytes(max(0, room + options.leave))} are free, and --leave is not")
+        free = format_bytes(max(0, _room(held, options) + options.leave))
+        say(f"nothing is touched: {free} are free, {format_bytes(options.leave)} are left, and the time is what it is")
         return 0
+    del held
     buffer = HostBuffer(part_bytes)
     begin_s = time.perf_counter()
     buffer.flat.fill_(1)
@@ -53,6 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{format_seconds(each['again'])} in pages that were given back"
     )
     return 0
+
+
+def _room(held: Sequence[HostBuffer], options: argparse.Namespace) -> int:
+    """Returns the bytes that may be taken beside ``held``."""
+    taken = sum(one.flat.nbytes for one in held)
+    return min(available_host_bytes(), most_host_bytes(taken)) - options.leave
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
