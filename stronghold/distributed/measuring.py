@@ -66,7 +66,7 @@ def measure(
         for number in range(len(layered.layers)):
             stage = layered.stage(number, number + 1)
             scored = targets is not None and number + 1 == len(layered.layers)
-            key = (_structure(stage), x.shape, x.stride(), x.dtype, x.requires_grad, scored)
+            key = (structure_of(stage), x.shape, x.stride(), x.dtype, x.requires_grad, scored)
             if key not in kinds:
                 try:
                     build = partial(_Layer, layered, stage, x, targets if scored else None, device, dtype, clock)
@@ -231,7 +231,7 @@ def _values(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return drawn.normal_(std=max(1, math.prod(tensor.shape[1:])) ** -0.5)  # outputs are about as large as inputs
 
 
-def _structure(stage: nn.Module) -> Hashable:
+def structure_of(stage: nn.Module) -> Hashable:
     """Returns what is equal for layers that compute alike, whatever their parameters' values.
 
     That is every module's type and attributes, by their values where those are comparable, and the tensors' kinds.

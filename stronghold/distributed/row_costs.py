@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from stronghold.distributed.layered_model import LayeredModel, shared_by_ends
+from stronghold.distributed.measuring import structure_of
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import MachineFile
@@ -64,8 +66,9 @@ class RowCosts:
     ) -> None:
         self._layered, self._machine, self._dtype = layered, machine, dtype
         self._inputs, self._targets = inputs, targets
-        self._kinds: dict[Any, _LayerKind] = {}
+        self._kinds: dict[Hashable, _LayerKind] = {}
         self.kinds = [self._kind_of(number) for number in range(len(layered.layers))]
+        self._traces: dict[Hashable, LayerTraces] = {}
         self._rows: dict[int, list[LayerRow]] = {}
         self._rates: dict[Pace, OpRates] = {}
 
@@ -105,7 +108,7 @@ class RowCosts:
     def _kind_of(self, number: int) -> _LayerKind:
         last = len(self._layered.layers) - 1
         layer = self._layered.layers[number]
-        key = (number == 0, number == last, repr(layer), *(_sizes(p) for p in layer.parameters()))
+        key = (number == 0, number == last, structure_of(layer))
         if key not in self._kinds:
             of = self._memory_of(number)
             self._kinds[key] = _LayerKind(number, of, self._bytes_of(of, "ram"))
@@ -124,12 +127,11 @@ class RowCosts:
         container = f"0{self._layered.container and '.'}{self._layered.container}"
         return ModelMemory(alone, layers=[container], dtype=self._dtype, is_host=self._machine.is_host)
 
-    @cached_property
-    def _traces(self) -> LayerTraces:
-        """Shared by the stages of all layers: the first, the last and one between them run the same layer once."""
+    def _traces_of(self, number: int) -> LayerTraces:
+        """Shared by layers that are alike: the first, the last and one between them run the same layer once."""
         from stronghold.engine.planning.layer_traces import LayerTraces
 
-        return LayerTraces()
+        return self._traces.setdefault(structure_of(self._layered.layers[number]), LayerTraces())
 
     def _run(self, samples: int) -> list[LayerRow]:
         known: dict[tuple[int, torch.Size, torch.dtype], tuple[LayerRow, Tensor]] = {}
@@ -150,7 +152,7 @@ class RowCosts:
         targets = None if self._targets is None or not last else _part(self._targets, len(x))
         alone = _Alone(self._layered, number, is_last=last)
         modules, inputs = self.kinds[number].of.units.modules, (x, targets) if targets is not None else (x,)
-        of = ModelComputation(alone, modules, inputs, dtype=self._dtype, traces=self._traces)
+        of = ModelComputation(alone, modules, inputs, dtype=self._dtype, traces=self._traces_of(number))
         run, root = of.layer(0), of.root
         assert alone.output is not None
         # What is computed outside the layer is not recomputed: all that it takes forward counts as kept.
@@ -191,10 +193,6 @@ class _Alone(nn.Module):
         if self._is_last:
             return self._loss(self.stage, output, x if targets is None else targets)
         return output.sum()
-
-
-def _sizes(parameter: Tensor) -> tuple[Any, ...]:
-    return tuple(parameter.shape), parameter.dtype, parameter.requires_grad
 
 
 def _part(tensor: Tensor, samples: int) -> Tensor:

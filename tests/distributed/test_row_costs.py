@@ -42,7 +42,7 @@ def test_what_layers_take_is_the_same_where_nothing_is_shared(frozen, monkeypatc
         return [costs(*case, of=of).of(samples) for case in cases for of, samples in ((machine, 4), (laptop, 2))]
 
     shared = rows()
-    monkeypatch.setattr(RowCosts, "_traces", property(lambda _: LayerTraces()))
+    monkeypatch.setattr(RowCosts, "_traces_of", lambda *_: LayerTraces())
     assert shared == rows()
 
 
@@ -80,6 +80,26 @@ def test_layers_that_are_alike_may_take_inputs_of_other_sizes():
     assert [one.input_bytes for one in rows] == [4 * 2 * 8 * size**2 for size in (32, 16, 8, 4)]
     flops = [sum(op.flops * count for op, count in one.forward.items()) for one in rows]
     assert flops == [4**n * flops[-1] for n in (3, 2, 1, 0)]
+
+
+class Pooled(nn.Module):
+    """Shows nothing of its ``pool``."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.weight, self.pool = nn.Parameter(torch.ones(8)), pool
+
+    def forward(self, x):
+        return nn.functional.avg_pool1d(x * self.weight, self.pool) if self.pool > 1 else x * self.weight.sum()
+
+
+def test_layers_that_show_alike_may_compute_something_else():
+    """A layer behind another was taken for one like it, and all behind it for layers of its output's shape."""
+    layers, x = [Pooled(1), Pooled(1), Pooled(8), Pooled(1), Pooled(1)], torch.randn(4, 16, 8)
+    rows = costs(LayeredSequential(nn.Sequential(*layers), lambda output, _: output.square().mean()), x).of(4)
+    for layer, row in zip(layers, rows, strict=True):
+        assert row.input_bytes == x.nbytes
+        x = layer(x)
 
 
 def test_calls_are_alike_that_differ_in_nothing_that_computation_depends_on():
