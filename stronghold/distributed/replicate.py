@@ -48,8 +48,9 @@ def replicate(
     in the mean, as under DistributedDataParallel, so that batches should have as many samples in each; where they have
     not, the first replica warns, once, with the numbers.
 
-    All replicas must have gradients for the same parameters: where one leaves out a layer that another computes, all
-    end with an error. Under ``in_backward`` some layers have been updated with nonsense by then: load a checkpoint.
+    All replicas must have gradients for the same parameters, and the same settings of the optimizer when they step:
+    where one leaves out a layer that another computes, or has another learning rate, all end with an error.
+    Under ``in_backward`` some layers have been updated with nonsense by then: load a checkpoint.
 
     Args:
         model: The same in every process.

@@ -31,7 +31,7 @@ from stronghold.engine.turns import Turns
 from stronghold.engine.updates import Updates, update_now
 from stronghold.errors import OffloadedModelError
 from stronghold.formats.built_buffers import BuiltBuffers
-from stronghold.optim import HostAdamW, Threads, settings_now
+from stronghold.optim import HostAdamW, Threads, settings_in_common, settings_now
 from stronghold.planned import PlannedSteps
 from stronghold.settings import OffloadSettings, kept_layers
 from stronghold.store import Budget, DiskStore, RamStore, Store
@@ -411,11 +411,16 @@ class Engine:
         if self.device.is_host and not self.store.paths and not optimizer.in_backward:
             keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 
-    def agree(self, found: Mapping[Unit, Collection[int]]) -> None:
-        """Raises ParallelError where replicas have not ``found`` gradients at the same indices of the same units."""
+    def agree(self, found: Mapping[Unit, Collection[int]], optimizer: HostAdamW) -> None:
+        """Raises ParallelError where replicas have not ``found`` gradients at the same indices of the same units.
+
+        And where they would update with other settings, or parameters are in other groups, of the ``optimizer``.
+        """
         check_process(self._born)
         if self.replicas.world_size > 1:
-            self.replicas.agree([(unit.name, tuple(indices)) for unit, indices in found.items()])
+            number = optimizer.group_number
+            done = [(unit.name, tuple((i, number(unit, i)) for i in indices)) for unit, indices in found.items()]
+            self.replicas.agree(done, settings=settings_in_common(optimizer))
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         """Returns ``gradients`` (by index) where the unit is updated, complete, with their squares on the host."""

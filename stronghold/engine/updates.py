@@ -46,7 +46,7 @@ def take_step(engine: Engine, optimizer: HostAdamW) -> None:
             engine.gradients.check_dropped()
             engine.gradients.since_step.check_step(optimizer.updates, settings_now(optimizer))
         given = {unit: gradients for unit in engine.units if (gradients := gradients_of(optimizer, unit))}
-        engine.agree(given)
+        engine.agree(given, optimizer)
         engine.check_step(optimizer)
         found = {unit: engine.collect(unit, gradients) for unit, gradients in given.items()}
         norm = _norm(engine, optimizer, found)

@@ -1,9 +1,18 @@
 """The host's optimizer: its states, and what a step updates."""
 
-from stronghold.optim.groups import settings_now
+from stronghold.optim.groups import settings_in_common, settings_now
 from stronghold.optim.host_adamw import HostAdamW
 from stronghold.optim.host_muon import HostMuon
 from stronghold.optim.threads import Threads
 from stronghold.optim.update import Update, gradients_of, updates_of
 
-__all__ = ["HostAdamW", "HostMuon", "Threads", "Update", "gradients_of", "settings_now", "updates_of"]
+__all__ = [
+    "HostAdamW",
+    "HostMuon",
+    "Threads",
+    "Update",
+    "gradients_of",
+    "settings_in_common",
+    "settings_now",
+    "updates_of",
+]

@@ -51,6 +51,20 @@ def _as_it_is(value: Any) -> Any:
     return tuple(map(_as_it_is, value)) if isinstance(value, (list, tuple)) else value
 
 
+def settings_in_common(optimizer: Any) -> dict[str, Any]:
+    """Returns by name what the user has set that an update by ``optimizer`` depends on, equal numbers alike."""
+    found = {name: getattr(optimizer, name) for name in ("max_grad_norm", "nonfinite", "states")}
+    for number, group in enumerate(settings_now(optimizer)):
+        found |= {f"{name} of group {number}": value for name, value in group.items()}
+    return {name: _as_float(value) for name, value in found.items()}
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_as_float, value))
+    return float(value) if is_number(value) else value
+
+
 def check_torch_arguments(arguments: dict[str, Any]) -> None:
     """Raises ValueError for one of torch.optim.AdamW's that asks for something, TypeError for one of nobody's."""
     for name, value in arguments.items():

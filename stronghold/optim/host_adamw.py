@@ -272,9 +272,13 @@ class HostAdamW(torch.optim.Optimizer):
         state: ParameterState | None = self._state.get(unit.parameters[index])
         return state or as_state(torch.zeros((), dtype=torch.float32), self._moments.begin(unit, index))
 
+    def group_number(self, unit: Unit, index: int) -> int:
+        """Returns the number of the group that a parameter is in."""
+        return self._groups[id(unit.parameters[index])]
+
     def group_of(self, unit: Unit, index: int) -> dict[str, Any]:
         """Returns the group that a parameter is in."""
-        group: dict[str, Any] = self.param_groups[self._groups[id(unit.parameters[index])]]
+        group: dict[str, Any] = self.param_groups[self.group_number(unit, index)]
         return group
 
     def _no_moments(self) -> Moments:

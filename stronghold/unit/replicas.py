@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,24 +103,42 @@ class Replicas:
         elif self.local_rank == 0:
             self._opposite.broadcast(values)
 
-    def agree(self, done: object, *, here: bool = False, batch: int = 0) -> tuple[int, int]:
+    def agree(
+        self, done: object, *, settings: Mapping[str, Any] | None = None, here: bool = False, batch: int = 0
+    ) -> tuple[int, int]:
         """Raises ParallelError unless all replicas, or those ``here`` on this machine, have ``done`` the same.
 
-        Returns when they are here, with the least and the greatest ``batch`` of them.
+        They must have the same optimizer's ``settings``, too, by what each is called. Returns when they are here, with
+        the least and the greatest ``batch`` of them.
         """
         group = self._local if here else self.everyone
         if group.world_size == 1:
             return batch, batch
-        seen = zlib.crc32(repr(done).encode())
+        seen = zlib.crc32(repr((done, settings)).encode())
         extremes = torch.tensor([seen, -seen, batch, -batch])
         group.all_reduce(extremes, "max")
-        if extremes[0] != -extremes[1]:
+        if extremes[0] != -extremes[1]:  # which all of the group see
+            self._check_settings(group.all_gather_object(settings))
             raise ParallelError(
                 "replicas must compute the same layers in the same order, and have gradients for the same parameters "
                 f"(replica {self.rank}: {str(done)[:300]}); give each data that take the same way through the model",
                 ours=self.rank == 0,
             )
         return -int(extremes[3]), int(extremes[2])
+
+    def _check_settings(self, everyone: Sequence[Mapping[str, Any] | None]) -> None:
+        told = [settings or {} for settings in everyone]
+        first = told[0]
+        for number, others in enumerate(told):
+            for name in {**first, **others}:
+                ours, other = first.get(name), others.get(name)
+                if repr(ours) != repr(other):
+                    raise ParallelError(
+                        f"replicas must update with the same settings, for each updates its share of every layer (got "
+                        f"{name} {ours} in replica 0 and {other} in replica {number}); set them from what is the same "
+                        "in all, such as the mean of all replicas' losses",
+                        ours=self.rank == 0,
+                    )
 
 
 def _no_memory(processes: ProcessGroup, length_bytes: int) -> Common:

@@ -11,7 +11,7 @@ from torch import nn
 
 import stronghold
 from stronghold.engine import engine_of, offload_shared
-from stronghold.errors import OffloadedModelError
+from stronghold.errors import OffloadedModelError, ParallelError
 from stronghold.unit import Replicas
 from tests.delayed import Apart
 from tests.replicas import in_threads
@@ -79,6 +79,40 @@ def test_another_optimizer_steps_none_of_them(settings: dict[str, Any]) -> None:
         assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
     in_replicas(settings, run)
+
+
+def test_replicas_that_would_update_with_other_settings_are_refused() -> None:
+    """Each updated its share of every layer with its own rate, as ReduceLROnPlateau's over its own part had set it."""
+    plain = built()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(2):
+        for rank in range(2):
+            (plain(batch(rank, step)) / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        reference.step()
+        reference.zero_grad()
+
+    def run(model: nn.Module, one: Replicas) -> dict[str, torch.Tensor]:
+        optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.01)
+        model(batch(one.rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(batch(one.rank, 1)).backward()
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 + one.rank)
+        with pytest.raises(ParallelError, match=r"got lr of group 0 0.01 in replica 0 and 0.02 in replica 1\)"):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = torch.tensor(1e-2, dtype=torch.float64) if one.rank else 1e-2  # the same
+        optimizer.max_grad_norm = None if one.rank else 0.01
+        with pytest.raises(ParallelError, match=r"got max_grad_norm 0.01 in replica 0 and None in replica 1\)"):
+            optimizer.step()
+        optimizer.max_grad_norm = 0.01
+        optimizer.step()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    first, second = in_replicas({"window": 1}, run)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
 @places
