@@ -20,6 +20,7 @@ from stronghold.checkpoint.kept_weights import keep_quantised
 from stronghold.checkpoint.quantising import quantise
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.offload import offload
+from stronghold.errors import ParallelError
 from stronghold.formats.conversion import from_model
 from stronghold.formats.model_config import build, write_config
 from stronghold.formats.pieces import Group
@@ -27,7 +28,7 @@ from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.formats.sync import sync_directory, sync_path
 from stronghold.formats.tensor_files import TensorFileWriter
 from stronghold.formats.weight_files import INDEX, SINGLE
-from stronghold.unit import Unit, is_packed, unit_of
+from stronghold.unit import ONE_PROCESS, ProcessGroup, Unit, is_packed, unit_of
 from stronghold.units import parse_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,6 +143,11 @@ def save(
     held stays, such as a tokenizer, or the model that the adapters are of. Raises ValueError for a folder that holds
     something other than a model, and for a part of a model with PEFT's adapters, and OSError, naming the folder, where
     it cannot be written.
+
+    Of replicas (``stronghold.replicate``) the first process writes. All may call this, and the others then wait until
+    the folder is there, and raise where it cannot be written; or the first one may alone, which waits for none of them.
+    Of a model in stages each process has its own layers only: ParallelError there. Save a checkpoint by
+    ``stronghold.checkpoint.save``, load it in one process, and save the model from there.
     """
     _save(model, Path(directory), dtype, max_shard_size)
 
@@ -172,10 +178,38 @@ def _save(
         raise ValueError(
             f"dtype must be torch.float32, torch.bfloat16 or torch.float16 (got {dtype}); pass one of them"
         )
-    limit = parse_bytes(max_shard_size)
+    limit, model = parse_bytes(max_shard_size), uncompiled(model)
+    processes = _processes_of(model)
+    processes.run_on_first(lambda: _replace(model, folder, dtype, limit, write_others, replaces), f"save {folder}")
+
+
+def _processes_of(model: nn.Module) -> ProcessGroup:
+    """Returns the processes that have all of this model each; ParallelError where it is in stages."""
+    unit = next((unit for parameter in model.parameters() if (unit := unit_of(parameter)) is not None), None)
+    if unit is None:
+        return ONE_PROCESS
+    processes: ProcessGroup = unit.owner.processes
+    if (replicas := unit.owner.replicas.world_size) < processes.world_size:
+        raise ParallelError(
+            "stronghold.save writes a model that is whole in each process (got one in stages, of which each process "
+            f"has its own layers: {processes.world_size // replicas} processes have it); call "
+            "stronghold.checkpoint.save(directory, model, optimizer) in all of them, then load that checkpoint into "
+            "the model in one process, and save it from there",
+            ours=processes.rank == 0,
+        )
+    return processes
+
+
+def _replace(
+    model: nn.Module,
+    folder: Path,
+    dtype: torch.dtype | None,
+    limit: int,
+    write_others: Callable[[Path], None] | None,
+    replaces: Callable[[Path], bool],
+) -> None:
     check_save_folder(folder)
     folder = Path(os.path.realpath(folder))  # a link stays one: what it points to is replaced
-    model = uncompiled(model)
     outgoing = None if has_adapters(model) else _Outgoing(model, dtype)
 
     def goes(path: Path) -> bool:

@@ -78,6 +78,21 @@ class DistributedGroup:
         with self.watch.together():
             return self._run_together(action)
 
+    def run_on_first(self, action: Callable[[], None], name: str) -> None:
+        known = self.watch.next_alone(name)
+        if self.rank:
+            with self.watch.waiting(self._members[:1]):
+                failed = self.watch.heard(self._members[0], known)
+            if failed:
+                raise ParallelError(f"process {self._members[0]} failed: {failed}", ours=False)
+            return
+        try:
+            action()
+        except Exception as error:
+            self.watch.say(known, str(error) or type(error).__name__)
+            raise
+        self.watch.say(known, "")
+
     def _run_together(self, action: Callable[[], T]) -> T:
         result, error, failure = None, None, None
         try:

@@ -10,6 +10,8 @@ import threading
 import time
 import traceback
 import uuid
+import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,6 +77,10 @@ class Watch:
         self.all_know = False
         """Whether, in what all run together, all processes know that one has failed: nobody waits to hear it again."""
         self._together = 0
+        self._alone: Counter[str] = Counter()
+        """How often, by what it is called, one process has done something alone for which others may wait."""
+        self._said_s = float("-inf")
+        """When this process last said that it has."""
         self._main = threading.main_thread()
         self._process = psutil.Process()
         self._beats: dict[int, tuple[list[str], float]] = {}
@@ -154,6 +160,22 @@ class Watch:
         """Says what has failed here, for the case that the others wait elsewhere and never hear of it."""
         self._set("failed", text)
 
+    def next_alone(self, name: str) -> str:
+        """Returns a name for what one process does alone: the same in all that ask as often for ``name``."""
+        self._alone[name] += 1
+        return f"alone-{zlib.crc32(name.encode())}-{self._alone[name]}"
+
+    def say(self, name: str, failed: str) -> None:
+        """Says that this process has done what has this ``name``, or why it has ``failed``; nobody needs to listen."""
+        self._set(name, failed)
+        self._said_s = time.monotonic()
+
+    def heard(self, rank: int, name: str) -> str:
+        """Waits until process ``rank`` has said so; returns why it has failed, if it has."""
+        while (failed := self._get(rank, name)) is None:  # this process ends where that one is lost
+            time.sleep(BEAT_S / 50)
+        return failed
+
     def is_ours(self) -> bool:
         """Whether this process, which ends with an error, is the first of those that do: all may have the same."""
         self.tell()
@@ -219,6 +241,7 @@ class Watch:
             self.linger()  # the store may be this process's, and end with it
         else:
             finish_streams()  # replicas wait for the updates of the last step, from which this process is not gone yet
+            time.sleep(max(0.0, self._said_s + BEAT_S - time.monotonic()))  # the store may end with this process
         self._done = True
         self._beat(time.monotonic())
         self._over.set()  # a thread in the store while the interpreter ends would end it badly

@@ -44,6 +44,12 @@ class ProcessGroup(Protocol):
         Where it raises in one, all raise, and the first of those has it to say.
         """
 
+    def run_on_first(self, action: Callable[[], None], name: str) -> None:
+        """Runs ``action`` in rank 0, which waits for none of the others: they need not call this.
+
+        Those that do, as often as rank 0 with this ``name``, wait until it is done, and raise where it has raised.
+        """
+
 
 class OneProcess:
     """A process alone."""
@@ -68,6 +74,9 @@ class OneProcess:
 
     def run_on_all(self, action: Callable[[], T]) -> T:
         return action()
+
+    def run_on_first(self, action: Callable[[], None], name: str) -> None:
+        action()
 
 
 ONE_PROCESS: ProcessGroup = OneProcess()

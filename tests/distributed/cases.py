@@ -401,6 +401,8 @@ def without_shared_parameters(folder: str) -> dict[str, Any]:
         "let go": is_let_go(),
         "kept": keeps_names(folder),
         **with_a_tied_head(folder),
+        "saved in part": saved_in_part(folder),
+        "ignored": ignored_labels(),
     }
 
 
@@ -576,6 +578,60 @@ def keeps_names(folder: str) -> bool:
     same = 0 < len(state) < len(whole) and all(torch.equal(value, whole[name]) for name, value in state.items())
     stages.load_state_dict({name: value + 1 for name, value in state.items()})
     return same and all(torch.equal(p, whole[name] + 1) for name, p in stages.named_parameters())
+
+
+def ignored_labels() -> list[str]:
+    """Trains where a micro-batch has no labels and others unlike many, as the docs say; returns what is not plain's."""
+
+    def row() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+
+    def summed(output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum") / labels
+
+    whole, model = row(), row()
+    names = {id(p): name for name, p in model.named_parameters()}
+    stages = stronghold.pipeline(model, loss=summed, stages=2, micro_batches=2, balance="layers", device="cpu")
+    different, x = list[str](), torch.arange(12).view(4, 3) % 8
+    for ignored in (x.flatten() < 2, torch.arange(12) < 6):  # the second leaves out all of a micro-batch
+        y = x.flatten().masked_fill(ignored, -100).view(4, 3)
+        loss = F.cross_entropy(whole(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        labels = (y != -100).sum() / 2
+        if not torch.allclose(stages.forward_backward(x, y), loss.detach(), rtol=1e-5):
+            different.append("loss")
+        labels = (y != -100).sum()
+        if not torch.allclose(
+            stages.evaluate(x[:3], y[:3]) * labels,
+            F.cross_entropy(whole(x[:3]).flatten(0, 1), y[:3].flatten(), reduction="sum").detach(),
+            rtol=1e-5,
+        ):
+            different.append("evaluation")
+        expected = dict(whole.named_parameters())
+        for parameter in stages.parameters():
+            if not torch.allclose(parameter.grad, expected[names[id(parameter)]].grad, rtol=1e-4, atol=1e-6):
+                different.append(f"gradient {names[id(parameter)]}")
+        whole.zero_grad()
+        stages.zero_grad()
+    return different
+
+
+def saved_in_part(folder: str) -> str:
+    """Returns what it raises to save a model in stages as one file, by process 0 alone and by all."""
+    stages = stronghold.pipeline(
+        residual(), loss=F.cross_entropy, stages=2, micro_batches=2, balance="layers", device="cpu"
+    )
+    found = []
+    for ranks, part in (([0], stages), ([0, 1], stages), ([0, 1], stages.chunks[0])):
+        if dist.get_rank() in ranks:
+            try:
+                stronghold.save(part, Path(folder) / "part")
+                found.append("nothing")
+            except ParallelError as error:
+                found.append(str(error))
+    dist.barrier()
+    return found[-1] if len(set(found)) == 1 and not (Path(folder) / "part").exists() else f"{found}"
 
 
 def is_let_go() -> bool:

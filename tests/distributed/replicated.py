@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import stronghold
+from stronghold.checkpoint import pretrained
 from stronghold.distributed import watch
 from stronghold.engine import engine_of
+from stronghold.errors import ParallelError
 from tests.distributed.cases import machines, optimizer_of, residual
 from tests.small import SIZE
 
@@ -207,6 +209,46 @@ def from_files(folder: str) -> bool:
     return all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
 
 
+def saved_by_one(folder: str) -> list[str]:
+    """Has all replicas save, the first one alone, and all where it cannot be; returns what is not as it should be."""
+    model, expected = residual(), residual().state_dict()
+    stronghold.replicate(model, device="cpu", window=1)
+    rank, write = dist.get_rank(), pretrained._write
+    wrong, written = list[str](), []
+
+    def slowly(outgoing: Any, where: Path, limit: int) -> None:
+        time.sleep(0.3)
+        written.append(where)
+        write(outgoing, where, limit)
+
+    def compare(name: str) -> None:
+        found = load_file(Path(folder) / name / "model.safetensors")
+        if found.keys() != expected.keys() or not all(torch.equal(found[key], expected[key]) for key in found):
+            wrong.append(f"{name}: the file")
+
+    pretrained._write = slowly
+    try:
+        for name in ("by all", "again by all"):
+            stronghold.save(model, Path(folder) / name)
+            compare(name)
+        if rank == 0:
+            stronghold.save(model, Path(folder) / "by one")
+            compare("by one")
+        dist.barrier()
+    finally:
+        pretrained._write = write
+    if len(written) != (3 if rank == 0 else 0):
+        wrong.append(f"written {len(written)} times")
+    try:
+        stronghold.save(model, Path(folder) / "file")  # there is one
+        wrong.append("not refused")
+    except (ValueError, ParallelError) as error:
+        if not str(error).startswith(("process 0 failed: " if rank else "") + "a folder to save in must be new"):
+            wrong.append(f"{error}")
+    dist.barrier()
+    return wrong
+
+
 def reduced() -> tuple[int, int, list[int]]:
     """Returns the bytes of gradients that a step has sent here and to other machines, and each gradient's elements."""
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
@@ -308,4 +350,7 @@ def _draw(module: nn.Module) -> None:
 def all_of(folder: str) -> dict[str, Any]:
     found = {**bits(folder, BITS), "refused": refused(folder)}
     (Path(folder) / "files").mkdir(exist_ok=True)
-    return {**found, "from files": from_files(f"{folder}/files"), "reduced": reduced(), "last": ends_first()}
+    found["from files"] = from_files(f"{folder}/files")
+    (Path(folder) / "files" / "file").touch()
+    found["saved"] = saved_by_one(f"{folder}/files")
+    return {**found, "reduced": reduced(), "last": ends_first()}

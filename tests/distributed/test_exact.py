@@ -157,3 +157,15 @@ def test_a_tied_head_that_is_not_updated_as_the_embedding_is_refused_by_both_nam
 def test_evaluation_keeps_no_outputs_but_those_of_a_micro_batch(without_shared_parameters):
     """Of a language model they are logits, and stayed to the next evaluation."""
     assert [found["evaluation"] for found in without_shared_parameters] == [[], []]
+
+
+def test_a_model_in_stages_is_not_saved_as_the_layers_of_one_process(without_shared_parameters):
+    """Its file had 3 of 6 parameters, and the rest was gone with the run."""
+    for found in without_shared_parameters:
+        assert "(got one in stages, of which each process has its own layers: 2" in found["saved in part"]
+        assert "call stronghold.checkpoint.save(directory, model, optimizer) in all of them" in found["saved in part"]
+
+
+def test_the_mean_over_the_labels_of_a_batch_is_had_as_the_docs_say(without_shared_parameters):
+    """Of a loss that takes the mean itself a micro-batch whose labels are all ignored makes NaN."""
+    assert [found["ignored"] for found in without_shared_parameters] == [[], []]

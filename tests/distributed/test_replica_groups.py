@@ -46,6 +46,11 @@ def test_replicas_have_their_values_out_of_files(replicas):
     assert [found["from files"] for found in replicas] == [True, True]
 
 
+def test_one_replica_saves_the_model_and_the_others_wait_where_they_call_it_too(replicas):
+    """All wrote into one hidden folder, which each of them began by removing."""
+    assert [found["saved"] for found in replicas] == [[], []]
+
+
 def test_the_gradients_that_cross_to_other_replicas_are_those_of_the_formula(replicas):
     for found in replicas:
         sent, crossed, sizes = found["reduced"]
