@@ -55,7 +55,8 @@ def pipeline(
 
     Args:
         module: The row of layers, the same in every process.
-        loss: ``loss(output, targets)``, the mean over a micro-batch.
+        loss: ``loss(output, targets)``, the mean over a micro-batch. Where some labels are ignored that is not the mean
+            over the batch, and NaN where a micro-batch has none: see :meth:`StagedModule.forward_backward`.
         stages: The parts that the row is cut into.
         micro_batches: How many a replica's part of the batch is passed on as.
         replicas: Each trains the whole model with its part of every batch. Those of a stage that are on one machine

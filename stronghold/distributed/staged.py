@@ -136,10 +136,16 @@ class StagedModule(nn.Module):
 
         ``inputs`` and ``targets`` have the samples of the batch in their first dimension, which divides by the number
         of micro-batches in all replicas together. Each process passes the whole batch, though only the first stage
-        computes with the inputs and the last with the targets, and each replica with its part. Raises ParallelError,
-        before anything is computed, where processes pass different batches, which a checksum of both tells (of those on
-        a device once they are copied to the host), and where a stage returns another type under ``torch.autocast`` than
-        without it, which the next stage waits for.
+        computes with the inputs and the last with the targets, and each replica with its part.
+
+        The loss is the mean of the micro-batches' losses, which is the batch's where all micro-batches weigh the same.
+        Where labels are ignored (-100 in cross-entropy) they do not: a micro-batch with fewer labels weighs as much as
+        the others, and one without any makes the loss and all gradients NaN. Pass a ``loss`` that divides the sum over
+        a micro-batch by the labels that a micro-batch has in the mean, which docs/tutorials/devices.md shows.
+
+        Raises ParallelError, before anything is computed, where processes pass different batches, which a checksum of
+        both tells (of those on a device once they are copied to the host), and where a stage returns another type under
+        ``torch.autocast`` than without it, which the next stage waits for.
         """
         self._check(inputs, targets, training=True)
         before = self._sent.total()
