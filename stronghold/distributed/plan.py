@@ -135,7 +135,7 @@ def plan(
             layers=count,
             **sizes(memory, window, resident),
             kepts=kepts(activations, count, may_keep=planned.may_keep, resident=resident),
-            micro_batches=micro_batches(micro_batch, planned.computation.batch, memory),
+            micro_batches=micro_batches(micro_batch, planned),
             updates=UPDATES if update is None else (one_of("update", update, UPDATES),),
             states=formats,
             stores=("disk",) if activations == "disk" else ("ram", "disk") if directories else ("ram",),

@@ -15,7 +15,6 @@ from stronghold.engine.find_layers import Layer, find_layers
 from stronghold.engine.parameters import check_parameters
 from stronghold.unit import Unit, all_parameters, is_packed, parameters_and_owners
 
-_BATCH_SECOND = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 FEW = 1 / 8
 """What is trained of a layer stays on the device if it is at most this share of the layer's elements."""
@@ -154,19 +153,17 @@ def check_micro_batch(layers: Sequence[Layer]) -> None:
                 "micro_batch cuts the first dimension of a layer's input, which must be the batch (got the experts' "
                 f"part {layer.name}, whose rows are tokens); offload without micro_batch, or do not split the experts"
             )
-        inner = layer.module.self_attn if isinstance(layer.module, _BATCH_SECOND) else layer.module
-        if getattr(inner, "batch_first", True) is False:
-            raise ValueError(
-                f"micro_batch cuts the first dimension of a layer's input, which must be the batch (got "
-                f"batch_first=False in {layer.name}); build the layer with batch_first=True, or offload without "
-                "micro_batch"
-            )
-        for name, module in layer.module.named_modules():
+        for name, module in layer.module.named_modules(prefix=layer.name):
+            if getattr(module, "batch_first", True) is False:
+                raise ValueError(
+                    f"micro_batch cuts the first dimension of a layer's input, which must be the batch (got "
+                    f"batch_first=False in {name}, {type(module).__name__}, of which it is the sequence); build it "
+                    "with batch_first=True, or offload without micro_batch"
+                )
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 raise ValueError(
-                    f"micro_batch must not change what a layer computes (got {type(module).__name__} in {layer.name}"
-                    f"{name and '.'}{name}, which depends on all samples at once); use a LayerNorm or GroupNorm, or "
-                    "offload without micro_batch"
+                    f"micro_batch must not change what a layer computes (got {type(module).__name__} in {name}, which "
+                    "depends on all samples at once); use a LayerNorm or GroupNorm, or offload without micro_batch"
                 )
 
 

@@ -206,8 +206,12 @@ class Encoder(nn.Module):
 
 
 def test_layers_whose_samples_hang_together_are_refused():
-    with pytest.raises(ValueError, match=r"batch_first=False in layers\.0"):
+    with pytest.raises(ValueError, match=r"batch_first=False in layers\.0\.self_attn"):
         stronghold.offload(Encoder(False), device="cpu", micro_batch=1)
+    for inner in (nn.MultiheadAttention(SIZE, 2), nn.GRU(SIZE, SIZE)):  # of a block of the user's own
+        model = Residual(block=lambda inner=inner: nn.ModuleDict({"norm": nn.LayerNorm(SIZE), "inner": inner}))
+        with pytest.raises(ValueError, match=rf"batch_first=False in layers\.0\.inner, {type(inner).__name__}"):
+            stronghold.offload(model, device="cpu", layers="layers", micro_batch=1)
     stronghold.offload(Encoder(True), device="cpu", micro_batch=1)
     model = Residual(block=lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(6)))
     with pytest.raises(ValueError, match=r"BatchNorm1d in layers\.0\.1"):

@@ -11,6 +11,7 @@ from torch import nn
 from stronghold.device import return_free_memory
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.engine.planning.searched import PlannedModel
 from stronghold.planner.machine_file import MachineFile
 from stronghold.settings import check_activations, check_one_of, kept_layers
 from stronghold.unit import all_parameters
@@ -86,16 +87,23 @@ def kepts(
     return (kept,)
 
 
-def micro_batches(asked: int | str | None, batch: int, memory: ModelMemory) -> tuple[int | None, ...]:
+def micro_batches(asked: int | str | None, planned: PlannedModel) -> tuple[int | None, ...]:
+    """Returns the micro-batches that may be chosen, in samples, None for the whole batch."""
     if isinstance(asked, int) and asked < 1:
         raise ValueError(f"micro_batch must be samples, 1 or more (got {asked}); pass a number, None, or 'auto'")
     if asked is None or isinstance(asked, int):
         return (asked,)
     one_of("micro_batch", asked, ("auto",))
-    if not memory.can_be_cut:
+    batch, shapes = planned.computation.batch, [*planned.computation.leaders, *planned.input_shapes]
+    if not planned.memory.can_be_cut or not all(_is_batch_first(shape, batch) for shape in shapes):
         return (None,)
     pieces = [2**n for n in range(1, MOST_PIECES.bit_length()) if 2**n <= batch]
     return None, *dict.fromkeys(-(-batch // count) for count in pieces)
+
+
+def _is_batch_first(shape: Sequence[int], batch: int) -> bool:
+    """Whether the first dimension alone can be that of the samples, so that no layer's sequence is taken for them."""
+    return shape[0] == batch and batch not in shape[1:]
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:

@@ -123,7 +123,7 @@ def _planned(
         layers=count,
         **sizes(found.memory, window, resident),
         kepts=kepts(activations, count, may_keep=found.may_keep, resident=resident),
-        micro_batches=micro_batches(settings.micro_batch, found.computation.batch, found.memory),
+        micro_batches=micro_batches(settings.micro_batch, found),
         updates=("deferred",),
         stores=("disk",) if directories else ("ram",),
     )

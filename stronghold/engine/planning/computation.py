@@ -81,6 +81,8 @@ class ModelComputation:
         """What the layer and its call have in common with others, in this computation or another."""
         self.batch = 0
         """Samples that the layers get."""
+        self.leaders = set[tuple[int, ...]]()
+        """The shapes of what has them as first dimension, of all layers."""
         with _told(model):
             self.root = self._run_root(inputs, loss)
         if -1 in self.group_of:
@@ -226,12 +228,14 @@ class ModelComputation:
         """Returns what the layer returns, of whose kind the first one is run: called in its stead."""
         if self.group_of[number] < 0:
             self.group_of[number] = self.kind_of(number, tuple(t.requires_grad for t in inputs))
-        group = self.group_of[number]
+        group, leader = self.group_of[number], batch_of(args, kwargs)
+        if leader is not None:
+            self.leaders.add(tuple(leader.shape))
         if group not in self._alike:
             call = call_of(args, kwargs), self._dtype, self._block_bytes, self._fused
             self._alike[group] = likeness(self._modules[group]), *call
             self._calls[group] = structural_copy((args, kwargs), _copies())  # what is alive is not to depend on it
-            self.batch = self.batch or _batch(args, kwargs)
+            self.batch = self.batch or (1 if leader is None else leader.shape[0])
         outputs, alike = self._traces.outputs, self._alike[group]
         if alike not in outputs:
             with torch.no_grad():
@@ -282,11 +286,6 @@ def _copies() -> Callable[[Any], Any]:
         return known[id(value)][1]
 
     return copy
-
-
-def _batch(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    leader = batch_of(args, kwargs)
-    return 1 if leader is None else leader.shape[0]
 
 
 def _loss_of(output: Any) -> Tensor:

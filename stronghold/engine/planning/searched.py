@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from stronghold.engine.planning.kept_inputs import OFF_DEVICE, InputsOfLayers
 from stronghold.engine.planning.memory_limits import Limits
@@ -69,6 +70,10 @@ class PlannedModel:
                 "adapters first, or let parameters require gradients"
             )
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+        self.input_shapes = [
+            tuple(t.shape) for t in tree_flatten([inputs])[0] if isinstance(t, Tensor) and t.ndim and t.shape[0] > 1
+        ]
+        """Of the inputs, but for those that are the same for all samples."""
         self._model, self._directories = model, directories
         self._recompute = activations if isinstance(activations, str) and activations in OFF_DEVICE else "recompute"
         self._sequence, self._name = sequence, name or type(model).__name__
