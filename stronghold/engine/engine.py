@@ -28,10 +28,10 @@ from stronghold.engine.stale import check_same
 from stronghold.engine.taking_in import Additions, take_in_additions
 from stronghold.engine.timing import Stopwatch
 from stronghold.engine.turns import Turns
-from stronghold.engine.updates import Updates, update_now
+from stronghold.engine.updates import Updates, agree_on_step, update_now
 from stronghold.errors import OffloadedModelError
 from stronghold.formats.built_buffers import BuiltBuffers
-from stronghold.optim import HostAdamW, Threads, settings_in_common, settings_now
+from stronghold.optim import HostAdamW, Threads, settings_now
 from stronghold.planned import PlannedSteps
 from stronghold.settings import OffloadSettings, kept_layers
 from stronghold.store import Budget, DiskStore, RamStore, Store
@@ -411,16 +411,9 @@ class Engine:
         if self.device.is_host and not self.store.paths and not optimizer.in_backward:
             keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 
-    def agree(self, found: Mapping[Unit, Collection[int]], optimizer: HostAdamW) -> None:
-        """Raises ParallelError where replicas have not ``found`` gradients at the same indices of the same units.
-
-        And where they would update with other settings, or parameters are in other groups, of the ``optimizer``.
-        """
+    def agree(self, optimizer: HostAdamW, given: Mapping[Unit, Collection[int]]) -> None:
         check_process(self._born)
-        if self.replicas.world_size > 1:
-            number = optimizer.group_number
-            done = [(unit.name, tuple((i, number(unit, i)) for i in indices)) for unit, indices in found.items()]
-            self.replicas.agree(done, settings=settings_in_common(optimizer))
+        agree_on_step(self.replicas, optimizer, given)
 
     def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         """Returns ``gradients`` (by index) where the unit is updated, complete, with their squares on the host."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from stronghold.device import Device, Event, Wait, Waits, check_process, forks
-from stronghold.optim import HostAdamW, Update, gradients_of, settings_now, updates_of
+from stronghold.optim import HostAdamW, Update, gradients_of, settings_in_common, settings_now, updates_of
 from stronghold.store import Store, UpdateIO
 from stronghold.unit import HostGrad, Replicas, Unit, is_shared, sum_over
 
@@ -46,7 +46,7 @@ def take_step(engine: Engine, optimizer: HostAdamW) -> None:
             engine.gradients.check_dropped()
             engine.gradients.since_step.check_step(optimizer.updates, settings_now(optimizer))
         given = {unit: gradients for unit in engine.units if (gradients := gradients_of(optimizer, unit))}
-        engine.agree(given, optimizer)
+        engine.agree(optimizer, given)
         engine.check_step(optimizer)
         found = {unit: engine.collect(unit, gradients) for unit, gradients in given.items()}
         norm = _norm(engine, optimizer, found)
@@ -74,6 +74,17 @@ def update_now(
     if done is None and not unit.weight[0].is_cpu:
         optimizer.in_order.append(update.update)
     return done
+
+
+def agree_on_step(replicas: Replicas, optimizer: HostAdamW, given: Mapping[Unit, Collection[int]]) -> None:
+    """Raises ParallelError where replicas are not ``given`` gradients at the same indices of the same units.
+
+    And where they would update with other settings, or parameters are in other groups.
+    """
+    if replicas.world_size > 1:
+        number = optimizer.group_number
+        done = [(unit.name, tuple((i, number(unit, i)) for i in indices)) for unit, indices in given.items()]
+        replicas.agree(done, settings=settings_in_common(optimizer))
 
 
 def _norm(engine: Engine, optimizer: HostAdamW, found: Found) -> float:
