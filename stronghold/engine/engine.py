@@ -222,8 +222,7 @@ class Engine:
 
         The global norm is that of all gradients there, and checkpoints are of the whole. ``shared`` are the parameters
         that other processes have too, by their names in the whole, and ``copies`` those of them that a process before
-        this one has: it counts and saves them. A step has as many backward passes as ``passes``; ``check_step`` may
-        refuse it.
+        this one has: it counts and saves them. A step has ``passes`` backward passes; ``check_step`` may refuse it.
         """
         self.processes, self._processes_here, self.check_step = processes, here, check_step
         self.kind, self.sums_gradients = model, passes > 1
