@@ -45,9 +45,9 @@ class KeepEverything(TrainerCallback, ExportableState):
 
     Raises OffloadedModelError when training begins where the model is not offloaded, the optimizer is not its
     :class:`stronghold.AdamW`, or Trainer would train on several GPUs of one process or in several processes, ValueError
-    for ``save_only_model=True`` and ``save_total_limit=1``, with which a process that is killed while this callback
-    saves would leave nothing exact to resume from, and CheckpointError where the checkpoint that Trainer resumes from
-    is found without ours, and lost bits by that.
+    for ``save_only_model=True`` and for a ``save_total_limit`` below 2, or 3 where Trainer keeps a best model too, with
+    which a process that is killed while this callback saves would not leave the checkpoint before, and CheckpointError
+    where the checkpoint that Trainer resumes from is found without ours, and lost bits by that.
     """
 
     def __init__(self) -> None:
@@ -66,11 +66,7 @@ class KeepEverything(TrainerCallback, ExportableState):
                 "KeepEverything needs the random states that Trainer keeps in its checkpoints (got "
                 "save_only_model=True); pass save_only_model=False, or leave the callback out"
             )
-        if args.save_total_limit == 1 and args.save_strategy != "no":
-            raise ValueError(
-                "KeepEverything needs the checkpoint before until its own part of a new one is written, and Trainer "
-                "removes it first (got save_total_limit=1); pass save_total_limit=2, or leave the callback out"
-            )
+        _check_total_limit(args, state)
         if args.n_gpu > 1:
             raise OffloadedModelError(
                 f"Trainer trains an offloaded model on one GPU of a process (got args.n_gpu={args.n_gpu}, to each of "
@@ -138,6 +134,23 @@ class KeepEverything(TrainerCallback, ExportableState):
                 "resume from another"
             )
         _load(folder, model, optimizer, engine)
+
+
+def _check_total_limit(args: Any, state: Any) -> None:
+    """Raises ValueError where Trainer would remove the checkpoint before while the new one lacks our part.
+
+    Trainer spares the newest checkpoint and the best one, and removes the others down to ``save_total_limit`` before it
+    calls ``on_save``. It has a best one where it has a metric for it, or goes on from a run that had.
+    """
+    limit, best = args.save_total_limit, args.metric_for_best_model is not None or state.best_model_checkpoint
+    least = 3 if best else 2
+    if args.save_strategy != "no" and limit is not None and 0 < limit < least:  # 0 is none to Trainer
+        beside = ", beside the best model's, which Trainer keeps" if best else ""
+        raise ValueError(
+            "KeepEverything needs the checkpoint before until its own part of a new one is written, and Trainer "
+            f"removes it first (got save_total_limit={limit}{beside}); pass save_total_limit={least} or more, or leave "
+            "the callback out"
+        )
 
 
 def _trained(given: dict[str, Any]) -> tuple[nn.Module, AdamW, Engine]:

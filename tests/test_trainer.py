@@ -152,6 +152,14 @@ SAVING: dict[str, Any] = {
 }
 
 
+BEST: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # the first
+}
+
+
 def in_bf16(window: int, store: str = "ram", **adamw: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return offloaded(CASES["llama"], window=window, dtype=torch.bfloat16, store=store, lr=3e-3, adamw=adamw)
 
@@ -230,13 +238,12 @@ def test_what_trainer_removes_takes_ours_along_and_the_best_model_has_its_master
         callbacks=[KeepEverything(), Best()],
         save_strategy="steps",
         save_steps=4,
-        save_total_limit=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
-        greater_is_better=True,  # the first
+        max_steps=16,
+        save_total_limit=3,
+        **BEST,
     )
     assert trainer.state.best_global_step == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-12", "checkpoint-4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-12", "checkpoint-16", "checkpoint-4"]
     assert all((path / "stronghold" / "manifest.json").is_file() for path in tmp_path.iterdir())
     assert differences(snapshot(model, optimizer), best) == []
 
@@ -258,11 +265,15 @@ def test_a_run_that_begins_again_in_its_folder_replaces_what_was_kept(tmp_path: 
     assert len(resumed.training) == 2
 
 
+@pytest.mark.parametrize("best", [False, True], ids=["", "beside the best one"])
 def test_a_kill_while_the_callback_saves_leaves_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: bool
 ) -> None:
-    """Trainer has removed one by then: the only one, where it was to keep one."""
+    """Trainer has removed one by then: the one before, where it was to keep one, or the best one and another."""
     case, settings = CASES["llama"], SAVING | {"save_steps": 4, "save_total_limit": 2}
+    if best:
+        settings |= BEST | {"save_steps": 3, "eval_steps": 3, "save_total_limit": 3}
+    before = 9 if best else 8
     model, optimizer = in_bf16(window=2)
     whole, _ = trained(tmp_path / "whole", case, model, optimizer, callbacks=[KeepEverything()], **settings)
     expected, save = snapshot(model, optimizer), stronghold.trainer.save
@@ -276,15 +287,16 @@ def test_a_kill_while_the_callback_saves_leaves_the_checkpoint_before(
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "run", case, *in_bf16(window=2), callbacks=[KeepEverything()], **settings)
     monkeypatch.undo()
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-12", "checkpoint-8"]
+    left = {3, before, 12} if best else {before, 12}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {f"checkpoint-{step}" for step in left}
     keep: dict[str, Any] = {"callbacks": [KeepEverything()]} | settings
     with pytest.raises(CheckpointError, match="folder 'stronghold' was not found"):
         trained(tmp_path / "run", case, *in_bf16(window=2), resume=str(tmp_path / "run" / "checkpoint-12"), **keep)
     model, optimizer = in_bf16(window=1)
-    before = str(tmp_path / "run" / "checkpoint-8")
-    resumed, _ = trained(tmp_path / "run", case, model, optimizer, resume=before, **keep)
-    assert resumed.training == whole.training[8:]
-    assert len(resumed.training) == 4
+    intact = str(tmp_path / "run" / f"checkpoint-{before}")
+    resumed, _ = trained(tmp_path / "run", case, model, optimizer, resume=intact, **keep)
+    assert resumed.training == whole.training[before:]
+    assert len(resumed.training) == 12 - before
     assert differences(snapshot(model, optimizer), expected) == []
 
 
@@ -293,9 +305,13 @@ def test_what_the_callback_cannot_keep_is_refused_when_training_begins(tmp_path:
     with pytest.raises(ValueError, match=r"\(got save_only_model=True\); pass save_only_model=False"):
         trained(tmp_path, case, *in_bf16(window=2), callbacks=keep, save_only_model=True)
     saving = {"save_strategy": "steps", "save_steps": 4}
-    for best in (saving, {"load_best_model_at_end": True, **saving}):
-        with pytest.raises(ValueError, match=r"\(got save_total_limit=1\); pass save_total_limit=2"):
-            trained(tmp_path, case, *in_bf16(window=2), callbacks=keep, save_total_limit=1, **best)
+    with pytest.raises(ValueError, match=r"\(got save_total_limit=1\); pass save_total_limit=2 or more"):
+        trained(tmp_path, case, *in_bf16(window=2), callbacks=keep, save_total_limit=1, **saving)
+    for limit in (1, 2):
+        for best in ({"load_best_model_at_end": True}, {"metric_for_best_model": "loss"}):
+            told = rf"\(got save_total_limit={limit}, beside the best model's.*pass save_total_limit=3 or more"
+            with pytest.raises(ValueError, match=told):
+                trained(tmp_path, case, *in_bf16(window=2), callbacks=keep, save_total_limit=limit, **saving, **best)
     trained(tmp_path, case, *in_bf16(window=2), callbacks=keep, save_total_limit=1)  # which saves nothing
     with pytest.raises(OffloadedModelError, match=r"a checkpoint is of an offloaded model \(got a LlamaForCausalLM"):
         trained(tmp_path, case, *ordinary(case), callbacks=keep)
