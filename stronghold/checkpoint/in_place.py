@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 from stronghold.checkpoint.file_writing import file_names, manifest_of, write_buffers, write_file
-from stronghold.checkpoint.unit_tensors import Names, all_groups, names_of, step_of, tensors_of
+from stronghold.checkpoint.unit_tensors import Names, all_groups, engine_for, names_of, step_of, tensors_of
 from stronghold.engine import Engine
 from stronghold.engine.adamw import AdamW
 from stronghold.errors import StoreError
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, UnitFileEntry
 from stronghold.formats.reader import UnitReader
-from stronghold.store import DiskStore, in_memory
+from stronghold.store import DiskStore, check_free, in_memory
 
 
 def save_in_place(model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict[str, Any]) -> Path:
@@ -70,6 +70,19 @@ def save_in_place(model: nn.Module, engine: Engine, optimizer: AdamW, rest: dict
             path.unlink(missing_ok=True)
         raise
     return directory
+
+
+def check_space_beside(model: nn.Module, optimizer: AdamW) -> None:
+    """Raises StoreError where the store's directory has no room for what :func:`save_in_place` writes beside the files.
+
+    What is on disk has its room already. Of a checkpoint that is there, the files beside stay until new ones are whole.
+    """
+    engine, names = engine_for(model, optimizer), names_of(model)
+    beside = sum(buffer.nbytes for buffer in model.buffers())
+    for unit in engine.units:
+        tensors = tensors_of(unit, names[unit], optimizer.states_to_come(unit))
+        beside += sum(tensor.nbytes for tensor in tensors.values() if engine.store.find(unit, tensor) is None)
+    check_free(engine.store.paths[:1], beside, "what the store's checkpoint has beside the units' files")
 
 
 def check_in_place(kept: Manifest, engine: Engine, optimizer: AdamW, names: Names) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from stronghold.checkpoint.folder import newest, prune, remove, step_path, steps_in
+from stronghold.checkpoint.in_place import check_space_beside
 from stronghold.checkpoint.loading import load
 from stronghold.checkpoint.plain import from_plain
 from stronghold.checkpoint.saving import save
@@ -136,7 +137,7 @@ class RunCheckpoints:
     def begin(self, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
         """Takes what the run trains, and puts it where the checkpoint found it, if there is one.
 
-        Raises what :func:`load` raises.
+        Raises what :func:`load` raises, and StoreError where the store has no room to keep the run when it ends.
         """
         if not self._in_use:
             return
@@ -144,6 +145,8 @@ class RunCheckpoints:
         self._trained = model, optimizer, scheduler
         if (found := self._manifest) is not None:
             load(found.directory, model, optimizer, scheduler=scheduler, verify=False)  # every byte was when found
+        if self._store is not None:
+            check_space_beside(model, optimizer)
 
     def due(self, step: int, *, last: bool = False) -> bool:
         """Whether a checkpoint belongs behind ``step``; behind the ``last`` one always."""

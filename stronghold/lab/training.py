@@ -82,7 +82,8 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
     kept, and so it ends when nobody reads the standard output any more; a second SIGINT or SIGTERM ends the process at
     once. Raises ValueError or StrongholdError for settings, data and checkpoints that do not fit, and for places that
     cannot be written, before anything is trained or written; TrainingError for a step that fails, OSError for a file
-    that cannot be written any more.
+    that cannot be written any more. Where the store cannot keep the run at its end, the model is saved all the same,
+    and then that is raised.
     """
     stop = Stop()
     console = console or Console(file=cast(TextIO, Output(stop)))
@@ -151,20 +152,27 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
                 if settings.parallel.alone:
                     why = f"{method.name} is there to be compared with"
                 console.print(f"the model is not saved: {why}", soft_wrap=True)
+        lost: OSError | StrongholdError | None = None
         if settings.keep_store:
-            _keep_store(checkpoints, done, log)
             where = settings.offload.directories
             again = f"--store {where[0]}" if len(where) == 1 else "--plan, as before"  # which alone names several
-            console.print(
-                f"kept       {', '.join(where)}: the run after step {done}, {format_bytes(report.disk_bytes)}; to go "
-                f"on: --resume --out {settings.out} {again}",
-                soft_wrap=True,
-                markup=False,
-            )
-        saved = run.save_folder if prepared.saves and (interrupted or run.save) else None
+            try:
+                _keep_store(checkpoints, done, log)
+            except (OSError, StrongholdError) as error:
+                lost = error  # the model may still go elsewhere: first that
+                said = f"not kept   {', '.join(where)}: {error}"
+            else:
+                said = (
+                    f"kept       {', '.join(where)}: the run after step {done}, {format_bytes(report.disk_bytes)}; to "
+                    f"go on: --resume --out {settings.out} {again}"
+                )
+            console.print(said, soft_wrap=True, markup=False)
+        saved = run.save_folder if prepared.saves and (interrupted or lost or run.save) else None
         if saved is not None:
             save_with_others(model, saved, partial(write_files, tokenizer.files), is_tokenizer_file)
             console.print(f"model saved in {saved}", soft_wrap=True)
+        if lost is not None:
+            raise lost
         held_out_loss = None if interrupted else _held_out_loss(prepared, batches)
         summary = summarize(start, steps, held_out_loss=held_out_loss)
         log.end({"interrupted": interrupted, "saved": saved}, summary)

@@ -188,6 +188,11 @@ class HostAdamW(torch.optim.Optimizer):
         for unit, its in indices.items():
             self._allocate(unit, its)
 
+    def states_to_come(self, unit: Unit) -> dict[Tensor, ParameterState]:
+        """Returns the states that the parameters of ``unit`` have once all with moments have taken a step."""
+        step = torch.tensor(1.0)
+        return {unit.parameters[i]: as_state(step, held) for i, held in self._moments.held(unit).items()}
+
     def _needs(self, unit: Unit, indices: list[int]) -> list[Need]:
         """Returns what the parameters at ``indices`` have not got and an update needs: moments and remainders."""
         return [(unit, "moments", self._moments.missing_bytes(unit, indices)), missing_remainders(unit, indices)]

@@ -190,6 +190,10 @@ class Moments:
         """Called when moments without a state have been written: their memory need not be zero."""
         self._used.update(self._moments)
 
+    def held(self, unit: Unit) -> dict[int, tuple[Moment, ...]]:
+        """Returns what is allocated of one unit, by the parameter's number, to be looked at alone."""
+        return {index: moments for (of, index), moments in self._moments.items() if of == id(unit)}
+
     def of(self, unit: Unit, index: int) -> tuple[Moment, ...]:
         """Returns (exp_avg, exp_avg_sq) of one parameter, in its shape or as blocks, or (momentum_buffer,)."""
         self.allocate(unit, [index])

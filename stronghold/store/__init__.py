@@ -1,6 +1,6 @@
 """Where layers live when they are not in the window."""
 
-from stronghold.store.directory import forget
+from stronghold.store.directory import check_free, forget
 from stronghold.store.disk import DiskStore
 from stronghold.store.input_file import INPUT_STAGING, Extent, InputFile
 from stronghold.store.kept import in_memory
@@ -22,6 +22,7 @@ __all__ = [
     "RamStore",
     "Store",
     "UpdateIO",
+    "check_free",
     "forget",
     "in_memory",
     "staging_bytes",

@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import stronghold
+from stronghold.checkpoint.in_place import check_space_beside
 from stronghold.engine import engine_of
 from stronghold.errors import CheckpointError, CorruptionError, StoreError
 from stronghold.formats.manifest import NAME, UnitFileEntry, read_manifest
@@ -86,6 +88,33 @@ def without_stop(**settings: Any) -> tuple[list[float], Any]:
     torch.manual_seed(3)
     losses = training.steps(CASE.batches(5))
     return losses, snapshot(training.model, training.optimizer)
+
+
+@pytest.mark.parametrize("split", ["one", "two", "split", "weights", "resident"])
+@pytest.mark.parametrize(("dtype", "states"), [("fp32", "fp32"), ("bf16", "8bit")])
+def test_the_room_that_is_asked_for_beforehand_is_what_the_tensors_beside_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, dtype: str, states: str
+) -> None:
+    """Counted by safetensors, in the files that are written."""
+    path = directories(tmp_path, split)
+    training = Training(
+        CASE.model(), store=path, clip=None, window=2, dtype=DTYPES[dtype], states=states, **SPLITS[split]
+    )
+    real, free = shutil.disk_usage, [0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=free[0]))
+    with pytest.raises(StoreError, match="beside the units' files") as told:  # before there is any state
+        check_space_beside(training.model, training.optimizer)
+    free[0] = 2**40
+    training.steps(CASE.batches(5)[:1])
+    training.save(tmp_path / "store", extra={})
+    written = [load_file(path) for path in (tmp_path / "store").glob("*.safetensors")]
+    least = sum(tensor.nbytes for file in written for tensor in file.values())
+    free[0] = least - 1
+    with pytest.raises(StoreError) as again:
+        check_space_beside(training.model, training.optimizer)
+    assert str(again.value).partition(", where")[0] == str(told.value).partition(", where")[0]
+    free[0] = least
+    check_space_beside(training.model, training.optimizer)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from stronghold.checkpoint.folder import steps_in
 from stronghold.errors import CheckpointError, StoreError
@@ -451,6 +452,60 @@ def test_a_run_that_its_store_has_kept_goes_on_there(
     gc.collect()
     _, shown = run(settings, resume=True, **{**wanted, "steps": 12})
     assert f"from {tmp_path}/store, after step 9" in shown
+
+
+@pytest.mark.parametrize("end", ["interrupted", "last step", "last step, to save elsewhere"])
+def test_where_the_store_cannot_keep_the_run_the_model_is_saved_first(
+    settings: TrainSettings, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """The store's disk is full when what lies beside the layers' files is written; the model's has room."""
+    steps = 4 if end == "interrupted" else 9
+    begun = dataclasses.replace(settings.optimizer, decay_steps=9)
+    ended = {"steps": steps, "optimizer": begun, "save": str(tmp_path / "expected")}
+    run(settings, out=str(tmp_path / "whole"), checkpoint_every=None, **ended)
+    folder = str(tmp_path / "elsewhere") if "elsewhere" in end else os.path.join(settings.out, "model")
+    write, store = os.pwrite, str(tmp_path / "store")
+
+    def full(file: int, data: Any, offset: int) -> int:
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if os.path.dirname(path) == store and path.endswith(".safetensors.partial"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    if end == "interrupted":
+        stop_in(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
+    file = io.StringIO()
+    save = folder if "elsewhere" in end else None
+    wanted = dataclasses.replace(settings, **on_disk(tmp_path, optimizer=begun, save=save))
+    with pytest.raises(OSError, match="No space left"):
+        train(wanted, console=Console(file=file, width=200))
+    assert re.search(rf"^not kept +{store}: .*No space left on device", file.getvalue(), re.MULTILINE)
+    assert f"model saved in {folder}" in file.getvalue()
+    there, expected = load_file(f"{folder}/model.safetensors"), load_file(tmp_path / "expected" / "model.safetensors")
+    assert there.keys() == expected.keys()
+    assert all(torch.equal(there[name], expected[name]) for name in expected)
+    gc.collect()
+    assert not os.path.exists(store)
+
+
+def test_a_store_without_room_to_keep_the_run_is_refused_before_the_first_step(
+    settings: TrainSettings, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on disk takes 1.7 MiB of the 2, and the embedding, which is in memory, half a MiB more."""
+    wanted = on_disk(tmp_path, model=ModelSettings(**SHAPE | {"vocabulary": 4096}))
+    real = shutil.disk_usage
+
+    def small(path: Any) -> Any:
+        taken = sum(os.stat(entry).st_blocks * 512 for entry in os.scandir(path))
+        return real(path)._replace(free=2 * 2**20 - taken)
+
+    monkeypatch.setattr(shutil, "disk_usage", small)
+    stop_in(monkeypatch, 1, lambda: pytest.fail("it has begun"))
+    with pytest.raises(StoreError, match=r"beside the units' files takes 5\d\d KiB at .*/store, where \d+ KiB"):
+        run(settings, **wanted)
+    gc.collect()
+    assert not os.path.exists(tmp_path / "store")
 
 
 def test_the_newest_intact_one_wins_wherever_it_is(
