@@ -23,6 +23,7 @@ from stronghold.engine.offload import offload
 from stronghold.errors import ParallelError
 from stronghold.formats.conversion import from_model
 from stronghold.formats.model_config import build, write_config
+from stronghold.formats.mounts import check_no_mount
 from stronghold.formats.pieces import Group
 from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.formats.sync import sync_directory, sync_path
@@ -141,8 +142,8 @@ def save(
     it. A :func:`load` that is reading it meanwhile ends with an error, rather than with parts of both models. A model
     takes the place of the model and of the adapters that the folder held, adapters that of adapters alone; what else it
     held stays, such as a tokenizer, or the model that the adapters are of. Raises ValueError for a folder that holds
-    something other than a model, and for a part of a model with PEFT's adapters, and OSError, naming the folder, where
-    it cannot be written.
+    something other than a model or is a mount point, and for a part of a model with PEFT's adapters, and OSError,
+    naming the folder, where it cannot be written.
 
     Of replicas (``stronghold.replicate``) the first process writes. All may call this, and the others then wait until
     the folder is there, and raise where it cannot be written; or the first one may alone, which waits for none of them.
@@ -277,7 +278,8 @@ def _there(folder: Path) -> Path:
 
 
 def check_save_folder(folder: str | os.PathLike[str]) -> None:
-    """Raises ValueError if ``folder`` holds something other than a model, which saving would replace."""
+    """Raises ValueError if ``folder`` holds something other than a model, which saving would replace, or is a mount."""
+    check_no_mount(folder)
     folder = Path(folder)
     names = ("config.json", SINGLE, INDEX, ADAPTER_CONFIG)
     if folder.exists() and not (

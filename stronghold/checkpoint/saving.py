@@ -37,6 +37,7 @@ from stronghold.engine import Engine, uncompiled
 from stronghold.engine.adamw import AdamW
 from stronghold.engine.updates import check_complete
 from stronghold.formats.manifest import BUFFERS, FileEntry, Manifest, ParameterEntry, read_manifest, write_manifest
+from stronghold.formats.mounts import check_no_mount
 from stronghold.formats.sync import sync_directory
 from stronghold.unit import Unit, from_rank0
 
@@ -87,8 +88,8 @@ def save(
         The checkpoint's path.
 
     Raises:
-        ValueError: A ``directory`` that is in use, something that cannot be kept, or another ``extra`` in each process;
-            nothing is written then.
+        ValueError: A ``directory`` that is in use or a mount point, something that cannot be kept, or another ``extra``
+            in each process; nothing is written then.
         OffloadedModelError: A model that is not offloaded, another one's optimizer, or with ``update="in_backward"`` a
             backward pass that has updated layers and whose ``step()`` has not come.
         OSError: A disk that refuses, with the file's name; nothing is left behind then.
@@ -148,6 +149,7 @@ def _tell_of_others(engine: Engine, optimizer: AdamW) -> None:
 
 
 def _check_new(directory: Path) -> None:
+    check_no_mount(directory)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ValueError(f"a checkpoint's directory must be new (got {str(directory)!r}); pass another, or remove it")
 

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterable
 from typing import NoReturn
 
+from stronghold.formats.mounts import check_no_mount
+
 PathLike = str | os.PathLike[str]
 
 
@@ -50,9 +52,10 @@ def check_save(
     """Raises ValueError unless a model can be saved in ``save``, apart from the run's other ``folders`` and ``files``.
 
     Those are there from the beginning, each by its setting's name, and the model's folder appears as a whole in the
-    end: it may be in one of the folders, but it can hold none of them, nor a file.
+    end: it may be in one of the folders, but it can hold none of them, nor a file, nor be a mount point.
     """
     check_folder("save", save)
+    check_no_mount(save)
     own = os.path.realpath(save)
     check_folder("save's parent", os.path.dirname(own))  # it is written beside its name
     for name, path, is_file in [*((*one, False) for one in folders), *((*one, True) for one in files)]:
