@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from stronghold.engine.traces import Trace
 from stronghold.errors import OffloadedModelError
 
-_ABSENT = object()
 _EVERY_MODULE = -1
 """In the place of a module's number: hooks of ``torch.nn.modules.module.register_module_forward_hook``."""
 _Key = tuple[int, int, str]
@@ -23,10 +23,10 @@ _Key = tuple[int, int, str]
 class ForwardHooks:
     """Runs the forward hooks of the first run again, but for those that only look.
 
-    A hook that returned None in the first run and left its arguments and its module as they were records something; a
-    second call would record it twice. One that changed them belongs to the computation and runs again. So do those that
-    a hook registers during the first run, which stay from then on, as on the plain model. What is registered during the
-    second run is what the first has registered already, and goes again.
+    A hook that returned None in the first run and left its arguments, its layer's modules and the random numbers that
+    come as they were records something; a second call would record it twice. One that changed them belongs to the
+    computation and runs again. So do those that a hook registers during the first run, which stay from then on, as on
+    the plain model. What is registered during the second run is what the first has registered already, and goes again.
 
     Hooks are exchanged in the modules' own dictionaries, to which the handles of those that come and go refer.
     """
@@ -39,12 +39,20 @@ class ForwardHooks:
         """Those that have changed something."""
         self._own: dict[_Key, Callable] = {}
         """During a run, the user's hooks in whose place others are."""
+        self._entries: list[dict[str, Any]] = []
+        """During the first run with hooks, where the layer's modules keep their attributes and buffers."""
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Runs the block and notes which hooks do more than look."""
-        with self._instead(self._keys(), self._observed):
-            yield
+        keys = self._keys()
+        if keys:
+            self._look_at_modules()
+        try:
+            with self._instead(keys, self._observed):
+                yield
+        finally:
+            self._entries.clear()  # they hold the modules
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -63,6 +71,10 @@ class ForwardHooks:
                 yield
         finally:
             self._remove(self._since(before))
+
+    def _look_at_modules(self) -> None:
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        self._entries = [names for module in modules for names in (vars(module), module._buffers)]
 
     def _hooks(self, number: int, kind: str) -> dict[int, Callable]:
         if number == _EVERY_MODULE:
@@ -112,10 +124,10 @@ class ForwardHooks:
 
     def _observed(self, key: _Key, hook: Callable) -> Callable:
         def observe(module: nn.Module, *rest: Any) -> Any:
-            before, number = (_versions(rest), dict(vars(module))), RemovableHandle.next_id
+            number = RemovableHandle.next_id
+            before = None if key in self._changing else Trace(module, rest, self._entries)
             result = hook(module, *rest)
-            values = [before[1].get(name, _ABSENT) is value for name, value in vars(module).items()]
-            if result is not None or _versions(rest) != before[0] or not all(values) or len(values) != len(before[1]):
+            if before and (result is not None or Trace(module, rest, self._entries).differs(before)):
                 self._changing.add(key)
             self._exchange(self._since(number), self._observed)
             return result
@@ -134,13 +146,3 @@ class ForwardHooks:
 
 def _nothing(*_: Any) -> None:
     """Stands for a hook that only looks."""
-
-
-def _versions(output: Any) -> list[int]:
-    if isinstance(output, Tensor):
-        return [output._version]
-    if isinstance(output, (list, tuple)):
-        return [version for item in output for version in _versions(item)]
-    if isinstance(output, dict):
-        return [version for item in output.values() for version in _versions(item)]
-    return []

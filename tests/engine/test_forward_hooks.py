@@ -1,0 +1,118 @@
+"""Hooks of the user's inside of layers: gradients are the plain model's, whatever a hook changes without a return."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stronghold
+from tests.small import assert_close
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("amax", torch.ones(1, 1))
+        self.plain, self.scales, self.options = torch.ones(1, 1), [1.0], {"scale": 1.0}
+
+    def forward(self, *, x: Tensor, scale: float = 1.0, nested: Any = None) -> Tensor:
+        scale = scale * nested["scales"][0] * self.scales[0] * self.options["scale"]
+        return torch.tanh(self.linear(x) / (self.amax * self.plain)) * scale
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out, self.dropout = Inner(), nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.out(self.inner(x=x, nested={"scales": [1.0]})))
+
+
+class Model(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module] = Layer) -> None:
+        super().__init__()
+        self.into, self.layers = nn.Linear(8, 8), nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def assert_like_plain(register: Callable[[nn.Module], Any], kind: Callable[[], nn.Module] = Layer) -> None:
+    torch.manual_seed(0)
+    plain, x = Model(kind), 3 * torch.randn(3, 8)
+    ours = copy.deepcopy(plain)
+    for model in (plain, ours):
+        register(model)
+    stronghold.offload(ours, window=2, device="cpu")
+    for _ in range(2):
+        assert_close(gradients(ours, x), gradients(plain, x))
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.detach().abs().amax().view(1, 1)
+
+
+def _on_inner(change: Callable[[Inner, dict[str, Any]], Any]) -> Callable[[nn.Module], None]:
+    def register(model: nn.Module) -> None:
+        for layer in model.layers:
+            layer.inner.register_forward_pre_hook(
+                lambda m, args, kwargs: [change(m, kwargs)] and None, with_kwargs=True
+            )
+
+    return register
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, kwargs: kwargs.update(x=kwargs["x"] * 2),
+        lambda m, kwargs: kwargs.update(scale=0.5),
+        lambda m, kwargs: kwargs["nested"]["scales"].__setitem__(0, 0.5),
+        lambda m, kwargs: setattr(m, "amax", _largest(kwargs["x"])),
+        lambda m, kwargs: m.amax.copy_(_largest(kwargs["x"])),
+        lambda m, kwargs: m.amax.data.copy_(_largest(kwargs["x"])),
+        lambda m, kwargs: m.plain.copy_(_largest(kwargs["x"])),
+        lambda m, kwargs: m.scales.__setitem__(0, _largest(kwargs["x"])),
+        lambda m, kwargs: m.options.update(scale=_largest(kwargs["x"])),
+        lambda m, kwargs: torch.randperm(3),
+    ],
+    ids=["tensor", "number", "nested", "assigned", "written", "by .data", "attribute", "list", "dict", "draws"],
+)
+def test_a_hook_that_returns_nothing_and_changes_something_runs_again(change):
+    assert_like_plain(_on_inner(change))
+
+
+def test_a_hook_that_writes_another_module_of_its_layer_runs_again():
+    class Writer:
+        def __init__(self, layer: nn.Module) -> None:
+            self.layer = layer
+
+        def write(self, module: nn.Module, args: Any, output: Tensor) -> None:
+            self.layer.amax = _largest(output)
+
+    class Twice(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.out(x))
+
+    def register(model: nn.Module) -> None:
+        for layer in model.layers:
+            layer.out.register_forward_hook(Writer(layer.inner).write)
+
+    assert_like_plain(register, Twice)
