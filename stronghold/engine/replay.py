@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.engine.copying import generator_copy, is_generator
+from stronghold.engine.traces import changes_unseen, version_of
 from stronghold.errors import OffloadedModelError
 
 
@@ -23,9 +25,10 @@ class State:
     """What a layer's modules keep between runs, as it was before the first run, whatever changes it then.
 
     That is buffers and plain attributes: ``training``, a count, what a mask is made from. A change shows by the
-    object's identity, in a list, dictionary or set by its items', in a tensor by its version; ``batch_norm`` leaves no
-    trace in the version of its statistics, so that of tensors with one dimension a change is always taken for granted,
-    as it is of generators of random numbers. What an object of another kind holds is not known.
+    object's identity, in a list, dictionary or set by its items', in a tensor by its version. ``batch_norm``,
+    ``.data`` and kernels that write through pointers leave no trace in a version, and to look would be to wait for the
+    device: of tensors of floating point or with one dimension a change is always taken for granted, as it is of
+    generators of random numbers. What an object of another kind holds is not known.
 
     It refers to the modules weakly, and to all that may refer to them, for autograd's graph holds it, and a module may
     hold that. ``generator`` copies generators of random numbers, which the arguments may hold as well.
@@ -35,24 +38,24 @@ class State:
         places = [_Names(weakref.ref(m), buffers) for m in module.modules() for buffers in (True, False)]
         self._before = [(place, *_sorted(place, generator)) for place in places]
         self._changed: list[tuple[_Names, str, Any]] = []
-        self._left: list[tuple[_Names, dict[str, Any], list[tuple[str, Any, int]]]] = []
+        self._left: list[tuple[_Names, dict[str, Any], list[tuple[str, Any, Any]]]] = []
         """What the first run left alone: values that nothing can change, and others with their versions."""
 
     def ran(self) -> None:
         """Forgets the copies of what the first run left alone."""
         for place, atoms, others in self._before:
             names, left = place.names(), []
-            known = atoms.keys() | {name for name, *_ in others}
-            added = [name for name in names if name not in known and not place.leaves_out(name)]
-            self._changed += [(place, name, _ABSENT) for name in added]
+            added = names.keys() - place.left_out - atoms.keys()
             for name, value in _differing(atoms, names):
                 self._changed.append((place, name, value))
                 del atoms[name]
             for name, value, copy, version in others:
+                added.discard(name)
                 if _differs(names.get(name, _ABSENT), value, copy, version):
                     self._changed.append((place, name, _LEFT if _has_graph(copy) else copy))
                 elif not _has_graph(value):
-                    left.append((name, _held(value), _version(value)))
+                    left.append((name, _held(value), _versions(value)))
+            self._changed += [(place, name, _ABSENT) for name in added]
             self._left.append((place, atoms, left))
         self._before.clear()
 
@@ -77,20 +80,21 @@ class State:
         for place, atoms, left in self._left:
             names = place.names()
             yield from ((place, name, value) for name, value in _differing(atoms, names))
-            for name, held, version in left:
+            for name, held, versions in left:
                 now = names.get(name, _ABSENT)
-                if type(held) is _Kept:
-                    if _differs(now, held.value, held.copy, version):
-                        yield place, name, held.copy
-                elif now is held:
-                    if version != _version(now):
+                if type(held) is _Reference:
+                    if not held.is_of(now):
+                        if (now := held.weak and held.weak()) is None:
+                            raise place.refusal(name, "replaced")
+                        yield place, name, now
+                    if not held.has_items(now):
                         raise place.refusal(name, "written")
-                elif type(held) is not _Reference:
-                    yield place, name, held
-                elif id(now) != held.number:
-                    if (value := held.weak and held.weak()) is None:
-                        raise place.refusal(name, "replaced")
-                    yield place, name, value
+                    continue
+                value, copy = held if type(held) is _Kept else (held, held)
+                if versions != _versions(copy):
+                    raise place.refusal(name, "written")
+                if now is not value or not _same_items(now, copy):
+                    yield place, name, copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +110,9 @@ class _Names:
             return {}
         return module._buffers if self.buffers else module.__dict__
 
-    def leaves_out(self, name: str) -> bool:
-        return not self.buffers and name in _OF_EVERY_MODULE
+    @property
+    def left_out(self) -> frozenset[str]:
+        return _NONE if self.buffers else _OF_EVERY_MODULE
 
     def refusal(self, name: str, what: str) -> OffloadedModelError:
         module = self.module()
@@ -121,6 +126,7 @@ class _Names:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {
     *("forward", "_apply", "_replicate_for_data_parallel", "compile")
 }
+_NONE: frozenset[str] = frozenset()
 _ABSENT = object()
 _LEFT = object()
 """Stands for a value with a graph: to hold it would keep the graph of every step before."""
@@ -135,27 +141,61 @@ def _copy(value: Any, generator: Callable[[Any], Any]) -> Any:
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    return version_of(value) if isinstance(value, Tensor) else 0
 
 
 def _differs(now: Any, value: Any, copy: Any, version: int) -> bool:
     if now is not value:
         return True
     if isinstance(now, Tensor):
-        return not now.requires_grad and (now.ndim == 1 or _version(now) != version)
-    if type(now) in (list, set, dict):
-        items = [[*one.items()] if isinstance(one, dict) else [(item, item) for item in one] for one in (now, copy)]
-        return len(items[0]) != len(items[1]) or any(
-            k is not key or v is not item for (k, v), (key, item) in zip(*items, strict=True)
-        )
+        return changes_unseen(now) or (not now.requires_grad and _version(now) != version)
+    if type(now) in _CONTAINERS:
+        return not _same_items(now, copy)
     return is_generator(now)  # whether it has drawn takes longer to see than to put it back
 
 
-class _Reference(NamedTuple):
-    """What may refer to a module: held by its identity, and weakly where that is possible."""
+_CONTAINERS = (list, dict, set)
 
-    number: int
-    weak: weakref.ref[Any] | None
+
+def _items(value: Any) -> Collection[Any]:
+    """Returns what a list, dictionary or set consists of, and nothing for all else."""
+    if type(value) is dict:
+        return (*value, *value.values())
+    return value if type(value) in _CONTAINERS else ()
+
+
+def _same_items(one: Any, other: Any) -> bool:
+    items, others = _items(one), _items(other)
+    return len(items) == len(others) and all(map(is_, items, others))
+
+
+def _versions(value: Any) -> list[int]:
+    """Returns the versions of a tensor, or of those in a container; a frozen parameter's are not the user's alone."""
+    if isinstance(value, Tensor):
+        return [version_of(value)]
+    items = _items(value)
+    return [version_of(item) for item in items if type(item) is Tensor] if Tensor in set(map(type, items)) else []
+
+
+class _Reference:
+    """What may refer to a module: held by identity, weakly where that is possible, and the items of a container too."""
+
+    def __init__(self, value: Any) -> None:
+        self._number = id(value)
+        self.weak: weakref.ref[Any] | None = None
+        with suppress(TypeError):
+            self.weak = weakref.ref(value)
+        self._items = [item if _is_plain(type(item)) else _Reference(item) for item in _items(value)]
+
+    def is_of(self, value: Any) -> bool:
+        return self.weak() is value if self.weak else id(value) == self._number
+
+    def has_items(self, value: Any) -> bool:
+        items = _items(value)
+        return len(items) == len(self._items) and all(
+            held.is_of(item) if type(held) is _Reference else held is item
+            for held, item in zip(self._items, items, strict=True)
+        )
 
 
 _ATOMIC = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
@@ -165,9 +205,9 @@ def _sorted(place: _Names, generator: Callable[[Any], Any]) -> tuple[dict[str, A
     """Returns what is at a place: values that nothing can change, and others with their copies and versions."""
     atoms: dict[str, Any] = {}
     others = []
-    for name, value in place.names().items():
-        if place.leaves_out(name):
-            continue
+    names = place.names()
+    for name in names.keys() - place.left_out:
+        value = names[name]
         if type(value) in _ATOMIC:
             atoms[name] = value
         else:
@@ -191,36 +231,39 @@ class _Kept(NamedTuple):
 def _held(value: Any) -> Any:
     """Returns what can be kept beside a graph in the place of ``value``, and stands for it."""
     if isinstance(value, Tensor) or _refers_to_no_module(value):
-        return _Kept(value, value.copy()) if type(value) in (list, dict, set) else value
-    try:
-        return _Reference(id(value), weakref.ref(value))
-    except TypeError:
-        return _Reference(id(value), None)
+        return _Kept(value, value.copy()) if type(value) in _CONTAINERS else value
+    return _Reference(value)
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether values of this kind refer to no module; a tensor's graph is looked for elsewhere."""
+    return kind in _ATOMIC or issubclass(kind, Tensor)
 
 
 def _refers_to_no_module(value: Any, depth: int = 3) -> bool:
-    if type(value) in _ATOMIC or isinstance(value, (type, Enum, BuiltinFunctionType)):
+    if _is_plain(type(value)) or isinstance(value, (type, Enum, BuiltinFunctionType)):
         return True
     if isinstance(value, FunctionType):
         return getattr(sys.modules.get(value.__module__), value.__name__, None) is value  # it is there for ever
-    inner: tuple[Any, ...]
+    inner: Collection[Any]
     if isinstance(value, partial):
         inner = (value.func, *value.args, *value.keywords.values())
-    elif type(value) in (list, tuple, set):
-        inner = tuple(value)
-    elif type(value) is dict:
-        inner = tuple(value.values())
+    elif type(value) is tuple or type(value) in _CONTAINERS:
+        inner = _items(value) or value
     else:
         return False
-    return bool(depth) and len(inner) <= 8 and all(_refers_to_no_module(item, depth - 1) for item in inner)
+    if all(map(_is_plain, set(map(type, inner)))):  # however many
+        return True
+    return bool(depth) and len(inner) <= 16 and all(_refers_to_no_module(item, depth - 1) for item in inner)
 
 
 def _has_graph(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.requires_grad
-    if isinstance(value, dict):
-        return any(_has_graph(item) for item in value.values())
-    return isinstance(value, (list, tuple, set)) and any(_has_graph(item) for item in value)
+    if isinstance(value, partial):
+        return _has_graph([*value.args, *value.keywords.values()])
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+    return not _ATOMIC.issuperset(map(type, items)) and any(map(_has_graph, items))
 
 
 def _put(names: dict[str, Any], name: str, value: Any) -> None:

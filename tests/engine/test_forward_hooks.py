@@ -70,11 +70,12 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _on_inner(change: Callable[[Inner, dict[str, Any]], Any]) -> Callable[[nn.Module], None]:
+    def hook(module: Inner, args: Any, kwargs: dict[str, Any]) -> None:
+        change(module, kwargs)
+
     def register(model: nn.Module) -> None:
         for layer in model.layers:
-            layer.inner.register_forward_pre_hook(
-                lambda m, args, kwargs: [change(m, kwargs)] and None, with_kwargs=True
-            )
+            layer.inner.register_forward_pre_hook(hook, with_kwargs=True)
 
     return register
 

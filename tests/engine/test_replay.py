@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import stronghold
 from stronghold.engine.arguments import fill, flatten
 from stronghold.engine.copying import is_generator, structural_copy
 from stronghold.engine.forward_hooks import ForwardHooks
@@ -298,10 +299,12 @@ class Plain(nn.Module):
     def __init__(self):
         super().__init__()
         self.factor, self.kinds, self.inner = 2.0, ["a"], nn.Dropout(0.0)
-        self.register_buffer("mask", torch.ones(2, 2))
+        self.register_buffer("mask", torch.ones(2, 2, dtype=torch.bool))
         self.register_buffer("row", torch.ones(2))
+        self.register_buffer("table", torch.ones(2, 2))
         self.plan = nn.Identity  # of a kind that can be referred to weakly
-        self.tables = list(range(20))  # more than is kept
+        self.tables = [object(), object()]  # of a kind that may refer to anything
+        self.scales, self.tensors = {str(number): 1.0 for number in range(20)}, [torch.ones(2)]
 
 
 def ran(module):
@@ -315,11 +318,16 @@ def test_what_the_user_changes_after_the_first_run_is_put_back_for_the_second():
     state, mask, kinds = ran(module), module.mask, module.kinds
     module.eval()
     module.factor, module.kinds, module.plan = 3.0, ["b"], nn.Linear
-    module.mask = torch.zeros(2, 2)
+    module.mask = torch.zeros(2, 2, dtype=torch.bool)
     module.row.zero_()
+    module.table.data.zero_()
+    module.scales["0"], module.tensors[0] = 0.5, torch.zeros(2)
     now = module.mask
     with state.again():
         assert_close(module.row, torch.ones(2))
+        assert_close(module.table, torch.ones(2, 2))
+        assert (module.scales["0"], module.scales["1"]) == (1.0, 1.0)
+        assert_close(module.tensors, [torch.ones(2)])
         assert module.training
         assert module.inner.training
         assert (module.factor, module.plan) == (2.0, nn.Identity)
@@ -328,7 +336,8 @@ def test_what_the_user_changes_after_the_first_run_is_put_back_for_the_second():
     assert not module.inner.training
     assert (module.factor, module.kinds, module.plan) == (3.0, ["b"], nn.Linear)
     assert module.mask is now
-    assert_close(module.row, torch.zeros(2))
+    assert_close([module.row, module.table, *module.tensors], [torch.zeros(2), torch.zeros(2, 2), torch.zeros(2)])
+    assert module.scales["0"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -337,8 +346,11 @@ def test_what_the_user_changes_after_the_first_run_is_put_back_for_the_second():
         (lambda module: module.mask.zero_(), r"buffer mask of a Plain has been written"),
         (lambda module: setattr(module, "tables", {}), r"attribute tables of a Plain has been replaced"),
         (lambda module: delattr(module, "tables"), r"attribute tables of a Plain has been replaced"),
+        (lambda module: module.tables.pop(), r"attribute tables of a Plain has been written"),
+        (lambda module: module.tables.__setitem__(0, object()), r"attribute tables of a Plain has been written"),
+        (lambda module: module.tensors[0].zero_(), r"attribute tensors of a Plain has been written"),
     ],
-    ids=["written", "replaced", "deleted"],
+    ids=["written", "replaced", "deleted", "shortened", "item", "tensor in a list"],
 )
 def test_what_cannot_be_put_back_is_refused(change, what):
     module = Plain()
@@ -461,3 +473,59 @@ def test_a_hook_that_is_removed_during_the_first_run_is_gone_at_once():
         assert_close(module.forward(x), first)
     assert calls == [1]
     assert not module.one._forward_hooks
+
+
+class Codebook(nn.Module):
+    """Moves by .data, as the exponential averages of vector-quantize-pytorch do."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.register_buffer("book", torch.randn(16, 8))
+        self.average = torch.ones(4, 8)
+
+    def forward(self, x):
+        hidden = self.project(x)
+        near = self.book[torch.cdist(hidden.detach(), self.book).argmin(-1)]
+        self.book.data.mul_(0.5).add_(hidden.detach().mean(0))
+        out = x + hidden * self.average.mean() + (hidden - near).square().mean()
+        self.average.data.add_(hidden.detach().mean())
+        return out
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scaling = {str(number): 1.0 for number in range(9)}
+        self.scales = [torch.tensor(1.0)]
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x) * self.scaling["0"] * self.scales[0])
+
+
+def halved(model):
+    for layer in model[1:]:
+        layer.scaling["0"] *= 0.5
+        layer.scales[0] = layer.scales[0] * 0.5
+
+
+@pytest.mark.parametrize(("kind", "between"), [(Codebook, lambda model: None), (Scaled, halved)])
+def test_training_is_plain_where_layers_write_by_data_or_flat_containers_change_between_the_passes(kind, between):
+    def train(offloaded):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), *(kind() for _ in range(4)))
+        x = torch.randn(5, 8)
+        if offloaded:
+            stronghold.offload(model, window=2, device="cpu")
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            between(model)
+            loss.backward()
+            losses += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, [buffer.clone() for buffer in model.buffers()]
+
+    assert_close(train(True), train(False))
