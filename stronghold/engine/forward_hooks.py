@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from stronghold.engine.shared_objects import objects_of
 from stronghold.engine.traces import Trace
 from stronghold.errors import OffloadedModelError
 
@@ -25,8 +26,9 @@ class ForwardHooks:
 
     A hook that returned None in the first run and left its arguments, its layer's modules and the random numbers that
     come as they were records something; a second call would record it twice. One that changed them belongs to the
-    computation and runs again. So do those that a hook registers during the first run, which stay from then on, as on
-    the plain model. What is registered during the second run is what the first has registered already, and goes again.
+    computation and runs again, and so do those that share an object with it, in which they may leave something. So do
+    those that a hook registers during the first run, which stay from then on, as on the plain model. What is registered
+    during the second run is what the first has registered already, and goes again.
 
     Hooks are exchanged in the modules' own dictionaries, to which the handles of those that come and go refer.
     """
@@ -53,6 +55,8 @@ class ForwardHooks:
                 yield
         finally:
             self._entries.clear()  # they hold the modules
+        if self._changing and len(self._changing) < len(keys):
+            self._add_sharing(keys - self._changing)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -71,6 +75,15 @@ class ForwardHooks:
                 yield
         finally:
             self._remove(self._since(before))
+
+    def _add_sharing(self, looking: set[_Key]) -> None:
+        """Counts those among ``looking`` that share an object with one that changes something as changing, too."""
+        new = {*self._changing}
+        objects = {key: objects_of(self._hooks(key[1], key[2]).get(key[0])) for key in looking | new if key[1]}
+        while new:
+            reached = set().union(*(objects.get(key, ()) for key in new))
+            new = {key for key in looking - self._changing if not reached.isdisjoint(objects.get(key, ()))}
+            self._changing |= new
 
     def _look_at_modules(self) -> None:
         modules = [module for reference in self._modules if (module := reference()) is not None]

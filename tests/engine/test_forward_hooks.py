@@ -117,3 +117,48 @@ def test_a_hook_that_writes_another_module_of_its_layer_runs_again():
             layer.out.register_forward_hook(Writer(layer.inner).write)
 
     assert_like_plain(register, Twice)
+
+
+KEPT: dict[str, Tensor] = {}
+
+
+def keep_globally(module: nn.Module, args: Any) -> None:
+    KEPT["x"] = args[0]
+
+
+def add_globally(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * torch.sin(KEPT["x"])
+
+
+class Steering:
+    def keep(self, module: nn.Module, args: Any) -> None:
+        self.x = args[0]
+
+    def add(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * torch.sin(self.x)
+
+
+def _by_closure() -> tuple[Callable, Callable]:
+    kept = None
+
+    def keep(module: nn.Module, args: Any) -> None:
+        nonlocal kept
+        kept = args[0]
+
+    return keep, lambda module, args, output: output * torch.sin(kept)
+
+
+def _by_self() -> tuple[Callable, Callable]:
+    steering = Steering()
+    return steering.keep, steering.add
+
+
+@pytest.mark.parametrize("pair", [_by_self, _by_closure, lambda: (keep_globally, add_globally)])
+def test_a_hook_that_stores_for_one_that_changes_runs_again_with_it(pair):
+    def register(model: nn.Module) -> None:
+        keep, add = pair()
+        for layer in model.layers:
+            layer.inner.linear.register_forward_pre_hook(keep)
+            layer.out.register_forward_hook(add)
+
+    assert_like_plain(register)

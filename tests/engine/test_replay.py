@@ -230,9 +230,12 @@ class Two(nn.Module):
 
 
 def test_hooks_that_look_run_once_and_hooks_that_change_run_twice():
-    module, calls = Two(), []
+    module, calls, looked = Two(), [], []
 
-    def note(name, result=lambda *rest: None):
+    def note(name, result=None):
+        if result is None:
+            return lambda module, *rest: looked.append(name)
+
         def hook(module, *rest):
             calls.append(name)
             return result(*rest)
@@ -250,18 +253,19 @@ def test_hooks_that_look_run_once_and_hooks_that_change_run_twice():
     module.one.register_forward_hook(note("looks"))
     module.one.register_forward_hook(note("changes the output", lambda args, output: output + 1))
     module.other.register_forward_hook(note("changes in place", lambda args, output: _doubled(output)))
-    module.other.register_forward_hook(note("with keywords", lambda args, kwargs, output: None), with_kwargs=True)
+    module.other.register_forward_hook(note("with keywords"), with_kwargs=True)
     module.other.register_forward_hook(note("looks always"), always_call=True)
     x, hooks = torch.ones(1, 2), ForwardHooks(module)
     kept = [dict(m._forward_hooks) for m in (module.one, module.other)]
     with hooks.first():
         first = module.forward(x)
-    assert len(calls) == 8
+    assert (len(calls), len(looked)) == (4, 4)
     calls.clear()
     with hooks.again():
         again = module.forward(x)
     assert_close(again, first)
     assert calls == ["changes the input", "sets an attribute", "changes the output", "changes in place"]
+    assert len(looked) == 4
     assert [dict(m._forward_hooks) for m in (module.one, module.other)] == kept
 
 
