@@ -18,6 +18,10 @@ _COMPARED = (*ATOMS, set, frozenset, range, slice)
 """What has no tensors in it, and is the same where it compares equal."""
 
 
+class NotCutError(ValueError):
+    """A layer cannot run over micro-batches, by what it is given, or by what it returns or writes."""
+
+
 def are_equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape have the same values, of which some may be NaN; waits for the device."""
     return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
@@ -36,7 +40,7 @@ class Joiner:
     no gradient or has one as first dimension (a position bias). Values are compared of no other tensors, for that waits
     for the device; a bias comes from the first layer, and goes to the others as an object.
 
-    ``join`` and ``write_back`` raise ValueError for all else, such as an auxiliary loss that the layer has already
+    ``join`` and ``write_back`` raise NotCutError for all else, such as an auxiliary loss that the layer has already
     averaged over its samples, numbers that differ, or objects of an unknown kind.
     """
 
@@ -221,7 +225,7 @@ class Joiner:
             self._refuse(f"{', '.join(map(str, values))} for its micro-batches")
 
     def _refuse(self, got: str, remedy: str = "offload without micro_batch") -> NoReturn:
-        raise ValueError(f"micro_batch must be able to put {self._what} together (got {got}); {remedy}")
+        raise NotCutError(f"micro_batch must be able to put {self._what} together (got {got}); {remedy}")
 
 
 def _named(value: Any) -> dict[Any, Any]:

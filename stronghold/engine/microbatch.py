@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from stronghold.engine.copying import Memo, structural_copy
-from stronghold.engine.joining import Joiner
+from stronghold.engine.joining import Joiner, NotCutError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -35,7 +35,7 @@ class MicroBatches:
     Tensors whose first dimension is the batch are cut, in containers and caches too; all others (positions, masks
     that broadcast) go to every piece, and so do all items of a list, be there as many as samples. All parts of a tensor
     are one function's for autograd, which puts their gradients together at once: cut one by one, each would be added to
-    zeros as long as the batch. Autograd therefore refuses to write into one in place. Raises ValueError for a tensor
+    zeros as long as the batch. Autograd therefore refuses to write into one in place. Raises NotCutError for a tensor
     whose first dimension could as well be another, because the batch is as long as the sequence, or has as many samples
     as the layer, ``module``, has heads; and for a mask of flex attention that was made for each sample.
     """
@@ -70,11 +70,11 @@ class MicroBatches:
     def join(self, outputs: Sequence[Any]) -> Any:
         """Returns the output of the layer for all, and writes into the arguments what it has written into their copies.
 
-        Raises ValueError where either cannot be told from what the layer did for each micro-batch.
+        Raises NotCutError where either cannot be told from what the layer did for each micro-batch.
         """
         for tensor, version in self._versions:
             if tensor._version != version:
-                raise ValueError(
+                raise NotCutError(
                     f"micro_batch must not change what a layer computes (got one that writes an argument of shape "
                     f"{tuple(tensor.shape)} in place, once for each micro-batch); offload without micro_batch"
                 )
@@ -125,7 +125,7 @@ class _Cut:
         return like and tensor.ndim == 3 and tensor.shape[-1] in lengths and tensor.shape[1] in (1, length)
 
     def _refuse(self, tensor: Tensor, what: str, remedy: str) -> None:
-        raise ValueError(
+        raise NotCutError(
             f"micro_batch must know which arguments have the batch as first dimension (got one of shape "
             f"{tuple(tensor.shape)} beside an input of shape {tuple(self._leader.shape)}: it may as well be {what}); "
             f"{remedy}, or offload without micro_batch"
@@ -137,12 +137,12 @@ def _is_state(value: Any, leader: Tensor) -> bool:
 
 
 def _check_block_masks(memo: Memo, batch: int) -> None:
-    """Raises ValueError where flex attention's mask of each sample is among the arguments."""
+    """Raises NotCutError where flex attention's mask of each sample is among the arguments."""
     if (flex := sys.modules.get("torch.nn.attention.flex_attention")) is None:
         return  # not imported, it has made no mask
     for given, _ in memo.values():
         if isinstance(given, flex.BlockMask) and given.kv_num_blocks.shape[0] == batch:
-            raise ValueError(
+            raise NotCutError(
                 "micro_batch must be able to cut what has the batch as first dimension (got a BlockMask of flex "
                 f"attention for {batch} samples: its mask_mod knows a sample by its number in the whole batch); make "
                 'it with B=None where it is one for all, pass another attn_implementation, such as "sdpa", or offload '

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stronghold.engine.joining import NotCutError
+
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"}
 _CONTAINERS = (list, tuple, deque, dict)
 _LOOKED_AT = (Tensor, *_CONTAINERS)
@@ -26,16 +28,16 @@ class ModuleWrites:
         self._graphs = {id(tensor): (tensor, tensor._version) for _, _, tensor in _graphs_in(module)}
 
     def check(self) -> None:
-        """Raises ValueError where the layer has written a buffer, or a value with a graph into an attribute."""
+        """Raises NotCutError where the layer has written a buffer, or a value with a graph into an attribute."""
         if written := [name for name, buffer, version in self._buffers if buffer._version != version]:
-            raise ValueError(
+            raise NotCutError(
                 f"micro_batch must not change what a layer computes (got {self._layer}, which writes its buffer "
                 f"{written[0]} in each run, and runs once for each micro-batch); offload without micro_batch"
             )
         for module, name, tensor in _graphs_in(self._module):
             before, version = self._graphs.get(id(tensor), (None, 0))
             if before is not tensor or tensor._version != version:
-                raise ValueError(
+                raise NotCutError(
                     f"micro_batch must be able to put what a layer computes together (got {self._layer}, which writes "
                     f"a tensor of shape {tuple(tensor.shape)} with a graph into the attribute {name} of its "
                     f"{type(module).__name__}, once for each micro-batch); return it, or offload without micro_batch"

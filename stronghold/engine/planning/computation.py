@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from stronghold.engine.arguments import fill, flatten
 from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.copying import structural_copy
+from stronghold.engine.joining import NotCutError
 from stronghold.engine.microbatch import batch_of, split
 from stronghold.engine.planning.even_routing import routed_evenly
 from stronghold.engine.planning.layer_passes import LayerPasses, LayerRecorder
@@ -262,6 +263,8 @@ def _told(model: nn.Module) -> Iterator[None]:
     """Says of an error of the model's own what was tried."""
     try:
         yield
+    except NotCutError:
+        raise
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} must run on tensors that have shapes and no values (got {type(error).__name__}: "

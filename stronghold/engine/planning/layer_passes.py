@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from stronghold.engine.copying import structural_copy
 from stronghold.engine.joining import Joiner
 from stronghold.engine.microbatch import batch_of, split
+from stronghold.engine.module_writes import ModuleWrites
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, dropped
 
@@ -91,12 +92,15 @@ class LayerRecorder:
         pieces = [(args, kwargs)] if self._samples is None else split(args, kwargs, self._samples, self._module)
         leaders = [leader.shape for piece in pieces if (leader := batch_of(*piece)) is not None]
         outputs, like = [], None
+        writes = ModuleWrites(self._module, "a layer") if len(pieces) > 1 and self._module is not None else None
         for number, (piece_args, piece_kwargs) in enumerate(pieces):
             if self._whole or not FIRST <= number < len(pieces) - LAST:
                 outputs.append(self._compute(*piece_args, **piece_kwargs))
                 continue
             like = like or self._like(piece_args, piece_kwargs)
             outputs.append(like.output(piece_args, piece_kwargs))
+        if writes is not None:
+            writes.check()
         return outputs[0] if len(outputs) == 1 else Joiner(leaders, equal=lambda *_: True).join(outputs)
 
     def _like(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Like:

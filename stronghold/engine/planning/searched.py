@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from stronghold.engine.joining import NotCutError
 from stronghold.engine.planning.kept_inputs import OFF_DEVICE, InputsOfLayers
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
@@ -115,8 +116,17 @@ class PlannedModel:
 
         Where device and host are one memory, a layer in RAM is computed with where it is. All are resident, but where
         that does not fit: under ``in_backward`` layers that are not keep no gradients. Replicas, which have layers in
-        RAM in common, each keep a copy of what is resident.
+        RAM in common, each keep a copy of what is resident. Where layers cannot run over micro-batches, and need not,
+        they run over the whole batch; where they must, that raises NotCutError.
         """
+        try:
+            return self._best(space, limits, tokens, rival_s)
+        except NotCutError:
+            if None not in space.micro_batches:
+                raise
+        return self._best(replace(space, micro_batches=(None,)), limits, tokens, rival_s)
+
+    def _best(self, space: Space, limits: Limits, tokens: int, rival_s: float) -> TrainingPlan:
         planner = ModelPlanner(
             self.memory, self.computation, self._machine, limits, self._directories, activations=self._recompute
         )

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import stronghold
-from stronghold.device.throttled import Speed, ThrottledDevice
 from stronghold.engine.planning.asked import micro_batches
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.errors import BudgetError
@@ -75,6 +74,24 @@ class Vision(nn.Module):
         return x.square().mean() + total
 
 
+class Mixture(nn.Module):
+    """Returns an auxiliary loss over the whole batch, or leaves it in an attribute."""
+
+    def __init__(self, returned=True):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.router, self.returned = nn.Linear(WIDTH, 4), returned
+
+    def forward(self, x):
+        y = self.norm(x)
+        loss = self.router(x).softmax(-1).mean((0, 1)).square().sum()
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        if self.returned:
+            return x, loss
+        self.loss = loss
+        return x
+
+
 def batch(samples=BATCH, length=LENGTH, seed=1):
     return torch.randn(samples, length, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -137,3 +154,22 @@ def test_only_what_is_surely_the_batch_is_cut():
     one_for_all = (batch(), torch.zeros(1, LENGTH))
     beside = Beside(BatchFirst, turned=True)
     assert choices(beside, one_for_all) == (None, 16, 8, 4, 2, 1), "what broadcasts tells nothing"
+
+
+@pytest.mark.parametrize("returned", [True, False], ids=["returned", "left in an attribute"])
+def test_a_layer_with_a_loss_over_the_batch_is_planned_with_the_whole_one(returned):
+    """It ended in an error that told to leave out a micro_batch that nobody had passed."""
+    settings = {"window": 2, "resident": 0, "activations": "recompute"}
+    assert_trains_as_plain(lambda: Vision(lambda: Mixture(returned), turned=False), batch(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("returned", "refusal"),
+    [(True, "a layer's outputs together .*shape \\(\\)"), (False, "what a layer computes together .*attribute loss")],
+)
+def test_the_budget_of_such_a_layer_is_told_in_numbers_and_a_micro_batch_is_refused(returned, refusal):
+    model, inputs = Vision(lambda: Mixture(returned), turned=False), batch(64, 128)
+    with pytest.raises(BudgetError, match=r"memory must hold at least .* \(got 6\.00 MiB\), with .*micro_batch=None"):
+        stronghold.plan(model, machine=machine(), inputs=inputs, micro_batch="auto", device_memory="6MiB")
+    with pytest.raises(ValueError, match=f"^micro_batch must be able to put {refusal}"):
+        stronghold.plan(model, machine=machine(), inputs=inputs, micro_batch=2)
