@@ -38,7 +38,7 @@ _OTHERWISE = {
 
 def settings_now(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Returns the settings of each group as they are now, without what else the user keeps in one."""
-    names = optimizer.defaults
+    names = {**TORCH_DEFAULTS, **dict.fromkeys(_SETTINGS), **optimizer.defaults}  # Muon's own have no betas
     return [
         {name: _as_it_is(value) for name, value in group.items() if name in names} for group in optimizer.param_groups
     ]
