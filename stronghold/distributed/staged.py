@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -55,7 +54,7 @@ class StagedModule(nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
-        if isinstance(weights, (str, os.PathLike)):
+        if weights is not None and not callable(weights):
             keep_in_fp32(layered.model)  # by its own list, which a stage has not
         self._names = {id(module): name for name, module in layered.model.named_modules()}
         self._register_state_dict_hook(_to_names)
@@ -69,7 +68,7 @@ class StagedModule(nn.Module):
         self._numbers = order.stages_of(processes.place)
         self._tied = Tied(stages, order, processes, layered.model)
         self._schedules: dict[bool, tuple[tuple[Any, ...], Any]] = {}
-        """The library's schedule for training and for evaluation, with the shapes that it was made for."""
+        """The library's for training and for evaluation, with the shapes that it was made for."""
         self._sent: Counter[int] = Counter()
         self._sizes, self._planned, self._sent_bytes = list(sizes), planned, 0
         self.chunks = nn.ModuleList(stages[number] for number in self._numbers)
@@ -138,14 +137,12 @@ class StagedModule(nn.Module):
         of micro-batches in all replicas together. Each process passes the whole batch, though only the first stage
         computes with the inputs and the last with the targets, and each replica with its part.
 
-        The loss is the mean of the micro-batches' losses, which is the batch's where all micro-batches weigh the same.
-        Where labels are ignored (-100 in cross-entropy) they do not: a micro-batch with fewer labels weighs as much as
-        the others, and one without any makes the loss and all gradients NaN. Pass a ``loss`` that divides the sum over
-        a micro-batch by the labels that a micro-batch has in the mean, which docs/tutorials/devices.md shows.
+        The loss is the mean of the micro-batches' losses. Where labels are ignored (-100 in cross-entropy) that is not
+        the batch's: a micro-batch with fewer labels weighs as much as others, and one without any makes all NaN. Pass a
+        ``loss`` that divides a micro-batch's sum by its labels in the mean, which docs/tutorials/devices.md shows.
 
-        Raises ParallelError, before anything is computed, where processes pass different batches, which a checksum of
-        both tells (of those on a device once they are copied to the host), and where a stage returns another type under
-        ``torch.autocast`` than without it, which the next stage waits for.
+        Raises ParallelError, before anything is computed, where processes pass different batches, by a checksum of both
+        (on a device once they are copied to the host), and where a stage returns another type under ``torch.autocast``.
         """
         self._check(inputs, targets, training=True)
         before = self._sent.total()
@@ -202,12 +199,11 @@ class StagedModule(nn.Module):
     def take_sent_bytes(self) -> dict[int, int]:
         """Returns the bytes that this process has sent to each other one, by its rank, since it was last asked.
 
-        They are the activations and their gradients that cross from stage to stage, counted as they are handed over;
-        for a step :func:`stronghold.planner.link_bytes.boundary_bytes` has the formula.
+        They are activations and their gradients, counted as they are handed over; for a step
+        :func:`stronghold.planner.link_bytes.boundary_bytes` has the formula.
         """
-        sent = self._sent.copy()
+        sent, by_rank = self._sent.copy(), Counter[int]()
         self._sent.clear()
-        by_rank: Counter[int] = Counter()
         for stage, count in sent.items():
             by_rank[self._processes.replica * self._processes.each + self._order.device_of(stage)] += count
         return dict(by_rank)
@@ -215,7 +211,7 @@ class StagedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses: one process has not got the whole model."""
         raise ParallelError(
-            "a model in stages is computed by all processes together; call forward_backward(inputs, targets) to train "
+            "a model in stages is computed by all processes together; call forward_backward(inputs, targets) to train, "
             "and evaluate(inputs, targets) for a loss"
         )
 

@@ -49,10 +49,8 @@ class HostAdamW(torch.optim.Optimizer):
         self.kernel_threads = Threads(1)
         self.in_order: list[Update] = []
         """Updates of the backward pass that were issued to the device before the host saw their gradients."""
-        self._owner: Any = None
-        """Whose parameters these are: the same for all of them."""
-        self._units: dict[Unit, None] = {}
-        """Those of the parameters, each once."""
+        self._owner: Any = None  # whose parameters these are: the same for all of them
+        self._units: dict[Unit, None] = {}  # those of the parameters, each once
         self._closed = False
         self._born = forks()
         self._groups: dict[int, int] = {}
