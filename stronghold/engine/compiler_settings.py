@@ -90,6 +90,13 @@ class Backend:
     def __call__(self, graph: Any, inputs: Any) -> Any:
         import torch._inductor.config as inductor_config
 
+        from stronghold.engine.graph_writes import written_inputs  # imported with the compiler alone
+
+        if torch.is_grad_enabled() and (names := written_inputs(graph)):
+            raise NotCompiledError(
+                f"its graph would write an input in place that its outputs come of ({names[0]}, a buffer or argument), "
+                "and its backward graph would begin with what was written; write a clone(), or what nothing else reads"
+            )
         # Inductor has random numbers of its own, and dropout would be another than PyTorch's.
         as_eager = {} if "fallback_random" in getattr(self.inner, "config", {}) else {"fallback_random": True}
         with inductor_config.patch(as_eager):
@@ -97,7 +104,7 @@ class Backend:
 
 
 class NotCompiledError(Exception):
-    """What was to be compiled was called as it is."""
+    """What was to be compiled was called as it is, or is a graph whose gradients would be others than eager ones."""
 
 
 @functools.lru_cache(maxsize=64)
