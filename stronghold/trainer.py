@@ -143,6 +143,7 @@ def _check_total_limit(args: Any, state: Any) -> None:
     calls ``on_save``. It has a best one where it has a metric for it, or goes on from a run that had.
     """
     limit, best = args.save_total_limit, args.metric_for_best_model is not None or state.best_model_checkpoint
+    best = best and args.save_strategy != "best"  # there the newest one is the best
     least = 3 if best else 2
     if args.save_strategy != "no" and limit is not None and 0 < limit < least:  # 0 is none to Trainer
         beside = ", beside the best model's, which Trainer keeps" if best else ""

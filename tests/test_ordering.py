@@ -123,7 +123,7 @@ def _train(
         offload_shared(model, replicas, window=window, device=device, **kwargs)
         copies = model.parameters() if replicas.local_rank else ()
         everyone = replicas.everyone
-        engine_of(model).join(everyone, shared=(), copies=copies, model="Model", passes=1, here=everyone.world_size)
+        engine_of(model).join(everyone, shared={}, copies=copies, model="Model", passes=1, here=everyone.world_size)
     settings = {"lr": 0.05, "update": update, "threads": 1, "max_grad_norm": norm}
     if muon:
         parameters = list(model.parameters())

@@ -60,8 +60,8 @@ def load(
 
     Buffers that no ``state_dict()`` has, such as RoPE's frequencies, are restored where the model was built with the
     same as the one that was saved: training may have changed them. Those that this model's own configuration computes
-    otherwise, with another ``rope_theta``, say, stay its own, as with ``load_state_dict``, and a RuntimeWarning names
-    them; they are refused where training has changed them, too.
+    otherwise, with another ``rope_theta``, say, stay its own, as with ``load_state_dict``; those that training has
+    changed, too, become the checkpoint's. A RuntimeWarning names both.
 
     In the directory of the model's own store, reopened or saved in place and not changed since, what is on disk was
     verified and stays where it is, and only what belongs in memory is read. A directory that another run has open is

@@ -111,7 +111,7 @@ def _decode(codes: Tensor, exponents: Tensor, moment: Tensor, *, signed: bool) -
 def check_buffers(checkpoint: Checkpoint | DistributedCheckpoint, model: nn.Module, built: BuiltBuffers) -> set[str]:
     """Returns the names of the saved buffers that ``model`` has otherwise by its own configuration, and keeps.
 
-    Warns of them, and of those of which an earlier version has not told. Raises CheckpointError where neither is right.
+    Warns of them, and of those that become the checkpoint's where it cannot be known that they should.
     """
     found: dict[bool | None, list[str]] = {True: [], False: [], None: []}
     for module, own, name, saved in _saved_buffers(checkpoint, model):

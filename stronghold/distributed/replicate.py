@@ -92,14 +92,6 @@ def replicated(
     engine = engine_of(model)
     assert engine is not None
     copies = model.parameters() if processes.replica else ()
-    engine.join(
-        processes,
-        shared={},
-        copies=copies,
-        model=engine.kind,
-        passes=1,
-        here=processes.local_world_size,
-        check_step=engine.check_step,
-    )
+    engine.join(processes, shared={}, copies=copies, model=engine.kind, passes=1, here=processes.local_world_size)
     processes.draw_apart()
     return model

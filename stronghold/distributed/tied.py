@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stronghold.distributed.mesh import groups_of
 from stronghold.distributed.processes import Processes
 from stronghold.engine import Engine
-from stronghold.optim import HostAdamW, settings_now
+from stronghold.optim import HostAdamW, as_float, settings_now
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.unit import index_of, is_packed, unit_of
 
@@ -163,7 +163,8 @@ def _update_of(parameter: nn.Parameter, optimizer: HostAdamW) -> dict[str, Any]:
     for number, (group, settings) in enumerate(zip(optimizer.param_groups, settings_now(optimizer), strict=True)):
         if any(parameter is one for one in group["params"]):
             common = {"states": optimizer.states, "max_grad_norm": optimizer.max_grad_norm}
-            return {"group": number, **settings, **common}
+            found = {"group": number, **settings, **common}
+            return {name: as_float(value) for name, value in found.items()}
     return {"group": None}
 
 

@@ -216,7 +216,7 @@ class Engine:
         model: str,
         passes: int,
         here: int,
-        check_step: Callable[[HostAdamW], None],
+        check_step: Callable[[HostAdamW], None] | None = None,
     ) -> None:
         """Makes this model a part of the ``model`` that ``processes`` train, of which so many are ``here``.
 
@@ -224,7 +224,7 @@ class Engine:
         that other processes have too, by their names in the whole, and ``copies`` those of them that a process before
         this one has: it counts and saves them. A step has ``passes`` backward passes; ``check_step`` may refuse it.
         """
-        self.processes, self._processes_here, self.check_step = processes, here, check_step
+        self.processes, self._processes_here, self.check_step = processes, here, check_step or self.check_step
         self.kind, self.sums_gradients = model, passes > 1
         self.copies = frozenset(map(id, copies))
         self.whole_names = {id(parameter): name for parameter, name in shared.items()}

@@ -158,7 +158,7 @@ def check_micro_batch(layers: Sequence[Layer]) -> None:
                 raise ValueError(
                     f"micro_batch cuts the first dimension of a layer's input, which must be the batch (got "
                     f"batch_first=False in {name}, {type(module).__name__}, of which it is the sequence); build it "
-                    "with batch_first=True, or offload without micro_batch"
+                    "with batch_first=True, or offload without micro_batch, also where the layer transposes for it"
                 )
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 raise ValueError(

@@ -39,7 +39,7 @@ class Reopened:
         """Gives all units the memory that they were kept in, and reads what is not on disk.
 
         ``built`` are the model's buffers. Raises StoreError for a model with other parameters, or one that is placed
-        otherwise, and CheckpointError for buffers that were built otherwise and have changed.
+        otherwise.
         """
         kept = store.reopened
         assert kept is not None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.engine.copying import generator_copy, is_generator
-from stronghold.engine.traces import changes_unseen, version_of
+from stronghold.engine.traces import version_of
 from stronghold.errors import OffloadedModelError
 
 
@@ -27,8 +27,9 @@ class State:
     That is buffers and plain attributes: ``training``, a count, what a mask is made from. A change shows by the
     object's identity, in a list, dictionary or set by its items', in a tensor by its version. ``batch_norm``,
     ``.data`` and kernels that write through pointers leave no trace in a version, and to look would be to wait for the
-    device: of tensors of floating point or with one dimension a change is always taken for granted, as it is of
-    generators of random numbers. What an object of another kind holds is not known.
+    device: of tensors with one dimension, and of buffers of floating point that ``state_dict()`` has, a change is
+    always taken for granted, as it is of generators of random numbers. What an object of another kind holds is not
+    known.
 
     It refers to the modules weakly, and to all that may refer to them, for autograd's graph holds it, and a module may
     hold that. ``generator`` copies generators of random numbers, which the arguments may hold as well.
@@ -51,7 +52,8 @@ class State:
                 del atoms[name]
             for name, value, copy, version in others:
                 added.discard(name)
-                if _differs(names.get(name, _ABSENT), value, copy, version):
+                now = names.get(name, _ABSENT)
+                if _differs(now, value, copy, version) or place.is_written_unseen(name, now):
                     self._changed.append((place, name, _LEFT if _has_graph(copy) else copy))
                 elif not _has_graph(value):
                     left.append((name, _held(value), _versions(value)))
@@ -114,6 +116,18 @@ class _Names:
     def left_out(self) -> frozenset[str]:
         return _NONE if self.buffers else _OF_EVERY_MODULE
 
+    def is_written_unseen(self, name: str, value: Any) -> bool:
+        """Whether a value may be written by ways that no version counts: batch_norm, ``.data``, kernels.
+
+        It may where it has one dimension, and where it is a buffer of floating point that training writes, by which
+        ``state_dict()`` has it: caches, which are large, are not.
+        """
+        if not isinstance(value, Tensor) or value.requires_grad:
+            return False
+        module = self.module()
+        is_state = self.buffers and module is not None and name not in module._non_persistent_buffers_set
+        return value.ndim == 1 or (is_state and value.is_floating_point())
+
     def refusal(self, name: str, what: str) -> OffloadedModelError:
         module = self.module()
         return OffloadedModelError(
@@ -148,7 +162,7 @@ def _differs(now: Any, value: Any, copy: Any, version: int) -> bool:
     if now is not value:
         return True
     if isinstance(now, Tensor):
-        return changes_unseen(now) or (not now.requires_grad and _version(now) != version)
+        return not now.requires_grad and _version(now) != version
     if type(now) in _CONTAINERS:
         return not _same_items(now, copy)
     return is_generator(now)  # whether it has drawn takes longer to see than to put it back

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from stronghold.errors import CheckpointError
 from stronghold.formats.manifest import BufferEntry
 from stronghold.formats.weight_files import some
 from stronghold.native import crc32c
@@ -41,8 +40,8 @@ class BuiltBuffers:
     def takes(self, module: nn.Module, own: str, name: str, entry: BufferEntry, saved: Tensor) -> bool | None:
         """Whether the buffer ``own`` of ``module`` is to become what a checkpoint has ``saved`` of ``name``.
 
-        Not where it was computed otherwise there, beyond rounding, and training changed neither; None where it cannot
-        be known, and values differ. Raises CheckpointError where training has changed what was built otherwise.
+        Not where it was computed otherwise there, beyond rounding, and training changed neither; None where values
+        differ, and it is to be told: it is not known how they were built, or what was built otherwise was changed.
         """
         present, built = module._buffers[own], self.of(module, own)
         if entry.persistent or present is None or _same(present, saved):
@@ -52,10 +51,7 @@ class BuiltBuffers:
         if entry.built == built:
             return True
         if _sum(present) != built or _sum(saved) != entry.built:
-            raise CheckpointError(
-                f"a buffer that training changes must begin as it began where it was saved (got {name}, which this "
-                "model computes otherwise, by its configuration or at random); build the model that was saved"
-            )
+            return None
         if _close(present, saved):  # the same, computed by another processor
             self._sums[module][own] = entry.built
             return True
@@ -66,12 +62,13 @@ def tell_of(own: list[str], unknown: list[str], directory: Path) -> None:
     """Warns of buffers that stay the model's ``own``, and of those that the checkpoint replaces and may not have to."""
     for names, happens in (
         (own, "stay as this model computes them, as with load_state_dict"),
-        (unknown, "become the checkpoint's, of a version that did not tell whether training had changed them"),
+        (unknown, "become the checkpoint's, for training has changed them, or may have"),
     ):
         if names:
             warnings.warn(
-                f"buffers that no state_dict() has are of another configuration than in the checkpoint, and {happens} "
-                f"(got {some(names)}, in {directory}); to go on with the same losses build the model as it was saved",
+                f"buffers that no state_dict() has are of another configuration than in the checkpoint, or random, and "
+                f"{happens} (got {some(names)}, in {directory}); to go on with the same losses build the model as it "
+                "was saved, with the same seed",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -89,4 +86,5 @@ def _close(one: Tensor, other: Tensor) -> bool:
 def _sum(buffer: Tensor) -> int | None:
     if buffer.is_meta or buffer.layout != torch.strided or type(buffer) not in (Tensor, nn.Parameter):
         return None
-    return crc32c(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8))
+    plain = buffer.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return crc32c(plain.view(-1).view(torch.uint8))

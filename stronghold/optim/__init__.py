@@ -1,6 +1,6 @@
 """The host's optimizer: its states, and what a step updates."""
 
-from stronghold.optim.groups import settings_in_common, settings_now
+from stronghold.optim.groups import as_float, settings_in_common, settings_now
 from stronghold.optim.host_adamw import HostAdamW
 from stronghold.optim.host_muon import HostMuon
 from stronghold.optim.threads import Threads
@@ -11,6 +11,7 @@ __all__ = [
     "HostMuon",
     "Threads",
     "Update",
+    "as_float",
     "gradients_of",
     "settings_in_common",
     "settings_now",

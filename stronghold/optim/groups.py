@@ -56,12 +56,13 @@ def settings_in_common(optimizer: Any) -> dict[str, Any]:
     found = {name: getattr(optimizer, name) for name in ("max_grad_norm", "nonfinite", "states")}
     for number, group in enumerate(settings_now(optimizer)):
         found |= {f"{name} of group {number}": value for name, value in group.items()}
-    return {name: _as_float(value) for name, value in found.items()}
+    return {name: as_float(value) for name, value in found.items()}
 
 
-def _as_float(value: Any) -> Any:
+def as_float(value: Any) -> Any:
+    """Returns a setting by which equal numbers are alike, be they integers, floats or tensors."""
     if isinstance(value, tuple):
-        return tuple(map(_as_float, value))
+        return tuple(map(as_float, value))
     return float(value) if is_number(value) else value
 
 

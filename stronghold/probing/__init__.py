@@ -3,6 +3,6 @@
 from stronghold.probing.kept_machines import directory_there, disk_of, kept_machine
 from stronghold.probing.operator_speed import DTYPES
 from stronghold.probing.probe import glance, probe
-from stronghold.probing.this_machine import facts_of
+from stronghold.probing.this_machine import facts_of, fp32_products
 
-__all__ = ["DTYPES", "directory_there", "disk_of", "facts_of", "glance", "kept_machine", "probe"]
+__all__ = ["DTYPES", "directory_there", "disk_of", "facts_of", "fp32_products", "glance", "kept_machine", "probe"]

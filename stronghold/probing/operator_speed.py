@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stronghold import native
 from stronghold.planner.machine_file import Attention, Product
 from stronghold.probing.caches import all_cache_bytes
 from stronghold.probing.rounds import Key, Measure, Sample, Sampled
@@ -79,7 +80,7 @@ class Products:
         self._clock, self._dtype, self._sizes = clock, dtype, sizes
         device = clock.device.torch_device
         most = max(_pooled(size) for size in sizes)
-        pooled_bytes = max(POOL_BYTES, 2 * all_cache_bytes(device))
+        pooled_bytes = max(POOL_BYTES, min(2 * all_cache_bytes(device), native.host_bytes() // 16))
         self._weights = _random(max(pooled_bytes // dtype.itemsize, most), dtype, device)
         self._one_given = _random(max(m * k for m, _, k, _ in sizes), dtype, device)
         self._other = _random(max(k * n for _, n, k, of_weights in sizes if not of_weights), dtype, device)

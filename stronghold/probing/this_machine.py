@@ -32,7 +32,7 @@ class Facts:
 def facts_of(device: torch.device) -> Facts:
     processor, is_cpu = processor_name(), device.type == "cpu"
     versions = {"torch": str(torch.__version__), "stronghold": __version__, "python": platform.python_version()}
-    versions[FP32_PRODUCTS] = torch.get_float32_matmul_precision()
+    versions[FP32_PRODUCTS] = fp32_products(device)
     return Facts(
         device=device.type,
         device_name=processor if is_cpu else _device_name(device),
@@ -42,6 +42,15 @@ def facts_of(device: torch.device) -> Facts:
         processor=processor,
         versions=versions,
     )
+
+
+def fp32_products(device: torch.device) -> str:
+    """Returns how products in fp32 are computed there, in ``torch.get_float32_matmul_precision``'s words."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # PyTorch's newer setting was used, and does not mix with that one
+        backend = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
+        return {"tf32": "high", "bf16": "medium"}.get(backend.matmul.fp32_precision, "highest")
 
 
 def processor_name(information: Path = Path("/proc/cpuinfo")) -> str:

@@ -118,7 +118,9 @@ class Replicas:
         extremes = torch.tensor([seen, -seen, batch, -batch])
         group.all_reduce(extremes, "max")
         if extremes[0] != -extremes[1]:  # which all of the group see
-            self._check_settings(group.all_gather_object(settings))
+            everyone = group.all_gather_object(settings)
+            if all(one is not None for one in everyone):  # else they are at different places
+                self._check_settings(everyone)
             raise ParallelError(
                 "replicas must compute the same layers in the same order, and have gradients for the same parameters "
                 f"(replica {self.rank}: {str(done)[:300]}); give each data that take the same way through the model",
@@ -126,10 +128,9 @@ class Replicas:
             )
         return -int(extremes[3]), int(extremes[2])
 
-    def _check_settings(self, everyone: Sequence[Mapping[str, Any] | None]) -> None:
-        told = [settings or {} for settings in everyone]
-        first = told[0]
-        for number, others in enumerate(told):
+    def _check_settings(self, everyone: Sequence[Mapping[str, Any]]) -> None:
+        first = everyone[0]
+        for number, others in enumerate(everyone):
             for name in {**first, **others}:
                 ours, other = first.get(name), others.get(name)
                 if repr(ours) != repr(other):

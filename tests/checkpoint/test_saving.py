@@ -164,7 +164,7 @@ def test_processes_keep_one_extra_and_others_are_refused_before_anything_is_writ
     def run(one: Replicas) -> None:
         model = offload_shared(models[one.rank], one, device="cpu", window=1)
         copies = model.parameters() if one.rank else ()
-        engine_of(model).join(one.everyone, shared=(), copies=copies, model="Residual", passes=1, here=2)
+        engine_of(model).join(one.everyone, shared={}, copies=copies, model="Residual", passes=1, here=2)
         optimizer = stronghold.AdamW(model.parameters())
         rule = r"one extra.*\(got \{'position': \(10, nan\)\} in process 0 and \{'position': \(11, nan\)\} in process 1"
         with pytest.raises(ValueError, match=rule):

@@ -627,7 +627,7 @@ def test_what_one_process_of_several_sees_is_refused_in_all():
     def build(one):
         model = CASES["gpt"].model() if one.rank else Residual()
         offload_shared(model, ONE_REPLICA, device="cpu", window=2)
-        engine_of(model).join(one.everyone, shared=(), copies=(), model="GPT", passes=1, here=1)
+        engine_of(model).join(one.everyone, shared={}, copies=(), model="GPT", passes=1, here=1)
         embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
         with pytest.raises(ValueError, match="not for an embedding"):
             stronghold.Muon(embeddings or [model.layers[0].up.weight])

@@ -317,6 +317,16 @@ def ran(module):
     return state
 
 
+def test_of_large_tensors_only_buffers_that_training_writes_are_held_for_the_second_run():
+    module = Codebook()
+    module.register_buffer("cache", torch.ones(64, 8), persistent=False)
+    module.mask = torch.ones(64, 8)
+    state = State(module)
+    module(torch.randn(4, 8))
+    state.ran()
+    assert {name for _, name, _ in state._changed} == {"book", "average"}
+
+
 def test_what_the_user_changes_after_the_first_run_is_put_back_for_the_second():
     module = Plain()
     state, mask, kinds = ran(module), module.mask, module.kinds
@@ -486,7 +496,7 @@ class Codebook(nn.Module):
         super().__init__()
         self.project = nn.Linear(8, 8)
         self.register_buffer("book", torch.randn(16, 8))
-        self.average = torch.ones(4, 8)
+        self.register_buffer("average", torch.ones(4, 8))
 
     def forward(self, x):
         hidden = self.project(x)

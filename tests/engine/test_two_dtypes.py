@@ -243,7 +243,7 @@ def test_replicas_with_the_same_data_train_the_bits_of_one(build, update):
         model = offload_shared(models[replicas.local_rank], replicas, device="cpu", window=1, layers=layers)
         copies = model.parameters() if replicas.local_rank else ()
         everyone = replicas.everyone
-        engine_of(model).join(everyone, shared=(), copies=copies, model="Model", passes=1, here=everyone.world_size)
+        engine_of(model).join(everyone, shared={}, copies=copies, model="Model", passes=1, here=everyone.world_size)
         optimizer = stronghold.AdamW(trained(model), lr=1e-2, threads=1, update=update)
         found = squares(model, optimizer, **run) if build is both else together(model, optimizer)
         return found, snapshot(model, optimizer)

@@ -2,6 +2,8 @@
 
 import math
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -139,6 +141,22 @@ def test_a_machine_is_kept_for_each_precision_of_products(machine):
         torch.set_float32_matmul_precision("highest")
     assert kept_machine("cpu") == machine
     path.unlink()
+
+
+@pytest.mark.parametrize(("kind", "device"), [("mkldnn", "cpu"), ("cuda", "cuda")])
+def test_pytorchs_newer_setting_of_products_is_understood(kind, device):
+    """TrainingArguments(tf32=True) has it, and the older one cannot be asked from then on."""
+    program = f"""
+import torch
+from stronghold.probing import fp32_products
+assert fp32_products(torch.device({device!r})) == "highest"
+torch.backends.fp32_precision = "tf32"
+torch.backends.{kind}.matmul.fp32_precision = "tf32"
+print(fp32_products(torch.device({device!r})))
+"""
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "high\n"
+    )
 
 
 def test_directories_that_were_probed_before_stay(machine, home, directory, tmp_path):

@@ -38,7 +38,7 @@ def in_replicas(settings: dict[str, Any], action: Callable[[nn.Module, Replicas]
         device = settings.get("device", lambda: "cpu")()
         model = offload_shared(models[one.rank], one, **{**settings, "device": device})
         copies = model.parameters() if one.rank else ()
-        engine_of(model).join(one.everyone, shared=(), copies=copies, model="Residual", passes=1, here=2)
+        engine_of(model).join(one.everyone, shared={}, copies=copies, model="Residual", passes=1, here=2)
         return action(model, one)
 
     return in_threads(2, run)
@@ -113,6 +113,16 @@ def test_replicas_that_would_update_with_other_settings_are_refused() -> None:
     for name, parameter in plain.named_parameters():
         assert torch.equal(first[name], second[name]), name
         torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_at_different_places_are_not_told_of_their_settings() -> None:
+    """One is at its step, and the other in a further backward pass, where nobody has asked for settings."""
+
+    def run(model: nn.Module, one: Replicas) -> None:
+        with pytest.raises(ParallelError, match=r"must compute the same layers in the same order"):
+            one.agree([("a layer", (0,))], settings=None if one.rank else {"lr of group 0": 1e-2})
+
+    in_replicas({"window": 1}, run)
 
 
 @places

@@ -20,7 +20,7 @@ def train(sizes, *, steps=1, **settings):
         model = offload_shared(models[replicas.local_rank], replicas, device="cpu", window=1, **settings)
         copies = model.parameters() if replicas.local_rank else ()
         everyone = replicas.everyone
-        engine_of(model).join(everyone, shared=(), copies=copies, model="Model", passes=1, here=everyone.world_size)
+        engine_of(model).join(everyone, shared={}, copies=copies, model="Model", passes=1, here=everyone.world_size)
         optimizer = stronghold.AdamW(model.parameters(), threads=1)
         for _ in range(steps):
             with torch.no_grad():

@@ -25,7 +25,7 @@ from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.search import ENOUGH
 from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
-from stronghold.probing import DTYPES, directory_there, disk_of, glance, kept_machine
+from stronghold.probing import DTYPES, directory_there, disk_of, fp32_products, glance, kept_machine
 from stronghold.settings import OffloadSettings, PlannedSettings
 
 _LOG = logging.getLogger("stronghold")
@@ -189,7 +189,7 @@ def _machine(device: Device, directories: Sequence[str], dtypes: tuple[torch.dty
     if kept is not None and kept.is_host == device.is_host and (found := _with_disks(kept, directories)) is not None:
         return found
     there = tuple(dict.fromkeys(map(directory_there, directories)))
-    key = device.name, device.is_host, there, dtypes, torch.get_float32_matmul_precision()
+    key = device.name, device.is_host, there, dtypes, fp32_products(device.torch_device)
     if key not in _glances:
         _glances[key] = glance(device, there, dtypes)
     found = _with_disks(_glances[key], directories)
