@@ -117,11 +117,7 @@ class _Names:
         return _NONE if self.buffers else _OF_EVERY_MODULE
 
     def is_written_unseen(self, name: str, value: Any) -> bool:
-        """Whether a value may be written by ways that no version counts: batch_norm, ``.data``, kernels.
-
-        It may where it has one dimension, and where it is a buffer of floating point that training writes, by which
-        ``state_dict()`` has it: caches, which are large, are not.
-        """
+        """Whether a value may be written in ways that no version counts: caches, which are large, are not."""
         if not isinstance(value, Tensor) or value.requires_grad:
             return False
         module = self.module()

@@ -118,9 +118,9 @@ class Replicas:
         extremes = torch.tensor([seen, -seen, batch, -batch])
         group.all_reduce(extremes, "max")
         if extremes[0] != -extremes[1]:  # which all of the group see
-            everyone = group.all_gather_object(settings)
-            if all(one is not None for one in everyone):  # else they are at different places
-                self._check_settings(everyone)
+            told = [one for one in group.all_gather_object(settings) if one is not None]
+            if len(told) == group.world_size:  # else they are at different places
+                self._check_settings(told)
             raise ParallelError(
                 "replicas must compute the same layers in the same order, and have gradients for the same parameters "
                 f"(replica {self.rank}: {str(done)[:300]}); give each data that take the same way through the model",
