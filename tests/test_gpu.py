@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -704,3 +705,33 @@ def test_a_limit_of_device_memory_holds_whatever_allocates():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.startswith("refused CUDA out of memory"), done.stderr
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_gradients_that_are_asked_for_by_parameter_are_those_of_plain_pytorch(resident):
+    """Each run of a layer that moves has accumulators of its own there, and autograd would find none of them."""
+
+    def asked(model, device):
+        parameters, seen = list(model.parameters()), []
+        for number in range(2):
+            torch.manual_seed(number)
+            ids = torch.randint(0, SMALL.vocabulary, (2, 2, SEQUENCE)).to(device)
+            loss = (model(ids[0]).logits - model(ids[1]).logits).square().mean()
+            seen += torch.autograd.grad(loss, parameters)
+            model.zero_grad()
+            model(ids[0]).logits.square().mean().backward(inputs=parameters)
+            seen += [p.grad for p in parameters]
+            model.zero_grad()
+            model(ids[0]).logits.square().mean().backward(inputs=parameters[::2])
+            seen += [p.grad for p in parameters[::2]]
+            assert all(p.grad is None for p in parameters[1::2])
+        return [gradient.cpu() for gradient in seen]
+
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = GPT(dataclasses.replace(SMALL, dropout=0.0))
+        model = stronghold.offload(model, device=DEVICE, window=2, resident=resident) if ours else model.to(DEVICE)
+        results.append(asked(model, DEVICE))
+    for got, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from stronghold.engine.asked_gradients import answer_for_layers
 from stronghold.unit import Unit, opaque
 from stronghold.window import DeviceGradients, Gradients, OfSums
 
@@ -31,6 +32,7 @@ class Hooks:
         gradients: Gradients,
         device_gradients: DeviceGradients,
     ) -> None:
+        answer_for_layers()
         self._parts = gradients.parts
         self._handles: dict[int, RemovableHandle] = {}
         self._hooks: dict[Unit, tuple[list[bool], list[tuple[dict[int, Any], dict[int, Any]]]]] = {}

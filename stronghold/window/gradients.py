@@ -338,10 +338,11 @@ class Gradients:
         return any(number == layer for number, _ in self._consumed)
 
     def too_late(self, unit: Unit) -> OffloadedModelError:
-        """Returns the error for a run of a layer that comes when its update has been."""
+        """Returns the error for a gradient of a layer that comes when its update has been."""
         return OffloadedModelError(
             f"{unit.name} runs several times in one backward pass, not all of its runs use each of its parameters, and "
-            "update='in_backward' has already updated those that no other run uses; use update='deferred'"
+            "update='in_backward' has already updated those that no other run uses, or the loss computes with its "
+            "parameters outside of the layer as well (a penalty on weights); use update='deferred'"
         )
 
     @property

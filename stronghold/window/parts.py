@@ -43,8 +43,7 @@ class Accumulators(Generic[R]):
 
     def awaited(self) -> list[Node | None]:
         """Returns, by index, the accumulators to which the backward pass under way comes."""
-        execute = torch._C._will_engine_execute_node
-        return [node if node and execute(node) else None for node in self._nodes]
+        return [node if node and _comes_to(node) else None for node in self._nodes]
 
 
 class Parts:
@@ -57,6 +56,8 @@ class Parts:
         self._waiting: dict[tuple[int, int], Tensor] = {}
         self._coming: set[tuple[int, int]] = set()
         """The parameters of which autograd is handing over a part that is not the last."""
+        self.returned = False
+        """Whether the pass under way returns the gradients of layers (``autograd.grad``), and accumulates none."""
 
     def ran(self, layer: int, accumulators: Accumulators) -> None:
         """Called when autograd has a graph of a run of ``layer``, to which a backward pass may come back."""
@@ -75,24 +76,35 @@ class Parts:
         task, key = torch._C._current_graph_task_id(), (unit.layer, index)
         counts = self._left.get((task, unit.layer))
         if counts is None:
-            if not self.several(unit.layer):
+            if not (self.several(unit.layer) or _heard_of(unit.parameters[index])):
                 return None
             counts = self._left[task, unit.layer] = self._count(unit)
         left, counts[index] = counts[index], counts[index] - 1
+        if left < 1 and _heard_of(unit.parameters[index]):
+            raise OffloadedModelError(
+                f"a hook on a parameter of {unit.name} would be called with parts of its gradient, for the loss "
+                "computes with the parameter outside of its layer as well (a penalty on weights), on the host, and "
+                "autograd adds these up apart; remove the hook and change p.grad when backward() has returned, or "
+                "leave the term out and add its gradient there"
+            )
         if left > 1:
+            if self.returned:  # nothing is called behind the hooks
+                self.keep(unit, index, gradient)
             self._coming.add(key)
-            return None
+            # Autograd returns all that it hands over, and the last one brings the sum.
+            return gradient.new_zeros(()).expand_as(gradient) if self.returned and gradient is not None else None
+        self._coming.discard(key)
         before = self._waiting.pop(key, None) if left == 1 else None
         if before is None:
             return None
         if gradient is not None:
             return before.to(gradient.device) + gradient
         parameter = unit.parameters[index]
-        if len(parameter._backward_hooks or ()) > 1:  # None is passed to these, and none may give something for it
+        if self.returned or len(parameter._backward_hooks or ()) > 1:  # no hook may give something for None
             raise OffloadedModelError(
                 f"{unit.name} runs several times in one backward pass, and the last of its runs gave None for the "
-                "gradient of a parameter with a hook, which is to hear of the sum; return zeros instead of None, or "
-                "use register_post_accumulate_grad_hook"
+                "gradient of a parameter with a hook, which is to hear of the sum, or for one that torch.autograd.grad "
+                "returns; return zeros instead of None, or use register_post_accumulate_grad_hook and backward()"
             )
         set_gradient(parameter, before.to(parameter.device))
         return None
@@ -110,7 +122,7 @@ class Parts:
                 run.counted = True
             elif run.spent:  # of a loss that the user has kept
                 self._runs[unit.layer].discard(run)
-        return [len(known) for known in awaited]
+        return [max(1, len(known)) for known in awaited]
 
     def is_part(self, key: tuple[int, int]) -> bool:
         """Whether what autograd hands over for the parameter at this layer and index is a part, and not the last."""
@@ -146,6 +158,19 @@ class OfSums:
     @opaque
     def __call__(self, value: Tensor | nn.Parameter) -> Any:
         return None if self._parts.is_part(self._key) else self._hook(value)
+
+
+def _heard_of(parameter: nn.Parameter) -> bool:
+    """Whether a parameter of a layer has hooks of the user's, beside our own."""
+    return len(parameter._backward_hooks or ()) > 1 or len(parameter._post_accumulate_grad_hooks or ()) > 1
+
+
+def _comes_to(node: Node) -> bool:
+    """Whether the backward pass under way comes to an accumulator."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it does, but to return the gradient: "we are currently running autograd.grad()"
+        return True
 
 
 def accumulators_of(unit: Unit) -> list[Node | None]:

@@ -19,17 +19,20 @@ from tests.small import ADAMW, SIZE, Looped, Residual, Shift, assert_close, numb
 @pytest.fixture
 def renewed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Autograd makes new accumulators for a parameter whose data changes its kind, as with a move between devices."""
-    unbind = Window._unbind
 
-    def anew(self: Window, layer: int) -> None:
-        unbind(self, layer)
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self.units[layer].parameters:
-                own = parameter.data
-                parameter.data = torch.empty(0, dtype=torch.float16)
-                parameter.data = own
+    def renewing(move: Callable[[Window, int], None]) -> Callable[[Window, int], None]:
+        def anew(self: Window, layer: int) -> None:
+            move(self, layer)
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter in self.units[layer].parameters:
+                    own = parameter.data
+                    parameter.data = torch.empty(0, dtype=torch.float16)
+                    parameter.data = own
 
-    monkeypatch.setattr(Window, "_unbind", anew)
+        return anew
+
+    for name in ("_bind", "_unbind"):
+        monkeypatch.setattr(Window, name, renewing(getattr(Window, name)))
     yield
 
 
