@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from stronghold.engine.shared_objects import objects_of
-from stronghold.engine.traces import Trace
+from stronghold.engine.traces import Attributes, Trace
 from stronghold.errors import OffloadedModelError
 
 _EVERY_MODULE = -1
@@ -41,20 +41,20 @@ class ForwardHooks:
         """Those that have changed something."""
         self._own: dict[_Key, Callable] = {}
         """During a run, the user's hooks in whose place others are."""
-        self._entries: list[dict[str, Any]] = []
-        """During the first run with hooks, where the layer's modules keep their attributes and buffers."""
+        self._attributes = Attributes(())
+        """During the first run with hooks, those of the layer's modules."""
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Runs the block and notes which hooks do more than look."""
         keys = self._keys()
         if keys:
-            self._look_at_modules()
+            self._attributes = Attributes(m for reference in self._modules if (m := reference()) is not None)
         try:
             with self._instead(keys, self._observed):
                 yield
         finally:
-            self._entries.clear()  # they hold the modules
+            self._attributes = Attributes(())  # the others hold the modules
         if self._changing and len(self._changing) < len(keys):
             self._add_sharing(keys - self._changing)
 
@@ -84,10 +84,6 @@ class ForwardHooks:
             reached = set().union(*(objects.get(key, ()) for key in new))
             new = {key for key in looking - self._changing if not reached.isdisjoint(objects.get(key, ()))}
             self._changing |= new
-
-    def _look_at_modules(self) -> None:
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        self._entries = [names for module in modules for names in (vars(module), module._buffers)]
 
     def _hooks(self, number: int, kind: str) -> dict[int, Callable]:
         if number == _EVERY_MODULE:
@@ -138,9 +134,9 @@ class ForwardHooks:
     def _observed(self, key: _Key, hook: Callable) -> Callable:
         def observe(module: nn.Module, *rest: Any) -> Any:
             number = RemovableHandle.next_id
-            before = None if key in self._changing else Trace(module, rest, self._entries)
+            before = None if key in self._changing else Trace(module, rest, self._attributes)
             result = hook(module, *rest)
-            if before and (result is not None or Trace(module, rest, self._entries).differs(before)):
+            if before and (result is not None or Trace(module, rest, self._attributes).differs(before)):
                 self._changing.add(key)
             self._exchange(self._since(number), self._observed)
             return result

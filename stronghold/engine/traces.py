@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from operator import is_
+from contextlib import suppress
+from operator import getitem, is_
 from typing import Any
 
 import torch
@@ -12,22 +13,46 @@ from torch import Tensor, nn
 
 from stronghold.engine.copying import ATOMS, attributes_of, is_generator
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+class Attributes:
+    """The attributes and buffers of modules, but for those by which ``nn.Module`` itself keeps its own.
+
+    Every call of a hook asks for them, with hundreds of modules in a layer: their names are listed once, and again
+    where a place no longer has as many as then, or misses one.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places = [names for module in modules for names in (vars(module), module._buffers)]
+        self._list()
+
+    def values(self) -> list[Any]:
+        """Returns the list of their names, which is the same object as long as these are, and what they are now."""
+        if [*map(len, self._places)] == self._lengths:
+            with suppress(KeyError):
+                return [self._names, *map(getitem, self._homes, self._names)]
+        self._list()
+        return [self._names, *map(getitem, self._homes, self._names)]
+
+    def _list(self) -> None:
+        self._lengths = [*map(len, self._places)]
+        found = [(place, name) for place in self._places for name in place if name not in _OF_EVERY_MODULE]
+        self._homes, self._names = [place for place, _ in found], [name for _, name in found]
+
 
 class Trace:
     """What a hook finds: its arguments, the modules of its layer, and the state that random numbers come from.
 
-    Of the arguments that is all that a layer's second run gets anew, however deep; of the modules, the attributes and
-    buffers; of the hook's own module also the items of flat containers, and the values of buffers, which ``.data``
-    changes without a trace. ``entries`` are the dictionaries in which the layer's modules have theirs.
+    Of the arguments that is all that a layer's second run gets anew, however deep; of the modules, ``attributes``; of
+    the hook's own module also what ``nn.Module`` keeps, the items of flat containers, and the values of buffers on the
+    host, which ``.data`` changes without a trace. To compare values on a device would be to wait for it.
     """
 
-    def __init__(self, module: nn.Module, arguments: tuple[Any, ...], entries: Iterable[dict[str, Any]]) -> None:
-        self._objects: list[Any] = []
+    def __init__(self, module: nn.Module, arguments: tuple[Any, ...], attributes: Attributes) -> None:
+        self._objects: list[Any] = [*attributes.values(), *vars(module).values(), *module._buffers.values()]
         """Held, so that no other object has the place of one that was there."""
-        self._versions: list[Any] = []
-        for names in entries:
-            self._objects += names.values()
-        self._versions += [version_of(value) for value in self._objects if isinstance(value, Tensor)]
+        self._versions: list[Any] = [version_of(value) for value in _tensors(self._objects)]
         self._walk(arguments, set())
         for value in vars(module).values():
             if type(value) in (list, set):
@@ -36,8 +61,8 @@ class Trace:
                 self._objects += (*value, *value.values())
             elif is_generator(value):
                 self._versions.append(object())  # whether it has drawn does not show
-        tensors = [*module._buffers.values(), *vars(module).values()]
-        silent = [t for t in tensors if isinstance(t, Tensor) and changes_unseen(t)]
+        tensors = _tensors([*module._buffers.values(), *vars(module).values()])
+        silent = [tensor for tensor in tensors if tensor.device.type == "cpu" and changes_unseen(tensor)]
         self._values = [tensor.clone() for tensor in silent] + _random_states()
 
     def differs(self, other: Trace) -> bool:
@@ -68,6 +93,12 @@ class Trace:
             inner = (attributes_of(value) or {}).values()
         for item in inner:
             self._walk(item, seen)
+
+
+def _tensors(values: list[Any]) -> list[Tensor]:
+    """Returns those that are tensors: what most are not, a type tells of all its values at once."""
+    kinds = {kind for kind in set(map(type, values)) if issubclass(kind, Tensor)}
+    return [value for value in values if type(value) in kinds] if kinds else []
 
 
 def version_of(tensor: Tensor) -> int:
