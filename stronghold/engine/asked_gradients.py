@@ -17,12 +17,14 @@ from torch.autograd.graph import GradientEdge, Node
 from stronghold.unit import opaque, unit_of
 from stronghold.window import Parts
 
-_by_torch = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+_by_torch: Any = getattr(torch.autograd, "_engine_run_backward", None)
+"""No public way knows of ``inputs`` before autograd does: ``backward`` asks no ``__torch_function__`` about them."""
 
 
 def answer_for_layers() -> None:
     """Has autograd find the gradients of layers' parameters, from now on; it is as it was for all others."""
-    torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined, assignment]
+    if _by_torch is not None:
+        torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined, assignment]
 
 
 @opaque
