@@ -51,6 +51,26 @@ def _gpt_oss() -> nn.Module:
     return transformers.GptOssForCausalLM(config)
 
 
+def ernie() -> nn.Module:
+    """A mixture whose router's weights transformers keeps in fp32, where they are parameters."""
+    config = transformers.Ernie4_5_MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_layer_start_index=0,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    torch.manual_seed(1)
+    return transformers.Ernie4_5_MoeForCausalLM(config)
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {"qwen3": _qwen3, "deepseek": _deepseek, "gpt_oss": _gpt_oss}
 """Experts without biases, with a shared one beside them, and with biases and transposed."""
 

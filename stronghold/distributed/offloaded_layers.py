@@ -11,6 +11,7 @@ from torch import nn
 from stronghold.distributed.layered_model import LayeredModel, shared_by_ends
 from stronghold.engine.budget import BUFFERS
 from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.formats.kept_in_fp32 import mark_kept_in_fp32
 from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import machine_of
@@ -36,6 +37,7 @@ def offloaded_stages(
     each with its share of the updates' threads. The model may be on the meta device; nothing of it changes. Raises
     ValueError for layers that cannot be offloaded, and for a machine on which their updates were not measured.
     """
+    mark_kept_in_fp32(layered.model)  # by its own list, which a part has not
     is_host, shared = device.type == "cpu", {id(parameter) for parameter in shared_by_ends(layered)}
     layers = [_layer(layered, number, dtype, is_host, shared) for number in range(len(layered.layers))]
     rates = None if machine is None else _rates(machine, layered.model, dtype, processes)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stronghold.distributed.layered_model import LayeredModel, shared_by_ends
 from stronghold.distributed.measuring import structure_of
 from stronghold.engine.planning.model_memory import ModelMemory
+from stronghold.formats.kept_in_fp32 import mark_kept_in_fp32
 from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, op_rates
@@ -66,6 +67,7 @@ class RowCosts:
     ) -> None:
         self._layered, self._machine, self._dtype = layered, machine, dtype
         self._inputs, self._targets = inputs, targets
+        mark_kept_in_fp32(layered.model)  # by its own list, which a part has not
         self._kinds: dict[Hashable, _LayerKind] = {}
         self.kinds = [self._kind_of(number) for number in range(len(layered.layers))]
         self._traces: dict[Hashable, LayerTraces] = {}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stronghold.distributed.trained import ByStage
 from stronghold.errors import ParallelError
+from stronghold.formats.kept_in_fp32 import computes_in
 
 
 class Shapes:
@@ -23,7 +24,7 @@ class Shapes:
         memo: dict[int, Any] = {}
         for stage in stages:
             for parameter in stage.parameters():
-                meta = torch.empty_like(parameter, dtype=dtype or parameter.dtype, device="meta")
+                meta = torch.empty_like(parameter, dtype=computes_in(parameter, dtype), device="meta")
                 memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
             for buffer in stage.buffers():
                 memo[id(buffer)] = torch.empty_like(buffer, device="meta")

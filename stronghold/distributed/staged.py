@@ -22,7 +22,7 @@ from stronghold.distributed.tied import Tied
 from stronghold.distributed.trained import Trained
 from stronghold.engine import engine_of, follow, keep_activations, offload_shared
 from stronghold.errors import ParallelError
-from stronghold.formats.kept_in_fp32 import keep_in_fp32
+from stronghold.formats.kept_in_fp32 import keep_in_fp32, mark_kept_in_fp32
 from stronghold.planner.pipeline_order import Pipeline
 from stronghold.reports import PlannedStage, StageTimes
 from stronghold.settings import OffloadSettings
@@ -54,8 +54,9 @@ class StagedModule(nn.Module):
         **settings: Any,
     ) -> None:
         super().__init__()
+        mark_kept_in_fp32(layered.model)  # by its own list, which a stage has not
         if weights is not None and not callable(weights):
-            keep_in_fp32(layered.model)  # by its own list, which a stage has not
+            keep_in_fp32(layered.model)
         self._names = {id(module): name for name, module in layered.model.named_modules()}
         self._register_state_dict_hook(_to_names)
         self._register_load_state_dict_pre_hook(self._from_names)
@@ -264,8 +265,7 @@ class StagedModule(nn.Module):
             return known[1]
         engine, watch = engine_of(self), self._processes.watch
         assert engine is not None
-        one = inputs[: len(inputs) // micro_batches]
-        shapes = self._processes.run_on_all(lambda: self._shapes.between(one))
+        shapes = self._processes.run_on_all(lambda: self._shapes.between(inputs[: len(inputs) // micro_batches]))
         stages = [
             Stage(
                 watch,

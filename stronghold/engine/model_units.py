@@ -13,6 +13,7 @@ from torch import nn
 from stronghold.engine.experts_part import ExpertsPart
 from stronghold.engine.find_layers import Layer, find_layers
 from stronghold.engine.parameters import check_parameters
+from stronghold.formats.kept_in_fp32 import computes_in, mark_kept_in_fp32
 from stronghold.unit import Unit, all_parameters, is_packed, parameters_and_owners
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
@@ -54,7 +55,7 @@ def units_of(
     apart: bool,
     in_pieces: bool,
 ) -> ModelUnits:
-    """Shares out the parameters of ``model``, in memory or on the meta device; changes nothing.
+    """Shares out the parameters of ``model``, in memory or on the meta device; changes none of them.
 
     A parameter that one layer alone uses goes with that layer; what layers share, with one another or with the rest of
     the model, is a root parameter, as is everything outside the layers. So is what is trained of a layer that is frozen
@@ -71,6 +72,7 @@ def units_of(
         )
     if in_pieces:
         check_micro_batch(found)
+    mark_kept_in_fp32(model)
     owned, root = share_out(model, found)
     units_by_parameter: dict[int, Unit] = {}
     modules: list[nn.Module] = []
@@ -209,9 +211,12 @@ def _users(model: nn.Module, layers: Sequence[Layer]) -> dict[int, set[int | Non
 def dtypes_of(
     name: str, parameters: Sequence[nn.Parameter], wanted: torch.dtype | None
 ) -> torch.dtype | list[torch.dtype]:
-    """Returns what the parameters of one unit compute in: what is ``wanted``, or each in its own."""
+    """Returns what the parameters of one unit compute in: what is ``wanted``, or each in its own.
+
+    What transformers keeps in fp32 beside bf16 stays so.
+    """
     if wanted is not None:
-        return [parameter.dtype if is_packed(parameter) else wanted for parameter in parameters]
+        return [parameter.dtype if is_packed(parameter) else computes_in(parameter, wanted) for parameter in parameters]
     present = {parameter.dtype for parameter in parameters if not is_packed(parameter)}
     if not present <= set(COMPUTE_DTYPES):
         raise ValueError(

@@ -68,7 +68,7 @@ def offload(
         store: Where layers and states live: ``"ram"``, a directory, or a list of directories on drives of their own.
         device: Where layers compute.
         dtype: The compute type, torch.float32 or torch.bfloat16; by default each parameter's own. With bf16 the fp32
-            master is kept exactly, as the weight and a 16-bit remainder.
+            master is kept exactly, as the weight and a 16-bit remainder; fp32 that transformers keeps so stays fp32.
         layers: The containers of the layers, by name, where they are not found by themselves.
         experts_per_part: Experts of a mixture that go through the window together, as :func:`split_experts` cuts them;
             ``"auto"`` for all of a layer where it fits ``device_memory`` (by default the free memory) or, with

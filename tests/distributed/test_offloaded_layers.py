@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import nn
 import stronghold
 from stronghold.distributed.layered_model import LayeredSequential
 from stronghold.distributed.offloaded_layers import machine_known, offloaded_stages
+from stronghold.distributed.shapes import Shapes
 from stronghold.engine.budget import BUFFERS, held_on_device
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.lab.models.gpt import GPT, GPTConfig
@@ -62,6 +65,21 @@ def test_on_a_device_with_memory_of_its_own_it_is_what_the_engine_s_arithmetic_s
     stage, layers = alone(row, first, end)
     memory = ModelMemory(stage, layers=[layers], is_host=False).of(Choice(window=2))
     assert planned == held_on_device(memory, 2, (), BUFFERS)
+
+
+class KeptNorms(nn.Sequential):
+    def _get_dtype_plan(self, dtype):
+        return {"norm": torch.float32} if dtype is torch.bfloat16 else {}
+
+
+def test_what_transformers_keeps_in_fp32_counts_so():
+    layers = [nn.Sequential(OrderedDict(linear=nn.Linear(64, 64), norm=nn.LayerNorm(64))) for _ in range(3)]
+    row, plain = (LayeredSequential(kind(*layers), loss=F.mse_loss) for kind in (KeptNorms, nn.Sequential))
+    expected = [layer.slot_bytes for layer in offloaded_stages(plain, 1, device=CPU, dtype=torch.bfloat16).layers]
+    found = offloaded_stages(row, 1, device=CPU, dtype=torch.bfloat16).layers
+    assert [layer.slot_bytes for layer in found] == [bytes_ + 2 * 2 * 64 for bytes_ in expected]
+    stage = Shapes([row.stage(0, 3)], torch.bfloat16)._stages[0]
+    assert {str(p.dtype) for n, p in stage.named_parameters() if "norm" in n} == {"torch.float32"}
 
 
 def test_trained_elements_are_those_that_the_host_updates():

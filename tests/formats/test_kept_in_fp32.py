@@ -7,6 +7,7 @@ import accelerate
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import nn
@@ -18,6 +19,19 @@ from tests import experts
 
 IDS = torch.arange(2, 34).view(2, 16)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+class KeptNorms(nn.Sequential):
+    """A row of layers that says what it keeps in fp32 as transformers' models do."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(size, size), nn.LayerNorm(size)) for _ in range(3)))
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {"*.1.weight": torch.float32} if dtype is torch.bfloat16 else {}
 
 
 def saved(folder: Path, strict: list[str] | None = None) -> Path:
@@ -87,6 +101,69 @@ def test_a_parameter_that_transformers_keeps_in_fp32_is_so(
         stronghold.offload(model, device="cpu", window=1, weights=folder)
         assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert_same(tensors(model), tensors(plain))
+
+
+@pytest.mark.parametrize("how", ["load", "weights", "built in fp32"])
+def test_a_compute_type_of_16_bits_rounds_none_of_them(tmp_path: Path, how: str) -> None:
+    """As ``from_pretrained(dtype=)`` does; the routers of Ernie were rounded, and saved so."""
+    whole: Any = experts.ernie()
+    for name, parameter in whole.named_parameters():
+        parameter.data = (
+            parameter.data if "mlp.gate.weight" in name or "moe_statics" in name else parameter.data.bfloat16()
+        )
+    whole.config.dtype = "bfloat16"
+    whole.save_pretrained(tmp_path / "base")
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).eval()
+    assert plain.get_parameter(ROUTER).dtype is torch.float32
+    settings: Any = {"device": "cpu", "dtype": torch.bfloat16}
+    if how == "load":
+        model: Any = stronghold.load(tmp_path / "base", window=1, **settings)
+    else:
+        model = on_meta(tmp_path / "base")
+        model = model if how == "weights" else model.float()
+        model = stronghold.offload(model, window=1, weights=tmp_path / "base", **settings)
+    assert_same(tensors(model), tensors(plain))
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    stronghold.save(model, tmp_path / "again")
+    assert_same(load_file(tmp_path / "again/model.safetensors"), load_file(tmp_path / "base/model.safetensors"))
+
+
+@pytest.mark.parametrize("built", [torch.float32, torch.bfloat16])
+def test_stages_round_none_of_them(tmp_path: Path, request: pytest.FixtureRequest, built: torch.dtype) -> None:
+    plain = KeptNorms()
+    for parameter in plain.parameters():
+        parameter.data.uniform_()
+    stronghold.save(plain, tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    model = stronghold.pipeline(
+        KeptNorms().to(built),
+        loss=nn.functional.mse_loss,
+        stages=1,
+        micro_batches=1,
+        balance="layers",
+        weights=tmp_path,
+        device="cpu",
+        dtype=torch.bfloat16,
+    )
+    kept = {name for name, _ in plain.named_parameters() if name.endswith("1.weight")}
+    assert len(kept) == 3
+    expected = {n: p.data if n in kept else p.data.bfloat16() for n, p in plain.named_parameters()}
+    assert_same(tensors(model), expected)
+
+
+def test_only_what_is_fp32_stays_so() -> None:
+    model: Any = experts.ernie()
+    router = model.get_parameter(ROUTER)
+    stronghold.offload(model, device="cpu", window=1, dtype=torch.bfloat16)
+    assert router.dtype is torch.float32 and model.lm_head.weight.dtype is torch.bfloat16
+    rounded: Any = experts.ernie().bfloat16()
+    stronghold.offload(rounded, device="cpu", window=1, dtype=torch.bfloat16)
+    assert {p.dtype for p in rounded.parameters()} == {torch.bfloat16}
+    whole: Any = experts.ernie().bfloat16()
+    stronghold.offload(whole, device="cpu", window=1, dtype=torch.float32)
+    assert {p.dtype for p in whole.parameters()} == {torch.float32}
 
 
 def test_a_model_that_is_asked_for_in_fp32_and_one_without_values_are_as_they_are(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from stronghold.engine.planning.layer_traces import LayerTraces, call_of, likene
 from stronghold.engine.planning.quantised_layers import quantised_layers, without_values
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
+from stronghold.formats.kept_in_fp32 import computes_in
 from stronghold.planner.op_costs import Op
 from stronghold.window import input_sizes
 
@@ -139,12 +140,11 @@ class ModelComputation:
         return self._kinds.setdefault((likeness(self._modules[number]), differentiable), number)
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        cast = self._dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        dtype = self._dtype if cast else tensor.dtype
+        cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        dtype = computes_in(tensor, self._dtype) if cast else tensor.dtype
         # What torch.empty() makes under the mode, in a fifth of the time: a model may have tens of thousands of these.
         meta = torch.empty(tensor.shape, dtype=dtype, device="meta")
-        fake = FakeTensor(self._mode, meta, torch.get_default_device())
-        return fake.requires_grad_(tensor.requires_grad)
+        return FakeTensor(self._mode, meta, torch.get_default_device()).requires_grad_(tensor.requires_grad)
 
     @contextmanager
     def _without_values(self, module: nn.Module) -> Iterator[None]:

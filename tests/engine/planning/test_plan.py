@@ -18,6 +18,7 @@ from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import DISK
 from stronghold.planner.search import Refusal
+from tests import experts
 from tests.planner.machines import about, laptop, machine
 
 CONFIG = GPTConfig(layers=5, hidden=64, heads=4, sequence=32, vocabulary=128)
@@ -43,6 +44,24 @@ def planned(model=None, given=None, **settings):
     return stronghold.plan(
         on_meta() if model is None else model, machine=given or laptop(), **{"batch": 4, "sequence": 32, **settings}
     )
+
+
+def test_bytes_are_the_reports_where_the_routers_stay_in_fp32():
+    plan = planned(experts.ernie(), dtype=torch.bfloat16, window=2, resident=1, activations="recompute")
+    model = stronghold.offload(experts.ernie(), device="cpu", dtype=torch.bfloat16, **plan.settings)
+    optimizer = stronghold.AdamW(model.parameters(), **plan.optimizer)
+    ids = torch.randint(0, 64, (4, 32))
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = stronghold.report(model)
+    assert {p.dtype for n, p in model.named_parameters() if "mlp.gate.weight" in n} == {torch.float32}
+    assert plan.slots_bytes == found.slots_device_bytes
+    assert plan.gradient_bytes == found.gradients_device_bytes
+    assert plan.root_bytes == found.root_device_bytes
+    assert plan.resident_bytes == found.resident_device_bytes
+    assert plan.pinned_bytes + plan.pageable_bytes == found.host_bytes
 
 
 def told(plan):

@@ -12,7 +12,7 @@ import peft
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaPreTrainedModel
 
 from stronghold.engine import report
 from stronghold.lab.finetuning.model import build_base, place
@@ -49,6 +49,18 @@ def test_it_has_the_values_that_it_has_in_memory(
         assert parameter.requires_grad == (adapters is None or "lora_" in name), name
     assert model.training
     assert report(model).trainable_parameters == sum(p.numel() for p in plain.parameters() if p.requires_grad)
+
+
+def test_it_keeps_in_fp32_what_from_pretrained_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.folder(tmp_path / "model", "llama")
+    monkeypatch.setattr(LlamaPreTrainedModel, "_keep_in_fp32_modules_strict", ["mlp.gate_proj", "model.norm"])
+    found = dict(made(runs.settings(tmp_path, dtype="bf16", adapters=None)).named_parameters())
+    plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    expected = dict(plain.named_parameters())
+    assert found.keys() == expected.keys() and len({p.dtype for p in expected.values()}) == 2
+    for name, parameter in found.items():
+        assert parameter.dtype == expected[name].dtype, name
+        assert torch.equal(parameter.detach(), expected[name]), name
 
 
 def test_a_base_in_four_bits_has_the_values_that_transformers_quantises(tmp_path: Path) -> None:
