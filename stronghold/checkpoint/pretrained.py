@@ -69,8 +69,8 @@ def load(
     ``train()`` for dropout. Nothing is fetched from a hub. Where a process was killed while :func:`save` replaced a
     model there, the one before is read, and a RuntimeWarning says so. Raises ValueError, before anything is allocated,
     for a folder that is not such a checkpoint, and for tensors that are missing, of another shape, or not the model's;
-    for files that are replaced while they are read, by a :func:`save` of another process, say; and what :func:`offload`
-    raises.
+    for files that are written in place while they are read, or replaced before the configuration was; and what
+    :func:`offload` raises. What a :func:`save` of another process replaces later is read to its end as it was.
     """
     folder = _there(Path(directory))
     file = folder / "config.json"
@@ -100,6 +100,7 @@ def load(
             f"a model's config.json must be one that transformers or this program reads (got {str(file)!r}: "
             f"{problem}); pass another, or mend it"
         ) from error
+    checkpoint.check_in_place()  # the configuration is that of these weights
     model.eval()
     if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         from transformers import GenerationConfig
@@ -139,11 +140,11 @@ def save(
     and adapter_config.json, of several adapters in a folder each. All adapters are in memory at a time.
 
     The folder appears, or changes, only when all of it is written: until then the new files are in a hidden one beside
-    it. A :func:`load` that is reading it meanwhile ends with an error, rather than with parts of both models. A model
-    takes the place of the model and of the adapters that the folder held, adapters that of adapters alone; what else it
-    held stays, such as a tokenizer, or the model that the adapters are of. Raises ValueError for a folder that holds
-    something other than a model or is a mount point, and for a part of a model with PEFT's adapters, and OSError,
-    naming the folder, where it cannot be written.
+    it. A :func:`load` that is reading it meanwhile has the model before, or ends with an error, but never parts of
+    both. A model takes the place of the model and of the adapters that the folder held, adapters that of adapters
+    alone; what else it held stays, such as a tokenizer, or the model that the adapters are of. Raises ValueError for a
+    folder that holds something other than a model or is a mount point, and for a part of a model with PEFT's adapters,
+    and OSError, naming the folder, where it cannot be written.
 
     Of replicas (``stronghold.replicate``) the first process writes. All may call this, and the others then wait until
     the folder is there, and raise where it cannot be written; or the first one may alone, which waits for none of them.

@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
+import stat as stat_module
 import subprocess
 import sys
 from pathlib import Path
@@ -534,10 +536,23 @@ class Filled(nn.Module):
         return cls(**settings)
 
 
-@pytest.mark.parametrize("how", ["load", "weights"])
+def by_path(monkeypatch):
+    """As without /proc, or where a process may open no more files."""
+    monkeypatch.setattr("stronghold.formats.weight_files._most_open", lambda: 0)
+
+
+def open_files(folder):
+    found = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return [one for one in found if os.path.realpath(one).startswith(f"{folder}")]
+
+
+@pytest.mark.parametrize("how", ["load", "weights", "load by path", "weights by path"])
 @pytest.mark.parametrize("shard", ["5GB", "300"])
 @pytest.mark.parametrize("after", [0, 3, 7, None])
 def test_a_model_that_is_replaced_while_it_is_read_is_no_mixture_of_both(tmp_path, monkeypatch, after, shard, how):
+    how, _, opened_anew = how.partition(" ")
+    if opened_anew:
+        by_path(monkeypatch)
     folder, reads, read = tmp_path / "latest", [], safetensors.safe_open
     stronghold.save(Filled(1.0), folder, max_shard_size=shard)
     headers = len(list(folder.glob("*.safetensors")))
@@ -558,8 +573,9 @@ def test_a_model_that_is_replaced_while_it_is_read_is_no_mixture_of_both(tmp_pat
             return stronghold.load(folder, model_class=Filled, device="cpu", window=1)
         return stronghold.offload(model, device="cpu", window=1, weights=folder)
 
-    if after is None:
+    if after is None or not opened_anew:
         assert all(torch.equal(p, torch.ones_like(p)) for p in load().parameters())
+        assert open_files(tmp_path) == []
         return
     with pytest.raises(ValueError, match=r"stay as it is while it is read \(got '.*model.*safetensors', which was"):
         load()
@@ -568,6 +584,71 @@ def test_a_model_that_is_replaced_while_it_is_read_is_no_mixture_of_both(tmp_pat
         again = load()
         assert again.number == 2.0
         assert all(torch.equal(p, torch.full_like(p, 2)) for p in again.parameters())
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_shards_are_of_one_model_where_it_is_replaced_between_their_headers(tmp_path, monkeypatch, before):
+    folder, reads, read = tmp_path / "latest", [], safetensors.safe_open
+    stronghold.save(Filled(1.0), folder, max_shard_size="300")
+    stronghold.save(Filled(2.0), tmp_path / "next", max_shard_size="300")
+
+    def opened(*arguments, **options):
+        reads.append(arguments)
+        if len(reads) == before:  # one by one, as save_pretrained writes into a folder that is there
+            for file in sorted((tmp_path / "next").iterdir()):
+                file.rename(folder / file.name)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(safetensors, "safe_open", opened)
+    with pytest.raises(ValueError, match="stay as it is while it is read"):
+        WeightFiles(folder)
+
+
+@pytest.mark.parametrize("by", ["descriptor", "path"])
+def test_files_whose_numbers_change_are_read_and_those_written_in_place_are_not(tmp_path, monkeypatch, by):
+    """A file system in user space makes numbers up, and others once the kernel has forgotten a file."""
+    if by == "path":
+        by_path(monkeypatch)
+    stronghold.save(Filled(1.0), tmp_path / "model")
+    files, stat, numbers = WeightFiles(tmp_path / "model"), os.stat, iter(range(10**6))
+
+    def made_up(path, **options):
+        found = stat(path, **options)
+        if not stat_module.S_ISREG(found.st_mode):
+            return found
+        values = list(found.__reduce__()[1][0])
+        values[1] = next(numbers)
+        return os.stat_result(values, found.__reduce__()[1][1])
+
+    monkeypatch.setattr(os, "stat", made_up)
+    assert torch.equal(files.read("layers.0.weight"), torch.ones(8, 8))
+    monkeypatch.undo()
+    with (tmp_path / "model/model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"0000")
+    os.utime(tmp_path / "model/model.safetensors", ns=(0, 1))
+    with pytest.raises(ValueError, match="replaced, changed or removed meanwhile"):
+        files.read("layers.0.weight")
+
+
+def test_no_more_files_stay_open_than_half_of_what_the_process_may_still_open(tmp_path):
+    stronghold.save(Filled(1.0), tmp_path, max_shard_size="300")
+    shards = len(list(tmp_path.glob("*.safetensors")))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, limits[1]))
+    try:
+        files = WeightFiles(tmp_path)
+        there = len(open_files(tmp_path))
+        assert {name: files.read(name).mean().item() for name in files.entries} == dict.fromkeys(files.entries, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert 0 < there < shards
+    if (child := os.fork()) == 0:
+        os._exit(int(not torch.equal(files.read("layers.0.bias"), torch.ones(8))))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(open_files(tmp_path)) == there
+    del files
+    assert open_files(tmp_path) == []
 
 
 def test_a_configuration_and_weights_are_of_one_model(tmp_path):
@@ -586,10 +667,18 @@ def test_a_configuration_and_weights_are_of_one_model(tmp_path):
         stronghold.load(folder, model_class=Slow, device="cpu", window=1)
 
 
-def test_a_model_that_is_gone_while_it_is_read_is_said_to_be_so(tmp_path):
+@pytest.mark.parametrize("by", ["descriptor", "path"])
+def test_a_model_that_is_gone_while_it_is_read_is_read_where_it_is_open_and_else_said_to_be_so(
+    tmp_path, monkeypatch, by
+):
+    if by == "path":
+        by_path(monkeypatch)
     stronghold.save(Filled(1.0), tmp_path / "model")
     files = WeightFiles(tmp_path / "model")
-    (tmp_path / "model/model.safetensors").unlink()
+    shutil.rmtree(tmp_path / "model")
+    if by == "descriptor":
+        assert torch.equal(files.read("layers.0.weight"), torch.ones(8, 8))
+        return
     with pytest.raises(ValueError, match="replaced, changed or removed meanwhile"):
         files.read("layers.0.weight")
 
