@@ -163,8 +163,7 @@ def _update_of(parameter: nn.Parameter, optimizer: HostAdamW) -> dict[str, Any]:
     for number, (group, settings) in enumerate(zip(optimizer.param_groups, settings_now(optimizer), strict=True)):
         if any(parameter is one for one in group["params"]):
             common = {"states": optimizer.states, "max_grad_norm": optimizer.max_grad_norm}
-            found = {"group": number, **settings, **common}
-            return {name: as_float(value) for name, value in found.items()}
+            return {"group": number, **{name: as_float(value) for name, value in {**settings, **common}.items()}}
     return {"group": None}
 
 
