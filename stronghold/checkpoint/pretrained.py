@@ -146,8 +146,10 @@ def save(
     folder that holds something other than a model or is a mount point, and for a part of a model with PEFT's adapters,
     and OSError, naming the folder, where it cannot be written.
 
-    Of replicas (``stronghold.replicate``) the first process writes. All may call this, and the others then wait until
-    the folder is there, and raise where it cannot be written; or the first one may alone, which waits for none of them.
+    Of replicas (``stronghold.replicate``) the first process writes. All may call this, with the same ``directory``, and
+    the others then wait until the folder is there, and raise where it cannot be written; or the first one may alone,
+    which waits for none of them. Do either throughout a run: the others take the first's n-th save of a folder for
+    their own n-th.
     Of a model in stages each process has its own layers only: ParallelError there. Save a checkpoint by
     ``stronghold.checkpoint.save``, load it in one process, and save the model from there.
     """
