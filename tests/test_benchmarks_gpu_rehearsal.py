@@ -16,6 +16,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -247,6 +248,8 @@ def test_steps_are_traced_beside_the_ordinary_loop(tmp_path):
 def load(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER.parent)
     monkeypatch.syspath_prepend(FOLDER)
+    # A script's time begins with its process, and this one may be an hour old.
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: time.time())
     return importlib.import_module
 
 
@@ -270,7 +273,7 @@ def test_a_setting_whose_losses_become_nan_is_wrong_in_the_table_and_by_its_end(
     def offloaded(*model, **given):
         loop = whole(*model, **given)
         losses = iter([1.0])
-        return steps.Loop(**vars(loop) | {"step": lambda batch: loop.step(batch) * next(losses, float("nan"))})
+        return load("loops").Loop(**vars(loop) | {"step": lambda batch: loop.step(batch) * next(losses, float("nan"))})
 
     monkeypatch.setattr(steps, "settings_of", lambda *given: cap(*given)[:1])
     monkeypatch.setattr(steps, "offloaded", offloaded)
@@ -353,7 +356,7 @@ def test_large_models_learn_and_are_not_trained_again(tmp_path):
     llama, gpt = recorded(tmp_path, "large")
     assert (llama["call"]["model"], gpt["call"]["model"]) == ("llama-tiny", "gpt-tiny")
     assert llama["learned"] and gpt["learned"] and len(llama["step_s"]) == 2
-    assert (llama["loss_chunk"], gpt["loss_chunk"]) == (2048, 65536)
+    assert (llama["loss_chunk"], gpt["loss_chunk"]) == (2048, 2**27 // (4 * 640))
     assert "best product" in printed and "WRONG" not in printed
     call("large.py", tmp_path, "--steps", 2, "--batches", 2)
     assert len(recorded(tmp_path, "large")) == 2

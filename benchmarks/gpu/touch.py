@@ -16,8 +16,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from calls import Budget
-from half_hour import Recorded, add_options, budget_of, say
+from half_hour import Budget, Recorded, add_options, budget_of, say
 
 from stronghold.device import available_host_bytes
 from stronghold.device.memory import HostBuffer
