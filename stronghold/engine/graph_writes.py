@@ -89,6 +89,9 @@ class _Noting(Interpreter):
         self._operators = operators
 
     def run_node(self, n: Node) -> Any:
+        known = n.meta.get("example_value")
+        if n.op != "placeholder" and isinstance(known, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return known  # made anew it would be another number, of which nothing is known
         if n.op != "call_function" or not isinstance(n.target, HigherOrderOperator):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
