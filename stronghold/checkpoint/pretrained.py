@@ -149,8 +149,7 @@ def save(
     Of replicas (``stronghold.replicate``) the first process writes. All may call this, with the same ``directory``, and
     the others then wait until the folder is there, and raise where it cannot be written; or the first one may alone,
     which waits for none of them. Do either throughout a run: the others take the first's n-th save of a folder for
-    their own n-th.
-    Of a model in stages each process has its own layers only: ParallelError there. Save a checkpoint by
+    their own n-th. Of a model in stages each process has its own layers only: ParallelError there. Save a checkpoint by
     ``stronghold.checkpoint.save``, load it in one process, and save the model from there.
     """
     _save(model, Path(directory), dtype, max_shard_size)

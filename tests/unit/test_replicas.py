@@ -81,16 +81,22 @@ def test_another_optimizer_steps_none_of_them(settings: dict[str, Any]) -> None:
     in_replicas(settings, run)
 
 
-def test_replicas_that_would_update_with_other_settings_are_refused() -> None:
-    """Each updated its share of every layer with its own rate, as ReduceLROnPlateau's over its own part had set it."""
+def trained_by_plain_pytorch(steps: int) -> nn.Module:
+    """Returns the model behind so many steps with the mean of both replicas' gradients, clipped."""
     plain = built()
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(2):
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(steps):
         for rank in range(2):
             (plain(batch(rank, step)) / 2).backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-        reference.step()
-        reference.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    return plain
+
+
+def test_replicas_that_would_update_with_other_settings_are_refused() -> None:
+    """Each updated its share of every layer with its own rate, as ReduceLROnPlateau's over its own part had set it."""
+    plain = trained_by_plain_pytorch(steps=2)
 
     def run(model: nn.Module, one: Replicas) -> dict[str, torch.Tensor]:
         optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.01)
@@ -128,14 +134,7 @@ def test_replicas_at_different_places_are_not_told_of_their_settings() -> None:
 @places
 def test_they_train_as_plain_pytorch_does_with_the_mean(settings: dict[str, Any]) -> None:
     """Clipped by the norm of the mean; the gradients are looked at in between."""
-    plain = built()
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(3):
-        for rank in range(2):
-            (plain(batch(rank, step)) / 2).backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-        reference.step()
-        reference.zero_grad()
+    plain = trained_by_plain_pytorch(steps=3)
 
     def run(model: nn.Module, one: Replicas) -> dict[str, torch.Tensor]:
         optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.01)
