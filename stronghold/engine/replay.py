@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.engine.copying import generator_copy, is_generator
-from stronghold.engine.traces import version_of
+from stronghold.engine.traces import OF_EVERY_MODULE, version_of
 from stronghold.errors import OffloadedModelError
 
 
@@ -114,7 +114,7 @@ class _Names:
 
     @property
     def left_out(self) -> frozenset[str]:
-        return _NONE if self.buffers else _OF_EVERY_MODULE
+        return _NONE if self.buffers else _LEFT_OUT
 
     def is_written_unseen(self, name: str, value: Any) -> bool:
         """Whether a value may be written in ways that no version counts: caches, which are large, are not."""
@@ -133,9 +133,7 @@ class _Names:
         )
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"} | {
-    *("forward", "_apply", "_replicate_for_data_parallel", "compile")
-}
+_LEFT_OUT = OF_EVERY_MODULE | {"forward", "_apply", "_replicate_for_data_parallel", "compile"}
 _NONE: frozenset[str] = frozenset()
 _ABSENT = object()
 _LEFT = object()

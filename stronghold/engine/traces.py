@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from stronghold.engine.copying import ATOMS, attributes_of, is_generator
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+"""By what ``nn.Module`` itself keeps its own."""
 
 
 class Attributes:
@@ -37,7 +38,7 @@ class Attributes:
 
     def _list(self) -> None:
         self._lengths = [*map(len, self._places)]
-        found = [(place, name) for place in self._places for name in place if name not in _OF_EVERY_MODULE]
+        found = [(place, name) for place in self._places for name in place if name not in OF_EVERY_MODULE]
         self._homes, self._names = [place for place, _ in found], [name for _, name in found]
 
 
