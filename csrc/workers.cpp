@@ -89,6 +89,9 @@ class Pool {
   }
 
   void serve() {
+#ifdef __linux__
+    pthread_setname_np(pthread_self(), "stronghold-pool");  // as top and profilers show it: 15 characters at most
+#endif
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       offered_.wait(lock, [&] { return !open_.empty(); });

@@ -4,13 +4,13 @@
 
 One process trains the reference GPT (1.717 B parameters, bf16) by the ordinary loop, wholly resident, and beside it in
 one setting of stronghold's after the other: some steps of the one, some of the other, in turn, so that a ratio is of
-two neighbours. Each setting's losses must be the ordinary loop's. Then one step is traced by torch.profiler: how busy
-the device is, what is copied and how much of that time is under computing, and the largest gaps of the computation,
-each with the kernels around it and the engine's wait or the host's call that it was for. On the CPU the profiler sees
-operations of PyTorch alone, and copies are the engine's own spans.
+two neighbours. Each setting's losses must be the ordinary loop's. Of the first --traces settings one step is traced by
+torch.profiler, too, which takes as long as all else of a setting: how busy the device is, what is copied and how much
+of that time is under computing, and the largest gaps of the computation, each with the kernels around it and the
+engine's wait or the host's call that it was for. On the CPU the profiler sees operations of PyTorch alone, and copies
+are the engine's own spans.
 
-Appends a JSON line for each setting to trace.jsonl; the traces of the first --traces settings stay beside it
-(trace_*.json.gz, for ui.perfetto.dev).
+Appends a JSON line for each setting to trace.jsonl; the traces stay beside it (trace_*.json.gz, for ui.perfetto.dev).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Course:
             asked = Asked(self._device)
             self.ordinary.timed(self._options.steps)  # not counted
             found["while"] = asked.answer()
-        return found | {"trace": traced(self.ordinary, self._device, keep)}
+        return found | _traced(self.ordinary, self._device, keep)
 
     def measure(self, setting: Setting, keep: Path | None) -> dict[str, Any]:
         """Returns what ``setting`` comes to, in turn with the ordinary loop."""
@@ -115,11 +115,16 @@ class Course:
                 "report_bytes": report.device_bytes,
                 "pinned_bytes": report.pinned_host_bytes,
             }
-            found["trace"] = traced(turns, device, keep)
+            found |= _traced(turns, device, keep)
             few = next(batches_of(1, 8, self.shape.vocabulary, device))
             return found | least_peak(loop, few, device, before_bytes)
         finally:
             loop.close()
+
+
+def _traced(turns: Turns, device: torch.device, keep: Path | None) -> dict[str, Any]:
+    """Returns what a traced step comes to, or nothing where no file is to ``keep`` it."""
+    return {} if keep is None else {"trace": traced(turns, device, keep)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,12 +167,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "CUDA error" in outcome.get("error", ""):
                 break  # the context is lost
     found = [record for call in calls if (record := recorded.find(call))]
-    whole = [record for record in found if "trace" in record]
+    whole = [record for record in found if "parameters" in record]
+    seen = [record for record in whole if "trace" in record]
+    for record in seen[: options.gaps]:
+        draw(gap_table(record))
+    for record in seen:
+        say(why_idle(record))
     if whole:
-        for record in whole[: options.gaps]:
-            draw(gap_table(record))
-        for record in whole:
-            say(why_idle(record))
         draw(table(whole, str(options.device)))
     for record in found:
         if "error" in record:
@@ -187,7 +193,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--cap", type=parse_bytes, metavar="SIZE", help="device memory to fill with resident layers (16GiB)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each (3)")
     add("--steps", type=int, default=3, metavar="N", help="that a turn counts (3)")
-    add("--traces", type=int, default=4, metavar="N", help="how many settings' traces stay (4)")
+    add("--traces", type=int, default=4, metavar="N", help="how many settings are traced (4)")
     add("--gaps", type=int, default=3, metavar="N", help="how many settings' gaps are drawn (3); all are recorded")
     options = parser.parse_args(arguments)
     small = options.small or options.device.type == "cpu"

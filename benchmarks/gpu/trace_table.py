@@ -61,23 +61,23 @@ def table(records: Sequence[Record], device: str) -> Table:
 
 
 def _counted(record: Record) -> bool:
-    return any(moved["bytes"] for moved in record["trace"]["copies"].values())
+    return any(moved["bytes"] for moved in record.get("trace", {}).get("copies", {}).values())
 
 
 def _cells(record: Record) -> list[str]:
     call = record["call"]
-    step_s, trace = median(record["step_s"]), record["trace"]
+    step_s, trace = median(record["step_s"]), record.get("trace")
     tokens = call["batch"] * call["sequence"]
     cells = {
         "": name_of(call),
         "a step": format_seconds(step_s),
         "tokens/s": f"{tokens / step_s:,.0f}",
         "TFLOP/s": f"{8 * record['parameters'] * tokens / step_s / 1e12:.4g}",
-        "busy": f"{trace['busy']:.1%}",
-        "copies hidden": "" if trace["hidden"] is None else f"{trace['hidden']:.1%}",
+        "busy": f"{trace['busy']:.1%}" if trace else "",
+        "copies hidden": f"{trace['hidden']:.1%}" if trace and trace["hidden"] is not None else "",
         "device": format_bytes(held) if (held := record.get("held_bytes") or record.get("peak_bytes")) else "",
     }
-    for way, moved in trace["copies"].items():
+    for way, moved in (trace["copies"] if trace else {}).items():
         rate = f"{format_bytes(moved['bytes'])}, {moved['gb_per_s']:.3g} GB/s"
         cells[way] = rate if moved["bytes"] else format_seconds(moved["copying_s"])
     if "of_ordinary" in record:
