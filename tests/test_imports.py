@@ -222,6 +222,29 @@ OTHERS = [
 ]
 
 
+FROM_TRANSFORMERS = {
+    "transformers.conversion_mapping.get_model_conversion_mapping",
+    "transformers.core_model_loading.WeightConverter",
+    "transformers.core_model_loading.WeightRenaming",
+    "transformers.core_model_loading.dot_natural_key",
+    "transformers.core_model_loading.rename_source_key",
+    "transformers.integrations.is_wandb_available",
+    "transformers.quantizers.quantizer_torchao.TorchAoHfQuantizer",
+    "transformers.trainer_callback.ExportableState",
+    "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
+    "transformers.training_args.ParallelMode",
+    "transformers.utils.logging",
+}
+"""What transformers has from 5.0 to 5.23, below its front door, where it keeps what comes and goes."""
+
+
+def test_of_the_insides_of_transformers_only_that_is_imported_which_all_its_versions_have():
+    root = Path(stronghold.__file__).parent
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in root.rglob("*.py")]
+    names = {name for tree in trees for _, name in imported_modules(tree, ["stronghold"])}
+    assert {name for name in names if name.startswith("transformers.") and name.count(".") > 1} == FROM_TRANSFORMERS
+
+
 def test_the_library_imports_none_of_the_packages_that_only_some_of_it_uses():
     script = "import sys, torch, stronghold; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()

@@ -48,6 +48,8 @@ class Conversion:
         for source, pattern, tensor in zip(self.sources, self._patterns, tensors, strict=True):
             converter.add_tensor(self.target, source, pattern, tensor)
         results = converter.convert(self.target, model=self._model, config=self._model.config)
+        if isinstance(results, tuple):  # of version 5.0, with what went wrong
+            results, _ = results
         return {
             _rename(name, self._renamings): value[0] if isinstance(value, list) else value
             for name, value in results.items()
@@ -92,13 +94,15 @@ def _into_whole(
     renamings, converters, by_pattern = _sorted_out(conversions)
     there = dict.fromkeys(wanted, True)
     groups: dict[str, Conversion] = {}
+    used: set[int] = set()
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, there)
+        target, pattern = _by_first(_rename(name, renamings, used), converters, used)
+        target, _ = rename_source_key(target, [], [], prefix, there)  # adds the prefix, or takes it away
         if target not in there and name in there:
             target, pattern = name, None
         group = _group(groups, target, name, pattern, by_pattern, model, ())
         group.sources.append(name)
-    return list(groups.values()), [conversion for conversion in conversions if conversion.was_used()]
+    return list(groups.values()), [conversion for conversion in conversions if id(conversion) in used]
 
 
 def remember(model: nn.Module, conversions: list[Any] | None) -> None:
@@ -116,17 +120,16 @@ def from_model(model: nn.Module, names: Iterable[str]) -> list[Group]:
 def _from_whole(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None and (known := _conversions(model, add_legacy=False)):
-        from transformers.core_model_loading import PrefixChange
+        from transformers import core_model_loading
 
-        conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
+        prefix_change = getattr(core_model_loading, "PrefixChange", ())  # from version 5.6 on
+        conversions = [conversion for conversion in known if not isinstance(conversion, prefix_change)]
     if not conversions:
         return [Conversion(name, [name]) for name in names]
-    from transformers.core_model_loading import apply_converters
-
     renamings, converters, by_pattern = _sorted_out([one.reverse_transform() for one in reversed(conversions)])
     groups: dict[str, Conversion] = {}
     for name in names:
-        target, pattern = apply_converters(name, converters)
+        target, pattern = _by_first(name, converters)
         if pattern is None:
             target = _rename(name, renamings)
         group = _group(groups, target, name, pattern, by_pattern, model, renamings)
@@ -173,7 +176,25 @@ def _group(
     return group
 
 
-def _rename(name: str, renamings: Sequence[Any]) -> str:
+def _rename(name: str, renamings: Sequence[Any], used: set[int] | None = None) -> str:
+    """Returns ``name`` renamed by each of ``renamings`` in turn. The ids of those that match are added to ``used``."""
     for renaming in renamings:
-        name, _ = renaming.rename_source_key(name)
+        name, pattern = renaming.rename_source_key(name)
+        if pattern is not None and used is not None:
+            used.add(id(renaming))
     return name
+
+
+def _by_first(name: str, converters: Sequence[Any], used: set[int] | None = None) -> tuple[str, str | None]:
+    """Returns ``name`` renamed by the first of ``converters`` that matches, and its pattern; None where none does.
+
+    The functions of transformers that do the same, and what tells which conversions were of use, come and go with its
+    versions; a conversion's own ``rename_source_key`` is in all of them from 5.0 to 5.23.
+    """
+    for converter in converters:
+        renamed, pattern = converter.rename_source_key(name)
+        if pattern is not None:
+            if used is not None:
+                used.add(id(converter))
+            return renamed, pattern
+    return name, None
