@@ -1,5 +1,6 @@
 """AdamW by torch's own operations, and where Triton's kernel takes their place (``test_triton_adamw.py`` tests it)."""
 
+import gc
 import math
 import warnings
 from dataclasses import replace
@@ -505,7 +506,7 @@ def on(device: str, s: Segment) -> Segment:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("elements", [4096, 300_000])
+@pytest.mark.parametrize("elements", [10, 4096, 300_000])
 @pytest.mark.parametrize("grad_scale", [1.0, 0.5])
 @pytest.mark.parametrize(
     ("weight", "grad"),
@@ -513,11 +514,16 @@ def on(device: str, s: Segment) -> Segment:
 )
 @MOMENTS
 def test_the_temporary_memory_is_what_a_plan_counts(states, grad, weight, grad_scale, elements, monkeypatch):
-    """Bf16 weights with fp32 moments took 21 bytes for each element where 13 were counted, in small parameters."""
+    """Bf16 weights with fp32 moments took 21 bytes for each element where 13 were counted, in small parameters.
+
+    What allocators round each block up by was not counted either.
+    """
     device = torch.accelerator.current_accelerator()
     monkeypatch.setattr(on_device, "DEVICES", ())
     one = on(device, segment((elements,), weight, grad, states, grad_scale=grad_scale))
     squares = torch.ones((), device=device)
+    gc.collect()
+    torch.accelerator.empty_cache()  # CUDA's allocator lends out a block whole where it is less than 1 MiB too large
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
     adamw_on_device(one, squares=squares)
@@ -526,7 +532,7 @@ def test_the_temporary_memory_is_what_a_plan_counts(states, grad, weight, grad_s
     counted = on_device.scratch_bytes(elements, str(device), dtype=one.weight.dtype, states=states)
     assert taken <= counted
     if grad_scale != 1 and grad != "fp32":
-        assert taken > 0.9 * (counted - 8192)
+        assert taken > 0.9 * (counted - 32 * 512)
 
 
 @pytest.mark.gpu
