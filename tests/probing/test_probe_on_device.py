@@ -56,7 +56,8 @@ def test_what_a_glance_measured_with_is_gone_when_the_device_is_asked_what_is_fr
     gc.collect()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
-    allocated_bytes, free_bytes = torch.accelerator.memory_allocated(), device.free_bytes()
+    allocated_bytes, reserved_bytes = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
+    free_bytes = device.free_bytes()
     emptied, empty_cache = [], torch.accelerator.empty_cache
 
     def noted():
@@ -67,5 +68,7 @@ def test_what_a_glance_measured_with_is_gone_when_the_device_is_asked_what_is_fr
     glance(device, dtypes=dtypes)
     ((at_emptying, highest_bytes),) = emptied
     assert at_emptying == allocated_bytes
-    assert device.free_bytes() == free_bytes
+    assert torch.accelerator.memory_reserved() == reserved_bytes
+    if SOFT is not None:  # of a GPU other processes take, too
+        assert device.free_bytes() == free_bytes
     assert device.peak_bytes() == allocated_bytes < highest_bytes - 2**20

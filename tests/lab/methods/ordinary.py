@@ -33,16 +33,18 @@ def batches():
     return [torch.randint(0, 300, (4, 16), generator=generator) for _ in range(STEPS)]
 
 
-def plain_losses(settings):
-    """Returns the losses of the loop as a book has it, with the rate falling as a line."""
+def plain_losses(settings, device="cpu"):
+    """Returns the losses of the loop as a book has it, with the rate falling as a line, and the model."""
     torch.manual_seed(0)
     model = empty_model()
     fill(model, model.initialize_module)
+    model.to(device)
     wanted = settings.optimizer
     optimizer = torch.optim.AdamW(decay_groups(model, 0.5), lr=wanted.lr, betas=wanted.betas)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
     losses = []
     for ids in batches():
+        ids = ids.to(device)
         loss = model(ids, labels=ids).loss
         loss.backward()
         if wanted.max_grad_norm:
