@@ -138,7 +138,9 @@ def _step(s: Segment, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq:
     """
 
     def keeps(factor: float) -> Tensor | float:
-        return factor if skip is None else torch.where(skip, 1.0, factor)
+        if skip is None:
+            return factor
+        return torch.full((), factor, dtype=torch.float32, device=skip.device).masked_fill_(skip, 1.0)
 
     def added(values: Tensor, zero: float) -> Tensor:
         return values if skip is None else values.masked_fill_(skip, zero)

@@ -341,6 +341,21 @@ def test_where_the_squares_are_finite_the_step_is_taken_to_the_bit(states, weigh
         assert_same_bits(asked, plain)
 
 
+@WEIGHTS
+@MOMENTS
+def test_the_default_dtype_changes_no_bit(states, weight):
+    other, plain = (segment((30, 11), weight, "bf16", states) for _ in range(2))
+    squares = torch.tensor(1.0)
+    adamw_on_device(plain, squares=squares)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        adamw_on_device(other, squares=squares)
+    finally:
+        torch.set_default_dtype(before)
+    assert_same_bits(other, plain)
+
+
 @MOMENTS
 def test_a_number_in_a_tensor_of_one_element_will_do(states):
     mine = segment((9,), states=states)

@@ -44,8 +44,9 @@ def test_what_takes_long_to_issue_is_timed_by_what_it_takes_of_the_device(monkey
         time.sleep(0.004)
         values.add_(1)
 
-    assert clock.timed(task, calls=4) < 0.002
-    assert values.tolist() == [5.0] * 8
+    # The least of three: a GPU that other processes use as well gives each of them some milliseconds in turn.
+    assert min(clock.timed(task, calls=4) for _ in range(3)) < 0.002
+    assert values.tolist() == [15.0] * 8
 
 
 def test_what_a_glance_measured_with_is_gone_when_the_device_is_asked_what_is_free(monkeypatch):
