@@ -64,7 +64,7 @@ def test_the_probe_goes_on_where_it_was(tmp_path):
     [
         ("probe.py", "probe", " are left"),
         ("smoke.py", "smoke", "38 of 38 are left"),
-        ("trace_steps.py", "trace", "13 of 13 are left"),
+        ("trace_steps.py", "trace", "16 of 16 are left"),
         ("large.py", "large", "4 of 4 are left"),
     ],
 )
@@ -316,7 +316,7 @@ def test_a_cap_that_takes_fewer_samples_at_a_time_says_so(load, tmp_path, monkey
     whole = steps.settings_of
     monkeypatch.setattr(steps, "settings_of", lambda *given: whole(*given)[:1])
     fitted = {"activations": "host", "micro_batch": 1, "window": 1}
-    monkeypatch.setattr(steps, "offload_settings", lambda *_: fitted)
+    monkeypatch.setattr(steps, "offload_settings", lambda *_, on_host: fitted)
     steps.main(["--out", str(tmp_path), "--device", "cpu", "--commit", "c", *SHAPE, "--traces", "0"])
     placed = recorded(tmp_path, "trace")[1]["placement"]
     assert (placed["activations"], placed["micro_batch"]) == ("host", 1)

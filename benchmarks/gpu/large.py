@@ -43,6 +43,8 @@ def build(large: Large, options: argparse.Namespace) -> Loop:
         model = large.build()
     settings = {"window": min(options.window, large.layers), "weights": tile_initialiser(model)}
     settings["micro_batch"] = options.micro_batch
+    if options.compile:
+        settings["compile"] = True
     updates = {"update": "in_backward", "states": "8bit"}
     return offloaded(model, dtype="bf16", device=options.device, lr=LR, settings=settings, optimizer=updates)
 
@@ -163,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _call(large: Large, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    place = {name: getattr(options, name) for name in ("cap", "window", "micro_batch", "steps")}
+    place = {name: getattr(options, name) for name in ("cap", "window", "micro_batch", "steps", "compile")}
     return {"model": large.name, "batch": batch, "sequence": large.sequence, **place}
 
 
@@ -177,6 +179,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--window", type=int, default=3, metavar="N", help="layers on the device at a time (3)")
     add("--micro-batch", type=int, default=16, metavar="N", help="samples a layer computes at a time (16)")
     add("--steps", type=int, default=6, metavar="N", help="that are counted, of each batch (6)")
+    add("--compile", action="store_true", help="with layers compiled")
     add("--only", nargs="+", choices=names, metavar="MODEL", help=f"of {', '.join(names)}")
     options = parser.parse_args(arguments)
     options.small = options.small or options.device.type == "cpu"

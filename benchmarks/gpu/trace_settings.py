@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from compare_parts import Course, fit
 from compare_parts import Setting as Compared
 
@@ -28,7 +29,10 @@ SMALL = Shape(layers=6, hidden=128, heads=4, vocabulary=512, sequence=64)
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One way to train ``batch`` samples; with a ``cap``, in bytes, as many resident layers as go under it."""
+    """One way to train ``batch`` samples; with a ``cap``, in bytes, as many resident layers as go under it.
+
+    ``planned`` is what offload itself chooses under the cap, ``compiled`` with layers compiled.
+    """
 
     batch: int
     window: int | None = 3
@@ -37,6 +41,8 @@ class Setting:
     activations: str = "recompute"
     micro_batch: int | None = None
     cap: int | None = None
+    planned: bool = False
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -45,7 +51,8 @@ class Setting:
             f"batch {self.batch}",
             f"window {self.window}" if self.cap is None else f"cap {format_bytes(self.cap)}",
         ]
-        words += [self.update]
+        words += ["planned"] if self.planned else [self.update]
+        words += ["compiled"] if self.compiled else []
         words += ["8-bit"] if self.states == "8bit" else []
         words += [f"activations {self.activations}"] if self.activations != "recompute" else []
         words += [f"{self.micro_batch} at a time"] if self.micro_batch else []
@@ -57,9 +64,12 @@ def settings_of(shape: Shape, batches: tuple[int, int], cap: int) -> list[Settin
     large, few = batches
     first = Setting(batch=large, window=min(3, shape.layers))
     budget = replace(first, window=None, cap=cap)
+    planned = replace(budget, update="auto", planned=True)
     return [
         budget,
         first,
+        planned,
+        replace(first, compiled=True),
         replace(budget, update="deferred"),
         replace(first, update="deferred"),
         replace(first, states="8bit"),
@@ -69,12 +79,20 @@ def settings_of(shape: Shape, batches: tuple[int, int], cap: int) -> list[Settin
         Setting(batch=few, window=min(6, shape.layers), update="deferred"),
         Setting(batch=few, window=min(6, shape.layers)),
         Setting(batch=few, window=None, cap=cap),
+        replace(planned, batch=few),
+        Setting(batch=few, window=None, cap=cap, compiled=True),
     ]
 
 
-def offload_settings(shape: Shape, setting: Setting) -> dict[str, Any]:
-    """Returns what ``stronghold.offload`` is called with."""
-    given = {"activations": setting.activations, "micro_batch": setting.micro_batch}
+def offload_settings(shape: Shape, setting: Setting, *, on_host: bool = False) -> dict[str, Any]:
+    """Returns what ``stronghold.offload`` is called with; ``on_host`` the device has no memory of its own to limit."""
+    given: dict[str, Any] = {"activations": setting.activations, "micro_batch": setting.micro_batch}
+    if setting.compiled:
+        given["compile"] = True
+    if setting.planned:
+        batch = torch.empty(setting.batch, shape.sequence, dtype=torch.long, device="meta")
+        inputs = {"inputs": {"input_ids": batch, "labels": batch}}
+        return inputs if on_host else inputs | {"device_memory": setting.cap}
     if setting.cap is None:
         return given | {"window": setting.window}
     course = Course(
@@ -87,7 +105,7 @@ def offload_settings(shape: Shape, setting: Setting) -> dict[str, Any]:
     compared = Compared(part="methods", method="stronghold", layers=shape.layers, batch=setting.batch, cap=setting.cap)
     fitted = fit(course, compared)
     # A small model's activations are nothing beside what an allocator cannot use, which the estimate has in it.
-    room = max(setting.cap // 2, setting.cap - fitted.reserve)
+    room = max(setting.cap // 4, setting.cap - fitted.reserve)
     chosen = {"activations": fitted.activations, "micro_batch": fitted.micro_batch}
     return given | chosen | {"resident": "auto", "device_memory": room}
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from half_hour import Recorded, add_options, budget_of, draw, end_of, error_of, say, within
 from loops import away, batches_of, held_bytes, least_peak, offloaded, peak_bytes, plain, reset_peak
 from meanwhile import Asked, in_words
@@ -71,7 +72,7 @@ class Course:
         device, options = self._device, self._options
         before_bytes = held_bytes(device)
         begin_s = time.perf_counter()
-        settings = offload_settings(self.shape, setting)
+        settings = offload_settings(self.shape, setting, on_host=device.type == "cpu")
         loop = offloaded(
             copy.deepcopy(self._pristine),
             dtype=self.shape.dtype,
@@ -106,9 +107,10 @@ class Course:
                 "placement": {
                     "window": report.window,
                     "resident": report.resident,
-                    "activations": settings["activations"],
-                    "micro_batch": settings["micro_batch"],
+                    "activations": settings.get("activations"),
+                    "micro_batch": settings.get("micro_batch"),
                 },
+                "planned": report.planned and {"chosen": report.planned.chosen, "step_s": report.planned.likely_s},
                 "waits_s": {"fetch": report.step.fetch_wait_s, "update": report.step.update_wait_s},
                 "moved_bytes": {"up": report.step.fetched_bytes, "down": report.step.gradient_bytes},
                 "held_bytes": held_bytes(device) - before_bytes,
@@ -200,7 +202,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     told = {name: v for name in vars(Shape()) if (v := getattr(options, name)) is not None}
     options.shape = Shape(**vars(SMALL if small else Shape()) | told)
     options.batches = tuple(options.batches or ((4, 2) if small else (32, 4)))
-    options.cap = options.cap or parse_bytes("8MiB" if small else "16GiB")
+    options.cap = options.cap or parse_bytes("16MiB" if small else "16GiB")
     return options
 
 

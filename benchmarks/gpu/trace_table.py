@@ -83,7 +83,9 @@ def _cells(record: Record) -> list[str]:
     if "of_ordinary" in record:
         placed = record["placement"]
         cells["window"] = f"{placed['window']}" + (f", {placed['resident']} resident" if placed["resident"] else "")
-        if call["cap"] is not None:  # chosen to fit it: not what the setting's name says
+        if plan := record.get("planned"):
+            cells["window"] = f"{plan['chosen']}; {format_seconds(plan['step_s'])} planned"
+        elif call["cap"] is not None:  # chosen to fit it: not what the setting's name says
             cells["window"] += f", {placed['micro_batch']} at a time" if placed["micro_batch"] else ""
             cells["window"] += ", inputs on the host" if placed["activations"] == "host" else ""
         cells["of resident"] = f"{median(record['of_ordinary']):.3f}"
