@@ -16,7 +16,7 @@ from stronghold.optim.change import Change, Segment
 from stronghold.optim.checks import check_changes
 from stronghold.optim.muon_in_common import DirectionsInCommon
 from stronghold.optim.muon_step import MomentumSegment, StepSegment
-from stronghold.unit import ConsumedGradient, HostGrad, Unit, grad_meta_of, gradient_of, note_gradient
+from stronghold.unit import ConsumedGradient, HostGrad, Unit, grad_meta_of, gradient_of, note_gradient, note_squares
 
 if TYPE_CHECKING:
     from stronghold.optim.host_adamw import HostAdamW
@@ -64,8 +64,7 @@ class Update:
 
         Called in the update's turn. They are whole parameters, of which ``parts`` are to be updated.
         """
-        for change in self.changes:
-            change.gradient.note()
+        note_squares(change.gradient for change in self.changes)
         if self.checked and self.unit.weight[0].is_cpu and not self.finite:
             return None
         for change in self.changes:

@@ -14,6 +14,7 @@ from stronghold.unit.gradient import (
     latest,
     make_plain,
     note_gradient,
+    note_squares,
 )
 from stronghold.unit.packed import (
     all_parameters,
@@ -89,6 +90,7 @@ __all__ = [
     "make_plain",
     "missing_remainders",
     "note_gradient",
+    "note_squares",
     "opaque",
     "pack",
     "parameters_and_owners",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -35,10 +36,17 @@ class HostGrad:
         """The memory of the parameter's own gradient, which the user may write."""
         return self.values if self.source is None else self.source.values
 
-    def note(self) -> None:
-        """Called when the squares are there, before the memory of what the update uses up is free for others."""
-        if self.consumed is not None:
-            self.consumed.squares = self.squares.clone()
+
+def note_squares(gradients: Iterable[HostGrad]) -> None:
+    """Keeps the squares of what an update of one unit uses up, in one copy, which on a device is one launch.
+
+    Called when they are there, before their memory is free for others.
+    """
+    used = [(gradient.consumed, gradient.squares) for gradient in gradients if gradient.consumed is not None]
+    if used:
+        kept = torch.stack([squares for _, squares in used]).unbind()
+        for (consumed, _), squares in zip(used, kept, strict=True):
+            consumed.squares = squares
 
 
 @dataclass(frozen=True, eq=False)

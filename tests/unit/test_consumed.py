@@ -7,10 +7,11 @@ import pickle
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stronghold
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
-from stronghold.unit import Consumed, ConsumedGradient, consumed_like
+from stronghold.unit import Consumed, ConsumedGradient, HostGrad, consumed_like, note_squares
 from tests.small import ADAMW, Residual, numbers, pair
 
 FOREACH = pytest.mark.parametrize("foreach", [None, True, False])
@@ -175,3 +176,29 @@ def test_what_is_not_finite_is_left_to_the_step(nonfinite):
     else:
         with pytest.raises(NonFiniteGradientError):
             optimizer.step()
+
+
+class Counted(TorchDispatchMode):
+    """Counts what PyTorch carries out, views aside: of each a device takes a launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_norms_of_all_that_an_update_uses_up_are_kept_in_one_copy():
+    unit, squares = Unit(), torch.tensor([1.0, 4.0, 9.0, 16.0], dtype=torch.float64)
+    used = [Consumed(unit), Consumed(unit), None, Consumed(unit)]
+    of_each = zip(squares.unbind(), used, strict=True)
+    gradients = [HostGrad(torch.empty(0), one, consumed=consumed) for one, consumed in of_each]
+    with Counted() as counted:
+        note_squares(gradients)
+    squares.zero_()  # the next gradients' memory
+    assert [one.norm().item() for one in used if one is not None] == [1.0, 2.0, 4.0]
+    assert len(counted.names) == 1
+    note_squares(gradients[2:3])  # nothing is used up
