@@ -64,7 +64,7 @@ def test_the_probe_goes_on_where_it_was(tmp_path):
     [
         ("probe.py", "probe", " are left"),
         ("smoke.py", "smoke", "38 of 38 are left"),
-        ("trace_steps.py", "trace", "16 of 16 are left"),
+        ("trace_steps.py", "trace", "17 of 17 are left"),
         ("large.py", "large", "4 of 4 are left"),
     ],
 )
