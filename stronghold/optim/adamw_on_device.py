@@ -1,8 +1,9 @@
-"""AdamW for layers that are resident on a device other than the CPU: one Triton kernel, or torch's own operations."""
+"""AdamW for layers that are resident on a device other than the CPU: a Triton kernel, or torch's own operations."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -33,20 +34,23 @@ DEVICES = ("cuda", "xpu")
 _compiles: dict[torch.device, bool] = {}
 
 
-def adamw_on_device(segment: Segment, *, squares: Tensor | None = None, part: int = PART) -> None:
+def adamw_on_device(segments: Sequence[Segment], squares: Sequence[Tensor] | None = None, *, part: int = PART) -> None:
     """Carries out one step of ``torch.optim.AdamW`` on tensors of any one device, in place, in fp32.
 
-    ``squares`` is a number on the device: where it is not finite, nothing changes. Nothing is waited for. Where Triton
-    compiles for the device this is one launch, takes no memory and gives the bits of :func:`stronghold.native.adamw`.
-    Elsewhere torch's operations, in an order of their own, work on ``part`` elements at a time and give the same to a
-    few roundings.
+    ``squares`` are numbers on the device: where that of a segment is not finite, it does not change. Nothing is waited
+    for. Where Triton compiles for the device this is one launch for all that have settings and a step in common, takes
+    no memory and gives the bits of :func:`stronghold.native.adamw`. Elsewhere torch's operations, in an order of their
+    own, work on ``part`` elements at a time and give the same to a few roundings.
     """
-    if _triton_compiles(segment.weight.device):
+    if not segments:
+        return
+    if _triton_compiles(segments[0].weight.device):
         from stronghold.optim import triton_adamw
 
-        triton_adamw.launch(segment, squares=squares)
+        triton_adamw.launch_all(segments, squares)
     else:
-        _by_torch(segment, squares, part)
+        for number, segment in enumerate(segments):
+            _by_torch(segment, None if squares is None else squares[number], part)
 
 
 def scratch_bytes(elements: int, device_type: str, *, dtype: torch.dtype, states: str) -> int:
@@ -90,7 +94,7 @@ def _try_on(device: torch.device) -> bool:
     try:
         from stronghold.optim import triton_adamw
 
-        triton_adamw.launch(trial)
+        triton_adamw.launch_all([trial])
     except Exception as error:
         warnings.warn(
             f"layers that are resident on {device} are updated by many launches for each parameter, where one would "

@@ -1,4 +1,4 @@
-"""AdamW on the device that holds a layer, in one launch for each parameter, as a kernel in the Triton language.
+"""AdamW on the device that holds a layer, in one launch for its parameters, as a kernel in the Triton language.
 
 Importing this file imports triton, so only :mod:`stronghold.optim.adamw_on_device` imports it, where a device can run
 the kernel. Tillet, Kung and Cox, "Triton: an intermediate language and compiler for tiled neural network
@@ -11,7 +11,9 @@ for bit. The compiler fuses none; with fp32 moments those that the host fuses ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +39,11 @@ from stronghold.optim.triton_rounding import quotient, square_root
 ROWS = 16
 """The blocks of :data:`BLOCK` elements that one program, of four warps, updates."""
 
+MOST = 16
+"""The segments that one launch updates at most: their addresses are the kernel's arguments, which have 4 KB."""
+_WIDE = 16
+"""Addresses, in bytes, and numbers of elements that are multiples of this are read and written many at a time."""
+
 _BLOCK = tl.constexpr(BLOCK)
 _FIRST_STEP_FACTOR = 0x6A09E667
 _SECOND_STEP_FACTOR = 0x9E3779B9
@@ -53,34 +60,106 @@ def launch(segment: Segment, *, squares: Tensor | None = None) -> None:
         ValueError: a tensor has another dtype, device or number of elements, or is not contiguous.
     """
     _check(segment, squares)
-    elements = segment.weight.numel()
-    if elements == 0:
-        return
-    first, second = segment.exp_avg, segment.exp_avg_sq
-    with torch.accelerator.device_index(segment.weight.device.index):  # Triton launches on the current device
-        adamw_of_segment[(triton.cdiv(elements, ROWS * BLOCK),)](
-            _integers(segment.weight),
-            segment.remainder,
-            _integers(segment.grad),
-            segment.grad_remainder,
-            first.codes if isinstance(first, Blocks) else first,
-            first.exponents if isinstance(first, Blocks) else None,
-            second.codes if isinstance(second, Blocks) else second,
-            second.exponents if isinstance(second, Blocks) else None,
-            squares,
-            elements,
-            **_coefficients(segment),
-            ROWS=ROWS,
-            enable_fp_fusion=False,
-        )
+    launch_all([segment], None if squares is None else [squares])
 
 
-def _coefficients(s: Segment) -> Mapping[str, float]:
+def launch_all(segments: Sequence[Segment], squares: Sequence[Tensor] | None = None) -> None:
+    """Launches a step of AdamW for segments on one device, as :func:`launch` does for each; that they fit is not asked.
+
+    One launch updates up to :data:`MOST` with settings, formats and a step in common. A copy of their addresses to the
+    device would stand in line behind those of layers, so they are the kernel's arguments.
+    """
+    together: dict[tuple[Any, ...], list[tuple[Sequence[int | None], int]]] = {}
+    for number, segment in enumerate(segments):
+        if segment.weight.numel():
+            its = None if squares is None else squares[number]
+            addresses = _addresses(segment, its)
+            absent = tuple(address is None for address in addresses)
+            key = (_Settings.of(segment), _format(segment, addresses, its), absent)
+            together.setdefault(key, []).append((addresses, _programs(segment)))
+    with torch.accelerator.device_index(segments[0].weight.device.index):  # Triton launches on the current device
+        for (settings, form, _), found in together.items():
+            for begin in range(0, len(found), MOST):
+                _launch(settings, dict(form), found[begin : begin + MOST])
+
+
+def _launch(settings: _Settings, form: Mapping[str, Any], found: Sequence[tuple[Sequence[int | None], int]]) -> None:
+    """Launches the kernel for segments of which ``found`` has the addresses and the programs that update each."""
+    count = 1 << (len(found) - 1).bit_length()  # few numbers of arguments, for each of which it is compiled
+    # What is left over has no elements: it ends where the first one begins.
+    begin, _, *others = found[0][0]
+    empty = [[begin, begin, *others]] * (count - len(found))
+    columns = zip(*(addresses for addresses, _ in found), *empty, strict=True)
+    adamw_of_segments[(sum(programs for _, programs in found),)](
+        *(None if column[0] is None else tuple(_odd(address) for address in column) for column in columns),
+        **_coefficients(settings),
+        **form,
+        COUNT=count,
+        ROWS=ROWS,
+        enable_fp_fusion=False,
+    )
+
+
+def _odd(address: int) -> int:
+    """Returns an odd number whose half is the address: Triton compiles anew by which numbers 16 divides."""
+    return 2 * address + 1
+
+
+def _programs(segment: Segment) -> int:
+    return int(triton.cdiv(segment.weight.numel(), ROWS * BLOCK))
+
+
+def _addresses(s: Segment, squares: Tensor | None) -> Sequence[int | None]:
+    """Returns where the weights begin and end, and the others begin, as the kernel takes them; None for what is not."""
+    weight, moments = s.weight.data_ptr(), []
+    for moment in (s.exp_avg, s.exp_avg_sq):
+        parts = (moment.codes, moment.exponents) if isinstance(moment, Blocks) else (moment, None)
+        moments += [None if part is None else part.data_ptr() for part in parts]
+    remainder, low = (None if part is None else part.data_ptr() for part in (s.remainder, s.grad_remainder))
+    number = None if squares is None else squares.data_ptr()
+    return weight, weight + s.weight.nbytes, remainder, s.grad.data_ptr(), low, *moments, number
+
+
+def _format(s: Segment, addresses: Sequence[int | None], squares: Tensor | None) -> tuple[tuple[str, Any], ...]:
+    """Returns, as pairs of a constant's name and its value, what a kernel is compiled for."""
+    wide = not s.weight.numel() % _WIDE and not any(
+        address % _WIDE for address in addresses[:-1] if address is not None
+    )
+    halves, whole = tl.int16, tl.float32  # bf16 numbers as the integers of their bits
+    return (
+        ("WEIGHT", whole if s.weight.dtype is torch.float32 else halves),
+        ("GRAD", whole if s.grad.dtype is torch.float32 else halves),
+        ("SQUARES", tl.float64 if squares is None or squares.dtype is torch.float64 else tl.float32),
+        ("WIDE", _WIDE if wide else 1),
+    )
+
+
+class _Settings(NamedTuple):
+    """What a launch has in common for all its segments."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    grad_scale: float
+    first: int
+    in_blocks: bool
+
+    @classmethod
+    def of(cls, s: Segment) -> _Settings:
+        blocks = isinstance(s.exp_avg, Blocks)
+        return cls(s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.step, s.grad_scale, s.first, blocks)
+
+
+@lru_cache
+def _coefficients(s: _Settings) -> Mapping[str, float]:
     """Returns the kernel's numbers, computed in float64 as ``csrc/adamw.cpp`` does and rounded to fp32 last."""
     correction = math.sqrt(1 - s.beta2**s.step)
     unbiased = 1 - s.beta1**s.step
     decay = 1 - s.lr * s.weight_decay
-    if isinstance(s.exp_avg, Blocks):
+    if s.in_blocks:
         given = {
             "beta1": s.beta1,
             "new1": 1 - s.beta1,
@@ -129,11 +208,6 @@ def _int32(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _integers(tensor: Tensor) -> Tensor:
-    """Returns bf16 numbers as the int16 numbers of their bits."""
-    return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
-
-
 def _check(segment: Segment, squares: Tensor | None) -> None:
     """Raises ValueError for what the kernel would read as something else."""
     weight, elements = segment.weight, segment.weight.numel()
@@ -173,18 +247,33 @@ def _check(segment: Segment, squares: Tensor | None) -> None:
 # ---- on the device ----
 
 
+@triton.jit
+def _nth(addresses, n, COUNT: tl.constexpr):
+    """Returns the address of segment ``n``."""
+    found = addresses[0]
+    for other in tl.static_range(1, COUNT):
+        found = tl.where(n == other, addresses[other], found)
+    return found >> 1
+
+
+@triton.jit
+def _pointer(addresses, n, dtype: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr):
+    """Returns where numbers of segment ``n`` begin."""
+    return tl.multiple_of(_nth(addresses, n, COUNT).to(tl.pointer_type(dtype)), WIDE)
+
+
 @triton.jit(do_not_specialize=["first_start", "second_start"])
-def adamw_of_segment(
-    weight,
-    remainder,
-    grad,
-    grad_remainder,
-    exp_avg,
-    exp_avg_exponents,
-    exp_avg_sq,
-    exp_avg_sq_exponents,
+def adamw_of_segments(
+    weights,
+    ends,
+    remainders,
+    grads,
+    grad_remainders,
+    first,
+    first_exponents,
+    second,
+    second_exponents,
     squares,
-    elements,
     beta1,
     beta1_low,
     new1,
@@ -202,14 +291,43 @@ def adamw_of_segment(
     denom_scale,
     first_start,
     second_start,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
+    SQUARES: tl.constexpr,
+    WIDE: tl.constexpr,
+    COUNT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Updates the elements of one program. Without exponents the moments are fp32."""
-    if squares is not None:  # noqa: SIM102 - this is known when the kernel is compiled, the next is not
-        if not (tl.abs(tl.load(squares)) < float("inf")):
+    """Updates the elements of one program, which are one segment's. Without exponents the moments are fp32.
+
+    Of ``COUNT`` segments each has the next programs: as many as its elements take.
+    """
+    OF_ONE: tl.constexpr = WEIGHT.primitive_bitwidth // 8
+    program = tl.program_id(0)
+    n, begin, next_begin = 0, 0, 0
+    for other in tl.static_range(COUNT):
+        count = ((ends[other] >> 1) - (weights[other] >> 1)) // OF_ONE
+        here = (program >= next_begin) & (count > 0)
+        n = tl.where(here, other, n)
+        begin = tl.where(here, next_begin, begin)
+        next_begin += ((count + ROWS * _BLOCK - 1) // (ROWS * _BLOCK)).to(tl.int32)
+    if squares is not None:
+        number = tl.load(_pointer(squares, n, SQUARES, COUNT, 1))
+        if not (tl.abs(number) < float("inf")):
             return
     # int64: a parameter may have 2 ** 31 elements and more.
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    elements = tl.multiple_of((_nth(ends, n, COUNT) - _nth(weights, n, COUNT)) // OF_ONE, WIDE)
+    weight = _pointer(weights, n, WEIGHT, COUNT, WIDE)
+    remainder = None if remainders is None else _pointer(remainders, n, tl.int16, COUNT, WIDE)
+    grad = _pointer(grads, n, GRAD, COUNT, WIDE)
+    grad_remainder = None if grad_remainders is None else _pointer(grad_remainders, n, tl.int16, COUNT, WIDE)
+    MOMENT: tl.constexpr = tl.float32 if first_exponents is None else tl.uint8
+    exp_avg = _pointer(first, n, MOMENT, COUNT, WIDE)
+    exp_avg_exponents = None if first_exponents is None else _pointer(first_exponents, n, tl.uint8, COUNT, WIDE)
+    exp_avg_sq = _pointer(second, n, MOMENT, COUNT, WIDE)
+    exp_avg_sq_exponents = None if second_exponents is None else _pointer(second_exponents, n, tl.uint8, COUNT, WIDE)
+
+    row = (program - begin).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = row * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = at < elements
     w = load_floats(weight, remainder, at, inside)

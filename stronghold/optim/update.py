@@ -86,9 +86,10 @@ class Update:
         adamw = [segment for segment in segments if isinstance(segment, native.Segment)]
         if on_host and adamw:  # while the device is at the matrices
             self.threads.run(lambda threads: native.adamw(adamw, threads=threads), adamw)
-        for segment, change in () if on_host else zip(segments, self._owners, strict=True):
-            if isinstance(segment, native.Segment):
-                adamw_on_device(segment, squares=change.gradient.squares if self.checked else None)
+        if not on_host and adamw:
+            pairs = zip(segments, self._owners, strict=True)
+            squares = [change.gradient.squares for one, change in pairs if isinstance(one, native.Segment)]
+            adamw_on_device(adamw, squares if self.checked else None)
         for segment in segments:
             if isinstance(segment, StepSegment):
                 segment.run(self.threads.count)

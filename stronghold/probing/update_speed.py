@@ -77,8 +77,7 @@ class AdamWUpdate:
         native.adamw(self.segments, threads=threads)
 
     def on_device(self) -> None:
-        for one in self.segments:
-            adamw_on_device(one)
+        adamw_on_device(self.segments)
 
 
 class MuonUpdate:

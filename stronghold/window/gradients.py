@@ -36,7 +36,7 @@ from stronghold.window.grad_offload import DeviceSlot, GradOffload, GradStaging
 from stronghold.window.parts import Parts
 from stronghold.window.shared_grad_offload import SharedGradOffload, shared_slot_bytes
 from stronghold.window.since_step import SinceStep
-from stronghold.window.sums import apart, in_own_memory, write_squares
+from stronghold.window.sums import apart, in_own_memory, noted, squares_of
 
 
 @dataclass
@@ -261,10 +261,14 @@ class Gradients:
         for index in again:
             taken[index], its = held.pop(index), known.pop(index)
             remainders[index] = its.remainder if its is not None else None
-        squares = torch.zeros(len(taken), dtype=torch.float64, device=self.device.torch_device)
-        parts, self._unseen = list(squares.unbind()), True
-        self.device.compute_now(lambda: write_squares(list(taken.values()), parts, self._threads, self._found_inf))
-        pairs = zip(taken.items(), parts, strict=True)
+        squares: list[Tensor] = []
+
+        def sum_up() -> None:
+            squares.extend(noted(squares_of(list(taken.values()), self._threads), self._found_inf).unbind())
+
+        self._unseen = True
+        self.device.compute_now(sum_up)
+        pairs = zip(taken.items(), squares, strict=True)
         return Ready(unit, {p: HostGrad(g, one, remainders.get(p), consumed[p]) for (p, g), one in pairs})
 
     def _keep(self, layer: int, slot: DeviceSlot, indices: Sequence[int]) -> None:

@@ -26,18 +26,20 @@ def squares_of(gradients: Sequence[Tensor], threads: int) -> Tensor:
     """
     if gradients[0].is_cpu:
         return torch.tensor(native.squared_norms(gradients, threads=threads), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)).double().square()
+    return torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)).double().square_()
 
 
 def spread(squares: Tensor, targets: Sequence[Tensor], found_inf: Tensor | None) -> None:
-    """Writes each of ``squares`` to its target.
+    """Writes each of ``squares`` to its target, as :func:`noted` has it; ``found_inf`` is float64."""
+    torch._foreach_copy_(list(targets), list(noted(squares, found_inf).unbind()))
 
-    ``found_inf`` (float64) becomes NaN with the first that is not finite, and makes all from there on NaN.
-    """
-    if found_inf is not None:
-        found_inf.add_(squares.sum() * 0)  # zero, or NaN for what is not finite
-        squares = squares + found_inf
-    torch._foreach_copy_(list(targets), list(squares.unbind()))
+
+def noted(squares: Tensor, found_inf: Tensor | None) -> Tensor:
+    """Returns ``squares``, all NaN from the first on that is not finite, with which ``found_inf`` becomes so."""
+    if found_inf is None:
+        return squares
+    found_inf.add_(squares.sum(), alpha=0)  # zero, or NaN for what is not finite
+    return squares.add_(found_inf)
 
 
 def add(

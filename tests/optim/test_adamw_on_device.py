@@ -13,7 +13,6 @@ import torch
 import stronghold.optim.adamw_on_device as on_device
 from stronghold import native
 from stronghold.native import BLOCK, Blocks, Segment
-from stronghold.optim.adamw_on_device import adamw_on_device
 from stronghold.optim.blocks import decode, exponents_of
 from stronghold.split import join, split
 from tests.native_reference import State, adamw_8bit
@@ -85,6 +84,10 @@ def segment(shape, weight="fp32", grad="fp32", states="fp32", *, seed=0, step=1,
         step=step,
         **{**SETTINGS, **settings},
     )
+
+
+def adamw_on_device(one: Segment, *, squares=None, part=on_device.PART) -> None:
+    on_device.adamw_on_device([one], None if squares is None else [squares], part=part)
 
 
 def copy_of(s: Segment) -> Segment:
@@ -411,13 +414,13 @@ class Kernel:
     """Stands for the module of the Triton kernel: notes what is launched, and raises what it is told to."""
 
     def __init__(self):
-        self.launched: list[tuple[Segment, object]] = []
+        self.launched: list[tuple[list[Segment], object]] = []
         self.error = None
 
-    def launch(self, segment, *, squares=None):
+    def launch_all(self, segments, squares=None):
         if self.error is not None:
             raise self.error
-        self.launched.append((segment, squares))
+        self.launched.append((segments, squares))
 
 
 @pytest.fixture
@@ -445,15 +448,16 @@ def _no_warning():
         yield
 
 
-def test_where_triton_compiles_its_kernel_is_launched_once_for_each_segment(kernel):
-    mine, squares = segment((130,), states="8bit"), torch.tensor(1.0, dtype=torch.float64)
-    before = copy_of(mine)
+def test_where_triton_compiles_its_kernel_updates_all_segments_at_once(kernel):
+    mine, squares = [segment((130,), states="8bit"), segment((64,), states="8bit")], [torch.ones(()), torch.ones(())]
+    before = [copy_of(one) for one in mine]
     for _ in range(3):
-        adamw_on_device(mine, squares=squares, part=BLOCK)
-    trial, *updates = kernel.launched
+        on_device.adamw_on_device(mine, squares, part=BLOCK)
+    ((trial,), none), *updates = kernel.launched
     assert [(s is mine, q is squares) for s, q in updates] == [(True, True)] * 3
-    assert trial[0].weight.numel() == BLOCK and not trial[0].weight.any() and trial[1] is None
-    assert_same_bits(mine, before)  # nothing else updates it
+    assert trial.weight.numel() == BLOCK and not trial.weight.any() and none is None
+    for one, other in zip(mine, before, strict=True):
+        assert_same_bits(one, other)  # nothing else updates it
 
 
 @pytest.mark.parametrize("devices", [("cuda", "xpu"), ()], ids=str)

@@ -172,15 +172,93 @@ def test_more_than_two_to_the_31st_elements(tmp_path, update, monkeypatch):
     theirs = replace(start, first=begin)
     on_host(theirs)
 
-    # The interpreter would go through two million programs, and copy what it was given.
+    # The interpreter would go through two million programs.
     program_id = interpreter.TensorHandle(np.array([program], dtype=np.int32), tl.int32)
     monkeypatch.setattr(interpreter.interpreter_builder, "create_get_program_id", lambda axis: program_id)
-    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs))
-    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *args: None)
-    monkeypatch.setattr(triton_adamw.triton, "cdiv", lambda elements, block: 1)
+    monkeypatch.setattr(triton_adamw, "_programs", lambda segment: 1)
     update(whole)
     assert_same_bits(far_behind, theirs)
     assert not whole.weight[:PROGRAM].any()
+
+
+# ---- several in one launch ----
+
+
+@pytest.fixture
+def launches(monkeypatch, update, large):
+    """Returns how many segments each launch had, as they come."""
+    counts, kernel = [], triton_adamw.adamw_of_segments
+
+    class Counting:
+        def __getitem__(self, grid):
+            def launched(*args, **kwargs):
+                weights, ends, *_ = args
+                counts.append(sum(end > begin for begin, end in zip(weights, ends, strict=True)))
+                return kernel[grid](*args, **kwargs)
+
+            return launched
+
+    monkeypatch.setattr(triton_adamw, "adamw_of_segments", Counting())
+    return counts
+
+
+LENGTHS = [16_384 * 2 + 64, 48, 0, 16_384, 16_384 + 16, 1, 16_385, 63]
+"""Of one program and more, some with a ragged end, one with nothing: a program updates 256 blocks of 64."""
+
+
+@MOMENTS
+@WEIGHTS
+@GRADIENTS
+def test_segments_together_are_each_the_hosts(grad, weight, states, launches):
+    mine, theirs = ([filled(segment((n,), weight, grad, states)) for n in LENGTHS] for _ in range(2))
+    for step in range(1, 4):
+        launches.clear()
+        triton_adamw.launch_all([replace(s, step=step) for s in mine])
+        assert sorted(launches) == [3, 4]  # those with a ragged end apart
+        for s in theirs:
+            on_host(replace(s, step=step))
+    for one, other in zip(mine, theirs, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_settings_and_formats_that_differ_are_launched_apart(launches):
+    def given():
+        return [
+            filled(segment((128,), weight, grad, states, weight_decay=decay))
+            for states in ("fp32", "8bit")
+            for weight, grad in (("fp32", "fp32"), ("bf16 and remainder", "bf16"))
+            for decay in (0.0, 0.1)
+            for _ in range(2)
+        ]
+
+    mine, theirs = given(), given()
+    triton_adamw.launch_all(mine)
+    assert launches == [2] * 8
+    for one, other in zip(mine, theirs, strict=True):
+        on_host(other)
+        assert_same_bits(one, other)
+
+
+def test_more_segments_than_a_launch_takes(launches):
+    mine, theirs = ([segment((64 + 16 * n,), states="8bit") for n in range(37)] for _ in range(2))
+    triton_adamw.launch_all(mine)
+    assert launches == [16, 16, 5]
+    for one, other in zip(mine, theirs, strict=True):
+        on_host(other)
+        assert_same_bits(one, other)
+
+
+@MOMENTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_segment_stays_whose_squares_are_not_finite(dtype, states, launches):
+    mine, before = ([segment((n,), states=states) for n in (16_400, 32, 48, 64, 128)] for _ in range(2))
+    squares = torch.tensor([1.0, float("nan"), 2.0, float("inf"), 0.0], dtype=dtype)
+    triton_adamw.launch_all(mine, list(squares.unbind()))
+    assert launches == [5]
+    for n, (one, other) in enumerate(zip(mine, before, strict=True)):
+        if n not in (1, 3):
+            on_host(other)
+        assert_same_bits(one, other)
 
 
 # ---- refusals ----

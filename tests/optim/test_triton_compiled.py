@@ -28,12 +28,12 @@ class Recorded:
         self.args, self.kwargs = args, kwargs
 
 
-def bound(s: Segment, monkeypatch, target, squares=None):
-    """Returns the backend, and what Triton chooses a compiled kernel by for a segment: its cache's key."""
-    kernel, recorded = triton_adamw.adamw_of_segment, Recorded()
+def bound(segments: list[Segment], monkeypatch, target, squares=None):
+    """Returns the backend, and what Triton chooses a compiled kernel by for segments of one launch: its cache's key."""
+    kernel, recorded = triton_adamw.adamw_of_segments, Recorded()
     with monkeypatch.context() as patch:
-        patch.setattr(triton_adamw, "adamw_of_segment", recorded)
-        triton_adamw.launch(s, squares=squares)
+        patch.setattr(triton_adamw, "adamw_of_segments", recorded)
+        triton_adamw.launch_all(segments, squares)
     backend = triton.compiler.make_backend(target)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     return backend, recorded.kwargs, *binder(*recorded.args, **recorded.kwargs)
@@ -41,7 +41,7 @@ def bound(s: Segment, monkeypatch, target, squares=None):
 
 needs_nvidia = pytest.mark.skipif("nvidia" not in backends, reason="this triton does not compile for NVIDIA")
 needs_jit = pytest.mark.skipif(
-    not isinstance(triton_adamw.adamw_of_segment, JITFunction), reason="TRITON_INTERPRET is set: nothing is compiled"
+    not isinstance(triton_adamw.adamw_of_segments, JITFunction), reason="TRITON_INTERPRET is set: nothing is compiled"
 )
 HOPPER = triton.backends.compiler.GPUTarget("cuda", 90, 32)
 
@@ -51,7 +51,7 @@ HOPPER = triton.backends.compiler.GPUTarget("cuda", 90, 32)
 @MOMENTS
 def test_other_scalars_do_not_compile_anew(states, monkeypatch):
     one = segment((4096,), states=states)
-    *_, key, options = bound(one, monkeypatch, HOPPER)
+    *_, key, options = bound([one], monkeypatch, HOPPER)
     late = 2**30 + 1
     changes = [
         {"step": 2},
@@ -64,10 +64,29 @@ def test_other_scalars_do_not_compile_anew(states, monkeypatch):
     ]
     changes += [{"first": 2**33}, {"beta1": 0.0}, {"eps": 1.0}]
     for change in changes:
-        *_, other, other_options = bound(replace(one, **change), monkeypatch, HOPPER)
+        *_, other, other_options = bound([replace(one, **change)], monkeypatch, HOPPER)
         assert (other, other_options) == (key, options), change
-    *_, other, _ = bound(segment((4097,), states=states), monkeypatch, HOPPER)
+    *_, other, _ = bound([segment((4097,), states=states)], monkeypatch, HOPPER)
     assert other != key  # the comparison can fail: a length that is no multiple of 16 is compiled for itself
+
+
+@needs_nvidia
+@needs_jit
+@MOMENTS
+def test_other_addresses_and_lengths_do_not_compile_anew(states, monkeypatch):
+    """Wherever segments lie: five, six, seven and eight of them are launched by one kernel."""
+    memory = torch.zeros(8, 5000)
+
+    def launched(lengths: list[int], shift: int) -> object:
+        segments = [replace(segment((n,), states=states), grad=memory[i, shift:][:n]) for i, n in enumerate(lengths)]
+        *_, key, options = bound(segments, monkeypatch, HOPPER, list(torch.zeros(8).unbind()))
+        return key, options
+
+    aligned = launched([64] * 5, 0)
+    assert launched([4096, 64, 128, 16, 640, 16], 4) == launched([16] * 7, 8) == aligned
+    ragged = launched([64] * 5, 1)
+    assert launched([4096, 63, 1, 16, 2, 1, 7, 3], 3) == launched([1] * 8, 2) == ragged
+    assert launched([64] * 4, 0) != aligned != ragged
 
 
 @needs_nvidia
@@ -75,15 +94,17 @@ def test_other_scalars_do_not_compile_anew(states, monkeypatch):
 @WEIGHTS
 @GRADIENTS
 @MOMENTS
-@pytest.mark.parametrize("capability", [80, 90])
-def test_it_compiles_to_operations_that_round_as_ieee_754_says(capability, states, grad, weight, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("capability", "count"), [(80, 12), (90, 1)])
+def test_it_compiles_to_operations_that_round_as_ieee_754_says(
+    capability, count, states, grad, weight, monkeypatch, tmp_path
+):
     """Products and sums that no compiler fuses, correct roots and quotients, denormal numbers; and wide loads."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    squares = torch.zeros((), dtype=torch.float64)
-    given = segment((4096,), weight, grad, states)
+    squares = list(torch.zeros(count, dtype=torch.float64).unbind())
+    given = [segment((4096,), weight, grad, states) for _ in range(count)]
     backend, kwargs, arguments, key, options = bound(given, monkeypatch, target, squares=squares)
-    kernel = triton_adamw.adamw_of_segment
+    kernel = triton_adamw.adamw_of_segments
     options, signature, constants, attributes = kernel._pack_args(backend, dict(kwargs), arguments, key, options)
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
     ptx = triton.compile(source, target=target, options=options.__dict__).asm["ptx"]

@@ -61,17 +61,37 @@ def test_on_a_gpu_a_step_is_the_hosts(n, states, grad, weight, gpu):
     assert_same_bits(on("cpu", mine), got)
 
 
+LENGTHS = [3 * 2**20 + 16, 1, 64, 0, PROGRAM, 4096, 16_001, 80, 96, 112, 2**20, 31]
+
+
+@pytest.mark.gpu
+@WEIGHTS
+@GRADIENTS
+@MOMENTS
+def test_on_a_gpu_segments_together_are_each_the_hosts(states, grad, weight, gpu):
+    before = [filled(segment((n,), weight, grad, states, seed=n)) for n in LENGTHS]
+    mine, theirs = [on(gpu, one) for one in before], [copy_of(one) for one in before]
+    squares = torch.ones(len(LENGTHS), dtype=torch.float64, device=gpu)
+    squares[5] = math.nan
+    for step in (1, 2, 3):
+        triton_adamw.launch_all([replace(one, step=step) for one in mine], list(squares.unbind()))
+        for one in theirs:
+            on_host(replace(one, step=step))
+    for n, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        assert_same_bits(on("cpu", one), before[n] if n == 5 else other)
+
+
 @pytest.mark.gpu
 @MOMENTS
-def test_on_a_gpu_a_step_is_one_launch_and_takes_no_memory(states, gpu):
-    parameters = [on(gpu, segment((n,), "bf16 and remainder", "bf16", states)) for n in (5_000_000, 4096, 333)]
-    for one in parameters:
-        triton_adamw.launch(one)
+def test_on_a_gpu_a_step_of_many_parameters_is_one_launch_and_takes_no_memory(states, gpu):
+    lengths = (5_000_000, 4096, 333_328, *[1024] * 9)
+    parameters = [on(gpu, segment((n,), "bf16 and remainder", "bf16", states)) for n in lengths]
+    triton_adamw.launch_all(parameters)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    found = launches(lambda: [triton_adamw.launch(replace(one, step=2, lr=0.5)) for one in parameters])
-    assert found == [triton_adamw.adamw_of_segment.__name__] * len(parameters)
+    found = launches(lambda: triton_adamw.launch_all([replace(one, step=2, lr=0.5) for one in parameters]))
+    assert found == [triton_adamw.adamw_of_segments.__name__]
     assert torch.cuda.max_memory_allocated() == before
 
 
