@@ -414,12 +414,12 @@ class Engine:
         check_process(self._born)
         agree_on_step(self.replicas, optimizer, given)
 
-    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
-        """Returns ``gradients`` (by index) where the unit is updated, complete, with their squares on the host."""
-        self.take_writes(unit)
-        if unit.is_root or unit.resident:
-            return self.device_gradients.collect(unit, gradients)
-        return self.gradients.collect(gradients)
+    def collect(self, given: Mapping[Unit, dict[int, Tensor]]) -> dict[Unit, dict[int, HostGrad]]:
+        """Returns gradients, by index, where their units are updated, complete, with their squares on the host."""
+        for unit in given:
+            self.take_writes(unit)
+        collected = self.device_gradients.collect({u: its for u, its in given.items() if u.is_root or u.resident})
+        return {unit: collected.get(unit) or self.gradients.collect(its) for unit, its in given.items()}
 
     def take_writes(self, unit: Unit) -> bool:
         """Brings the host's memory of ``unit`` up to what the user wrote into its parameters, if anything."""

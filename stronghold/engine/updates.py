@@ -48,7 +48,7 @@ def take_step(engine: Engine, optimizer: HostAdamW) -> None:
         given = {unit: gradients for unit in engine.units if (gradients := gradients_of(optimizer, unit))}
         engine.agree(optimizer, given)
         engine.check_step(optimizer)
-        found = {unit: engine.collect(unit, gradients) for unit, gradients in given.items()}
+        found = engine.collect(given)
         norm = _norm(engine, optimizer, found)
         if not math.isfinite(norm):
             engine.gradients.since_step.clear()  # what was updated before the first such gradient stays so

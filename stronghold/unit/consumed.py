@@ -91,7 +91,7 @@ def consumed_error() -> RuntimeError:
 def consumed_like(parameter: Tensor, consumed: Consumed) -> ConsumedGradient:
     """Makes the stand-in for the gradient of ``parameter``: its shape and dtype, no memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        one = torch.empty((), dtype=parameter.dtype, device=parameter.device)  # which launches nothing
         gradient = one.expand(parameter.shape).as_subclass(ConsumedGradient)
     gradient.__dict__["_consumed"] = consumed
     return gradient

@@ -84,10 +84,6 @@ class GradientMemory:
         """Returns the sum of squares of one parameter's gradient in a buffer of this layout."""
         return buffer.view(self.squares_offset(index), (), torch.float64)
 
-    def squares_of_all(self, buffer: Buffer) -> Tensor:
-        """Returns the room for all sums of squares of a buffer of this layout, as a tensor without gaps."""
-        return buffer.view(self.squares_offset(self.indices[0]), (len(self.indices),), torch.float64)
-
     def held_squares(self, index: int) -> Tensor:
         """Returns the same of the host's gradients, which are allocated."""
         assert self.buffer is not None

@@ -22,7 +22,7 @@ from stronghold.unit import (
     set_gradient,
     unit_of,
 )
-from stronghold.window.sums import add, apart, in_own_memory, write_squares
+from stronghold.window.sums import add, apart, in_own_memory, squares_of, write_squares
 
 
 class DeviceGradients:
@@ -81,26 +81,35 @@ class DeviceGradients:
             set_gradient(unit.parameters[index], before)
         self._held.clear()
 
-    def collect(self, unit: Unit, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
-        """Returns the gradients of a root parameter or a resident layer, complete, with their squares on the host."""
-        unit.wait_updated()  # an update under way reads the gradient that is replaced here
-        unit.gradients.fit()
-        found = {index: grad_meta_of(gradient) for index, gradient in gradients.items()}
+    def collect(self, given: Mapping[Unit, Mapping[int, Tensor]]) -> dict[Unit, dict[int, HostGrad]]:
+        """Returns gradients of root parameters and resident layers, complete, with their squares on the host.
+
+        The host waits once for all of them.
+        """
+        if not given:
+            return {}
+        known: dict[tuple[Unit, int], GradMeta | None] = {}
+        values: dict[tuple[Unit, int], Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
-            values = apart({index: gradient.detach().contiguous() for index, gradient in gradients.items()})
-            if unit.replicas.world_size > 1:
-                found = {index: self._mean(unit, index, values[index], one) for index, one in found.items()}
+            for unit, gradients in given.items():
+                unit.wait_updated()  # an update under way reads the gradient that is replaced here
+                unit.gradients.fit()
+                dense = apart({index: gradient.detach().contiguous() for index, gradient in gradients.items()})
                 for index, gradient in gradients.items():
-                    if gradient.data_ptr() != values[index].data_ptr():
-                        gradient.copy_(values[index])
-                    note_gradient(gradient, unit, known=found[index])
-            squares = torch.stack(self._squares(values, found))
-            arrived = self._room(unit, len(found))
+                    found = grad_meta_of(gradient)
+                    if unit.replicas.world_size > 1:
+                        found = self._mean(unit, index, dense[index], found)
+                        if gradient.data_ptr() != dense[index].data_ptr():
+                            gradient.copy_(dense[index])
+                        note_gradient(gradient, unit, known=found)
+                    known[unit, index], values[unit, index] = found, dense[index]
+            squares = torch.stack(self._squares(values, known))
+            arrived = torch.zeros(len(values), dtype=torch.float64)
             self.device.compute_copy(arrived, squares)  # all at once: on a GPU each copy is a wait
-            collected = {
-                index: self._collected(unit, index, HostGrad(values[index], there, known.remainder if known else None))
-                for (index, known), there in zip(found.items(), arrived, strict=True)
-            }
+            collected: dict[Unit, dict[int, HostGrad]] = {unit: {} for unit in given}
+            for ((unit, index), found), there in zip(known.items(), arrived, strict=True):
+                its = HostGrad(values[unit, index], there, found.remainder if found else None)
+                collected[unit][index] = self._collected(unit, index, its)
         # The copy runs behind the backward pass on the same stream; the host reads what it brings.
         self.waits.host(self.device.record_event(), Wait.ROOT_GRADIENT)
         return collected
@@ -123,22 +132,17 @@ class DeviceGradients:
         self.device.compute_now(lambda: write_squares([join(values, remainder)], [squares], self._threads))
         return latest(unit, GradMeta(index, squares, remainder))
 
-    def _squares(self, values: dict[int, Tensor], known: dict[int, GradMeta | None]) -> list[Tensor]:
+    def _squares(
+        self, values: Mapping[tuple[Unit, int], Tensor], known: Mapping[tuple[Unit, int], GradMeta | None]
+    ) -> list[Tensor]:
         """Returns the sum of squares of each gradient; those that nobody knows are read, all at once."""
-        sums = {index: one.squares for index, one in known.items() if one is not None}
-        unknown = [index for index in values if index not in sums]
+        sums = {key: one.squares for key, one in known.items() if one is not None}
+        unknown = [key for key in values if key not in sums]
         if unknown:
-            gradients = [values[index] for index in unknown]
-            squares = list(torch.zeros(len(unknown), dtype=torch.float64, device=gradients[0].device).unbind())
-            self.device.compute_now(lambda: write_squares(gradients, squares, self._threads))
+            gradients, squares = [values[key] for key in unknown], list[Tensor]()
+            self.device.compute_now(lambda: squares.extend(squares_of(gradients, self._threads).unbind()))
             sums.update(zip(unknown, squares, strict=True))
-        return [sums[index] for index in values]
-
-    def _room(self, unit: Unit, count: int) -> Tensor:
-        """Returns where the squares of ``count`` gradients arrive: in pinned memory, if the unit has some."""
-        if not unit.has_device_copy:
-            return torch.zeros(count, dtype=torch.float64)
-        return unit.gradients.squares_of_all(unit.gradients.allocate(self.device))[:count]
+        return [sums[key] for key in values]
 
     def _collected(self, unit: Unit, index: int, gradient: HostGrad) -> HostGrad:
         if not unit.has_device_copy:

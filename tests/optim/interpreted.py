@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from stronghold.native import BLOCK, Segment
-from stronghold.optim import triton_adamw, triton_formats, triton_rounding
+from stronghold.optim import triton_adamw, triton_adamw_kernel, triton_formats, triton_rounding
 from tests.optim.test_adamw_on_device import spread
 
 PROGRAM = triton_adamw.ROWS * BLOCK
@@ -18,7 +18,7 @@ PROGRAM = triton_adamw.ROWS * BLOCK
 @contextmanager
 def interpreting(monkeypatch):
     """Has Triton's interpreter carry the kernel out, on the CPU, while the block runs."""
-    for module in (triton_formats, triton_rounding, triton_adamw):
+    for module in (triton_formats, triton_rounding, triton_adamw_kernel, triton_adamw):
         for name, value in vars(module).items():
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
