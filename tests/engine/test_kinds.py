@@ -3,14 +3,13 @@
 import pytest
 
 from stronghold.engine import engine_of, keep_activations
+from tests.crossed import crossed
 from tests.small import KINDS, follow, ordinary_loop
 
 ACTIVATIONS = ("recompute", "keep", "host")
 
 
-@pytest.mark.parametrize("window", ["1", "2", "all"])
-@pytest.mark.parametrize("activations", ACTIVATIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "activations", "window"), crossed(list(KINDS), ACTIVATIONS, ("1", "2", "all")))
 def test_every_kind_trains_as_plain_pytorch_does(kind, activations, window):
     build, batches, layers = KINDS[kind].build, KINDS[kind].batches, KINDS[kind].layers
     model = build()
@@ -33,9 +32,7 @@ def test_every_kind_trains_as_plain_pytorch_does(kind, activations, window):
     )
 
 
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("activations", ["recompute", "host"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "activations", "first"), crossed(list(KINDS), ("recompute", "host"), (0, 1)))
 def test_every_kind_trains_so_where_every_second_layer_keeps_activations(kind, activations, first):
     def loop(model, optimizer, batches):
         if (engine := engine_of(model)) is not None:

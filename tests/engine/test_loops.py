@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stronghold
 from stronghold.errors import OffloadedModelError
+from tests.crossed import crossed
 from tests.small import (
     ADAMW,
     KINDS,
@@ -340,18 +341,19 @@ LOOPS = [
 ]
 
 
-@every_way
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(("loop", "window", "activations"), crossed(LOOPS, (1, 3), ACTIVATIONS))
 def test_every_loop_does_what_it_does_in_plain_pytorch(loop, window, activations):
     follow(Residual, numbers(4), loop, window=window, activations=activations)
 
 
-@every_way
 @pytest.mark.parametrize(
-    "loop", [evaluated_between, forward_twice_backward_twice, evaluated_before_backward, retained, accumulated]
+    ("kind", "loop", "activations"),
+    crossed(
+        ("normed", "stateful", "encoder_decoder", "experts", "looped", "torch_encoder"),
+        (evaluated_between, forward_twice_backward_twice, evaluated_before_backward, retained, accumulated),
+        ACTIVATIONS,
+    ),
 )
-@pytest.mark.parametrize("kind", ["normed", "stateful", "encoder_decoder", "experts", "looped", "torch_encoder"])
 def test_loops_over_layers_with_a_state_or_several_inputs(kind, loop, activations):
     follow(KINDS[kind].build, KINDS[kind].batches(4), loop, window=2, activations=activations)
 
