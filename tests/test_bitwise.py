@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
+from tests.crossed import few
 from tests.reference import CASES, Case, differences, offloaded, snapshot, train
 
 STEPS = 3
@@ -69,51 +71,62 @@ def check(case: Case, way: Way, like: Way) -> None:
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+WAYS = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every"])
+"""Either some of the ways, with every value and where three settings or more are crossed every pair, or all of them."""
 
 
+def crossing(every: bool, *values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    return list(itertools.product(*values)) if every else few(*values, together=2 if len(values) > 2 else 1)
+
+
+@WAYS
 @DTYPES
 @pytest.mark.parametrize("name", ["gpt", "t5", "mixtral"])
-def test_every_way_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
+def test_every_way_gives_the_same_bits(name: str, dtype: torch.dtype, every: bool) -> None:
     case, usual = CASES[name], Way(dtype=dtype)
     windows = range(1, case.layers + 1)
-    for values in itertools.product(windows, ACTIVATIONS, ("deferred", "in_backward"), (1, 2)):
+    for values in crossing(every, windows, ACTIVATIONS, ("deferred", "in_backward"), (1, 2)):
         window, activations, update, threads = values
         way = replace(usual, window=window, activations=activations, update=update, threads=threads)
         check(case, way, usual)
 
 
+@WAYS
 @DTYPES
 @pytest.mark.parametrize("name", ["gpt", "bart", "qwen2_moe"])
-def test_clipping_and_accumulation_do_not_change_that(name: str, dtype: torch.dtype) -> None:
+def test_clipping_and_accumulation_do_not_change_that(name: str, dtype: torch.dtype, every: bool) -> None:
     case, usual = CASES[name], Way(dtype=dtype, accumulation=3, clip=0.5)
-    for window, activations in itertools.product(range(1, case.layers + 1), ACTIVATIONS):
+    for window, activations in crossing(every, range(1, case.layers + 1), ACTIVATIONS):
         check(case, replace(usual, window=window, activations=activations, threads=2), usual)
 
 
+@WAYS
 @DTYPES
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 @pytest.mark.parametrize("name", ["gpt", "t5"])
-def test_resident_layers_give_the_same_bits(name: str, states: str, dtype: torch.dtype) -> None:
+def test_resident_layers_give_the_same_bits(name: str, states: str, dtype: torch.dtype, every: bool) -> None:
     case, usual = CASES[name], Way(dtype=dtype, states=states)
-    for resident, activations, update in itertools.product(
-        range(1, case.layers + 1), ACTIVATIONS, ("deferred", "in_backward")
+    for resident, activations, update in crossing(
+        every, range(1, case.layers + 1), ACTIVATIONS, ("deferred", "in_backward")
     ):
         window = min(2, case.layers)
         check(case, replace(usual, resident=resident, window=window, activations=activations, update=update), usual)
 
 
+@WAYS
 @DTYPES
-def test_resident_layers_clip_and_accumulate_to_the_same_bits(dtype: torch.dtype) -> None:
+def test_resident_layers_clip_and_accumulate_to_the_same_bits(dtype: torch.dtype, every: bool) -> None:
     case, usual = CASES["gpt"], Way(dtype=dtype, accumulation=3, clip=0.5)
-    for resident, activations in itertools.product(range(1, case.layers + 1), ACTIVATIONS):
+    for resident, activations in crossing(every, range(1, case.layers + 1), ACTIVATIONS):
         check(case, replace(usual, resident=resident, activations=activations, threads=2), usual)
     check(case, replace(usual, resident=2, micro_batch=2), usual)
 
 
+@WAYS
 @DTYPES
-def test_eight_bit_moments_are_the_same_in_every_way(dtype: torch.dtype) -> None:
+def test_eight_bit_moments_are_the_same_in_every_way(dtype: torch.dtype, every: bool) -> None:
     case, usual = CASES["gpt"], Way(dtype=dtype, states="8bit")
-    for window, update, threads in itertools.product((1, 2, case.layers), ("deferred", "in_backward"), (1, 2)):
+    for window, update, threads in crossing(every, (1, 2, case.layers), ("deferred", "in_backward"), (1, 2)):
         check(case, replace(usual, window=window, update=update, threads=threads), usual)
 
 
