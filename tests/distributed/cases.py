@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -83,14 +84,14 @@ CASES = {
         Case(2, settings={"resident": 1, "window": 1}),
         Case(2, settings={"micro_batch": 1, "window": 1}),
         Case(2, frozen=True, clip=0.05),
-        Case(2, clip=1.0, steps=50, settings={"window": 1}),
+        Case(2, clip=1.0, steps=20, settings={"window": 1}),
         Case(1, replicas=2, settings={"window": 1}, clip=0.05),
         Case(
             1, replicas=2, disk=True, settings={"window": 2, "activations": "keep"}, micro_batches=2, again=frozenset()
         ),
         Case(1, replicas=2, frozen=True, settings={"micro_batch": 1, "activations": "host"}, micro_batches=1),
         Case(1, replicas=2, settings={"resident": 2, "window": 1}, clip=0.05),
-        Case(1, replicas=2, clip=1.0, steps=50, settings={"window": 2}, micro_batches=2),
+        Case(1, replicas=2, clip=1.0, steps=20, settings={"window": 2}, micro_batches=2),
         Case(1, replicas=2, machines=2, settings={"window": 1}, clip=0.05),
         Case(1, replicas=2, machines=2, disk=True, settings={"resident": 2, "window": 1}, micro_batches=2),
     ],
@@ -140,17 +141,22 @@ class Trained:
 
 
 def alone(case: Case, device: str = "cpu") -> Trained:
-    """Trains in this process, by plain PyTorch and the whole batch at once."""
-    gpt = model(case).to(device)
+    """Trains in this process, by plain PyTorch and the whole batch at once; cases that are one here, only once."""
+    return _alone(case.frozen, case.clip, case.steps, device)
+
+
+@functools.cache
+def _alone(frozen: bool, clip: float | None, steps: int, device: str) -> Trained:
+    gpt = model(Case(1, frozen=frozen)).to(device)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3, weight_decay=0.1)
     trained = Trained([], [], [], {})
-    for batch in (batch.to(device) for batch in batches(case.steps)):
+    for batch in (batch.to(device) for batch in batches(steps)):
         loss = gpt(batch, batch).loss
         loss.backward()
         trained.losses.append(loss.item())
         trained.gradients.append({n: to_host(p.grad) for n, p in gpt.named_parameters() if p.grad is not None})
-        if case.clip is not None:
-            nn.utils.clip_grad_norm_(gpt.parameters(), case.clip)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(gpt.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
