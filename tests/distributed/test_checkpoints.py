@@ -25,10 +25,10 @@ def entries(folder) -> dict:
 @pytest.mark.parametrize(
     ("states", "format"),
     [
-        ("fp32", "safetensors"),
+        pytest.param("fp32", "safetensors", marks=pytest.mark.long),
         ("8bit", "safetensors"),
         ("fp32", "dcp"),
-        ("muon", "dcp"),
+        pytest.param("muon", "dcp", marks=pytest.mark.long),
         ("muon", "safetensors"),
     ],
 )
