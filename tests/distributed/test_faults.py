@@ -31,8 +31,8 @@ STAGES, REPLICAS = ("--stages", "2"), ("--replicas", "2")
         (STAGES, "raise", 1, "forward", "division by zero"),
         (STAGES, "poison", 1, "forward", "the loss must stay finite"),
         (REPLICAS, "kill", 1, "forward", "process 1 "),
-        (REPLICAS, "hang", 1, "forward", "process 1 hangs"),
-        (REPLICAS, "raise", 1, "update", "division by zero"),
+        pytest.param(REPLICAS, "hang", 1, "forward", "process 1 hangs", marks=pytest.mark.long),
+        pytest.param(REPLICAS, "raise", 1, "update", "division by zero", marks=pytest.mark.long),
         (REPLICAS, "raise", 1, "beginning", "division by zero"),
         (STAGES, "0.9", 1, "version of stronghold", f"(got '{__version__}' in process 0 and '0.9' in process 1)"),
         (STAGES, "2.0", 0, "version of PyTorch", f"(got '2.0' in process 0 and '{torch.__version__}' in process 1)"),
@@ -91,7 +91,7 @@ def test_torchrun_itself_refuses_a_port_in_use_and_leaves_nothing_running(tmp_pa
     assert not any(str(tmp_path / "run") in command for command in running)
 
 
-@pytest.mark.parametrize("parts", [STAGES, REPLICAS])
+@pytest.mark.parametrize("parts", [STAGES, pytest.param(REPLICAS, marks=pytest.mark.long)])
 def test_a_restart_by_torchrun_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path, parts):
     run_warm(tmp_path, "--out", str(tmp_path / "alone"), "--record", str(tmp_path / "alone.jsonl"))
     launcher = [

@@ -90,7 +90,13 @@ def test_replicas_have_the_losses_of_one_process(alone, tmp_path, arguments, pro
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("more", [["--clip", "1"], ["--clip", "0", "--update", "in_backward", "--store", "store"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(["--clip", "1"], marks=pytest.mark.long),
+        ["--clip", "0", "--update", "in_backward", "--store", "store"],
+    ],
+)
 def test_stages_of_replicas_have_the_losses_of_one_process_in_bf16(tmp_path, more):
     losses = []
     for name, parts, processes in (("alone", [], 1), ("parts", ["--replicas", "2", "--stages", "2"], 4)):
