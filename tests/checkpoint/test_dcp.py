@@ -28,6 +28,7 @@ from stronghold.errors import CheckpointError
 from tests.checkpoint import sharded
 from tests.checkpoint.test_loading import DTYPES, masters, same
 from tests.checkpoint.training import Training, of_kind
+from tests.crossed import crossed
 from tests.distributed.launched import launch
 from tests.reference import CASES, differences, snapshot
 from tests.small import KINDS, Residual, numbers
@@ -121,8 +122,7 @@ def test_fsdp_goes_on_from_ours_and_we_from_its_shards(tmp_path: Any) -> None:
     assert sharded.train(model, optimizer, BATCHES[sharded.STEPS :]) == pytest.approx(found[0][0], rel=1e-6)
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "update"), crossed(("fp32", "bf16"), ("deferred", "in_backward"), together=1))
 def test_what_follows_is_what_would_have_followed(dtype: str, update: str, tmp_path: Any) -> None:
     case = CASES["gpt"]
     batches = case.batches(5)

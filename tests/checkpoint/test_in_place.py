@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import itertools
 import json
 import os
 import random
@@ -31,13 +31,14 @@ from stronghold.layout import PAGE_BYTES
 from stronghold.store.ring import RING_BYTES
 from stronghold.store.unit_file import UnitFile
 from tests.checkpoint.training import Training
+from tests.crossed import crossed
 from tests.formats import forged
 from tests.reference import CASES, differences, snapshot
 
 ROOT = Path(__file__).parents[2]
 CASE = CASES["gpt"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FORMATS = list(itertools.product(("fp32", "bf16"), ("fp32", "8bit"), ("deferred", "in_backward")))
+FORMATS = crossed(("fp32", "bf16"), ("fp32", "8bit"), ("deferred", "in_backward"), ("one",))
 SPLITS = {
     "one": {},
     "two": {},
@@ -83,6 +84,7 @@ def reopened(path: Any, *, model: nn.Module | None = None, **settings: Any) -> T
     return Training(model, store=path, weights=first, clip=None, **{"window": 2, **settings})
 
 
+@functools.cache  # several tests go on from the same
 def without_stop(**settings: Any) -> tuple[list[float], Any]:
     training = Training(CASE.model(), window=2, clip=None, **settings)
     torch.manual_seed(3)
@@ -119,7 +121,7 @@ def test_the_room_that_is_asked_for_beforehand_is_what_the_tensors_beside_take(
 
 @pytest.mark.parametrize(
     ("dtype", "states", "update", "split"),
-    [*((*form, "one") for form in FORMATS), *(("bf16", "8bit", "in_backward", s) for s in SPLITS if s != "one")],
+    [*FORMATS, *(("bf16", "8bit", "in_backward", s) for s in SPLITS if s != "one")],
 )
 def test_what_follows_a_reopening_is_what_would_have_followed(
     tmp_path: Path, dtype: str, states: str, update: str, split: str
@@ -255,9 +257,17 @@ def damage(directory: Path, what: str) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize(
-    "what", ["flipped in a unit", "padding", "truncated unit", "removed unit", "flipped", "truncated", "removed"]
+    ("what", "split"),
+    [
+        ("flipped in a unit", "one"),
+        ("flipped in a unit", "split"),
+        *crossed(
+            ("padding", "truncated unit", "removed unit", "flipped", "truncated", "removed"),
+            ("split", "one"),
+            together=1,
+        ),
+    ],
 )
-@pytest.mark.parametrize("split", ["one", "split"])
 def test_damage_is_found_when_it_is_opened_and_named_and_left_alone(tmp_path: Path, what: str, split: str) -> None:
     sealed(tmp_path / "store", **SPLITS[split])
     path, unit = damage(tmp_path / "store", what)
@@ -448,9 +458,12 @@ def test_saving_again_keeps_what_was_kept_until_it_is_done(
     assert training.load(tmp_path / "store") == {"a": 3}, "back to where it is"
 
 
-@pytest.mark.parametrize("split", ["one", "two", "split"])
-@pytest.mark.parametrize(("dtype", "states"), [("fp32", "fp32"), ("bf16", "8bit"), ("bf16", "fp32")])
-def test_it_is_a_checkpoint_for_every_other_store(tmp_path: Path, split: str, dtype: str, states: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "split"),
+    crossed((("fp32", "fp32"), ("bf16", "8bit"), ("bf16", "fp32")), ("one", "two", "split"), together=1),
+)
+def test_it_is_a_checkpoint_for_every_other_store(tmp_path: Path, form: tuple[str, str], split: str) -> None:
+    dtype, states = form
     path = directories(tmp_path, split)
     first = path[0] if isinstance(path, list) else path
     expected = sealed(path, dtype=DTYPES[dtype], states=states, **SPLITS[split])

@@ -12,6 +12,7 @@ import torch
 
 import stronghold
 from tests.checkpoint.training import Training, of_kind
+from tests.crossed import crossed
 from tests.reference import differences, snapshot
 
 FROZEN = {"layer-00000.safetensors", "layer-00002.safetensors", "root-00000.safetensors", "root-00001.safetensors"}
@@ -84,9 +85,10 @@ def load_state(training: Training) -> None:
     training.model.load_state_dict(state)
 
 
-@STORES
-@pytest.mark.parametrize("between", [False, True], ids=["at once", "with a forward pass between"])
-@pytest.mark.parametrize("change", [write, write_unseen, write_numpy, load_state])
+@pytest.mark.parametrize(
+    ("change", "between", "store"),
+    crossed((write, write_unseen, write_numpy, load_state), (False, True), ("ram", "disk")),
+)
 def test_what_the_user_wrote_into_a_frozen_unit_is_written(
     change: Callable[[Training], None], between: bool, store: str, tmp_path: Any
 ) -> None:

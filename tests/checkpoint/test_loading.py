@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import warnings
@@ -17,10 +16,11 @@ from stronghold.errors import BudgetError, CheckpointError, CorruptionError, Off
 from stronghold.formats.manifest import read_manifest
 from stronghold.unit import unit_of
 from tests.checkpoint.training import Training, of_kind
+from tests.crossed import crossed
 from tests.reference import CASES, differences, snapshot
 from tests.small import KINDS, Frozen, Residual
 
-FORMATS = list(itertools.product(("fp32", "bf16"), ("fp32", "8bit"), ("ram", "disk"), ("deferred", "in_backward")))
+FORMATS = crossed(("fp32", "bf16"), ("fp32", "8bit"), ("ram", "disk"), ("deferred", "in_backward"))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
