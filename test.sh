@@ -21,8 +21,8 @@ cd "$root"
 several=(-n 3 --no-loadscope-reorder) # many wait for a disk, a process or a delay: others run meanwhile
 mapfile -t of_gpu < <(grep -rl --include="test_*.py" "pytest\.mark\.gpu" tests) # others import what may not be there
 case "$*" in
-  "") chosen="not gpu and not long" ;;
-  --all) chosen="not gpu" ;;
+  "") chosen="not long" ;;
+  --all) chosen="long or not long" ;;
   "-m gpu"*) # of the files that are named, if any are
     if [[ "$*" != *tests/* ]]; then set -- "$@" "${of_gpu[@]}"; fi
     exec "$PYTHON" -m pytest "$@" </dev/null
@@ -30,7 +30,7 @@ case "$*" in
   *) exec "$PYTHON" -m pytest "$@" </dev/null ;;
 esac
 failed=0
-"$PYTHON" -m pytest "${several[@]}" --dist loadfile -m "$chosen" </dev/null || failed=1
+"$PYTHON" -m pytest "${several[@]}" --dist loadfile -m "not gpu and ($chosen)" </dev/null || failed=1
 # In processes of their own, without a GPU on software.
-"$PYTHON" -m pytest "${several[@]}" -m gpu "${of_gpu[@]}" </dev/null || failed=1
+"$PYTHON" -m pytest "${several[@]}" -m "gpu and ($chosen)" "${of_gpu[@]}" </dev/null || failed=1
 exit "$failed"

@@ -18,6 +18,7 @@ import stronghold
 from stronghold.device.accelerator import AcceleratorDevice
 from stronghold.engine import engine_of
 from stronghold.lab.models.gpt import GPT, GPTConfig
+from tests.crossed import crossed
 from tests.gpu import DEVICE, SOFT, needs_device, needs_gpu, sleep
 
 pytestmark = [pytest.mark.gpu, needs_device]
@@ -94,16 +95,25 @@ def train(
     return losses, [p.detach().cpu().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("steps", "accumulate"), [(100, 1), (50, 2)])
+LONG = pytest.mark.long
+DTYPES_AND_STATES = pytest.mark.parametrize(
+    ("dtype", "states"), crossed([torch.float32, torch.bfloat16], ["fp32", "8bit"], together=1)
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "accumulate"), [(30, 1), (20, 2), *(pytest.param(*it, marks=LONG) for it in [(100, 1), (50, 2)])]
+)
 def test_losses_are_those_of_plain_pytorch(steps, accumulate):
     expected, _ = train(steps, offload=False, accumulate=accumulate)
     got, _ = train(steps, window=2, accumulate=accumulate)
     assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_hundred_steps_in_bf16_are_the_same_to_the_bit_and_those_of_a_plain_loop_with_masters():
-    losses, parameters = train(100, window=1, dtype=torch.bfloat16, clip=False)
-    others, other_parameters = train(100, window=3, dtype=torch.bfloat16, clip=False, update="in_backward")
+@pytest.mark.parametrize("steps", [30, pytest.param(100, marks=LONG)])
+def test_steps_in_bf16_are_the_same_to_the_bit_and_those_of_a_plain_loop_with_masters(steps):
+    losses, parameters = train(steps, window=1, dtype=torch.bfloat16, clip=False)
+    others, other_parameters = train(steps, window=3, dtype=torch.bfloat16, clip=False, update="in_backward")
     assert others == losses
     assert all(map(torch.equal, other_parameters, parameters))
     torch.manual_seed(0)
@@ -113,7 +123,7 @@ def test_a_hundred_steps_in_bf16_are_the_same_to_the_bit_and_those_of_a_plain_lo
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     generator, expected = torch.Generator().manual_seed(1), []
     model.to(torch.bfloat16)
-    for _ in range(100):
+    for _ in range(steps):
         tokens = torch.randint(0, SMALL.vocabulary, (4, SEQUENCE), generator=generator).to(DEVICE)
         loss = model(tokens, labels=tokens).loss
         loss.backward()
@@ -155,9 +165,10 @@ def test_inputs_on_disk_are_those_of_the_device_in_micro_batches(accumulate, tmp
     assert all(map(torch.equal, others, parameters))
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "states", "update"),
+    crossed([torch.float32, torch.bfloat16], ["fp32", "8bit"], ["deferred", "in_backward"]),
+)
 def test_resident_layers_train_as_those_in_the_store(dtype, states, update):
     """To rounding: the device sums gradients in another order, and without Triton updates by torch's own operations."""
     settings = {"window": 2, "dtype": dtype, "clip": False, "states": states, "update": update}
@@ -173,8 +184,7 @@ def full(monkeypatch) -> None:
     monkeypatch.setattr(AcceleratorDevice, "free_bytes", lambda self: 0)
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES_AND_STATES
 def test_a_root_on_the_device_trains_as_one_on_the_host(dtype, states, monkeypatch):
     settings = {"window": 2, "dtype": dtype, "states": states, "accumulate": 2, "clip": False}
     models, offload = [], stronghold.offload
@@ -250,8 +260,7 @@ def adapted(dtype):
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize(("dtype", "on_host"), crossed([torch.float32, torch.bfloat16], [False, True], together=1))
 def test_adapters_beside_a_streamed_base_learn_what_they_learn_on_the_device(dtype, on_host, monkeypatch):
     """With another optimizer's, to the bit; with ours, whatever the settings, and wherever their states are.
 
@@ -364,8 +373,7 @@ def test_a_root_parameter_read_on_another_stream_is_waited_for_in_the_next_pass_
         torch.testing.assert_close(found[name].cpu(), average.cpu(), rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize(("update", "states"), crossed(["deferred", "in_backward"], ["fp32", "8bit"], together=1))
 def test_a_disk_gives_the_bits_of_memory(tmp_path, states, update):
     settings = {"dtype": torch.bfloat16, "clip": False, "states": states, "update": update}
     losses, parameters = train(12, window=2, **settings)
@@ -426,7 +434,7 @@ def test_resident_layers_stay_out_of_a_step_that_is_not_finite():
         assert {int(state["step"]) for state in optimizer.state.values()} == {1}
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("states", ["fp32", pytest.param("8bit", marks=LONG)])
 def test_resident_auto_keeps_to_device_memory(states):
     torch.manual_seed(0)
     budget = 500 * 2**20
@@ -660,8 +668,7 @@ def test_a_step_does_not_synchronise_the_device(monkeypatch):
     stronghold.report(model)
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES_AND_STATES
 def test_a_checkpoint_goes_on_to_the_bit(dtype, states, tmp_path):
     """With dropout, whose random states are the device's; from streamed layers to resident ones."""
 

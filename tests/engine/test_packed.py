@@ -88,9 +88,12 @@ def evaluated(model: nn.Module) -> list[float]:
         return [model.eval()(input_ids=ids, labels=ids).loss.item() for ids in batches(2)]
 
 
+TWO = [place for place in WHOLE_BATCH if place.get("window") == 2]
 CASES = [
-    *((True, "nf4", place, "adapters") for place in WHOLE_BATCH),
-    *((True, "nf4", place, "offload") for place in WHOLE_BATCH if place.get("window") == 2),
+    *((True, "nf4", place, "adapters") for place in WHOLE_BATCH[::2]),
+    *(pytest.param(True, "nf4", place, "adapters", marks=pytest.mark.long) for place in WHOLE_BATCH[1::2]),
+    *(pytest.param(True, "nf4", place, "offload", marks=pytest.mark.long) for place in TWO[::2]),
+    *((True, "nf4", place, "offload") for place in TWO[1::2]),
     (False, "nf4", {"window": 1}, "adapters"),
     (False, "fp4", {"window": 2, "activations": "keep"}, "offload"),
     *((False, "int8", place, "adapters") for place in WHOLE_BATCH if place.get("store") is None),
@@ -124,9 +127,9 @@ def test_adapters_learn_the_bits_that_they_learn_in_memory(
     ("kind", "settings", "first"),
     [
         ("nf4", {"window": 1}, "adapters"),
-        ("nf4", {"window": 2, "store": "disk"}, "offload"),
-        ("int8", {"window": 1}, "adapters"),
-        ("int8", {"window": 1}, "offload"),
+        pytest.param("nf4", {"window": 2, "store": "disk"}, "offload", marks=pytest.mark.long),
+        pytest.param("int8", {"window": 1}, "adapters", marks=pytest.mark.long),
+        pytest.param("int8", {"window": 1}, "offload", marks=pytest.mark.long),
         ("int8", {"window": 2, "store": "disk"}, "offload"),
     ],
     ids=str,

@@ -9,6 +9,7 @@ import torch
 import stronghold
 from stronghold.engine import engine_of, offload_shared
 from stronghold.errors import StoreError
+from tests.crossed import crossed
 from tests.delayed import Apart
 from tests.replicas import in_threads
 from tests.small import (
@@ -60,8 +61,7 @@ def trained(build=Residual, *, steps=4, dtype=torch.float32, accumulate=1, adamw
 # ---- which stay ----
 
 
-@DTYPES
-@pytest.mark.parametrize("layers", [0, 2])
+@pytest.mark.parametrize(("dtype", "layers"), crossed([torch.float32, torch.bfloat16], [0, 2], together=1), ids=str)
 def test_the_first_root_parameters_stay_as_far_as_they_fit_to_the_byte(layers, dtype):
     names = ["into.weight", "into.bias", "out.weight", "out.bias"]
     settings = {"resident": layers, "window": 1, "dtype": dtype}
