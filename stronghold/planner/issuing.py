@@ -274,8 +274,9 @@ class _Issuing:
         # To wait for a copy in the device's order it must have been issued, which a thread does that waits for updates.
         blocking = [host for event in after if event is not None for host in self._blocking.get(event, ())]
         # A layer's two halves of a backward pass are issued together; what the root takes is in its computation.
-        launched = kind in (Kind.FORWARD, Kind.BEFORE_GRADIENTS) and number < self.layers
-        self._issue(Resource.HOST, Kind.LAUNCH if launched else Kind.WAIT, number, after=blocking)
+        launches = {Kind.FORWARD: Kind.LAUNCH, Kind.BEFORE_GRADIENTS: Kind.LAUNCH_BACKWARD}
+        launch = launches.get(kind, Kind.WAIT) if number < self.layers else Kind.WAIT
+        self._issue(Resource.HOST, launch, number, after=blocking)
         return self._issue(Resource.COMPUTE, kind, number, after=after)
 
     def _issue(

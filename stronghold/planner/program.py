@@ -14,6 +14,7 @@ class Kind(Enum):
     """What an operation does; the value is its name in a timeline."""
 
     LAUNCH = "launch"
+    LAUNCH_BACKWARD = "launch backward"
     FORWARD = "forward"
     BEFORE_GRADIENTS = "backward, no gradient yet"
     BACKWARD = "backward"

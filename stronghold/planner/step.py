@@ -31,6 +31,7 @@ CAUSES = {
     Kind.UPDATE: "update",
     Kind.STEP: "update",
     Kind.LAUNCH: "launch",
+    Kind.LAUNCH_BACKWARD: "launch",
 }
 """What the computation waits for while an operation is under way that holds it up."""
 _WAIT_FOR_DISK = (Kind.READ, Kind.SETTLE, Kind.INPUTS_WRITE, Kind.INPUTS_READ)
@@ -211,6 +212,7 @@ def _work_s(
 
 _SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
     Kind.LAUNCH: lambda _, machine, settings: settings.pieces * machine.launch_s,
+    Kind.LAUNCH_BACKWARD: lambda layer, machine, settings: (1 + layer.recomputed) * settings.pieces * machine.launch_s,
     Kind.FORWARD: lambda unit, *_: unit.forward_s,
     Kind.BEFORE_GRADIENTS: lambda layer, *_: layer.first_gradient_s,
     Kind.BACKWARD: lambda unit, *_: unit.backward_s - unit.first_gradient_s,

@@ -101,8 +101,9 @@ def step_bound(
     reads_s = sorted(layer.weight_bytes / read for layer in trained if layer.on_disk)
     inputs = sorted(layer.input_bytes for layer in layers if layer.inputs_on_disk and layer.input_bytes)
     inputs_s = sum(inputs) / write + sum(inputs[:-INPUT_STAGING]) / read  # the last ones are in staging still
+    launches = sum(2 + layer.recomputed for layer in layers)
     whole = {
-        Resource.HOST: 2 * len(layers) * settings.pieces * machine.launch_s if machine.runs_behind else 0.0,
+        Resource.HOST: launches * settings.pieces * machine.launch_s if machine.runs_behind else 0.0,
         Resource.FETCHES: max(sum(first_s), again_s) + again_s + sum(up_s),
         Resource.GRADIENTS: sum(down_s) + max(sum(gradients_s), back_s),
         Resource.UPDATES: updates_s + sum(_update_s(one, machine) for one in on_host),

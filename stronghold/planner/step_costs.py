@@ -74,10 +74,11 @@ class LayerWork(UnitWork):
     """The same of one layer. ``on_disk`` tells that its weights are fetched from there.
 
     ``input_bytes`` are those of its inputs, of all micro-batches, that wait for the backward pass beside the device:
-    in host memory, or with ``inputs_on_disk`` there.
+    in host memory, or with ``inputs_on_disk`` there. A ``recomputed`` one is issued again in its backward pass.
     """
 
     on_disk: bool = False
+    recomputed: bool = False
     input_bytes: int = 0
     inputs_on_disk: bool = False
 
@@ -126,8 +127,8 @@ class Machine:
     with matrices that Muon updates have ``muon_host_ns`` and ``muon_device_ns`` in their place, where these are given.
     ``reduce_s`` is what gradients take on their way down beside ``copy_s`` and their bytes, where replicas add them up.
     ``iterates_beside`` tells that the device iterates Muon's matrices while the host goes on with others; where the
-    host computes, the thread that updates does it itself. ``launch_s`` is what the host needs to issue a layer's
-    computation over one micro-batch, which the device does not wait for where it ``runs_behind`` the host, as a GPU
+    host computes, the thread that updates does it itself. ``launch_s`` is what the host needs to issue one pass
+    of a layer over one micro-batch, which the device does not wait for where it ``runs_behind`` the host, as a GPU
     does.
 
     ``slowed`` says how many times as long an operation of the first resource takes while one of the second is under

@@ -58,6 +58,7 @@ class Model:
             gradient_bytes=2 * elements,
             elements=elements,
             on_disk=store == "disk",
+            recomputed=not is_kept,
             ring_bytes=(4 + STATE_BYTES[states]) * elements if store == "disk" else 0,
         )
 

@@ -11,6 +11,7 @@ from stronghold.planner.issuing import program_of
 from stronghold.planner.play import play
 from stronghold.planner.program import Kind, Operation, Program, Shape
 from stronghold.planner.step import step_time
+from stronghold.planner.step_bound import step_bound
 from stronghold.planner.step_costs import LINK_UP_IS_ONE, LayerWork, Machine, Resource, RootWork, StepSettings
 from stronghold.store import INPUT_STAGING
 from stronghold.window import INPUT_SLOTS
@@ -87,6 +88,7 @@ def random_step_work(seed, *, slowed):
             weight_bytes=rng.randint(100, 900),
             gradient_bytes=rng.randint(100, 900),
             elements=rng.choice((0, 50, 90, 90)),
+            recomputed=rng.random() < 0.5,
         )
         for _ in range(layers)
     ]
@@ -242,6 +244,15 @@ def test_a_host_that_launches_more_slowly_than_the_device_computes_is_the_step()
     assert step.step_s == pytest.approx(6 * 2 * 10 + 3, abs=1e-6)  # the last layer's backward pass comes behind
     assert step.longest == "host"
     assert step.waits_s["launch"] == pytest.approx(step.step_s - 6 * 4, abs=1e-6)
+
+
+def test_a_layer_that_is_recomputed_is_issued_again_in_its_backward_pass():
+    slow, settings = machine(launch_s=5, runs_behind=True), StepSettings(window=2, pieces=2)
+    steps = [step_time(alike(6, recomputed=recomputed), slow, settings) for recomputed in (False, True)]
+    assert steps[1].step_s - steps[0].step_s == pytest.approx(6 * 2 * 5, abs=1e-6)
+    assert steps[1].waits_s["launch"] - steps[0].waits_s["launch"] == pytest.approx(6 * 2 * 5, abs=1e-6)
+    assert steps[1].busy_s["host"] == exact(6 * 2 * 15)
+    assert step_bound(alike(6, recomputed=True), slow, settings).step_s == exact(6 * 2 * 15)
 
 
 def test_a_device_that_runs_behind_is_launched_ahead_of():

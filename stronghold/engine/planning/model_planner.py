@@ -213,6 +213,7 @@ class ModelPlanner:
                 backward_s=again_s + backward_s,
                 first_gradient_s=again_s + before_s,
                 on_disk="weights" in (there or ()),
+                recomputed=again,
                 input_bytes=input_bytes,
                 inputs_on_disk=self._recompute == "disk",
                 **self._moved(sizes, placed, choice, number),
