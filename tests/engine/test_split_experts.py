@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import stronghold
 from stronghold.engine.split_experts import SplitExperts, _gathered_again
 from stronghold.errors import BudgetError, OffloadedModelError
+from tests.crossed import crossed
 from tests.experts import EXPERTS, FAMILIES, batches, model, train, trained
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -77,10 +78,12 @@ def test_parts_compute_what_the_whole_computes(family, dtype, how):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), ("qwen3", torch.bfloat16)]
+    ("kind", "frozen"),
+    crossed([*((family, torch.float32) for family in FAMILIES), ("qwen3", torch.bfloat16)], [False, True], together=1),
+    ids=str,
 )
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_every_window_and_store_has_the_same_losses(family, frozen, dtype, tmp_path):
+def test_every_window_and_store_has_the_same_losses(kind, frozen, tmp_path):
+    family, dtype = kind
     first, steps = model(family, dtype, frozen=frozen), batches(4)
     found = []
     for place in PLACES:
@@ -178,8 +181,9 @@ def test_adapters_before_and_after(tmp_path):
     assert got[0] == got[1] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", [*PLACES[:2], {"window": 1, "store": "disk"}])
+@pytest.mark.parametrize(
+    ("place", "dtype"), crossed([*PLACES[:2], {"window": 1, "store": "disk"}], DTYPES, together=1), ids=str
+)
 def test_adapters_on_the_experts_themselves_of_whole_layers(place, dtype, tmp_path):
     """PEFT's "all-linear" has them, by a parametrization that is there while the experts compute."""
     config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)

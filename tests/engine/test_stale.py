@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import stronghold
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import unit_of
+from tests.crossed import crossed
 from tests.small import SIZE, Block, Residual, Spectral, numbers, pair
 
 OF_LAYERS = "must be the same in the backward pass"
@@ -121,10 +122,11 @@ UNSEEN: dict[str, Callable[[Tensor], Any]] = {
 WINDOWS = ({"window": 1}, {"window": 2}, {"resident": 4}, {"store": "disk", "window": 1})
 
 
-@pytest.mark.parametrize("layer", [0, 3], ids=["fetched again", "still in its slot"])
-@pytest.mark.parametrize("placed", WINDOWS, ids=str)
-@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
-@pytest.mark.parametrize("how", UNSEEN)
+@pytest.mark.parametrize(
+    ("how", "activations", "placed", "layer"),
+    crossed(list(UNSEEN), ["recompute", "keep", "host"], list(WINDOWS), [0, 3]),  # fetched again, still in its slot
+    ids=str,
+)
 def test_a_weight_that_is_written_unseen(
     how: str, activations: str, placed: dict[str, Any], layer: int, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from stronghold.engine import engine_of, offload_shared
 from stronghold.errors import BudgetError, OffloadedModelError, StoreError
 from stronghold.unit import unit_of
 from tests.adapters import CONFIGS, LAYERS, PLACES, adapted, base, batches, offload, train, trained, with_adapters
+from tests.crossed import crossed
 from tests.reference import differences, snapshot
 from tests.replicas import in_threads
 from tests.small import Residual, numbers
@@ -23,8 +24,7 @@ from tests.small import Residual, numbers
 WITHOUT_DROPOUT = peft.LoraConfig(r=2, target_modules="all-linear")
 
 
-@pytest.mark.parametrize("settings", PLACES, ids=str)
-@pytest.mark.parametrize("name", ["dora", "vera"])
+@pytest.mark.parametrize(("name", "settings"), crossed(["dora", "vera"], PLACES, together=1), ids=str)
 def test_adapters_that_are_added_after_offload_learn_the_bits_that_they_learn_in_memory(
     tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
@@ -39,8 +39,7 @@ def test_adapters_that_are_added_after_offload_learn_the_bits_that_they_learn_in
         assert torch.equal(parameter, other), key
 
 
-@pytest.mark.parametrize("store", ["ram", "disk"])
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize(("store", "update"), crossed(["ram", "disk"], ["deferred", "in_backward"], together=1))
 def test_our_optimizer_makes_the_bits_that_it_makes_of_those_that_were_there_before(
     tmp_path: Path, store: str, update: str
 ) -> None:
