@@ -1,4 +1,4 @@
-"""Crossings of several parameters: a few of them hold every pair of values, and run each time; the rest are long."""
+"""Crossings of several parameters, and random cases: some run each time, such as hold every pair; the rest are long."""
 
 from __future__ import annotations
 
@@ -34,3 +34,8 @@ def crossed(*values: Sequence[Any], together: int = 2) -> list[Any]:
         pytest.param(*combination, marks=() if number in some else pytest.mark.long)
         for number, combination in zip(numbers, itertools.product(*values), strict=True)
     ]
+
+
+def seeds(every: int, each_time: int) -> list[Any]:
+    """Returns the numbers below ``every`` for ``pytest.mark.parametrize``; those from ``each_time`` on are long."""
+    return [pytest.param(seed, marks=() if seed < each_time else pytest.mark.long) for seed in range(every)]

@@ -10,6 +10,7 @@ from stronghold.planner.link_bytes import all_reduce_bytes, reduce_scatter_bytes
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
 from stronghold.planner.step import step_time
 from stronghold.planner.step_bound import step_bound
+from tests.crossed import seeds
 from tests.planner.test_step import exact, random_step_work
 
 MESSAGES = {"message_s": 0.25, "bytes_per_s": 50.0}
@@ -54,7 +55,7 @@ def test_messages_that_were_not_measured_take_no_time():
     assert free.down_s(10**9) == machine.copy_s
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30, 12))
 def test_a_step_counts_them_and_no_step_of_replicas_is_shorter_than_its_bound(seed):
     work, machine, settings, root = random_step_work(seed, slowed={})
     shared = reduced(machine, random.Random(seed).choice((2, 4)), **MESSAGES)

@@ -15,6 +15,7 @@ from stronghold.planner.step_bound import step_bound
 from stronghold.planner.step_costs import LINK_UP_IS_ONE, LayerWork, Machine, Resource, RootWork, StepSettings
 from stronghold.store import INPUT_STAGING
 from stronghold.window import INPUT_SLOTS
+from tests.crossed import seeds
 
 
 def exact(number):
@@ -118,7 +119,7 @@ def random_step(seed, *, slowed):
     return step_time(*random_step_work(seed, slowed=slowed))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60, 20))
 def test_where_nothing_is_slowed_an_operation_ends_at_the_end_of_the_longest_path_to_it(seed):
     step = random_step(seed, slowed={})
     program, played = step._program, step._played

@@ -11,6 +11,7 @@ from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.planner.choices import Choice
 from stronghold.planner.step_bytes import spread
+from tests.crossed import seeds
 from tests.delayed import Apart
 from tests.replicas import in_threads
 from tests.small import Decoder, Frozen
@@ -31,7 +32,7 @@ def built(rng: random.Random) -> torch.nn.Module:
     return GPT(config)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(150, 30))
 def test_bytes_are_those_of_the_report(seed, tmp_path):
     """Of random models, settings, budgets and devices; that of the model on the meta device, too."""
     rng = random.Random(seed)

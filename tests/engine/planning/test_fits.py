@@ -2,12 +2,13 @@
 
 import pytest
 
+from tests.crossed import seeds
 from tests.gpu import needs_soft
 
 
 @pytest.mark.gpu
 @needs_soft
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 16))])
+@pytest.mark.parametrize("seed", seeds(16, 6))
 def test_what_is_said_to_fit_does(seed):
     from tests.fits import judged
 
