@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stronghold.native import BLOCK, Blocks, Segment
-from stronghold.optim.triton_adamw_kernel import adamw_of_segments
+from stronghold.optim.triton_adamw_kernel import adamw_of_segments, number_of
 from stronghold.optim.triton_formats import FIRST_FACTOR, SECOND_FACTOR
 
 ROWS = 16
@@ -75,18 +75,13 @@ def _launch(settings: _Settings, form: Mapping[str, Any], found: Sequence[tuple[
     empty = [[begin, begin, *others]] * (count - len(found))
     columns = zip(*(addresses for addresses, _ in found), *empty, strict=True)
     adamw_of_segments[(sum(programs for _, programs in found),)](
-        *(None if column[0] is None else tuple(_odd(address) for address in column) for column in columns),
+        *(None if column[0] is None else tuple(number_of(address) for address in column) for column in columns),
         **_coefficients(settings),
         **form,
         COUNT=count,
         ROWS=ROWS,
         enable_fp_fusion=False,
     )
-
-
-def _odd(address: int) -> int:
-    """Returns an odd number whose half is the address: Triton compiles anew by which numbers 16 divides."""
-    return 2 * address + 1
 
 
 def _programs(segment: Segment) -> int:

@@ -26,6 +26,21 @@ from stronghold.optim.triton_formats import (
 from stronghold.optim.triton_rounding import quotient, square_root
 
 _BLOCK = tl.constexpr(BLOCK)
+_FIRST_NUMBER = tl.constexpr(2**62 + 1)
+
+
+def number_of(address: int) -> int:
+    """Returns an address as the kernel takes it in a tuple: as an odd number of 63 bits.
+
+    Triton compiles anew for numbers that fit into 32 bits, and by which of them 16 divides.
+    """
+    return int(_FIRST_NUMBER.value) + 2 * address
+
+
+@triton.jit
+def address_of(number):
+    """Returns what :func:`number_of` has made a number of."""
+    return (number - _FIRST_NUMBER) >> 1
 
 
 @triton.jit
@@ -34,7 +49,7 @@ def _nth(addresses, n, COUNT: tl.constexpr):
     found = addresses[0]
     for other in tl.static_range(1, COUNT):
         found = tl.where(n == other, addresses[other], found)
-    return found >> 1
+    return address_of(found)
 
 
 @triton.jit
@@ -87,7 +102,7 @@ def adamw_of_segments(
     program = tl.program_id(0)
     n, begin, next_begin = 0, 0, 0
     for other in tl.static_range(COUNT):
-        count = ((ends[other] >> 1) - (weights[other] >> 1)) // OF_ONE
+        count = (address_of(ends[other]) - address_of(weights[other])) // OF_ONE
         here = (program >= next_begin) & (count > 0)
         n = tl.where(here, other, n)
         begin = tl.where(here, next_begin, begin)

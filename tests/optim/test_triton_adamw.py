@@ -32,6 +32,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from stronghold.optim import triton_adamw
+from stronghold.optim.triton_adamw_kernel import number_of
 from tests.optim.interpreted import PROGRAM, filled
 
 # ---- fp32 moments ----
@@ -237,6 +238,14 @@ def test_settings_and_formats_that_differ_are_launched_apart(launches):
     for one, other in zip(mine, theirs, strict=True):
         on_host(other)
         assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("address", [16, 2**30, 2**31, 2**32 - 16, 2**47])
+def test_an_address_is_a_number_of_64_bits_that_16_does_not_divide(address):
+    """A program's first memory lies below 2**31, where a number of 32 bits would do, and another kernel be compiled."""
+    number = number_of(address)
+    assert number % 2 == 1 and 2**62 < number < 2**63
+    assert number - number_of(0) == 2 * address
 
 
 def test_more_segments_than_a_launch_takes(launches):
