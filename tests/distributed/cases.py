@@ -252,8 +252,19 @@ def gradients(module: nn.Module, names: dict[int, str]) -> dict[str, Tensor]:
     return {names[id(p)]: to_host(p.grad) for p in module.parameters() if p.grad is not None}
 
 
+LONG = [
+    Case(2, clip=1.0, steps=50, settings={"window": 1}),
+    Case(1, replicas=2, clip=1.0, steps=50, settings={"window": 2}, micro_batches=2),
+]
+"""Of two processes."""
+
+
 def all_cases(processes: str, device: str) -> list[Trained]:
     return [staged(case, device) for case in CASES[int(processes)]]
+
+
+def long_cases(device: str) -> list[Trained]:
+    return [staged(case, device) for case in LONG]
 
 
 def residual() -> nn.Sequential:

@@ -30,7 +30,14 @@ def staged(tmp_path_factory):
 
 @pytest.mark.parametrize(("processes", "number"), CASES)
 def test_stages_train_as_one_process_does(staged, processes, number):
-    compare(processes, number, staged(processes), "cpu")
+    compare(cases.CASES[processes][number], [one[number] for one in staged(processes)], "cpu")
+
+
+@pytest.mark.long
+def test_many_steps_are_those_of_one_process(tmp_path):
+    ranks = launch("tests.distributed.cases", "long_cases", 2, tmp_path, "cpu")
+    for number, case in enumerate(cases.LONG):
+        compare(case, [one[number] for one in ranks], "cpu")
 
 
 @pytest.mark.gpu
@@ -38,13 +45,11 @@ def test_stages_train_as_one_process_does(staged, processes, number):
 def test_stages_on_gpus_train_as_one_process_on_a_gpu_does(staged, processes, number):
     if torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} CUDA devices")
-    compare(processes, number, staged(processes, "cuda"), "cuda")
+    compare(cases.CASES[processes][number], [one[number] for one in staged(processes, "cuda")], "cuda")
 
 
-def compare(processes: int, number: int, ranks: list[list[cases.Trained]], device: str) -> None:
-    case = cases.CASES[processes][number]
-    expected = cases.alone(case, device)
-    everyone = [one[number] for one in ranks]
+def compare(case: cases.Case, everyone: list[cases.Trained], device: str) -> None:
+    expected, processes = cases.alone(case, device), len(everyone)
     seen = {name for trained in everyone for name in trained.parameters}
     assert seen == expected.parameters.keys()
     for trained in everyone:
