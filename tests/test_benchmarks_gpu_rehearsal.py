@@ -233,9 +233,11 @@ def test_what_a_mode_is_warned_of_is_in_its_record_and_in_the_table(smoke, tmp_p
 
 def test_steps_are_traced_beside_the_ordinary_loop(tmp_path):
     shape = ("--layers", 2, "--hidden", 32, "--heads", 2, "--sequence", 16, "--rounds", 1, "--steps", 1)
+    shape += ("--only", "batch 4, cap *, in_backward*", "*, window 2, deferred*", "*, in_backward, 8-bit")
     printed = call("trace_steps.py", tmp_path, *shape)
     records = recorded(tmp_path, "trace")
     assert [record["call"]["method"] for record in records].count("plain") == 2
+    assert len(records) == 2 + 4
     assert ["trace" in record for record in records] == [True] * 4 + [False] * (len(records) - 4)
     for record in records[:4]:
         trace = record["trace"]
@@ -257,6 +259,14 @@ def load(monkeypatch):
     # A script's time begins with its process, and this one may be an hour old.
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: time.time())
     return importlib.import_module
+
+
+def test_a_setting_that_is_not_there_is_refused_with_those_that_are(load, capsys):
+    with pytest.raises(SystemExit):
+        load("trace_steps").main(["--small", "--device", "cpu", "--only", "batch 5, *"])
+    assert "(got ['batch 5, *']); there are: batch 4, cap 16.0 MiB, in_backward" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 @pytest.mark.parametrize("first", [1.0, float("nan")])

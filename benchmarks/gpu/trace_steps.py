@@ -21,6 +21,7 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -132,7 +133,7 @@ def _traced(turns: Turns, device: torch.device, keep: Path | None) -> dict[str, 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     recorded, budget = Recorded("trace", options), budget_of(options)
-    settings = settings_of(options.shape, options.batches, options.cap)
+    settings = options.settings
     wanted: list[tuple[int, Setting | None]] = [
         pair
         for batch in dict.fromkeys(options.batches)
@@ -193,6 +194,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("fp32", "bf16"), help="(bf16)")
     add("--batches", type=int, nargs=2, metavar="N", help="samples of a step: many, and few (32 4)")
     add("--cap", type=parse_bytes, metavar="SIZE", help="device memory to fill with resident layers (16GiB)")
+    add(
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="NAME",
+        help="settings, such as 'batch 4, *' and '*, compiled' (all)",
+    )
     add("--rounds", type=int, default=3, metavar="N", help="turns of each (3)")
     add("--steps", type=int, default=3, metavar="N", help="that a turn counts (3)")
     add("--traces", type=int, default=4, metavar="N", help="how many settings are traced (4)")
@@ -203,6 +211,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.shape = Shape(**vars(SMALL if small else Shape()) | told)
     options.batches = tuple(options.batches or ((4, 2) if small else (32, 4)))
     options.cap = options.cap or parse_bytes("16MiB" if small else "16GiB")
+    every = settings_of(options.shape, options.batches, options.cap)
+    options.settings = [one for one in every if any(fnmatchcase(one.name, wanted) for wanted in options.only)]
+    if not options.settings:
+        parser.error(f"--only must name a setting (got {options.only}); there are: {'; '.join(o.name for o in every)}")
     return options
 
 
