@@ -192,7 +192,7 @@ class ModelPlanner:
 
     def _layer_work(self, sizes: ModelBytes, placed: Placed, choice: Choice, number: int, pace: Pace) -> LayerWork:
         """Returns what a layer does: the same as another one of its kind that is where this one is."""
-        of, resident, there = self._computation, number in placed.resident, placed.on_disk.get(number)
+        of, resident, there = self._computation, number in placed.resident, placed.on_disk.get(number) or ()
         again = number < len(of.group_of) - choice.kept
         kind = of.group_of[number], sizes.kind_of(number), number if choice.states == MUON else None
         input_bytes = self._inputs.sent(choice.micro_batch, number)
@@ -212,7 +212,7 @@ class ModelPlanner:
                 forward_s=forward_s,
                 backward_s=again_s + backward_s,
                 first_gradient_s=again_s + before_s,
-                on_disk="weights" in (there or ()),
+                on_disk="weights" in there,
                 recomputed=again,
                 input_bytes=input_bytes,
                 inputs_on_disk=self._recompute == "disk",
@@ -251,16 +251,9 @@ class ModelPlanner:
             )
             for number, (unit, _) in enumerate(self._memory.units.root, first)
         ]
-        before = RootWork(
-            first=True,
-            forward_s=self._seconds.of(root.before, pace),
-            backward_s=self._seconds.of(root.before_backward, pace),
-        )
-        behind = RootWork(
-            first=False,
-            forward_s=self._seconds.of(root.behind, pace),
-            backward_s=self._seconds.of(root.behind_backward, pace),
-        )
+        of = self._seconds.of
+        before = RootWork(first=True, forward_s=of(root.before, pace), backward_s=of(root.before_backward, pace))
+        behind = RootWork(first=False, forward_s=of(root.behind, pace), backward_s=of(root.behind_backward, pace))
         return [*(work for work in works if work.first), before, behind, *(work for work in works if not work.first)]
 
     def _moved(self, sizes: ModelBytes, placed: Placed, choice: Choice, number: int) -> dict[str, Any]:
