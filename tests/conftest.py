@@ -42,7 +42,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.option.accelerator |= config.option.markexpr == "gpu" and not torch.cuda.is_available()
+    config.option.accelerator |= config.option.markexpr.startswith("gpu") and not torch.cuda.is_available()
     if config.option.accelerator:
         import tests.accelerator.host  # noqa: F401  (the device is known from here on)
 
