@@ -109,5 +109,7 @@ def test_an_iteration_takes_the_memory_that_the_report_says():
         del optimizer
     assert said == 2 * (2 * 256 * 1024 + 2 * 256 * 256)
     table = model.embedding.weight
-    assert peaks[3] <= scratch_bytes(table.numel(), torch.device(DEVICE).type, dtype=table.dtype, states="fp32")
-    assert 0.9 * said < peaks[1] < 1.05 * said
+    of_adamw = scratch_bytes(table.numel(), torch.device(DEVICE).type, dtype=table.dtype, states="fp32")
+    assert peaks[3] <= of_adamw
+    # The root's update by AdamW may go on beside an iteration; a plan counts both.
+    assert 0.9 * said < peaks[1] < 1.05 * said + of_adamw
