@@ -419,7 +419,7 @@ class Engine:
         for unit in given:
             self.take_writes(unit)
         collected = self.device_gradients.collect({u: its for u, its in given.items() if u.is_root or u.resident})
-        return {unit: collected.get(unit) or self.gradients.collect(its) for unit, its in given.items()}
+        return {u: collected[u] if u in collected else self.gradients.collect(its) for u, its in given.items()}
 
     def take_writes(self, unit: Unit) -> bool:
         """Brings the host's memory of ``unit`` up to what the user wrote into its parameters, if anything."""

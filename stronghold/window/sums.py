@@ -35,7 +35,7 @@ def spread(squares: Tensor, targets: Sequence[Tensor], found_inf: Tensor | None)
 
 
 def noted(squares: Tensor, found_inf: Tensor | None) -> Tensor:
-    """Returns ``squares``, all NaN from the first on that is not finite, with which ``found_inf`` becomes so."""
+    """Returns ``squares``, changed in place: all NaN where one is not finite or ``found_inf`` is, which becomes so."""
     if found_inf is None:
         return squares
     found_inf.add_(squares.sum(), alpha=0)  # zero, or NaN for what is not finite
