@@ -16,6 +16,7 @@ if [[ " $* " == *" --baselines "* ]]; then stronghold_baselines deepspeed ninja 
 # The models of the tests are small: more threads than two only get into one another's way.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+unset PYTHONDONTWRITEBYTECODE # many tests start processes, and each would compile what it imports
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" # no test may need the network
 cd "$root"
 several=(-n 3 --no-loadscope-reorder) # many wait for a disk, a process or a delay: others run meanwhile

@@ -42,29 +42,33 @@ def recorded(out, name):
     return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_the_probe_goes_on_where_it_was(tmp_path):
-    only = ("--least", "0.001", "--only", "product")
-    call("probe.py", tmp_path, *only)
+def test_the_probe_goes_on_where_it_was(load, tmp_path, capsys):
+    def probe(*arguments):
+        options = ["--out", str(tmp_path), "--device", "cpu", "--small", "--commit", "c", "--least", "0.001"]
+        assert load("probe").main([*options, "--only", "product", *arguments]) == 0
+        return capsys.readouterr().out
+
+    probe()
     first = recorded(tmp_path, "probe")
     assert {record["call"]["kind"] for record in first} == {"bf16", "fp32", "tf32"}
     assert all(record["tflops"] > 0 and record["here"]["commit"] == "c" for record in first)
-    printed = call("probe.py", tmp_path, *only, "link", "launch", "host memory")
+    printed = probe("link", "launch", "host memory")
     both = recorded(tmp_path, "probe")
     assert both[: len(first)] == first
     later = both[len(first) :]
     assert {record["call"]["part"] for record in later} == {"link", "launch", "host memory"}
     assert all(record["gb_per_s"] > 0 for record in later if record["call"]["part"] != "launch")
     assert "the best bf16 product" in printed and "up, not pinned" in printed
-    call("probe.py", tmp_path, *only)
+    probe()
     assert recorded(tmp_path, "probe") == both
 
 
 @pytest.mark.parametrize(
     ("script", "name", "left"),
     [
-        ("probe.py", "probe", " are left"),
+        pytest.param("probe.py", "probe", " are left", marks=pytest.mark.long),
         ("smoke.py", "smoke", "38 of 38 are left"),
-        ("trace_steps.py", "trace", "17 of 17 are left"),
+        pytest.param("trace_steps.py", "trace", "17 of 17 are left", marks=pytest.mark.long),
         ("large.py", "large", "4 of 4 are left"),
     ],
 )
@@ -366,15 +370,17 @@ def test_where_the_extension_cannot_be_built_that_is_said_and_packed(tmp_path):
         assert packed.extractfile("first.txt").read().decode() == done.stdout
 
 
-def test_large_models_learn_and_are_not_trained_again(tmp_path):
-    call("probe.py", tmp_path, "--least", "0.001", "--only", "product")
-    printed = call("large.py", tmp_path, "--steps", 2, "--batches", 2)
+def test_large_models_learn_and_are_not_trained_again(load, tmp_path, capsys):
+    options = ["--out", str(tmp_path), "--device", "cpu", "--small", "--commit", "c"]
+    assert load("probe").main([*options, "--least", "0.001", "--only", "product"]) == 0
+    assert load("large").main([*options, "--steps", "2", "--batches", "2"]) == 0
+    printed = capsys.readouterr().out
     llama, gpt = recorded(tmp_path, "large")
     assert (llama["call"]["model"], gpt["call"]["model"]) == ("llama-tiny", "gpt-tiny")
     assert llama["learned"] and gpt["learned"] and len(llama["step_s"]) == 2
     assert (llama["loss_chunk"], gpt["loss_chunk"]) == (2048, 2**27 // (4 * 640))
     assert "best product" in printed and "WRONG" not in printed
-    call("large.py", tmp_path, "--steps", 2, "--batches", 2)
+    assert load("large").main([*options, "--steps", "2", "--batches", "2"]) == 0
     assert len(recorded(tmp_path, "large")) == 2
 
 
@@ -428,7 +434,7 @@ def test_the_minutes_of_a_script_begin_with_its_process():
     ("script", "names"),
     [
         pytest.param("first.sh", ("touch", "smoke", "probe", "trace"), marks=pytest.mark.long),
-        ("compare.sh", ("methods",)),
+        pytest.param("compare.sh", ("methods",), marks=pytest.mark.long),
         ("large.sh", ("probe", "large")),
     ],
 )

@@ -32,7 +32,11 @@ def test_the_least_that_a_step_can_take(lora_overlap, fetch_s, window, least_s):
 
 @pytest.mark.parametrize(
     ("base", "samples", "activations", "longest"),
-    [("bf16", 1, "recompute", "fetches"), ("bf16", 8, "keep", "fetches"), ("nf4_nested", 6, "recompute", "compute")],
+    [
+        pytest.param("bf16", 1, "recompute", "fetches", marks=pytest.mark.long),
+        ("bf16", 8, "keep", "fetches"),
+        ("nf4_nested", 6, "recompute", "compute"),
+    ],
 )
 def test_a_step_is_at_its_bound_and_as_planned(lora_overlap, base, samples, activations, longest):
     player = replace(lora_overlap.PLAYERS[1], layers=12)
@@ -70,7 +74,7 @@ def test_what_is_planned_is_played_and_recorded(lora_overlap, tmp_path, capsys, 
     assert "planned: window" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("samples", "longest"), [(1, "fetches"), (32, "compute")])
+@pytest.mark.parametrize(("samples", "longest"), [(1, "fetches"), pytest.param(32, "compute", marks=pytest.mark.long)])
 def test_where_link_or_computation_is_the_longest_a_step_is_within_three_percent_of_it(lora_overlap, samples, longest):
     player = replace(lora_overlap.PLAYERS[1], layers=32)
     outcome, _ = lora_overlap.run(player, "bf16", samples=samples, steps=1, window=2)

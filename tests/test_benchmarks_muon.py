@@ -44,7 +44,7 @@ def test_an_iteration_takes_the_devices_arithmetic_and_hides_but_for_that(tmp_pa
         assert record["muon"]["step_s"] <= 1.06 * record["muon"]["busy_s"]["compute"]
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("update", [pytest.param("deferred", marks=pytest.mark.long), "in_backward"])
 def test_on_a_simulated_h200_a_step_of_adamw_takes_nine_tenths_of_muons(update, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     from benchmarks import muon_overlap

@@ -16,16 +16,29 @@ from torch import Tensor, nn
 from stronghold import native
 from stronghold.device import CpuDevice
 from stronghold.engine.find_layers import find_layers
+from tests.crossed import crossed
 from tests.reference import CASES, Batch, Case, MasterAdamW, offloaded, ordinary
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+MEMORY = {True: "", False: "apart"}
 STEPS = 3
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["", "apart"])
+@pytest.fixture(autouse=True, params=MEMORY, ids=MEMORY.get)
 def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets root parameters be the host's own memory, and copies as on a device that has memory of its own."""
     monkeypatch.setattr(CpuDevice, "is_host", request.param)
+
+
+def some(names: str, *values: Any, together: int = 2) -> pytest.MarkDecorator:
+    """Parametrizes a test by ``names`` and by both kinds of memory: some combinations each time, all with the long."""
+
+    def name(value: Any) -> Any:
+        known = {**MEMORY, **DTYPES} if isinstance(value, (bool, torch.dtype)) else {}
+        return known.get(value, getattr(value, "__name__", None))
+
+    combinations = crossed(MEMORY, *values, together=together)
+    return pytest.mark.parametrize(f"_memory, {names}", combinations, indirect=["_memory"], ids=name)
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +107,7 @@ def compare(case: Case, dtype: torch.dtype, visit: Visit, block: int = 1, **sett
     torch.testing.assert_close(seen, expected, rtol=0.0 if exact else 1e-5, atol=1e-8 if exact else 1e-5)
 
 
-@DTYPES
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bart", "mixtral"])
+@some("name, dtype", ["gpt2", "llama", "t5", "bart", "mixtral"], DTYPES, together=1)
 def test_generation(name: str, dtype: torch.dtype) -> None:
     def visit(model: nn.Module, step: int) -> Tensor:
         with torch.random.fork_rng():
@@ -106,9 +118,7 @@ def test_generation(name: str, dtype: torch.dtype) -> None:
     compare(CASES[name], dtype, visit, window=2)
 
 
-@DTYPES
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-@pytest.mark.parametrize("name", ["gpt", "t5", "vit"])
+@some("name, activations, dtype", ["gpt", "t5", "vit"], ["recompute", "keep"], DTYPES)
 def test_evaluation(name: str, activations: str, dtype: torch.dtype) -> None:
     def visit(model: nn.Module, step: int) -> float:
         model.eval()
@@ -120,7 +130,7 @@ def test_evaluation(name: str, activations: str, dtype: torch.dtype) -> None:
     compare(CASES[name], dtype, visit, window=1 + (dtype == torch.bfloat16), activations=activations)
 
 
-@DTYPES
+@some("dtype", DTYPES, together=1)
 def test_evaluation_with_gradients_enabled_and_never_used(dtype: torch.dtype) -> None:
     def visit(model: nn.Module, step: int) -> float:
         return model.eval()(**CASES["gpt"].batches(1, seed=step)[0]).loss.item() + model.train().training
@@ -128,8 +138,7 @@ def test_evaluation_with_gradients_enabled_and_never_used(dtype: torch.dtype) ->
     compare(CASES["gpt"], dtype, visit, window=2)
 
 
-@DTYPES
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@some("dtype, update", DTYPES, ["deferred", "in_backward"])
 @pytest.mark.usefixtures("slow_updates")
 def test_a_state_dictionary_right_behind_a_step_has_the_new_values(dtype: torch.dtype, update: str) -> None:
     def visit(model: nn.Module, step: int) -> dict[str, Tensor]:
@@ -161,15 +170,13 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", READS)
+@some("way", READS, together=1)
 @pytest.mark.usefixtures("slow_updates")
 def test_reading(way: str) -> None:
     compare(CASES["gpt"], torch.bfloat16, lambda model, step: READS[way](model), window=2)
 
 
-@DTYPES
-@pytest.mark.parametrize("window", [1, 2, 4])
-@pytest.mark.parametrize("name", ["gpt", "bert"])
+@some("name, window, dtype", ["gpt", "bert"], [1, 2, 4], DTYPES)
 @pytest.mark.usefixtures("slow_updates")
 def test_loading_a_state_dictionary_between_steps(name: str, window: int, dtype: torch.dtype) -> None:
     case = CASES[name]
@@ -257,9 +264,7 @@ WRITES = [
 ]
 
 
-@DTYPES
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@some("write, window, dtype", WRITES, [1, 4], DTYPES)
 @pytest.mark.usefixtures("slow_updates")
 def test_writing(write: Callable[[nn.Module], None], window: int, dtype: torch.dtype) -> None:
     """Layers and root parameters, on steps 1 and 2; the engine must notice, whatever way the values went.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.crossed import few
+from tests.crossed import crossed, few
 from tests.reference import CASES, Case, differences, offloaded, snapshot, train
 
 STEPS = 3
@@ -70,7 +70,8 @@ def check(case: Case, way: Way, like: Way) -> None:
     assert differences(final, expected) == [], way
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+DTYPES = pytest.mark.parametrize("dtype", FORMATS, ids=FORMATS.get)
 WAYS = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every"])
 """Either some of the ways, with every value and where three settings or more are crossed every pair, or all of them."""
 
@@ -80,8 +81,7 @@ def crossing(every: bool, *values: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 @WAYS
-@DTYPES
-@pytest.mark.parametrize("name", ["gpt", "t5", "mixtral"])
+@pytest.mark.parametrize(("name", "dtype"), crossed(["gpt", "t5", "mixtral"], FORMATS, together=1), ids=FORMATS.get)
 def test_every_way_gives_the_same_bits(name: str, dtype: torch.dtype, every: bool) -> None:
     case, usual = CASES[name], Way(dtype=dtype)
     windows = range(1, case.layers + 1)
@@ -92,8 +92,7 @@ def test_every_way_gives_the_same_bits(name: str, dtype: torch.dtype, every: boo
 
 
 @WAYS
-@DTYPES
-@pytest.mark.parametrize("name", ["gpt", "bart", "qwen2_moe"])
+@pytest.mark.parametrize(("name", "dtype"), crossed(["gpt", "bart", "qwen2_moe"], FORMATS, together=1), ids=FORMATS.get)
 def test_clipping_and_accumulation_do_not_change_that(name: str, dtype: torch.dtype, every: bool) -> None:
     case, usual = CASES[name], Way(dtype=dtype, accumulation=3, clip=0.5)
     for window, activations in crossing(every, range(1, case.layers + 1), ACTIVATIONS):
@@ -101,9 +100,9 @@ def test_clipping_and_accumulation_do_not_change_that(name: str, dtype: torch.dt
 
 
 @WAYS
-@DTYPES
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-@pytest.mark.parametrize("name", ["gpt", "t5"])
+@pytest.mark.parametrize(
+    ("name", "states", "dtype"), crossed(["gpt", "t5"], ["fp32", "8bit"], FORMATS, together=1), ids=FORMATS.get
+)
 def test_resident_layers_give_the_same_bits(name: str, states: str, dtype: torch.dtype, every: bool) -> None:
     case, usual = CASES[name], Way(dtype=dtype, states=states)
     for resident, activations, update in crossing(
@@ -137,15 +136,23 @@ def test_running_statistics_are_those_of_one_forward_pass() -> None:
         check(case, replace(usual, window=window, activations=activations), usual)
 
 
-@DTYPES
-@pytest.mark.parametrize("name", ["gpt", "llama", "t5", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), crossed(["gpt", "llama", "t5", "mixtral"], FORMATS, together=1), ids=FORMATS.get
+)
 def test_a_micro_batch_of_the_whole_batch_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     case, usual = CASES[name], Way(dtype=dtype, window=2, batch=3)
     for activations, micro_batch in itertools.product(ACTIVATIONS, (3, 4)):
         check(case, replace(usual, activations=activations, micro_batch=micro_batch), usual)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "resnet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("gpt", "llama", "bart", "mixtral") else pytest.mark.long)
+        for name in CASES
+        if name != "resnet"
+    ],
+)
 def test_smaller_micro_batches_change_the_rounding_only(name: str) -> None:
     """The decoders fill their default key-value cache, which is cut like the batch; padding masks are cut too."""
     case, usual = CASES[name], Way(batch=5, dropout=False, accumulation=2, clip=0.5)

@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import stronghold
+from tests.crossed import crossed
 from tests.gpu import DEVICE, needs_device
 from tests.small import ADAMW, Block, Residual, numbers
 
@@ -80,8 +81,10 @@ def test_windows_and_activations_share_the_graphs_and_change_no_bit(dtype, passe
     check_alike(settings, dtype=dtype, passes=passes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("more", [{"micro_batch": 1}, {"frozen": ("layers.1.", "bias")}], ids=["micro-batch", "frozen"])
+@pytest.mark.parametrize(
+    ("more", "dtype"),
+    crossed([{"micro_batch": 1}, {"frozen": ("layers.1.", "bias")}], [torch.float32, torch.bfloat16], together=1),
+)
 def test_micro_batches_and_frozen_parameters_are_compiled(more, dtype, tmp_path):
     settings = [
         {"window": 2},

@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import stronghold
+from tests.crossed import crossed
 from tests.gpu import DEVICE, SOFT, needs_device
 
 pytestmark = [pytest.mark.gpu, needs_device]
@@ -63,8 +64,7 @@ class Mixture(nn.Module):
         return x.float().square().mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(("dtype", "frozen"), crossed([torch.float32, torch.bfloat16], [False, True], together=1))
 def test_parts_of_experts_learn_what_the_whole_learns(frozen, dtype):
     """To the bit in every window, with another optimizer's steps and with ours, and on a CPU to the whole's bits.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stronghold import native
 from stronghold.native import Segment
+from tests.crossed import crossed
 from tests.native_cases import (
     CHUNK,
     ISAS,
@@ -86,25 +87,22 @@ def reference(before: Segment) -> Segment:
     return replace(s, **dict(zip(("weight", "exp_avg", "exp_avg_sq"), map(torch.from_numpy, new), strict=True)))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("grad", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"step": 1},
-        {"step": 100_000},
-        {"weight_decay": 0.0},
-        {"grad_scale": 0.37},
-        {"lr": 0.3, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.95},
-        {"beta1": 0.0},
-        {"eps": 1e-3},
-        {"lr": 0.0},
-    ],
-    ids=lambda case: ",".join(f"{k}={v}" for k, v in case.items()) or "usual",
-)
+CASES = {
+    "usual": {},
+    "first": {"step": 1},
+    "late": {"step": 100_000},
+    "no decay": {"weight_decay": 0.0},
+    "clipped": {"grad_scale": 0.37},
+    "large": {"lr": 0.3, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.95},
+    "no first moment": {"beta1": 0.0},
+    "large eps": {"eps": 1e-3},
+    "no rate": {"lr": 0.0},
+}
+
+
+@pytest.mark.parametrize(("isa", "grad", "case"), crossed(ISAS, ["float32", "bfloat16"], CASES, together=1))
 def test_one_step_is_float64s_within_its_bounds(isa, grad, case):
-    before = segment(2 * CHUNK + 37, grad=grad, **case)
+    before = segment(2 * CHUNK + 37, grad=grad, **CASES[case])
     after = copy_of(before)
     native.adamw([after], threads=2, isa=isa)
     check_against_float64(before, after)
@@ -176,8 +174,7 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("weight", [1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("grad", [1e-30, 1e-12, 1.0, 1e6])
+@pytest.mark.parametrize(("weight", "grad"), crossed([1e-30, 1.0, 1e30], [1e-30, 1e-12, 1.0, 1e6], together=1))
 @pytest.mark.parametrize("isa", ISAS[-1:])
 def test_extreme_numbers_and_settings_stay_within_the_bounds(isa, grad, weight):
     """One choice in seven of the settings' combinations, the same ones each time."""
@@ -242,10 +239,13 @@ def torch_step(s: Segment) -> None:
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "plain"])
-@pytest.mark.parametrize("eps", [1e-8, 1e-42, 1e-43, 0.0])
-@pytest.mark.parametrize("split_weight,grad", [(False, "float32"), (True, "bfloat16"), (True, "split")])
-def test_instruction_sets_give_the_same_bits_of_a_million_updates(isa, eps, split_weight, grad):
+@pytest.mark.parametrize(
+    ("eps", "formats"),
+    crossed([1e-8, 1e-42, 1e-43, 0.0], [(False, "float32"), (True, "bfloat16"), (True, "split")], together=1),
+)
+def test_instruction_sets_give_the_same_bits_of_a_million_updates(isa, eps, formats):
     """So many that some come to either side of a rounding from either end of an approximated root's error."""
+    split_weight, grad = formats
     before = where_rounding_shows(2**20, eps=eps)
     before.weight[::2] = 0  # the update alone is rounded
     for place, value in enumerate((0.0, 1e-45, torch.inf, torch.nan, -1.0, 1e38)):

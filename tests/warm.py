@@ -125,4 +125,6 @@ if __name__ == "__main__":
     import torch.distributed.pipelining.schedules
     import torch.utils.tensorboard  # noqa: F401
 
+    import stronghold  # noqa: F401
+
     _serve()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 import stronghold
 from stronghold.engine import engine_of
+from tests.crossed import crossed
 from tests.gpu import SOFT, needs_device
 from tests.test_ordering import Layer
 
@@ -63,12 +63,12 @@ def train(device: str, *, hooks: bool = False, update: str = "deferred", **setti
     return seen, [parameter.detach().cpu().clone() for parameter in model.parameters()]
 
 
-SETTINGS = list(itertools.product(["recompute", "keep", "host"], ["deferred", "in_backward"], [None, torch.bfloat16]))
+SETTINGS = crossed(
+    ["recompute", "keep", "host"], ["deferred", "in_backward"], [None, torch.bfloat16], [1, 2], [False, True]
+)
 
 
-@pytest.mark.parametrize("hooks", [False, True])
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize(("activations", "update", "dtype"), SETTINGS)
+@pytest.mark.parametrize(("activations", "update", "dtype", "window", "hooks"), SETTINGS)
 def test_a_layer_that_is_used_twice_trains_as_on_the_host(activations, update, dtype, window, hooks):
     settings = {"activations": activations, "update": update, "dtype": dtype, "window": window}
     expected, parameters = train("cpu", hooks=hooks, **settings)

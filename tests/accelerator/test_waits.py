@@ -18,7 +18,7 @@ from stronghold.device import Wait, Waits
 from stronghold.errors import StrongholdError
 from tests import test_ordering
 from tests.gpu import SOFT, needs_device
-from tests.test_ordering import LIKELY, SETTINGS, train, undelayed
+from tests.test_ordering import SETTINGS, SHOWN, train, undelayed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +61,23 @@ def run(name: str, *, errors: tuple[type[Exception], ...] = ()) -> tuple[list[fl
     return seen, races
 
 
-@pytest.mark.parametrize("name", ALONE)
+ALIKE = (
+    "accumulation",
+    "accumulation in bf16",
+    "deferred in bf16",
+    "disk, whole window",
+    "disk, window of three",
+    "resident in_backward",
+    "resident root",
+    "whole window",
+    "window of one",
+)
+"""Settings of which each is in others, too."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in ALONE]
+)
 def test_nothing_races_and_the_bits_are_the_hosts(name):
     seen, races = run(name)
     assert races == []
@@ -78,7 +94,7 @@ def test_nothing_races_and_the_bits_are_the_hosts(name):
 @pytest.mark.parametrize(
     "name", ["deferred", "in_backward", "host", "disk", "inputs on disk", "disk, in_backward in bf16"]
 )
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_late_kernels_and_copies_change_nothing(name, seed):
     SOFT.late(0.3, 3000, seed)
     try:
@@ -110,7 +126,7 @@ def test_without_a_wait_a_race_is_reported(wait, monkeypatch):
     monkeypatch.setattr(native, "adamw", slow)
     for kind, original in originals.items():
         monkeypatch.setattr(Waits, kind, without(original))
-    for name in sorted(ALONE, key=lambda name: name not in (LIKELY.get(wait.name), FIRST.get(wait.name))):
+    for name in sorted(ALONE, key=lambda name: name != FIRST.get(wait.name, SHOWN[wait.name][0])):
         # What is not there yet is noticed, too, and what is written when autograd has it.
         if run(name, errors=(StrongholdError, RuntimeError))[1]:
             return

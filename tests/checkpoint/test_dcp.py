@@ -58,8 +58,7 @@ def states_of(model: nn.Module, optimizer: Any, **options: bool) -> dict[str, An
     }
 
 
-@pytest.mark.parametrize("store", ["ram", "disk"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "store"), crossed(("fp32", "bf16"), ("ram", "disk"), together=1))
 def test_plain_pytorch_goes_on_from_what_we_saved(dtype: str, store: str, tmp_path: Any) -> None:
     model, optimizer = ours(
         sharded.plain(), dtype=DTYPES[dtype], store=store if store == "ram" else str(tmp_path / "s")
@@ -85,8 +84,7 @@ def test_plain_pytorch_goes_on_from_what_we_saved(dtype: str, store: str, tmp_pa
         assert sharded.train(model, optimizer, BATCHES[sharded.STEPS :]) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("prefix", ["", "app."])
+@pytest.mark.parametrize(("prefix", "flat"), crossed(("", "app."), (False, True), together=1))
 def test_we_go_on_from_what_plain_pytorch_saved(prefix: str, flat: bool, tmp_path: Any) -> None:
     theirs = sharded.plain()
     adamw = sharded.adamw(theirs)
@@ -141,7 +139,14 @@ def test_what_follows_is_what_would_have_followed(dtype: str, update: str, tmp_p
     assert differences(snapshot(other.model, other.optimizer), final) == []
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "residual"])
+EACH_TIME = ("counting", "stateful", "shared", "frozen", "skipping")
+"""Those of the small models whose names or buffers differ most; the others are long."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in EACH_TIME else pytest.mark.long) for name in KINDS if name != "residual"],
+)
 def test_every_kind_of_model_comes_back(name: str, tmp_path: Any) -> None:
     """Shared weights, frozen ones, buffers that are in no state_dict() and those that are."""
     first, kind = of_kind(name)

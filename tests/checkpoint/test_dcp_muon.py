@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import stronghold
 from stronghold.errors import CheckpointError
+from tests.crossed import crossed
 from tests.muon import different, seen, train
 from tests.muon_groups import ADAMW, MUON, groups, split_up
 from tests.reference import CASES
@@ -79,9 +80,12 @@ def ours(name: str, seed: int = 0, muon: dict[str, Any] | None = None, **setting
     return model, stronghold.Muon(groups(model), **(muon or {}))
 
 
-@pytest.mark.parametrize("format", ["safetensors", "dcp"])
-@pytest.mark.parametrize(("name", "dtype"), [("gpt", "float32"), ("llama", "bfloat16"), ("bert", "float32")])
-def test_what_follows_is_what_would_have_followed(name: str, dtype: str, format: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "format"),
+    crossed((("gpt", "float32"), ("llama", "bfloat16"), ("bert", "float32")), ("safetensors", "dcp"), together=1),
+)
+def test_what_follows_is_what_would_have_followed(case: tuple[str, str], format: Any, tmp_path: Path) -> None:
+    name, dtype = case
     batches = CASES[name].batches(4)
     settings = {"dtype": getattr(torch, dtype)}
     model, optimizer = ours(name, **settings)
@@ -114,7 +118,15 @@ def test_plain_pytorch_goes_on_from_what_we_saved(name: str, tmp_path: Path) -> 
     assert theirs.train(batches[2:]) == pytest.approx(train(model, optimizer, batches[2:]), rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "flat"), [("gpt", True), ("gpt", False), ("llama", False), ("bert", True)])
+@pytest.mark.parametrize(
+    ("name", "flat"),
+    [
+        pytest.param("gpt", True, marks=pytest.mark.long),
+        pytest.param("gpt", False, marks=pytest.mark.long),
+        ("llama", False),
+        ("bert", True),
+    ],
+)
 def test_we_go_on_from_what_plain_pytorch_saved(name: str, flat: bool, tmp_path: Path) -> None:
     batches = CASES[name].batches(4)
     theirs = Plain(name)

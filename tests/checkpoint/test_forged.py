@@ -315,7 +315,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(place for key, item in items for place in places(item, (*path, key)))]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_whatever_is_altered_is_refused_or_taken_whole(data: st.DataObject, saved: Any) -> None:
     """Never another error than ours; and where one is raised nothing has changed."""

@@ -32,8 +32,7 @@ def linked(one: Any, other: Any) -> set[str]:
     return {name for name in names if (one / name).stat().st_ino == (other / name).stat().st_ino}
 
 
-@STORES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("store", "dtype"), crossed(("ram", "disk"), (torch.float32, torch.bfloat16), together=1))
 def test_units_that_did_not_change_are_the_same_file(store: str, dtype: torch.dtype, tmp_path: Any) -> None:
     training, kind = start(tmp_path, store, dtype=dtype)
     one = training.save(tmp_path / "a")
@@ -87,7 +86,7 @@ def load_state(training: Training) -> None:
 
 @pytest.mark.parametrize(
     ("change", "between", "store"),
-    crossed((write, write_unseen, write_numpy, load_state), (False, True), ("ram", "disk")),
+    crossed((write, write_unseen, write_numpy, load_state), (False, True), ("ram", "disk"), together=1),
 )
 def test_what_the_user_wrote_into_a_frozen_unit_is_written(
     change: Callable[[Training], None], between: bool, store: str, tmp_path: Any

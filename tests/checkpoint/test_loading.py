@@ -20,8 +20,10 @@ from tests.crossed import crossed
 from tests.reference import CASES, differences, snapshot
 from tests.small import KINDS, Frozen, Residual
 
-FORMATS = crossed(("fp32", "bf16"), ("fp32", "8bit"), ("ram", "disk"), ("deferred", "in_backward"))
+FORMATS = crossed(("fp32", "bf16"), ("fp32", "8bit"), ("ram", "disk"), ("deferred", "in_backward"), together=1)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EACH_TIME = ("structured", "stateful", "spectral", "shared", "lending", "frozen", "mixed")
+"""Those of the small models that have most beside plain layers; the others are long."""
 
 
 def here(store: str, tmp_path: Any) -> str:
@@ -80,7 +82,14 @@ def test_what_follows_is_what_would_have_followed(
             assert differences(snapshot(back.model, back.optimizer), final) == []
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("residual", "counting")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in EACH_TIME else pytest.mark.long)
+        for name in KINDS
+        if name not in ("residual", "counting")
+    ],
+)
 def test_every_kind_of_model_goes_on_to_the_bit(name: str, tmp_path: Any) -> None:
     """Buffers that change, parameters without elements or gradient, shared and frozen ones; with clipping."""
     training, kind = of_kind(name)
@@ -94,10 +103,10 @@ def test_every_kind_of_model_goes_on_to_the_bit(name: str, tmp_path: Any) -> Non
     assert differences(snapshot(other.model, other.optimizer), final) == []
 
 
-@pytest.mark.parametrize(("saved_as", "loaded_as"), [("fp32", "bf16"), ("bf16", "fp32")])
-@pytest.mark.parametrize("store", ["ram", "disk"])
-def test_masters_are_exact_in_either_compute_type(saved_as: str, loaded_as: str, store: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("saved_as", "store"), crossed(("fp32", "bf16"), ("ram", "disk"), together=1))
+def test_masters_are_exact_in_either_compute_type(saved_as: str, store: str, tmp_path: Any) -> None:
     """Frozen layers too, whose fp32 values bf16 alone does not hold; and back again."""
+    loaded_as = "bf16" if saved_as == "fp32" else "fp32"
     training, kind = of_kind("frozen", dtype=DTYPES[saved_as])
     training.steps(kind.batches(2))
     path, expected = training.save(tmp_path / "saved"), masters(training)
@@ -188,8 +197,7 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Any) -> None:
     assert other.optimizer.param_groups[0]["lr"] == 0.25
 
 
-@pytest.mark.parametrize("unseen", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "unseen"), crossed(("fp32", "bf16"), (False, True), together=1))
 def test_what_the_user_wrote_is_saved_and_what_he_writes_after_loading_counts(
     dtype: str, unseen: bool, tmp_path: Any
 ) -> None:

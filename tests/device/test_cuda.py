@@ -23,6 +23,7 @@ from stronghold.device import AcceleratorDevice
 from stronghold.device import accelerator as accelerator_module
 from stronghold.device import cuda as cuda_module
 from stronghold.device.memory import HostBuffer
+from tests.crossed import crossed
 from tests.test_ordering import Model, train
 
 
@@ -393,12 +394,12 @@ def test_an_event_waits_until_it_has_been_recorded(driver):
     assert event.of_torch.recorded_on is device.fetches.of_torch
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
-@pytest.mark.parametrize(
-    ("limit", "fraction", "free"),
-    [(1 << 29, 0.25, (1 << 29) - (1 << 20)), (3 << 29, 0.75, 1 << 30), (1 << 40, 1.0, 1 << 30), (1, 2**-31, 0)],
-)
-def test_what_is_free_is_within_the_processs_limit(driver, monkeypatch, device, limit, fraction, free):
+LIMITS = [(1 << 29, 0.25, (1 << 29) - (1 << 20)), (3 << 29, 0.75, 1 << 30), (1 << 40, 1.0, 1 << 30), (1, 2**-31, 0)]
+
+
+@pytest.mark.parametrize(("device", "given"), crossed(["cuda", "cuda:0"], LIMITS, together=1))
+def test_what_is_free_is_within_the_processs_limit(driver, monkeypatch, device, given):
+    limit, fraction, free = given
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     stronghold.device.limit_memory(device, limit)
     assert driver.cuda.fraction == fraction

@@ -84,14 +84,14 @@ CASES = {
         Case(2, settings={"resident": 1, "window": 1}),
         Case(2, settings={"micro_batch": 1, "window": 1}),
         Case(2, frozen=True, clip=0.05),
-        Case(2, clip=1.0, steps=20, settings={"window": 1}),
+        Case(2, clip=1.0, steps=10, settings={"window": 1}),
         Case(1, replicas=2, settings={"window": 1}, clip=0.05),
         Case(
             1, replicas=2, disk=True, settings={"window": 2, "activations": "keep"}, micro_batches=2, again=frozenset()
         ),
         Case(1, replicas=2, frozen=True, settings={"micro_batch": 1, "activations": "host"}, micro_batches=1),
         Case(1, replicas=2, settings={"resident": 2, "window": 1}, clip=0.05),
-        Case(1, replicas=2, clip=1.0, steps=20, settings={"window": 2}, micro_batches=2),
+        Case(1, replicas=2, clip=1.0, steps=10, settings={"window": 2}, micro_batches=2),
         Case(1, replicas=2, machines=2, settings={"window": 1}, clip=0.05),
         Case(1, replicas=2, machines=2, disk=True, settings={"resident": 2, "window": 1}, micro_batches=2),
     ],
@@ -107,6 +107,9 @@ CASES = {
         Case(1, replicas=4, machines=2, settings={"window": 1}, clip=0.05, micro_batches=2),
     ],
 }
+
+EACH_TIME = {1: {0, 1}, 2: {0, 3, 8, 9, 11, 12, 14, 15, 16, 17, 19, 20, 22, 24}, 4: {1, 5, 6, 7, 8}}
+"""Numbers of those that have every schedule, store and setting once; the others are long."""
 
 
 def model(case: Case) -> GPT:
@@ -259,8 +262,8 @@ LONG = [
 """Of two processes."""
 
 
-def all_cases(processes: str, device: str) -> list[Trained]:
-    return [staged(case, device) for case in CASES[int(processes)]]
+def some_cases(processes: str, device: str, *numbers: str) -> dict[int, Trained]:
+    return {int(number): staged(CASES[int(processes)][int(number)], device) for number in numbers}
 
 
 def long_cases(device: str) -> list[Trained]:
@@ -283,10 +286,10 @@ def optimizer_of(model: nn.Module, *, muon: bool = False, **settings: Any) -> st
     return stronghold.Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], lr=1e-2, **settings)
 
 
-def bits(folder: str) -> list[str]:
+def bits(folder: str, cases: list[dict[str, Any]]) -> list[str]:
     """Trains stages beside the same model in one process, micro-batch after micro-batch; returns what is not equal."""
     unequal = []
-    for number, case in enumerate(BITS):
+    for number, case in enumerate(cases):
         whole, model = residual(), residual()
         names = {id(p): name for name, p in model.named_parameters()}
         dtype = torch.bfloat16 if case.get("bf16") else None
@@ -334,18 +337,25 @@ def bits(folder: str) -> list[str]:
 
 BITS = [
     {"stages": 2, "schedule": "GPipe"},
-    {"stages": 2, "schedule": "1F1B", "states": "8bit"},
-    {"stages": 2, "schedule": "1F1B", "bf16": True},
     {"stages": 4, "schedule": "Interleaved1F1B", "bf16": True, "states": "8bit"},
     {"stages": 4, "schedule": "Interleaved1F1B", "disk": True},
-    {"stages": 2, "schedule": "1F1B", "update": "in_backward"},
     {"stages": 2, "schedule": "GPipe", "update": "in_backward", "bf16": True, "disk": True},
     {"stages": 2, "schedule": "1F1B", "update": "in_backward", "bf16": True, "resident": 2},
-    {"stages": 4, "schedule": "Interleaved1F1B", "update": "in_backward", "states": "8bit"},
     {"stages": 4, "schedule": "Interleaved1F1B", "compile": "aot_eager"},
-    {"stages": 2, "schedule": "1F1B", "muon": True},
     {"stages": 4, "schedule": "Interleaved1F1B", "update": "in_backward", "bf16": True, "disk": True, "muon": True},
 ]
+
+LONG_BITS = [
+    {"stages": 2, "schedule": "1F1B", "states": "8bit"},
+    {"stages": 2, "schedule": "1F1B", "bf16": True},
+    {"stages": 2, "schedule": "1F1B", "update": "in_backward"},
+    {"stages": 4, "schedule": "Interleaved1F1B", "update": "in_backward", "states": "8bit"},
+    {"stages": 2, "schedule": "1F1B", "muon": True},
+]
+
+
+def other_bits(folder: str) -> list[str]:
+    return bits(folder, LONG_BITS)
 
 
 def fetches(*, foreseen: bool) -> int:
@@ -412,7 +422,7 @@ def without_shared_parameters(folder: str) -> dict[str, Any]:
         "other batches": other_batches(),
         "thawed": thawed(),
         "frozen by one name": frozen_by_one_name(),
-        "unequal": bits(folder),
+        "unequal": bits(folder, BITS),
         "foreseen": fetches(foreseen=True),
         "by itself": fetches(foreseen=False),
         "let go": is_let_go(),

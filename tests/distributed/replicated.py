@@ -26,18 +26,22 @@ from tests.small import SIZE
 BITS: list[dict[str, Any]] = [
     {},
     {"states": "8bit", "window": 2, "activations": "keep"},
-    {"update": "in_backward"},
     {"update": "in_backward", "states": "8bit", "disk": True},
-    {"disk": True, "max_grad_norm": 0.05},
     {"resident": 3, "max_grad_norm": 0.05},
-    {"resident": 3, "update": "in_backward"},
-    {"bf16": True},
     {"bf16": True, "resident": 3},
     {"compile": "aot_eager", "window": 2},
-    {"muon": True, "max_grad_norm": 0.05},
     {"muon": True, "update": "in_backward", "disk": True, "bf16": True},
 ]
 """Ways to train that are the same to the bit in two replicas and with two halves of each batch in one process."""
+
+LONG_BITS: list[dict[str, Any]] = [
+    {"update": "in_backward"},
+    {"disk": True, "max_grad_norm": 0.05},
+    {"resident": 3, "update": "in_backward"},
+    {"bf16": True},
+    {"muon": True, "max_grad_norm": 0.05},
+]
+"""Others, of the same parts."""
 
 APART: list[dict[str, Any]] = [
     {"max_grad_norm": 0.05},
@@ -301,7 +305,7 @@ def apart(folder: str) -> dict[str, Any]:
     own = f"{folder}/{int(os.environ['RANK']) * 2 // int(os.environ['WORLD_SIZE'])}"
     os.makedirs(own, exist_ok=True)
     with machines(2):
-        found = bits(own, APART)
+        found = bits(own, APART if os.environ["WORLD_SIZE"] == "2" else APART[::2])
         found |= {"crossed": reduced(), "random": from_random(), "written": written()}
     socket.gethostname = lambda: "machine-0" if os.environ["RANK"] == "0" else "machine-1"
     return {**found, "uneven": error_of(lambda: stronghold.replicate(residual(), device="cpu"))}
@@ -345,6 +349,10 @@ def from_random() -> bool:
 def _draw(module: nn.Module) -> None:
     if hasattr(module, "reset_parameters"):
         module.reset_parameters()
+
+
+def other_bits(folder: str) -> list[str]:
+    return bits(folder, LONG_BITS)["unequal"]
 
 
 def all_of(folder: str) -> dict[str, Any]:

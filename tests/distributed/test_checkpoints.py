@@ -27,9 +27,9 @@ def entries(folder) -> dict:
     [
         pytest.param("fp32", "safetensors", marks=pytest.mark.long),
         ("8bit", "safetensors"),
-        ("fp32", "dcp"),
-        pytest.param("muon", "dcp", marks=pytest.mark.long),
-        ("muon", "safetensors"),
+        pytest.param("fp32", "dcp", marks=pytest.mark.long),
+        ("muon", "dcp"),
+        pytest.param("muon", "safetensors", marks=pytest.mark.long),
     ],
 )
 def test_a_checkpoint_loads_in_every_layout_to_the_bit(tmp_path, states, format):

@@ -9,28 +9,35 @@ from stronghold.planner.link_bytes import boundary_bytes
 from tests.distributed import cases
 from tests.distributed.launched import launch, start
 
-CASES = [(processes, number) for processes, some in cases.CASES.items() for number in range(len(some))]
+CASES = [
+    pytest.param(processes, number, marks=() if number in cases.EACH_TIME[processes] else pytest.mark.long)
+    for processes, some in cases.CASES.items()
+    for number in range(len(some))
+]
 
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory):
-    """Returns what each process made of each case; all cases of as many processes are run in one launch."""
+    """Returns what each process made of a case; those of as many processes, if not long, are run in one launch."""
     runs = {}
 
-    def run(processes: int, device: str = "cpu"):
-        if (processes, device) not in runs:
-            runs[processes, device] = []  # one that fails is not begun again by each test
+    def run(processes: int, number: int, device: str = "cpu"):
+        each_time = cases.EACH_TIME[processes]
+        of = processes, number in each_time, device
+        if of not in runs:
+            runs[of] = []  # one that fails is not begun again by each test
             folder = tmp_path_factory.mktemp("stages")
-            arguments = [str(processes), device]
-            runs[processes, device] = launch("tests.distributed.cases", "all_cases", processes, folder, *arguments)
-        return runs[processes, device]
+            numbers = [n for n in range(len(cases.CASES[processes])) if (n in each_time) == (number in each_time)]
+            arguments = [str(processes), device, *map(str, numbers)]
+            runs[of] = launch("tests.distributed.cases", "some_cases", processes, folder, *arguments)
+        return [one[number] for one in runs[of]]
 
     return run
 
 
 @pytest.mark.parametrize(("processes", "number"), CASES)
 def test_stages_train_as_one_process_does(staged, processes, number):
-    compare(cases.CASES[processes][number], [one[number] for one in staged(processes)], "cpu")
+    compare(cases.CASES[processes][number], staged(processes, number), "cpu")
 
 
 @pytest.mark.long
@@ -45,7 +52,7 @@ def test_many_steps_are_those_of_one_process(tmp_path):
 def test_stages_on_gpus_train_as_one_process_on_a_gpu_does(staged, processes, number):
     if torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} CUDA devices")
-    compare(cases.CASES[processes][number], [one[number] for one in staged(processes, "cuda")], "cuda")
+    compare(cases.CASES[processes][number], staged(processes, number, "cuda"), "cuda")
 
 
 def compare(case: cases.Case, everyone: list[cases.Trained], device: str) -> None:
@@ -94,6 +101,13 @@ def test_stages_without_shared_parameters_train_to_the_bit_as_micro_batches_do_i
     without_shared_parameters,
 ):
     assert [found["unequal"] for found in without_shared_parameters] == [[], []]
+
+
+@pytest.mark.long
+def test_stages_train_to_the_bit_in_the_other_ways_too(tmp_path):
+    (tmp_path / "store").mkdir()
+    found = launch("tests.distributed.cases", "other_bits", 2, tmp_path, str(tmp_path / "store"))
+    assert found == [[], []]
 
 
 def test_stages_may_pass_on_views_of_their_activations(without_shared_parameters):

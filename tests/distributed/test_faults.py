@@ -23,18 +23,25 @@ STAGES, REPLICAS = ("--stages", "2"), ("--replicas", "2")
 @pytest.mark.parametrize(
     ("parts", "fault", "rank", "where", "named"),
     [
-        (STAGES, "kill", 1, "forward", "process 1 "),
+        pytest.param(STAGES, "kill", 1, "forward", "process 1 ", marks=pytest.mark.long),
         (STAGES, "kill", 0, "forward", "process 0"),
-        (STAGES, "kill", 1, "beginning", "process 1 "),
-        (STAGES, "stop", 1, "update", "process 1 "),
+        pytest.param(STAGES, "kill", 1, "beginning", "process 1 ", marks=pytest.mark.long),
+        pytest.param(STAGES, "stop", 1, "update", "process 1 ", marks=pytest.mark.long),
         (STAGES, "hang", 0, "update", "process 0 hangs"),
-        (STAGES, "raise", 1, "forward", "division by zero"),
+        pytest.param(STAGES, "raise", 1, "forward", "division by zero", marks=pytest.mark.long),
         (STAGES, "poison", 1, "forward", "the loss must stay finite"),
-        (REPLICAS, "kill", 1, "forward", "process 1 "),
+        pytest.param(REPLICAS, "kill", 1, "forward", "process 1 ", marks=pytest.mark.long),
         pytest.param(REPLICAS, "hang", 1, "forward", "process 1 hangs", marks=pytest.mark.long),
         pytest.param(REPLICAS, "raise", 1, "update", "division by zero", marks=pytest.mark.long),
         (REPLICAS, "raise", 1, "beginning", "division by zero"),
-        (STAGES, "0.9", 1, "version of stronghold", f"(got '{__version__}' in process 0 and '0.9' in process 1)"),
+        pytest.param(
+            STAGES,
+            "0.9",
+            1,
+            "version of stronghold",
+            f"(got '{__version__}' in process 0 and '0.9' in process 1)",
+            marks=pytest.mark.long,
+        ),
         (STAGES, "2.0", 0, "version of PyTorch", f"(got '2.0' in process 0 and '{torch.__version__}' in process 1)"),
     ],
 )
@@ -50,7 +57,12 @@ def test_the_others_end_with_one_error_that_names_it(tmp_path, parts, fault, ran
 
 
 @pytest.mark.parametrize(
-    ("fault", "named"), [("kill", "process 1 "), ("hang", "process 1 hangs"), ("unpicklable", "who can send a lambda?")]
+    ("fault", "named"),
+    [
+        ("kill", "process 1 "),
+        pytest.param("hang", "process 1 hangs", marks=pytest.mark.long),
+        ("unpicklable", "who can send a lambda?"),
+    ],
 )
 def test_what_befalls_a_process_in_a_distributed_checkpoint_is_told(tmp_path, fault, named):
     begin = time.monotonic()
@@ -81,6 +93,7 @@ def test_a_port_in_use_is_refused_by_one_process(tmp_path, taken):
     assert codes[0] == 2 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_torchrun_itself_refuses_a_port_in_use_and_leaves_nothing_running(tmp_path, taken):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(taken), "-m", "--"]
     command = [sys.executable, *launcher, *TRAIN, "--stages", "2", "--out", str(tmp_path / "run")]

@@ -16,6 +16,6 @@ for _ in range(1000):
 
 def test_a_process_ends_cleanly_whose_collectives_are_hardly_over():
     """A thread of gloo let go of a tensor while the interpreter ended: SIGABRT, in two of three such processes."""
-    for _ in range(4):
+    for _ in range(2):
         done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stderr) == (0, "")

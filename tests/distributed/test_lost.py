@@ -58,7 +58,9 @@ def test_a_process_that_is_stopped_is_killed_and_no_other(sleeper):
 @pytest.mark.parametrize(
     ("fault", "rank", "code", "named"),
     [
-        ("kill", 1, -signal.SIGKILL, "process 1 .* is lost: it was killed or stopped"),
+        pytest.param(
+            "kill", 1, -signal.SIGKILL, "process 1 .* is lost: it was killed or stopped", marks=pytest.mark.long
+        ),
         ("end", 1, 0, "process 1 .* has ended by itself, without an error, and others wait for it: .* as many batches"),
         ("stop", 1, -signal.SIGKILL, "process 1 .* is lost: it was killed or stopped"),
     ],

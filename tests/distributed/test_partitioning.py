@@ -144,11 +144,11 @@ LIGHT, HEAVY = (1, 1, 1.1), (1, 1, 1.5, 3)
 @pytest.mark.parametrize(
     ("seconds", "slowness", "sizes"),
     [
-        ([1, 1, 1, 1, 1, 1], HEAVY, [2, 2, 2]),
-        ([1, 1, 1, 1, 1, 1.1], HEAVY, [2, 2, 2]),
-        ([1, 1, 1, 1, 1, 1, 1], HEAVY, [3, 2, 2]),
+        pytest.param([1, 1, 1, 1, 1, 1], HEAVY, [2, 2, 2], marks=pytest.mark.long),
+        pytest.param([1, 1, 1, 1, 1, 1.1], HEAVY, [2, 2, 2], marks=pytest.mark.long),
+        pytest.param([1, 1, 1, 1, 1, 1, 1], HEAVY, [3, 2, 2], marks=pytest.mark.long),
         ([1, 1, 1, 1, 1, 2], HEAVY, [2, 2, 2]),  # three seconds, as with [3, 2, 1]
-        ([1, 1, 1, 1, 1, 2], LIGHT, [2, 2, 2]),
+        pytest.param([1, 1, 1, 1, 1, 2], LIGHT, [2, 2, 2], marks=pytest.mark.long),
         ([6, 1, 1, 1, 1, 1, 1, 1], LIGHT, [1, 5, 2]),  # seven seconds with [3, 3, 2]
     ],
 )

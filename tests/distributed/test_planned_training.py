@@ -20,7 +20,8 @@ SHAPE = ["-l", "3", "--hidden", "32", "--heads", "2", "--vocabulary", "300"]
 @pytest.mark.parametrize(
     ("batch", "more", "parts"),
     [
-        ("3", [], {"stages": 2, "replicas": 1}),  # which two replicas cannot share out
+        # which two replicas cannot share out
+        pytest.param("3", [], {"stages": 2, "replicas": 1}, marks=pytest.mark.long),
         ("3", [], {"stages": 2, "balance": {"partition": [2, 1], "recompute_ratio": [0.5, 0]}}),
         ("4", ["--micro-batch", "1"], {"stages": 1, "replicas": 2}),  # which no stage does
     ],

@@ -19,6 +19,13 @@ def test_replicas_train_to_the_bit_as_one_process_does_with_the_mean_of_their_gr
     assert [found["unequal"] for found in replicas] == [[], []]
 
 
+@pytest.mark.long
+def test_replicas_train_to_the_bit_in_the_other_ways_too(tmp_path):
+    (tmp_path / "store").mkdir()
+    found = launch("tests.distributed.replicated", "other_bits", 2, tmp_path, str(tmp_path / "store"))
+    assert found == [[], []]
+
+
 def test_weights_gradients_and_states_are_there_once(replicas):
     whole, _ = replicas[0]["bytes"]
     staging = sum(found["bytes"][1] for found in replicas) - whole

@@ -33,7 +33,7 @@ def costs(row, x, targets=None, of=machine):
     return RowCosts(row, of(), x, targets, dtype=None)
 
 
-@pytest.mark.parametrize("frozen", [(), (1, 2)])
+@pytest.mark.parametrize("frozen", [pytest.param((), marks=pytest.mark.long), (1, 2)])
 def test_what_layers_take_is_the_same_where_nothing_is_shared(frozen, monkeypatch):
     ids = torch.empty((4, 16), dtype=torch.int64, device="meta")
     cases = [(gpt_row(4, frozen), ids, ids), (sequential(), torch.empty(4, 16), None)]

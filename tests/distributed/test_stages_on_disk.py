@@ -60,7 +60,7 @@ def reported(states: str, store: str) -> Report:
     return stronghold.report(model)
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("states", [pytest.param("fp32", marks=pytest.mark.long), "8bit"])
 def test_bytes_are_those_of_the_reports(tmp_path: Path, states: str) -> None:
     given = laptop(disks={"store": DISK}, processes=MESSAGES)
     planner = staged_model(
@@ -90,7 +90,7 @@ def test_bytes_are_those_of_the_reports(tmp_path: Path, states: str) -> None:
     assert planner.bytes_of(choice, step) == {"memory": most}
 
 
-@pytest.mark.parametrize("of", [machine, laptop])
+@pytest.mark.parametrize("of", [pytest.param(machine, marks=pytest.mark.long), laptop])
 def test_layers_are_on_disk_where_memory_does_not_hold_them(of, tmp_path, monkeypatch):
     monkeypatch.setattr("stronghold.engine.planning.asked.process_bytes", lambda model: 300 * 2**20)
     with torch.device("meta"):

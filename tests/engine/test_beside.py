@@ -13,6 +13,7 @@ import stronghold
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import unit_of
 from tests.adapters import CONFIGS, LAYERS, PLACES, adapted, batches, offload, train, trained
+from tests.crossed import crossed
 from tests.reference import differences, snapshot
 
 
@@ -20,10 +21,9 @@ from tests.reference import differences, snapshot
     ("name", "settings"),
     # Dropout draws anew for each micro-batch.
     [
-        (name, settings)
-        for name in CONFIGS
-        for settings in PLACES
-        if (name, *settings) != ("lora", "window", "micro_batch")
+        one
+        for one in crossed(["dora", "lora", "ia3", "vera"], PLACES, together=1)
+        if (one.values[0], *one.values[1]) != ("lora", "window", "micro_batch")
     ],
     ids=str,
 )
@@ -45,8 +45,9 @@ def test_adapters_in_fp32_on_a_base_in_bf16_learn_the_bits_that_they_learn_in_me
         torch.testing.assert_close(rows[1], rows[0], rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["own", "bf16"])
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize(
+    ("dtype", "update"), crossed([None, torch.bfloat16], ["deferred", "in_backward"], together=1), ids=str
+)
 def test_every_place_trains_the_same_bits(tmp_path: Path, dtype: torch.dtype | None, update: str) -> None:
     found = []
     for number, settings in enumerate([{"window": 2}, *(one for one in PLACES if "micro_batch" not in one)]):

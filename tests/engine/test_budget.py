@@ -19,6 +19,7 @@ from stronghold.settings import OffloadSettings
 from stronghold.split import join
 from stronghold.unit import grad_meta_of
 from stronghold.units import parse_bytes
+from tests.crossed import crossed
 from tests.reference import CASES, offloaded, ordinary, snapshot, train
 from tests.small import (
     ADAMW,
@@ -152,9 +153,10 @@ def test_auto_without_a_budget_is_none_where_the_device_does_not_say_what_is_fre
     assert stronghold.report(model).window == 2
 
 
-@pytest.mark.parametrize("build", [Residual, Uneven, Frozen])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("window", [1, 3, "auto"])
+@pytest.mark.parametrize(
+    ("build", "dtype", "window"),
+    crossed([Residual, Uneven, Frozen], [torch.float32, torch.bfloat16], [1, 3, "auto"], together=1),
+)
 def test_auto_keeps_as_many_as_the_budget_holds_and_not_one_fewer(window, dtype, build):
     """Against what models with every number of resident layers really take, optimizer included."""
     layers = len(build().layers)
@@ -184,7 +186,7 @@ def test_auto_takes_half_of_what_is_free_where_nobody_sets_a_budget():
 def test_more_memory_never_keeps_fewer():
     most = taken(Uneven, resident=5)
     found = []
-    for budget in range(taken(Uneven, resident=0, window=1), most + 2000, 997):
+    for budget in range(taken(Uneven, resident=0, window=1), most + 2000, 1997):
         model = offload(Uneven, resident="auto", window=1, device_memory=budget)
         found.append(stronghold.report(model).resident)
     assert found == sorted(found)
@@ -239,8 +241,10 @@ def test_auto_leaves_no_memory_to_a_window_that_could_have_had_it():
 # ---- all of them ----
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize(
+    ("update", "activations"),
+    crossed(["deferred", "in_backward"], ["recompute", "keep", "host"], together=1),
+)
 def test_with_all_layers_resident_it_trains_like_plain_pytorch(update, activations):
     model, _ = follow(Residual, numbers(20), ours_only={"update": update}, resident=4, activations=activations)
     report = stronghold.report(model)
@@ -373,10 +377,16 @@ def test_resident_layers_do_not_count_on_the_host():
 # ---- what is kept ----
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("build", [Residual, Uneven])
+@pytest.mark.parametrize(
+    ("build", "dtype", "update", "states"),
+    crossed(
+        [Residual, Uneven],
+        [torch.float32, torch.bfloat16],
+        ["deferred", "in_backward"],
+        ["fp32", "8bit"],
+        together=1,
+    ),
+)
 def test_a_device_budget_is_kept_before_and_after_the_first_step(build, dtype, update, states):
     layers = len(build().layers)
     for resident in (0, 1, layers - 1, layers, "auto"):
@@ -429,7 +439,9 @@ def total(parameter):
     return shown.float() if known is None or known.remainder is None else join(shown, known.remainder)
 
 
-@pytest.mark.parametrize("resident", [0, 2, 4])
+@pytest.mark.parametrize(
+    "resident", [pytest.param(0, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_sums_that_do_not_fit_the_device_are_refused_and_lose_no_gradient(resident):
     """A second backward pass in bf16 needs 2 bytes per parameter more, of root parameters and of resident layers."""
     budget = taken(Residual, resident=resident, window=1, dtype=torch.bfloat16)

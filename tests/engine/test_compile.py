@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import stronghold
+from tests.crossed import crossed
 from tests.delayed import DelayedDevice
 from tests.small import ADAMW, Residual, numbers, ordinary_loop, pair
 
@@ -67,10 +68,12 @@ def assert_bits(model, got, expected):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("window", "activations", "dtype"), SETTINGS)
-@pytest.mark.parametrize("first", ["compiled", "offloaded"])
-@pytest.mark.parametrize("compiled", [compile_model, compiler])
-def test_what_is_compiled_around_layers_changes_no_bit_and_is_told_of(compiled, first, window, activations, dtype):
+@pytest.mark.parametrize(
+    ("compiled", "first", "settings"),
+    crossed([compile_model, compiler], ["compiled", "offloaded"], SETTINGS, together=1),
+)
+def test_what_is_compiled_around_layers_changes_no_bit_and_is_told_of(compiled, first, settings):
+    window, activations, dtype = settings
     settings = {"window": window, "activations": activations, "dtype": dtype, "device": "cpu"}
     expected = eager(**settings)
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ from torch.testing import assert_close
 import stronghold
 from stronghold.engine.find_layers import find_layers
 from stronghold.errors import OffloadedModelError
+from tests.crossed import crossed
 from tests.reference import CASES, VOCABULARY, MasterAdamW, differences, offloaded, snapshot
 from tests.small import ADAMW, KINDS, SIZE, Block, Decoder, Frozen, Residual, follow, numbers, pair, words
 
@@ -120,7 +121,18 @@ def test_windows_stores_updates_and_ways_to_keep_activations_change_no_bit(tmp_p
     torch.testing.assert_close(expected[0], losses, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["chain", "structured", "encoder_decoder", "looped", "skipping", "shared", "lending"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "chain",
+        "structured",
+        pytest.param("encoder_decoder", marks=pytest.mark.long),
+        "looped",
+        "skipping",
+        "shared",
+        "lending",
+    ],
+)
 def test_models_of_other_kinds_are_compiled(kind):
     kind, loop = KINDS[kind], Steps()
     model, _ = follow(kind.build, kind.batches(4), loop, window=2, layers=kind.layers, compile=GRAPHS)
@@ -128,15 +140,23 @@ def test_models_of_other_kinds_are_compiled(kind):
     assert len(set(loop.graphs[-3:])) == 1
 
 
-@pytest.mark.parametrize(("window", "activations"), [(2, "recompute"), (1, "keep"), (5, "host"), ("auto", "keep")])
+@pytest.mark.parametrize(
+    ("window", "activations"),
+    [
+        pytest.param(2, "recompute", marks=pytest.mark.long),
+        pytest.param(1, "keep", marks=pytest.mark.long),
+        pytest.param(5, "host", marks=pytest.mark.long),
+        ("auto", "keep"),
+    ],
+)
 def test_frozen_layers_and_parameters_are_compiled(window, activations):
     loop = Steps()
-    model, _ = follow(Frozen, numbers(20), loop, window=window, compile=GRAPHS, activations=activations)
+    model, _ = follow(Frozen, numbers(6), loop, window=window, compile=GRAPHS, activations=activations)
     assert stronghold.report(model).compiled == 5
     assert len(set(loop.graphs[-3:])) == 1
 
 
-@pytest.mark.parametrize("activations", ["recompute", "host"])
+@pytest.mark.parametrize("activations", [pytest.param("recompute", marks=pytest.mark.long), "host"])
 def test_micro_batches_share_a_graph_and_add_up(activations):
     loop = Steps()
     for size in (1, 2, 3):
@@ -172,7 +192,15 @@ def twice(model, optimizer, batches):
     return loss.detach()
 
 
-@pytest.mark.parametrize(("window", "activations"), [(1, "recompute"), (1, "host"), (1, "keep"), ("auto", "keep")])
+@pytest.mark.parametrize(
+    ("window", "activations"),
+    [
+        (1, "recompute"),
+        pytest.param(1, "host", marks=pytest.mark.long),
+        pytest.param(1, "keep", marks=pytest.mark.long),
+        ("auto", "keep"),
+    ],
+)
 def test_a_second_backward_pass_of_a_graph_is_torchs_own_error_or_setting(window, activations):
     settings = {"window": window, "compile": GRAPHS, "activations": activations}
     with pytest.raises(RuntimeError, match=r"retain_graph=False.*donated_buffer=False"):
@@ -295,8 +323,10 @@ class Running(nn.Module):
         return x + self.down(normal)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "host", "keep"])
-@pytest.mark.parametrize("kind", ["count", "average", "average of the last", "statistics"])
+@pytest.mark.parametrize(
+    ("kind", "activations"),
+    crossed(["count", "average", "average of the last", "statistics"], ["recompute", "host", "keep"], together=1),
+)
 def test_a_layer_that_reads_what_it_writes_in_place_runs_eagerly_and_is_said_once(kind, activations):
     """A loss was 0.47537 where plain PyTorch's is 0.47717: the backward graph had advanced the buffer again."""
     with pytest.warns(UserWarning, match=rf"a Running {TOLD}.*would write an input in place") as told:
@@ -522,9 +552,9 @@ def test_inductor_computes_what_eager_does_with_its_random_numbers():
     ("settings", "dtype"),
     [
         ({"window": 1}, torch.float32),
-        ({"window": 2, "activations": "keep"}, torch.bfloat16),
-        ({"window": 4, "activations": "host"}, torch.float32),
-        ({"window": 1, "store": True}, torch.bfloat16),
+        pytest.param({"window": 2, "activations": "keep"}, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param({"window": 4, "activations": "host"}, torch.float32, marks=pytest.mark.long),
+        pytest.param({"window": 1, "store": True}, torch.bfloat16, marks=pytest.mark.long),
     ],
 )
 def test_lora_layers_are_compiled(settings, dtype, tmp_path):
@@ -540,10 +570,10 @@ def test_lora_layers_are_compiled(settings, dtype, tmp_path):
     for compiled in (False, GRAPHS):
         model = stronghold.offload(adapted(), device="cpu", dtype=dtype, compile=compiled, **settings)
         optimizer = stronghold.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        found.append((*run(model, optimizer, case, 20), snapshot(model, optimizer)))
+        found.append((*run(model, optimizer, case, 6), snapshot(model, optimizer)))
         if not compiled:
             stronghold.close(model)
-    assert found[1][1][1:] == [found[1][1][0]] * 19
+    assert found[1][1][1:] == [found[1][1][0]] * 5
     assert stronghold.report(model).compiled == 4
     if dtype == torch.float32:
         assert found[1][0] == found[0][0]
@@ -593,11 +623,17 @@ MODELS = {name: CASES[name] for name in ("gpt", "llama", "qwen3", "bert", "vit")
     for name, build, layers in (("qwen3_moe", qwen3_moe, 3), ("gemma3", gemma3, 4))
 }
 KINDS_OF_LAYERS = {"gemma3": 2}
-SOME = [name if name in ("gpt", "gemma3") else pytest.param(name, marks=pytest.mark.long) for name in MODELS]
+EACH_TIME = [("gpt", torch.bfloat16), ("gemma3", torch.float32)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (name, dtype) in EACH_TIME else pytest.mark.long)
+        for name in MODELS
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+)
 def test_it_is_the_same_as_the_model_compiled_without_us(name, dtype):
     """20 steps, every loss and weight, beside fp32 masters in the kernel's order of operations."""
     case = MODELS[name]
@@ -639,7 +675,7 @@ def compare(case, settings, *, dtype, steps, backend="aot_eager"):
         torch.testing.assert_close(got, eager[size], rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_models_of_transformers_are_compiled(name, tmp_path):
     settings = [{"window": 1}, {"window": 2, "activations": "host"}, {"window": "auto"}]
     compare(MODELS[name], [*settings, {"window": 1, "store": str(tmp_path)}], dtype=torch.float32, steps=4)

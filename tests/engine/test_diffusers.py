@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import stronghold
 from tests.adapters import trained, with_adapters
+from tests.crossed import crossed
 from tests.examples.test_flux import Masters
 
 TARGETS = ["to_q", "to_v"]
@@ -142,11 +143,11 @@ PLACES = {
 """Windows, -1 for all layers."""
 
 
-@pytest.mark.parametrize("dtype", PLACES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("name", "method"), CASES)
+@pytest.mark.parametrize(("case", "dtype"), crossed(CASES, [*PLACES], together=1), ids=str)
 def test_diffusers_models_learn_the_bits_that_they_learn_in_memory(
-    tmp_path: Path, name: str, method: str, dtype: torch.dtype
+    tmp_path: Path, case: tuple[str, str], dtype: torch.dtype
 ) -> None:
+    name, method = case
     places = [(window if window > 0 else MODELS[name][2], store) for window, store in PLACES[dtype]]
     compare(tmp_path, name, method, dtype, places, steps=4)
 

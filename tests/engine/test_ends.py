@@ -12,12 +12,12 @@ import torch
 
 import stronghold
 from stronghold.errors import OffloadedModelError
+from tests.crossed import crossed
 from tests.delayed import DelayedDevice
 from tests.test_ordering import Model
 
 
-@pytest.mark.parametrize("store", ["ram", "disk"])
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize(("update", "store"), crossed(["deferred", "in_backward"], ["ram", "disk"], together=1))
 def test_a_model_may_go_amid_a_prefetch(tmp_path, monkeypatch, store, update):
     """With fetches, gradients and updates that are all late, so that each is under way when the model goes."""
     failed: list[object] = []

@@ -12,6 +12,7 @@ from stronghold.engine.arranging import Asked
 from stronghold.engine.experts_that_fit import Fit, cut_to_fit
 from stronghold.engine.split_experts import experts_per_part_of
 from stronghold.errors import BudgetError, OffloadedModelError
+from tests.crossed import crossed
 from tests.engine.planning.test_auto import here, on_a_gpu  # noqa: F401 (here is a fixture)
 from tests.experts import EXPERTS, FAMILIES, batches, model, train
 
@@ -28,8 +29,7 @@ def window_of(family, number, budget, window):
     return stronghold.report(of).window
 
 
-@pytest.mark.parametrize("window", ["auto", 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "window"), crossed([*FAMILIES], ["auto", 2], together=1))
 def test_whole_layers_or_the_most_experts_that_fit(family, window, caplog):
     whole = stronghold.report(stronghold.offload(model(family), device="cpu", window=2)).device_bytes
     seen, steps = set(), batches(1)

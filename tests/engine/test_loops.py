@@ -341,7 +341,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize(("loop", "window", "activations"), crossed(LOOPS, (1, 3), ACTIVATIONS))
+@pytest.mark.parametrize(("loop", "window", "activations"), crossed(LOOPS, (1, 3), ACTIVATIONS, together=1))
 def test_every_loop_does_what_it_does_in_plain_pytorch(loop, window, activations):
     follow(Residual, numbers(4), loop, window=window, activations=activations)
 
@@ -352,6 +352,7 @@ def test_every_loop_does_what_it_does_in_plain_pytorch(loop, window, activations
         ("normed", "stateful", "encoder_decoder", "experts", "looped", "torch_encoder"),
         (evaluated_between, forward_twice_backward_twice, evaluated_before_backward, retained, accumulated),
         ACTIVATIONS,
+        together=1,
     ),
 )
 def test_loops_over_layers_with_a_state_or_several_inputs(kind, loop, activations):
@@ -608,9 +609,7 @@ def test_micro_batches_of_the_whole_batch_are_the_batch(activations):
         follow(KINDS[kind].build, KINDS[kind].batches(3), micro_batch=4, activations=activations)
 
 
-@every_way
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "window", "activations"), crossed([1, 3], [1, 2], ACTIVATIONS, together=1))
 def test_micro_batches_train_as_the_whole_batch_does(size, window, activations):
     """Without dropout, whose numbers are drawn piece by piece."""
     for build, batches in (
@@ -623,8 +622,15 @@ def test_micro_batches_train_as_the_whole_batch_does(size, window, activations):
         assert step.fetches == 2 * layers - window, "weights cross the link once a pass however small the pieces"
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@every_way
+@pytest.mark.parametrize(
+    ("update", "activations"),
+    [
+        ("in_backward", "recompute"),
+        ("in_backward", "host"),
+        pytest.param("in_backward", "keep", marks=pytest.mark.long),
+        *(pytest.param("deferred", one, marks=pytest.mark.long) for one in ACTIVATIONS),
+    ],
+)
 def test_updates_in_the_backward_pass_are_the_same(update, activations):
     for kind in ("residual", "decoder", "experts", "frozen", "looped", "shared"):
         follow(

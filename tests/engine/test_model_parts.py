@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import stronghold
 from stronghold.engine import engine_of, keep_activations
+from tests.crossed import crossed
 from tests.small import Block, Residual, assert_close, numbers, pair
 
 runs: Counter[int] = Counter()
@@ -75,10 +76,13 @@ def test_bits_do_not_depend_on_which_layers_keep_activations(window):
         assert all(map(torch.equal, trained(kept), expected))
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-@pytest.mark.parametrize(("kept", "once"), [([], 0), (["layers"], 4), (["layers.1", "layers.3"], 2)])
-def test_compiled_layers_that_keep_activations_are_computed_once_and_change_no_bit(kept, once, by_layer):
+@pytest.mark.parametrize(
+    ("by_layer", "both"),
+    crossed([False, True], [([], 0), (["layers"], 4), (["layers.1", "layers.3"], 2)], together=1),
+)
+def test_compiled_layers_that_keep_activations_are_computed_once_and_change_no_bit(both, by_layer):
     """By torch's own count of matrix products: a layer has two, which its backward pass has not."""
+    kept, once = both
     torch._dynamo.reset()
     graphs = {"backend": "aot_eager"}
 

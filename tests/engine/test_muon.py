@@ -12,6 +12,7 @@ import stronghold
 from stronghold.engine import engine_of, offload_shared
 from stronghold.errors import BudgetError, CheckpointError, NonFiniteGradientError, OffloadedModelError
 from stronghold.unit import ONE_REPLICA, unit_of
+from tests.crossed import crossed
 from tests.muon import TorchMuon, different, seen, train
 from tests.muon_groups import ADAMW, MUON, groups, split_up
 from tests.reference import CASES
@@ -35,7 +36,9 @@ def offloaded(name="gpt", *, muon=None, **settings):
     return model, stronghold.Muon(groups(model), **(muon or {}))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("gpt", F32), ("llama", BF16), ("bert", F32)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gpt", F32), ("llama", BF16), pytest.param("bert", F32, marks=pytest.mark.long)]
+)
 def test_training_is_torchs_to_the_bit(name, dtype):
     """50 steps: every loss, master, momentum and moment. AdamW's are in the kernel's order of operations."""
     batches = CASES[name].batches(50)
@@ -49,7 +52,10 @@ def test_training_is_torchs_to_the_bit(name, dtype):
 
 @pytest.mark.parametrize(
     ("name", "clip"),
-    [("gpt", None), ("gpt", 0.5), ("llama", None), pytest.param("bert", 0.5, marks=pytest.mark.long)],
+    [
+        ("gpt", None),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (("gpt", 0.5), ("llama", None), ("bert", 0.5))),
+    ],
 )
 def test_training_is_torchs_with_its_own_adamw(name, clip):
     """50 steps. AdamW's last bits are others, as those of torch's own implementations are to one another.
@@ -100,8 +106,7 @@ def usual():
     return result
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "dtype"), crossed([*PLACES], [F32, BF16], together=1), ids=str)
 def test_no_place_changes_a_bit(place, dtype, usual, tmp_path):
     settings = dict(PLACES[place])
     if settings.get("store"):
@@ -114,7 +119,11 @@ def test_no_place_changes_a_bit(place, dtype, usual, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "steps"),
-    [("llama", BF16, 4), ("bert", F32, 4), pytest.param("gpt", F32, 50, marks=pytest.mark.long)],
+    [
+        ("llama", BF16, 4),
+        pytest.param("bert", F32, 4, marks=pytest.mark.long),
+        pytest.param("gpt", F32, 50, marks=pytest.mark.long),
+    ],
 )
 def test_no_window_store_or_way_of_updating_changes_a_bit(name, dtype, steps, tmp_path):
     """Those of the models whose fifty steps are torch's; each pair of a window, a store and a way is there."""
@@ -267,8 +276,7 @@ def test_what_is_no_state_of_muons_is_refused(change, match):
     )
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("disk", [False, True], ids=["RAM", "disk"])
+@pytest.mark.parametrize(("dtype", "disk"), crossed([F32, BF16], [False, True], together=1), ids=str)
 def test_a_checkpoint_goes_on_to_the_bit(dtype, disk, tmp_path):
     batches = CASES["gpt"].batches(6)
     model, optimizer = offloaded(dtype=dtype, **({"store": str(tmp_path / "one")} if disk else {}))
@@ -393,13 +401,19 @@ def test_a_matrix_that_is_unfrozen_later_is_updated():
         assert step(model, optimizer, batch) == step(plain, torchs, batch)
 
 
-@pytest.mark.parametrize("settings", [{}, {"resident": 4}], ids=str)
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
 @pytest.mark.parametrize(
-    ("before", "later"), [(["up"], []), (["up", "down"], []), (["up"], ["down"]), (["down"], ["up"])], ids=str
+    ("settings", "update", "both"),
+    crossed(
+        [{}, {"resident": 4}],
+        ["deferred", "in_backward"],
+        [(["up"], []), (["up", "down"], []), (["up"], ["down"]), (["down"], ["up"])],
+        together=1,
+    ),
+    ids=str,
 )
-def test_matrices_that_are_frozen_when_the_step_comes_are_updated(before, later, update, settings):
+def test_matrices_that_are_frozen_when_the_step_comes_are_updated(settings, update, both):
     """Those frozen when the optimizer was made ended in a KeyError; two of one layer were to share room."""
+    before, later = both
     torch.manual_seed(0)
     plain = Residual()
     for name in before:
@@ -424,8 +438,9 @@ def test_matrices_that_are_frozen_when_the_step_comes_are_updated(before, later,
     layer.requires_grad_(True)
 
 
-@pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize(
+    ("scheduler", "update"), crossed(["OneCycleLR", "CyclicLR"], ["deferred", "in_backward"], together=1)
+)
 def test_schedulers_that_cycle_the_momentum(scheduler, update):
     """Of a group of AdamW they cycle nothing: they put a momentum there, which no update heeds."""
 
@@ -588,7 +603,10 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize(
+    "shared",
+    [pytest.param(one, marks=pytest.mark.long) if one in ("in bf16", "on disk") else one for one in SHARED],
+)
 def test_replicas_are_one_process_to_the_bit(shared, tmp_path, monkeypatch):
     """Each replica of a machine has a share of every matrix, and all of them together iterate it as a whole.
 

@@ -13,6 +13,7 @@ from torch import nn
 import stronghold
 from stronghold.device import CpuDevice
 from stronghold.errors import BudgetError, OffloadedModelError
+from tests.crossed import crossed
 from tests.small import (
     ADAMW,
     SIZE,
@@ -167,8 +168,7 @@ def apart(monkeypatch):
 
 
 @pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "states"), crossed([None, torch.bfloat16], ["fp32", "8bit"], together=1))
 def test_a_host_budget_that_cannot_hold_weights_gradients_and_states(dtype, states):
     model = stronghold.offload(Residual(), device="cpu", dtype=dtype)
     optimizer = stronghold.AdamW(model.parameters(), states=states)
@@ -435,7 +435,10 @@ def test_an_error_in_a_layer_leaves_the_model_usable():
         follow(lambda: Residual(block=Picky), numbers(3), loop, window=window)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep", "host"])
+@pytest.mark.parametrize(
+    "activations",
+    [pytest.param("recompute", marks=pytest.mark.long), pytest.param("keep", marks=pytest.mark.long), "host"],
+)
 def test_a_model_that_nobody_uses_gives_its_memory_and_its_threads_back(activations):
     def train():
         _, model = pair(Residual, activations=activations)

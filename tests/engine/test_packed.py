@@ -18,6 +18,7 @@ from torch import nn
 import stronghold
 from stronghold.errors import CheckpointError, OffloadedModelError
 from tests.adapters import PLACES, base, batches, offload, train, trained, with_adapters
+from tests.crossed import crossed
 from tests.reference import differences, snapshot
 
 LORA = peft.LoraConfig(r=2, target_modules="all-linear")
@@ -90,13 +91,16 @@ def evaluated(model: nn.Module) -> list[float]:
 
 TWO = [place for place in WHOLE_BATCH if place.get("window") == 2]
 CASES = [
-    *((True, "nf4", place, "adapters") for place in WHOLE_BATCH[::2]),
-    *(pytest.param(True, "nf4", place, "adapters", marks=pytest.mark.long) for place in WHOLE_BATCH[1::2]),
-    *(pytest.param(True, "nf4", place, "offload", marks=pytest.mark.long) for place in TWO[::2]),
-    *((True, "nf4", place, "offload") for place in TWO[1::2]),
-    (False, "nf4", {"window": 1}, "adapters"),
-    (False, "fp4", {"window": 2, "activations": "keep"}, "offload"),
-    *((False, "int8", place, "adapters") for place in WHOLE_BATCH if place.get("store") is None),
+    (True, "nf4", WHOLE_BATCH[0], "adapters"),
+    *(pytest.param(True, "nf4", place, "adapters", marks=pytest.mark.long) for place in WHOLE_BATCH[1:]),
+    *(pytest.param(True, "nf4", place, "offload", marks=pytest.mark.long) for place in TWO),
+    pytest.param(False, "nf4", {"window": 1}, "adapters", marks=pytest.mark.long),
+    pytest.param(False, "fp4", {"window": 2, "activations": "keep"}, "offload", marks=pytest.mark.long),
+    *(
+        pytest.param(False, "int8", place, "adapters", marks=() if len(place) > 1 else pytest.mark.long)
+        for place in WHOLE_BATCH
+        if place.get("store") is None
+    ),
     (False, "int8", {"window": 2, "store": "disk"}, "offload"),
 ]
 
@@ -126,7 +130,7 @@ def test_adapters_learn_the_bits_that_they_learn_in_memory(
 @pytest.mark.parametrize(
     ("kind", "settings", "first"),
     [
-        ("nf4", {"window": 1}, "adapters"),
+        pytest.param("nf4", {"window": 1}, "adapters", marks=pytest.mark.long),
         pytest.param("nf4", {"window": 2, "store": "disk"}, "offload", marks=pytest.mark.long),
         pytest.param("int8", {"window": 1}, "adapters", marks=pytest.mark.long),
         pytest.param("int8", {"window": 1}, "offload", marks=pytest.mark.long),
@@ -201,7 +205,7 @@ def test_a_base_takes_what_its_packed_weights_take(nested: bool, kind: str, each
     assert report.dtype == f"bfloat16, weights in {title} bits"
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", [pytest.param("nf4", marks=pytest.mark.long), "int8"])
 def test_a_checkpoint_of_it_goes_on_to_the_bit(tmp_path: Path, kind: str) -> None:
     def begun(number: int) -> tuple[nn.Module, stronghold.AdamW]:
         base = packed(kind == "nf4", kind)
@@ -241,8 +245,11 @@ def test_a_checkpoint_brings_all_of_a_base_and_none_of_another_type(tmp_path: Pa
         stronghold.checkpoint.load(kept, *begun("fp4", 0))
 
 
-@pytest.mark.parametrize("ran", [False, True])
-@pytest.mark.parametrize("settings", [{"window": 1}, {"window": 1, "store": "disk"}, {"resident": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "ran"),
+    crossed([{"window": 1}, {"window": 1, "store": "disk"}, {"resident": 2}], [False, True], together=1),
+    ids=str,
+)
 def test_a_state_dictionary_in_eight_bits_is_loaded(settings: dict[str, Any], ran: bool, tmp_path: Path) -> None:
     """bitsandbytes' own words were that it is not quantised; it had taken the first layer's weight, but no scales."""
     if "store" in settings:
@@ -314,7 +321,15 @@ def test_what_cannot_be_is_refused() -> None:
             stronghold.offload(model, device="cpu", window=1)
 
 
-@pytest.mark.parametrize(("kind", "store"), [("nf4", "ram"), ("nf4_nested", "disk"), ("int8", "ram"), ("int8", "disk")])
+@pytest.mark.parametrize(
+    ("kind", "store"),
+    [
+        pytest.param("nf4", "ram", marks=pytest.mark.long),
+        ("nf4_nested", "disk"),
+        ("int8", "ram"),
+        pytest.param("int8", "disk", marks=pytest.mark.long),
+    ],
+)
 def test_what_is_quantised_while_it_streams_is_what_transformers_quantises(
     tmp_path: Path, kind: str, store: str
 ) -> None:
@@ -332,7 +347,15 @@ def test_what_is_quantised_while_it_streams_is_what_transformers_quantises(
     compare(model, expected)
 
 
-@pytest.mark.parametrize(("kind", "store"), [("nf4", "disk"), ("nf4_nested", "ram"), ("fp4", "ram"), ("int8", "disk")])
+@pytest.mark.parametrize(
+    ("kind", "store"),
+    [
+        pytest.param("nf4", "disk", marks=pytest.mark.long),
+        pytest.param("nf4_nested", "ram", marks=pytest.mark.long),
+        ("fp4", "ram"),
+        ("int8", "disk"),
+    ],
+)
 def test_what_is_quantised_in_the_files_is_what_transformers_reads(tmp_path: Path, kind: str, store: str) -> None:
     base().save_pretrained(tmp_path / "model")
     transformers.AutoModelForCausalLM.from_pretrained(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import stronghold
 from stronghold.errors import OffloadedModelError
 from stronghold.window import Window
+from tests.crossed import crossed
 from tests.small import ADAMW, SIZE, Looped, Residual, Shift, assert_close, numbers, pair
 
 
@@ -81,11 +82,16 @@ def trained(build: Callable[[], nn.Module], update: str, **offload: Any) -> tupl
 
 
 @pytest.mark.filterwarnings("ignore:a training that is saved")
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "update", "dtype", "activations", "window"),
+    crossed(
+        list(MODELS),
+        ["deferred", "in_backward"],
+        [torch.float32, torch.bfloat16],
+        ["recompute", "keep"],
+        [1, 2],
+    ),
+)
 def test_parts_are_summed_and_told_of_as_autograd_does_for_one_accumulator(
     model, update, dtype, activations, window, request
 ):

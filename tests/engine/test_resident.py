@@ -17,6 +17,7 @@ from stronghold.errors import NonFiniteGradientError
 from stronghold.layout import ALIGNMENT_BYTES
 from stronghold.split import rounded
 from stronghold.unit import OffloadedParameter
+from tests.crossed import crossed
 from tests.delayed import DelayedDevice
 from tests.reference import CASES, decay_groups, differences, offloaded, ordinary, snapshot, train
 from tests.small import (
@@ -128,8 +129,7 @@ def test_only_what_is_in_a_group_is_updated(resident):
     assert model.layers[0].down.weight.grad is not None
 
 
-@SOME
-@pytest.mark.parametrize("norm", [0.02, 1e6])
+@pytest.mark.parametrize(("norm", "resident"), crossed([0.02, 1e6], [1, 2, 4], together=1))
 def test_accumulation_and_clipping(norm, resident):
     def loop(model, optimizer, batches):
         losses = []
@@ -219,9 +219,10 @@ def test_evaluation_and_passes_without_gradients_in_between(resident):
     follow(Residual, numbers(3), loop, resident=resident)
 
 
-@DTYPES
-@BOTH
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize(
+    ("states", "update", "dtype"),
+    crossed(["fp32", "8bit"], ["deferred", "in_backward"], [torch.float32, torch.bfloat16], together=1),
+)
 def test_late_copies_change_no_bit(states, update, dtype):
     """Streamed layers on their way, resident ones where they are: in whatever order things get done."""
 
@@ -321,14 +322,18 @@ def test_gradients_that_are_not_finite_change_nothing(layer, states, elsewhere, 
     assert {state["step"].item() for state in optimizer.state.values()} == {3}
 
 
-@NONFINITE
-@PLACES
-@pytest.mark.parametrize(("dtype", "states"), [(torch.float32, "fp32"), (torch.bfloat16, "8bit")], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layer", [0, 1, 2, 3])
-def test_in_the_backward_pass_nothing_is_updated_from_the_first_such_layer_on(
-    layer, dtype, states, elsewhere, nonfinite
-):
+@pytest.mark.parametrize(
+    ("layer", "kind", "elsewhere", "nonfinite"),
+    crossed(
+        [0, 1, 2, 3],
+        [(torch.float32, "fp32"), (torch.bfloat16, "8bit")],
+        [False, True],
+        ["raise", "skip"],
+    ),
+)
+def test_in_the_backward_pass_nothing_is_updated_from_the_first_such_layer_on(layer, kind, elsewhere, nonfinite):
     """Of four layers 0 and 2 are resident: each kind comes before the other, and behind it."""
+    dtype, states = kind
     model, optimizer = made(
         2, elsewhere=elsewhere, dtype=dtype, states=states, nonfinite=nonfinite, update="in_backward"
     )
@@ -445,8 +450,7 @@ WRITES = {
 }
 
 
-@DTYPES
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("write", "dtype"), crossed([*WRITES], [torch.float32, torch.bfloat16], together=1))
 def test_what_the_user_writes_is_trained_on(write, dtype):
     found = []
     for resident in (2, 0):
@@ -522,16 +526,17 @@ def test_a_copy_of_the_model_is_an_ordinary_model(dtype):
     run(again.train(), stronghold.AdamW(again.parameters()), numbers(1))
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-@pytest.mark.parametrize(("first", "second"), [(0, 3), (3, 0), (2, 4)])
-@DTYPES
-def test_optimizer_states_move_between_resident_and_streamed_models(dtype, first, second, states):
+@pytest.mark.parametrize(
+    ("dtype", "places", "states"),
+    crossed([torch.float32, torch.bfloat16], [(0, 3), (3, 0), (2, 4)], ["fp32", "8bit"], together=1),
+)
+def test_optimizer_states_move_between_resident_and_streamed_models(dtype, places, states):
     """Training goes on there as it goes on where the states come from, bit for bit."""
-    source = made(first, dtype=dtype, states=states)
+    source = made(places[0], dtype=dtype, states=states)
     run(*source, numbers(3))
     saved = [copy.deepcopy(each.state_dict()) for each in source]
     found = []
-    for resident in (first, second):
+    for resident in places:
         model, optimizer = made(resident, dtype=dtype, states=states)
         model.load_state_dict(saved[0])  # a dictionary has the bf16 weights: the low halves begin at zero in both
         optimizer.load_state_dict(saved[1])

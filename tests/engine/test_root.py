@@ -246,10 +246,16 @@ def test_closing_gives_its_memory_back():
     assert device.resident_bytes == 0
 
 
-@DTYPES
-@pytest.mark.parametrize("format", ["safetensors", "dcp"])
-@pytest.mark.parametrize("store", ["ram", "disk"])
-@pytest.mark.parametrize("saved_on", ["device", "host"])
+@pytest.mark.parametrize(
+    ("saved_on", "store", "format", "dtype"),
+    crossed(
+        ["device", "host"],
+        ["ram", "disk"],
+        ["safetensors", "dcp"],
+        [torch.float32, torch.bfloat16],
+        together=1,
+    ),
+)
 def test_a_run_goes_on_wherever_its_root_was_saved(saved_on, store, format, dtype, tmp_path):
     def begin(where, name):
         settings = {"store": tmp_path / name} if store == "disk" else {}

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stronghold
 from stronghold.errors import OffloadedModelError
+from tests.crossed import crossed
 from tests.small import SIZE, Residual, numbers, pair
 
 REFUSED = r"a tensor over the weights of layers\.\d beyond its computation.*got one "
@@ -75,8 +76,7 @@ def test_a_layer_may_return_its_own_weights(kind, activations):
             assert torch.equal(parameter.grad, expected[name]), name
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize(("activations", "training"), crossed(["recompute", "keep"], [True, False], together=1))
 def test_who_keeps_a_weight_of_the_window_is_told(activations, training):
     model = pair(Residual, activations=activations)[1]
     kept = []

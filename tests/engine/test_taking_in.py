@@ -24,7 +24,7 @@ from tests.small import Residual, numbers
 WITHOUT_DROPOUT = peft.LoraConfig(r=2, target_modules="all-linear")
 
 
-@pytest.mark.parametrize(("name", "settings"), crossed(["dora", "vera"], PLACES, together=1), ids=str)
+@pytest.mark.parametrize(("name", "settings"), crossed(["vera", "dora"], PLACES, together=1), ids=str)
 def test_adapters_that_are_added_after_offload_learn_the_bits_that_they_learn_in_memory(
     tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:

@@ -48,9 +48,14 @@ def evaluated(model: nn.Module) -> list[float]:
 
 
 CASES = [
-    *((INT8, place, "adapters") for place in STREAMED if place),
-    *((config, {"window": 2, "store": "disk"}, "offload") for config in (INT8, FLOAT8)),
-    (FLOAT8, {"window": 1}, "adapters"),
+    *(
+        pytest.param(INT8, place, "adapters", marks=() if "resident" in place else pytest.mark.long)
+        for place in STREAMED
+        if place
+    ),
+    pytest.param(INT8, {"window": 2, "store": "disk"}, "offload", marks=pytest.mark.long),
+    (FLOAT8, {"window": 2, "store": "disk"}, "offload"),
+    pytest.param(FLOAT8, {"window": 1}, "adapters", marks=pytest.mark.long),
     (quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4), {"window": 1}, "adapters"),
 ]
 

@@ -14,6 +14,7 @@ from stronghold.errors import OffloadedModelError
 from stronghold.layout import ALIGNMENT_BYTES
 from stronghold.split import join
 from stronghold.unit import grad_meta_of, unit_of
+from tests.crossed import crossed
 from tests.reference import CASES, differences, snapshot
 from tests.replicas import in_threads
 
@@ -88,13 +89,17 @@ def squares(model, optimizer, steps=3, accumulation=2):
     return found
 
 
-@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
-    ("settings", "loop"),
+    ("settings", "loop", "autocast"),
     [
-        ({"window": 1}, {}),
-        ({"window": 2, "activations": "keep"}, {"accumulation": 2, "clip": 0.5}),
-        ({"window": 1, "resident": 2}, {"accumulation": 2, "clip": 0.5}),
+        ({"window": 1}, {}, True),
+        pytest.param({"window": 1}, {}, False, marks=pytest.mark.long),
+        ({"window": 2, "activations": "keep"}, {"accumulation": 2, "clip": 0.5}, False),
+        pytest.param(
+            {"window": 2, "activations": "keep"}, {"accumulation": 2, "clip": 0.5}, True, marks=pytest.mark.long
+        ),
+        ({"window": 1, "resident": 2}, {"accumulation": 2, "clip": 0.5}, True),
+        pytest.param({"window": 1, "resident": 2}, {"accumulation": 2, "clip": 0.5}, False, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -126,18 +131,21 @@ def test_our_optimizer_updates_them_in_fp32(adamw):
         torch.testing.assert_close(parameter.detach(), other.detach(), rtol=2e-3, atol=3e-6, msg=name)
 
 
-@pytest.mark.parametrize("build", [adapted, both], ids=["adapters", "both trained"])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"window": 2},
-        {"window": 1, "store": "disk"},
-        {"window": 1, "activations": "host"},
-        {"window": 2, "update": "in_backward"},
-        {"window": 1, "store": "disk", "update": "in_backward"},
-        {"window": 1, "resident": 2},
-    ],
-    ids=str,
+    ("build", "settings"),
+    crossed(
+        [both, adapted],
+        [
+            {"window": 2},
+            {"window": 1, "store": "disk"},
+            {"window": 1, "activations": "host"},
+            {"window": 2, "update": "in_backward"},
+            {"window": 1, "store": "disk", "update": "in_backward"},
+            {"window": 1, "resident": 2},
+        ],
+        together=1,
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_every_window_store_and_update_trains_the_same_bits(tmp_path, build, settings):
     found = []
@@ -205,8 +213,7 @@ def test_the_sum_of_gradients_in_bf16_is_that_of_a_layer_in_bf16_alone():
     assert optimizer.param_groups
 
 
-@pytest.mark.parametrize("store", ["ram", "disk", "in place"])
-@pytest.mark.parametrize("build", [adapted, both], ids=["adapters", "both trained"])
+@pytest.mark.parametrize(("build", "store"), crossed([both, adapted], ["ram", "disk", "in place"], together=1))
 def test_a_run_resumes_to_the_bit(tmp_path, build, store):
     run, layers = losses if build is adapted else squares, None if build is adapted else ""
 
@@ -232,8 +239,7 @@ def test_a_run_resumes_to_the_bit(tmp_path, build, store):
     assert differences(snapshot(again, another), expected[1]) == []
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("build", [adapted, both], ids=["adapters", "both trained"])
+@pytest.mark.parametrize(("build", "update"), crossed([both, adapted], ["deferred", "in_backward"], together=1))
 def test_replicas_with_the_same_data_train_the_bits_of_one(build, update):
     """Half of the sum of two equal gradients is that gradient: none is read as one of the other dtype."""
     layers = None if build is adapted else ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from tests import warm
+from tests.distributed import launched
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
@@ -30,12 +30,14 @@ def printed(program: str, *arguments: object) -> str:
 
 
 def printed_by(processes: int, program: str, *arguments: object) -> str:
-    """Returns what it printed in ``processes`` that torchrun starts; what it complained of is the error if it fails."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *torchrun, str(EXAMPLES / program), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env={**os.environ, **ENVIRONMENT})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Returns what it printed in ``processes`` that are started as by torchrun, but warm; it must not fail."""
+    command = [str(EXAMPLES / program), *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", ENVIRONMENT["COLUMNS"])
+        codes, said = launched.start(command, processes, Path(folder), launcher=True)
+    text = "".join(said)
+    assert not any(codes), text
+    return text
 
 
 def lines_of_tables(text: str) -> list[list[str]]:

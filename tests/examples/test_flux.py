@@ -73,7 +73,9 @@ def in_fp32():
     return losses_of(plain, torch.optim.AdamW(plain.parameters(), **ADAMW), steps=12)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize(
+    "window", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(5, marks=pytest.mark.long)]
+)
 def test_in_fp32_losses_are_those_of_the_plain_model(in_fp32, window):
     model = stronghold.offload(build(), device="cpu", window=window, activations="host")
     assert [layer.name for layer in stronghold.engine.engine_of(model).layers] == [
@@ -85,7 +87,13 @@ def test_in_fp32_losses_are_those_of_the_plain_model(in_fp32, window):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"window": 1}, {"window": 5}, {"window": 2, "resident": 2}, {"window": 1, "disk": 1}]
+    "settings",
+    [
+        pytest.param({"window": 1}, marks=pytest.mark.long),
+        {"window": 5},
+        {"window": 2, "resident": 2},
+        {"window": 1, "disk": 1},
+    ],
 )
 def test_in_bf16_no_placement_changes_a_bit(in_bf16, settings, tmp_path):
     if settings.pop("disk", 0):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import runpy
+import subprocess
 import sys
+from contextlib import redirect_stdout
 from functools import partial
 
 import pytest
@@ -15,8 +18,10 @@ import transformers
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.text import read_documents
 from stronghold.lab.data.tokens import ByteTokenizer, tokenize
-from tests.examples.started import EXAMPLES, lines_of_tables, printed
+from tests.distributed import launched
+from tests.examples.started import EXAMPLES, lines_of_tables
 
+PROGRAMS, BY = EXAMPLES / "gpt2_parallel", "--nproc-per-node"
 SHAPE = {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32}
 BATCH, WARMUP, STEPS, LR = 4, 1, 3, 1e-3
 PROCESSES = {"one process": 1, "data parallelism": 2, "stages without micro-batches": 2, "stages": 2}
@@ -42,7 +47,21 @@ def measured(folder, text):
         *(f"--batch={BATCH}", "--micro-batches=2", f"--warmup={WARMUP}", f"--steps={STEPS}", f"--lr={LR}"),
         *("--text", text, "--rounds=1", "--no-all-cores", "--out", folder / "runs.jsonl"),
     ]
-    done = printed("gpt2_parallel/compare.py", *arguments)
+    torchrun, standard_output = subprocess.run, io.StringIO()
+
+    def started(command, **settings):
+        """Has torchrun start one process, and others as it does, but warm."""
+        program, processes = command.index(str(PROGRAMS / "train.py")), int(command[command.index(BY) + 1])
+        if processes == 1:
+            return torchrun(command, **settings)
+        codes, said = launched.start(command[program:], processes, folder, launcher=True)
+        return subprocess.CompletedProcess(command, int(any(codes)), "".join(said))
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(standard_output):
+        patch.setenv("COLUMNS", "120")
+        patch.setattr(subprocess, "run", started)
+        run_here(patch, "compare.py", *arguments)
+    done = standard_output.getvalue()
     return done, [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
 
 
@@ -162,14 +181,17 @@ def test_what_cannot_be_compared_is_refused(measured, folder, monkeypatch, capsy
     assert "must have the same batch (they differ)" in refused("draw.py", folder / "other.jsonl")
 
 
+def run_here(patch, program, *arguments):
+    patch.syspath_prepend(PROGRAMS)
+    patch.setattr(sys, "argv", [str(PROGRAMS / program), *map(str, arguments)])
+    for name in ("model", "draw"):
+        patch.delitem(sys.modules, name, raising=False)  # another example's
+    runpy.run_path(str(PROGRAMS / program), run_name="__main__")
+
+
 def refusal_of(monkeypatch, capsys, program, *arguments):
     """Returns what a program says that refuses; here, since to start one takes seconds."""
-    path = EXAMPLES / "gpt2_parallel" / program
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as refusal:
-        patch.syspath_prepend(path.parent)
-        patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
-        for name in ("model", "draw"):
-            patch.delitem(sys.modules, name, raising=False)  # another example's
-        runpy.run_path(str(path), run_name="__main__")
+        run_here(patch, program, *arguments)
     assert refusal.value.code == 2
     return " ".join(capsys.readouterr().err.split())

@@ -191,7 +191,7 @@ def test_resume_goes_on_and_tells_what_it_skipped(capsys, text, tmp_path):
     ("module", "arguments"),
     [
         ("stronghold.lab.cli", ["plot", "absent"]),
-        ("stronghold.lab.cases.__main__", ["draw", "1", "--results", "absent"]),
+        pytest.param("stronghold.lab.cases.__main__", ["draw", "1", "--results", "absent"], marks=pytest.mark.long),
     ],
 )
 def test_a_process_that_ends_searches_for_no_garbage(module, arguments):

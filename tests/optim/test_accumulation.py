@@ -10,6 +10,7 @@ from torch import nn
 import stronghold
 from stronghold import native
 from stronghold.unit import grad_meta_of
+from tests.crossed import crossed
 from tests.reference import CASES, MasterAdamW, offloaded
 from tests.small import Residual, numbers, pair
 
@@ -34,8 +35,7 @@ def reference(case, batches, max_norm):
     return losses, parameters
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.3])
-@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize(("resident", "max_norm"), crossed([0, 2], [None, 0.3], together=1))
 def test_bf16_gradients_are_added_in_fp32(resident, max_norm):
     case = CASES["gpt"]
     batches = case.batches(6 * BACKWARDS)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stronghold.native import BLOCK, Blocks
+from tests.crossed import crossed
 from tests.optim.test_adamw_on_device import (
     CASES,
     GRADIENTS,
@@ -207,9 +208,9 @@ LENGTHS = [16_384 * 2 + 64, 48, 0, 16_384, 16_384 + 16, 1, 16_385, 63]
 """Of one program and more, some with a ragged end, one with nothing: a program updates 256 blocks of 64."""
 
 
-@MOMENTS
-@WEIGHTS
-@GRADIENTS
+@pytest.mark.parametrize(
+    ("grad", "weight", "states"), crossed(*(kind.args[1] for kind in (GRADIENTS, WEIGHTS, MOMENTS)), together=1)
+)
 def test_segments_together_are_each_the_hosts(grad, weight, states, launches):
     mine, theirs = ([filled(segment((n,), weight, grad, states)) for n in LENGTHS] for _ in range(2))
     for step in range(1, 4):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from stronghold.native import BLOCK, Segment
+from tests.crossed import crossed
 from tests.optim.test_adamw_on_device import GRADIENTS, MOMENTS, WEIGHTS, segment
 
 triton = pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -91,15 +92,14 @@ def test_other_addresses_and_lengths_do_not_compile_anew(states, monkeypatch):
 
 @needs_nvidia
 @needs_jit
-@WEIGHTS
-@GRADIENTS
-@MOMENTS
-@pytest.mark.parametrize(("capability", "count"), [(80, 12), (90, 1)])
-def test_it_compiles_to_operations_that_round_as_ieee_754_says(
-    capability, count, states, grad, weight, monkeypatch, tmp_path
-):
+@pytest.mark.parametrize(
+    ("target", "states", "grad", "weight"),
+    crossed(((80, 12), (90, 1)), *(kind.args[1] for kind in (MOMENTS, GRADIENTS, WEIGHTS))),
+)
+def test_it_compiles_to_operations_that_round_as_ieee_754_says(target, states, grad, weight, monkeypatch, tmp_path):
     """Products and sums that no compiler fuses, correct roots and quotients, denormal numbers; and wide loads."""
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    capability, count = target
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     squares = list(torch.zeros(count, dtype=torch.float64).unbind())
     given = [segment((4096,), weight, grad, states) for _ in range(count)]

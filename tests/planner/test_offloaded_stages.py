@@ -139,7 +139,7 @@ def cases(draw):
     return layers, offloaded, pipeline_of(draw(st.integers(1, min(4, len(layers)))))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(cases(), st.sampled_from(["time", "memory"]), st.none() | st.integers(10, 60))
 def test_the_least_of_every_cut_of_windows(case, balance, limit):
     layers, offloaded, order = case

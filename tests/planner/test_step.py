@@ -25,7 +25,13 @@ def exact(number):
 # Against the engine.
 
 
-@pytest.mark.parametrize("case", [*map(draw, range(40)), *(with_inputs_on_host(draw(n)) for n in range(40, 60))])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(with_inputs_on_host(draw(n)) if n >= 40 else draw(n), marks=pytest.mark.long if n % 3 else ())
+        for n in range(60)
+    ],
+)
 def test_a_step_is_the_engine_s_by_its_clocks_and_so_is_all_that_happens_in_it(case):
     outcome = run(case, paced=False)
     planned = outcome.planned

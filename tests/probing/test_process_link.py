@@ -64,7 +64,7 @@ threading.Thread(target=tell, daemon=True).start()
         assert set(measure.sample()) == {("processes", name) for name in PROCESSES}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(RuntimeError, marks=pytest.mark.long)])
 def test_the_processes_end_with_an_error_too(error):
     before = children()
     with pytest.raises(error), process_link(CPU):

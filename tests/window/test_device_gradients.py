@@ -14,6 +14,7 @@ from stronghold.device import CpuDevice
 from stronghold.errors import OffloadedModelError
 from stronghold.split import join, rounded
 from stronghold.unit import grad_meta_of
+from tests.crossed import crossed
 from tests.small import Block, Decoder, Residual, numbers, pair, words
 
 ROOTS = ("into.weight", "into.bias", "out.weight", "out.bias")
@@ -120,8 +121,7 @@ def test_the_moments_are_those_of_the_sum_and_the_norm_is_its_norm(resident):
         torch.testing.assert_close(moment, expected[name] * scale * 0.1, rtol=2e-7, atol=0.0)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize(("resident", "set_to_none"), crossed([0, 2], [True, False], together=1))
 def test_zeroed_gradients_begin_anew(resident, set_to_none):
     model = offloaded(resident=resident)
     optimizer = stronghold.AdamW(model.parameters())
@@ -355,8 +355,7 @@ class Fragile(Residual):
         return self.out(x)
 
 
-@pytest.mark.parametrize("resident", [0, 2, 4])
-@pytest.mark.parametrize("fails", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize(("fails", "resident"), crossed([0, 1, 2, 3, 4], [0, 2, 4], together=1))
 def test_what_a_failed_backward_pass_has_not_reached_is_left_as_it_was(fails, resident):
     """What it has reached holds its gradients, as in plain PyTorch; and the sums go on after it."""
     model = offloaded(Fragile, resident=resident)
@@ -393,8 +392,7 @@ def fail(anything):
     raise UsersError
 
 
-@pytest.mark.parametrize("register", [hook_before, hook_behind])
-@pytest.mark.parametrize("name", [*ROOTS, *RESIDENT])
+@pytest.mark.parametrize(("name", "register"), crossed([*ROOTS, *RESIDENT], [hook_before, hook_behind], together=1))
 def test_a_hook_that_fails_loses_no_gradient(name, register):
     """Of the parameter that it is on, the sum from before is left, or the one that the hook saw."""
     model = offloaded(resident=2)

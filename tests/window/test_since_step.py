@@ -8,14 +8,12 @@ import torch
 
 import stronghold
 from stronghold.errors import OffloadedModelError
+from tests.crossed import crossed
 from tests.small import ADAMW, Residual, assert_same_models, assert_same_states, numbers, ordinary_loop, pair
 
 LAYERS = 4
-PLACES = pytest.mark.parametrize(
-    "settings",
-    [{"window": 1}, {"window": 2, "activations": "keep"}, {"resident": 2}, {"resident": LAYERS}],
-    ids=str,
-)
+SETTINGS = [{"window": 1}, {"window": 2, "activations": "keep"}, {"resident": 2}, {"resident": LAYERS}]
+PLACES = pytest.mark.parametrize("settings", SETTINGS, ids=str)
 PART = r"dropped or replaced before step\(\) \(got layers\.{0}.*updated in part.*load the last checkpoint"
 
 
@@ -54,8 +52,7 @@ def same(one, other):
     assert_same_states(optimizer, expected)
 
 
-@PLACES
-@pytest.mark.parametrize("layer", range(LAYERS - 1))
+@pytest.mark.parametrize(("settings", "layer"), crossed(SETTINGS, range(LAYERS - 1), together=1), ids=str)
 def test_another_try_after_a_pass_that_failed_is_refused_until_a_state_is_loaded(settings, layer):
     """The layers behind the failure were updated twice: once by each pass."""
     ours, plain = both(**settings)[::-1]
@@ -86,8 +83,11 @@ def test_the_same_graph_is_not_gone_through_twice(settings):
         assert torch.equal(value, before[name]), name
 
 
-@PLACES
-@pytest.mark.parametrize("name", ["norm.bias", "up.weight", "down.weight", "down.bias"])
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    crossed(SETTINGS, ["norm.bias", "up.weight", "down.weight", "down.bias"], together=1),
+    ids=str,
+)
 def test_a_pass_that_failed_before_it_updated_anything_may_be_tried_again(settings, name):
     """What had come of the last layer's gradients updated it when they were dropped."""
     plain, ours = both(**settings)

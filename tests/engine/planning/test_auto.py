@@ -16,6 +16,7 @@ from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.planner.machine_file import DISK, Spread
 from stronghold.probing.operator_speed import dtype_name
 from stronghold.units import format_bytes
+from tests.crossed import crossed
 from tests.planner.machines import about, laptop, machine
 from tests.probing.small import make_short
 
@@ -74,7 +75,9 @@ def test_a_model_that_fits_stays_where_it_is_and_says_so(caplog):
     assert report.planned.reason in line
 
 
-@pytest.mark.parametrize("budget", ["1.5MiB", "2MiB", "3MiB"])
+@pytest.mark.parametrize(
+    "budget", [pytest.param("1.5MiB", marks=pytest.mark.long), "2MiB", pytest.param("3MiB", marks=pytest.mark.long)]
+)
 def test_settings_are_those_of_the_plan_and_train_as_the_plain_model(here, budget):
     model = on_a_gpu(here, gpt(), inputs=inputs(), device_memory=budget)
     plan = stronghold.plan(gpt(), machine=here[-1], inputs=inputs(), update="deferred", device_memory=budget)
@@ -195,7 +198,7 @@ def test_a_store_that_is_not_there_yet_is_planned_for_by_the_disk_that_it_will_b
     stronghold.close(stronghold.offload(gpt(), device="cpu", store=tmp_path / "other", inputs=inputs()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
 def test_a_glance_finds_what_a_plan_asks_for(here, monkeypatch, dtype):
     make_short(monkeypatch)
     here.append(None)
@@ -317,8 +320,7 @@ def one_step(model):
     return before, stronghold.report(model)
 
 
-@pytest.mark.parametrize("micro_batch", [None, 2])
-@pytest.mark.parametrize("activations", ["host", "disk"])
+@pytest.mark.parametrize(("activations", "micro_batch"), crossed(["host", "disk"], [None, 2], together=1))
 def test_layers_inputs_beside_the_device_are_planned_to_the_byte(here, tmp_path, activations, micro_batch):
     settings = {"window": 2, "resident": 1, "activations": activations}
     settings |= {"micro_batch": micro_batch or 4}  # 4 samples: whole

@@ -9,6 +9,7 @@ import transformers
 import stronghold
 from stronghold.engine.find_layers import find_layers
 from stronghold.engine.planning.computation import ModelComputation
+from tests.crossed import crossed
 from tests.engine.planning.test_computation import counted, flops
 from tests.experts import FAMILIES, model
 
@@ -20,9 +21,10 @@ def planned(of: torch.nn.Module) -> ModelComputation:
     return ModelComputation(of, [layer.module for layer in find_layers(of)], INPUTS)
 
 
-@pytest.mark.parametrize("experts_per_part", [None, 3, 1])
-@pytest.mark.parametrize("how", ["eager", "grouped_mm"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "how", "experts_per_part"),
+    crossed([*FAMILIES], ["eager", "grouped_mm"], [None, 3, 1], together=1),
+)
 def test_operations_are_those_of_the_model(family, how, experts_per_part):
     """However tokens are routed, the experts together have as many rows, as torch's own counter counts them."""
     of = model(family)

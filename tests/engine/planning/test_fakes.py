@@ -69,6 +69,7 @@ BUILT: dict[str, Built] = {
     **{name: of_case(name) for name in CASES},
     **{name: of_diffusers(name) for name in DIFFUSERS},
 }
+EACH_TIME = ("gpt", "gpt2", "gemma3", "mixtral", "resnet")
 
 
 def loss_of(output: Any) -> Tensor:
@@ -103,7 +104,9 @@ def calls_of(built: Built, mode: FakeTensorMode, dtype: torch.dtype) -> list[Any
     return seen.calls
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize(
+    "name", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.long) for name in BUILT]
+)
 def test_each_operator_gives_what_pytorch_s_mode_gives(name: str) -> None:
     dtype = torch.bfloat16 if len(name) % 2 else torch.float32
     expected = calls_of(BUILT[name], FakeTensorMode(allow_non_fake_inputs=True), dtype)
@@ -115,7 +118,7 @@ def test_each_operator_gives_what_pytorch_s_mode_gives(name: str) -> None:
     assert sum(mode._direct.values()) > 10  # it did ask kernels itself
 
 
-@pytest.mark.parametrize("name", ["gpt", "gemma3", "flux"])
+@pytest.mark.parametrize("name", ["gpt", "gemma3", pytest.param("flux", marks=pytest.mark.long)])
 def test_a_plan_rests_on_the_same_operators_and_bytes(name: str) -> None:
     found = []
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), Fakes()):

@@ -25,28 +25,29 @@ def by_hand(number, budget):
         return None
 
 
-def test_it_is_for_whole_layers_or_for_the_parts_with_the_shortest_step(monkeypatch):
+@pytest.mark.parametrize(("share", "cut"), [(0.8, None), (0.7, 2), pytest.param(0.35, 1, marks=pytest.mark.long)])
+def test_it_is_for_whole_layers_or_for_the_parts_with_the_shortest_step(share, cut, monkeypatch):
     counted = []
     monkeypatch.setattr("stronghold.engine.planning.asked.process_bytes", lambda of: counted.append(of) or 2**28)
     least = stronghold.plan(model(), window=1, resident=0, **GIVEN).device_bytes
-    cuts = []
-    for share in (0.8, 0.7, 0.35):
-        budget = int(share * least)
-        plans = {number: by_hand(number, budget) for number in CUTS}
-        of = model()
-        names = [*of.state_dict()]
-        found = stronghold.plan(of, device_memory=budget, experts_per_part="auto", **GIVEN)
-        assert [*of.state_dict()] == names
-        assert counted[-1] is of  # a copy without values would leave the experts to the process
-        number = found.experts_per_part
-        assert (number is None) == (plans[None] is not None)
-        assert {**plans[number].settings, **({"experts_per_part": number} if number else {})} == found.settings
-        assert (found.step_s, found.device_bytes) == (plans[number].step_s, plans[number].device_bytes)
-        if number is not None:
-            assert found.step_s.likely == min(plans[n].step_s.likely for n in CUTS if plans[n] and n >= number)
-            assert all(one.settings["experts_per_part"] == number for one in (*found.others, *found.refused))
-        cuts.append(number)
-    assert cuts == [None, 2, 1]
+    budget = int(share * least)
+    plans = {number: by_hand(number, budget) for number in (CUTS if cut else [None])}
+    of = model()
+    names = [*of.state_dict()]
+    found = stronghold.plan(of, device_memory=budget, experts_per_part="auto", **GIVEN)
+    assert [*of.state_dict()] == names
+    assert counted[-1] is of  # a copy without values would leave the experts to the process
+    number = found.experts_per_part
+    assert number == cut
+    assert (number is None) == (plans[None] is not None)
+    assert {**plans[number].settings, **({"experts_per_part": number} if number else {})} == found.settings
+    assert (found.step_s, found.device_bytes) == (plans[number].step_s, plans[number].device_bytes)
+    if number is not None:
+        assert found.step_s.likely == min(plans[n].step_s.likely for n in CUTS if plans[n] and n >= number)
+        assert all(one.settings["experts_per_part"] == number for one in (*found.others, *found.refused))
+
+
+def test_nothing_fits():
     with pytest.raises(BudgetError):
         stronghold.plan(model(), device_memory=1000, experts_per_part="auto", **GIVEN)
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from stronghold.engine.planning.computation import ModelComputation
 from stronghold.lab.models.gpt import GPT, GPTConfig
+from tests.crossed import crossed
 
 
 class Row(nn.Module):
@@ -80,10 +81,12 @@ class Wide(nn.Module):
 KINDS = {"residual": Residual, "output": SavesOutput, "biased": Biased, "frozen": Frozen, "wide": Wide}
 
 
-@pytest.mark.parametrize(("dtype", "block_bytes"), [(torch.float32, 1), (torch.bfloat16, 512)])
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_few_micro_batches_tell_of_all(kind, kept, dtype, block_bytes):
+@pytest.mark.parametrize(
+    ("kind", "kept", "products"),
+    crossed([*KINDS], [False, True], [(torch.float32, 1), (torch.bfloat16, 512)], together=1),
+)
+def test_a_few_micro_batches_tell_of_all(kind, kept, products):
+    dtype, block_bytes = products
     model, x = Row(KINDS[kind]).to(dtype), torch.randn(13, 7, 8, dtype=dtype)
     found = ModelComputation(model, [*model.layers], (x,), block_bytes=block_bytes, fused=block_bytes > 1)
     for samples in (1, 2, 3, 13, None):
@@ -93,7 +96,7 @@ def test_a_few_micro_batches_tell_of_all(kind, kept, dtype, block_bytes):
             assert told.backward_bytes > 0
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_few_micro_batches_tell_of_all_of_a_transformer(kept):
     model = GPT(GPTConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=50, dropout=0.1))
     ids = torch.zeros(13, 16, dtype=torch.int64)

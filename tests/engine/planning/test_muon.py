@@ -19,6 +19,7 @@ from stronghold.optim.muon_step import newton_schulz
 from stronghold.planner.machine_file import DISK
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.unit import unit_of
+from tests.crossed import crossed
 from tests.planner.machines import about, laptop, machine
 
 CONFIG = GPTConfig(layers=5, hidden=64, heads=4, sequence=32, vocabulary=128)
@@ -45,10 +46,10 @@ def groups(model):
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [
-        (None, {}),
+        pytest.param(None, {}, marks=pytest.mark.long),
         (torch.bfloat16, {"window": 2, "resident": 1}),
-        (None, {"window": 3, "resident": 0, "update": "in_backward"}),
-        (torch.bfloat16, {"window": 1, "store": "disk"}),
+        pytest.param(None, {"window": 3, "resident": 0, "update": "in_backward"}, marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, {"window": 1, "store": "disk"}, marks=pytest.mark.long),
         (None, {"store": "disk", "host_memory": "1GiB"}),
         (None, {"window": 2, "store": "disk", "update": "in_backward"}),
     ],
@@ -77,8 +78,7 @@ def test_bytes_are_the_reports_to_the_byte(settings, dtype, tmp_path):
     stronghold.close(model)
 
 
-@pytest.mark.parametrize("tokens", [40, 400, 4000])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("seed", "tokens"), crossed(range(5), [40, 400, 4000], together=1))
 def test_a_step_is_the_engines_by_its_clocks(seed, tokens):
     """From iterations that take many times what the layers compute to such that take little."""
     outcome = run(replace(draw(seed, layers=8), by_muon=True, tokens=tokens), paced=False)

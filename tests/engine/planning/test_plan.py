@@ -19,6 +19,7 @@ from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import DISK
 from stronghold.planner.search import Refusal
 from tests import experts
+from tests.crossed import crossed
 from tests.planner.machines import about, laptop, machine
 
 CONFIG = GPTConfig(layers=5, hidden=64, heads=4, sequence=32, vocabulary=128)
@@ -69,21 +70,24 @@ def told(plan):
     return {**asdict(plan), "process_bytes": 0, "others": [], "refused": []}
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"window": 2, "resident": 1},
-        {"window": 3, "resident": 0, "states": "8bit", "update": "in_backward"},
-        {"window": 1, "store": "disk"},
-        {"store": "disk", "states": "8bit", "host_memory": "1GiB"},
-        {"window": 2, "store": "disk", "update": "in_backward"},
-        {"window": 2, "resident": 1, "activations": "host"},
-        {"window": 2, "resident": 0, "activations": "host", "micro_batch": 2},
-        {"window": 2, "store": "disk", "activations": "disk"},
-        {"window": 2, "resident": 0, "activations": 2, "micro_batch": 2},
-    ],
+    ("dtype", "settings"),
+    crossed(
+        [None, torch.bfloat16],
+        [
+            {},
+            {"window": 2, "resident": 1},
+            {"window": 3, "resident": 0, "states": "8bit", "update": "in_backward"},
+            {"window": 1, "store": "disk"},
+            {"store": "disk", "states": "8bit", "host_memory": "1GiB"},
+            {"window": 2, "store": "disk", "update": "in_backward"},
+            {"window": 2, "resident": 1, "activations": "host"},
+            {"window": 2, "resident": 0, "activations": "host", "micro_batch": 2},
+            {"window": 2, "store": "disk", "activations": "disk"},
+            {"window": 2, "resident": 0, "activations": 2, "micro_batch": 2},
+        ],
+        together=1,
+    ),
     ids=str,
 )
 def test_bytes_are_the_reports_to_the_byte(settings, dtype, tmp_path):
@@ -141,7 +145,7 @@ def test_as_many_layers_keep_their_activations_as_the_memory_holds():
     stronghold.close(model)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_host_of_fewer_cores_is_slower_and_the_plan_says_what_is_assumed(processes):
     given = {"update": "deferred", "window": 1, "resident": 0} if processes == 1 else {"processes": 2, "batch": 8}
     model = on_meta() if processes == 1 else LayeredGPT(on_meta())
@@ -153,7 +157,7 @@ def test_a_host_of_fewer_cores_is_slower_and_the_plan_says_what_is_assumed(proce
         assert few.step_s.likely > many.step_s.likely
 
 
-@pytest.mark.parametrize("micro_batch", [None, 1])
+@pytest.mark.parametrize("micro_batch", [None, pytest.param(1, marks=pytest.mark.long)])
 def test_layers_inputs_on_the_host_go_there_and_back_over_the_link(micro_batch):
     given = {"given": machine(), "window": 2, "resident": 1, "update": "deferred", "micro_batch": micro_batch}
     there, here = (planned(activations=activations, **given) for activations in ("host", "recompute"))
@@ -187,7 +191,7 @@ def test_a_model_that_fits_a_machine_of_one_memory_stays_where_it_is():
 
 
 def test_where_one_memory_does_not_hold_all_gradients_layers_are_streamed_and_updated_in_the_backward_pass():
-    model = on_meta(replace(CONFIG, layers=16))
+    model = on_meta(replace(CONFIG, layers=8))
     needed = {}
     for update in ("deferred", "in_backward", None):
         with pytest.raises(BudgetError) as refused:
@@ -195,10 +199,10 @@ def test_where_one_memory_does_not_hold_all_gradients_layers_are_streamed_and_up
         needed[update] = refused.value.needed["memory"]
     assert needed[None] == needed["in_backward"] < needed["deferred"]
     plan = planned(model, host_memory=needed["deferred"])
-    assert (plan.settings["resident"], plan.optimizer["update"]) == (16, "deferred")
+    assert (plan.settings["resident"], plan.optimizer["update"]) == (8, "deferred")
     plan = planned(model, host_memory=needed["deferred"] - 1)
     assert plan.optimizer["update"] == "in_backward"
-    assert plan.settings["resident"] < 16
+    assert plan.settings["resident"] < 8
     assert plan.host_bytes < needed["deferred"]
 
 

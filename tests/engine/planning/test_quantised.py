@@ -35,7 +35,9 @@ def planned(model, given=None, **settings):
     return stronghold.plan(model, machine=given or laptop(), inputs=inputs, **settings)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long) if kind == "nested" else kind for kind in KINDS]
+)
 def test_bytes_are_the_reports_to_the_byte(kind):
     model = with_adapters(KINDS[kind](), LORA)
     plan = planned(model, window=2, resident=1)

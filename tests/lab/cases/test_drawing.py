@@ -85,7 +85,7 @@ def test_it_says_machine_commit_settings_and_what_is_missing(measure):
         assert expected in said
 
 
-@pytest.mark.parametrize("number", CASES)
+@pytest.mark.parametrize("number", [pytest.param(n, marks=() if n in (1, 5) else pytest.mark.long) for n in CASES])
 def test_it_is_saved_as_png_and_svg(number, tmp_path, measure):
     shown = show(CASES[number], TINY, measure(make_trial(), make_record(), make_record(window=2)))
     png, svg = save_figure(shown, tmp_path / "deep" / "case")

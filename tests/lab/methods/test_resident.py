@@ -9,6 +9,7 @@ import torch
 
 from stronghold.errors import StrongholdError
 from stronghold.lab.records.agreement import disagreements
+from tests.crossed import crossed
 from tests.lab.methods.ordinary import CONFIG, losses_of, plain_losses, prepare, settings_of
 
 
@@ -20,8 +21,9 @@ def alone():
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("method", ["megatron-lm", "fsdp-offload", "l2l", "stronghold"])
-@pytest.mark.parametrize("clip", [0.7, None])
+@pytest.mark.parametrize(
+    ("method", "clip"), crossed(["megatron-lm", "fsdp-offload", "l2l", "stronghold"], [0.7, None], together=1)
+)
 def test_it_trains_as_pytorch_does(method, clip, alone):
     settings = settings_of(clip=clip)
     expected, plain = plain_losses(settings)
