@@ -11,6 +11,7 @@ import torch
 
 import stronghold
 from stronghold.lab.models.gpt import GPT, GPTConfig
+from tests.crossed import crossed
 
 SCRIPT = """
 import ctypes, gc, os, sys
@@ -51,8 +52,7 @@ print(report.host_bytes + report.device_bytes, resident() - before, peak() - bef
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize(("dtype", "update"), crossed(["float32", "bfloat16"], ["deferred", "in_backward"], together=1))
 def test_resident_memory_is_what_report_promised(dtype, update):
     output = subprocess.run(
         [sys.executable, "-c", SCRIPT, dtype, update], capture_output=True, text=True, check=True, timeout=120

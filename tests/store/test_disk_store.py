@@ -15,6 +15,7 @@ import stronghold
 from stronghold.engine import engine_of
 from stronghold.errors import NonFiniteGradientError, StoreError
 from stronghold.store import ring
+from tests.crossed import crossed
 from tests.delayed import Apart
 from tests.reference import CASES, differences, offloaded, snapshot, train
 
@@ -50,9 +51,9 @@ def check(tmp_path, name, *, like=None, **settings):
     return report
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("states", ["fp32", "8bit"])
-@pytest.mark.parametrize("name", ["gpt", "t5", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "states", "dtype"), crossed(["gpt", "t5", "mixtral"], ["fp32", "8bit"], DTYPES, together=1)
+)
 def test_a_disk_gives_the_bits_of_memory(tmp_path, name, states, dtype):
     like = {"dtype": dtype, "states": states}
     for window, update in itertools.product((1, 2, CASES[name].layers), ("deferred", "in_backward")):

@@ -21,6 +21,7 @@ from stronghold.settings import OffloadSettings
 from stronghold.store import disk as disk_module
 from stronghold.store import ring
 from stronghold.store.staging import BUFFERS
+from tests.crossed import crossed
 from tests.delayed import Apart, DelayedDevice
 from tests.reference import differences, snapshot
 
@@ -88,8 +89,11 @@ def stop_in_the_middle(model, optimizer, folder):
 BETWEEN = [nothing, evaluate, write, write_through_an_alias_while_layers_are_read, load, stop_in_the_middle]
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
+@pytest.mark.parametrize(
+    ("between", "update"),
+    crossed(BETWEEN, ["deferred", "in_backward"], together=1),
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_whatever_comes_between_the_bits_are_those_of_memory(tmp_path, monkeypatch, between, update):
     monkeypatch.setattr(ring, "SLOT_BYTES", 4 * 2**20)
     accumulate = 2 if update == "deferred" else 1

@@ -24,6 +24,7 @@ from stronghold.lab.finetuning.checkpoints import SEAL, prune
 from stronghold.lab.finetuning.settings import BY_EVALUATION, CourseSettings, FinetuneSettings
 from stronghold.lab.training import TrainingError
 from stronghold.settings import OffloadSettings
+from tests.crossed import crossed
 from tests.lab.finetuning import runs, small
 from tests.lab.finetuning.runs import LORA
 
@@ -39,6 +40,9 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters on a base in bf16": {"adapters": LORA, "dtype": "bf16"},
     "adapters on a base in four bits": {"adapters": replace(LORA, quantize="nf4"), "dtype": "bf16"},
 }
+
+
+STOPPED = {2: "in the first epoch", 7: "in the second"}
 
 
 def weights(wanted: FinetuneSettings) -> dict[str, torch.Tensor]:
@@ -61,8 +65,9 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch.Watch, "on_step_begin", begin)
 
 
-@pytest.mark.parametrize("stopped", [2, 7], ids=["in the first epoch", "in the second"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "stopped"), crossed(CASES, STOPPED, together=1), ids=lambda one: STOPPED.get(one, one)
+)
 def test_after_an_interrupt_it_goes_on_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stopped: int
 ) -> None:
