@@ -33,6 +33,7 @@ ALONE = {name: setting for name, setting in SETTINGS.items() if "replicas" not i
 NO_RACE = {
     "SHARE_UPDATED": "is for replicas; tests/test_ordering.py takes it away",
     "ROOT_WRITTEN": "is for a copy into ordinary memory, which blocks on an accelerator",
+    "ROOT_GRADIENT": "is for the squares' copy into ordinary memory",
 }
 
 
