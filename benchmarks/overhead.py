@@ -6,14 +6,16 @@ On a GPU this thread must stay ahead of the kernels: what it takes for a layer i
 layers are so small that their own computation is next to nothing, encoder layers of torch.nn with 12 parameters each:
 as they are, with the engine where all are resident, streamed through a window of three and keeping what autograd saves,
 and streamed and recomputed. Times are the thread's own on a processor, for a layer, the least of all steps: another
-thread's turn with Python's lock is not in them. Prints a table and appends one JSON line a row to
-results/overhead.jsonl.
+thread's turn with Python's lock is not in them. What a small operator takes that the processor computes, through
+autograd, is measured beside them: in that unit the planner knows what the engine adds. Prints a table and appends one
+JSON line a row to results/overhead.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch import nn
 
 import stronghold
 from stronghold.lab.records.json_lines import append_record, describe_machine
+from stronghold.probing.call_speed import CHAIN_CALLS, chain
 
 RESULTS = Path(__file__).parent.parent / "results" / "overhead.jsonl"
 PASSES = ("forward", "backward", "step")
@@ -89,6 +92,16 @@ def measure(
     return least
 
 
+def measure_call(task: Callable[[], object], steps: int) -> float:
+    """Returns the least seconds of the thread for one small operator of ``task``, a chain of them."""
+    least = float("inf")
+    for _ in range(steps):
+        begin = time.thread_time()
+        task()
+        least = min(least, time.thread_time() - begin)
+    return least / CHAIN_CALLS
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = _options(arguments)
     torch.set_num_threads(1)
@@ -97,7 +110,9 @@ def main(arguments: list[str] | None = None) -> None:
         for backwards in (1, 2)
         for name, settings in settings_of(options.layers).items()
     }
+    calls, call_s = chain(torch.device("cpu")), float("inf")
     for _ in range(options.rounds):  # in turn, for the machine's speed changes
+        call_s = min(call_s, measure_call(calls, options.steps))
         for (_, backwards), (model, optimizer, least) in rows.items():
             least[:] = map(min, least, measure(model, optimizer, options.steps, backwards, options.device))
     table = Table(title="microseconds of the launching thread, for a layer", title_justify="left")
@@ -112,10 +127,12 @@ def main(arguments: list[str] | None = None) -> None:
             "layers": options.layers,
             "device": options.device,
             "seconds_a_layer": each,
+            "call_s": call_s,
             "machine": describe_machine(),
         }
         append_record(options.out, record)
     Console().print(table)
+    Console().print(f"a small operator on the host: {call_s * 1e6:.2f} microseconds")
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

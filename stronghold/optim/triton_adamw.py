@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -53,21 +52,20 @@ def launch_all(segments: Sequence[Segment], squares: Sequence[Tensor] | None = N
     One launch updates up to :data:`MOST` with settings, formats and a step in common. A copy of their addresses to the
     device would stand in line behind those of layers, so they are the kernel's arguments.
     """
-    together: dict[tuple[Any, ...], list[tuple[Sequence[int | None], int]]] = {}
+    together: dict[tuple[_Settings, _Format], list[tuple[Sequence[int | None], int]]] = {}
     for number, segment in enumerate(segments):
-        if segment.weight.numel():
+        if elements := segment.weight.numel():
             its = None if squares is None else squares[number]
             addresses = _addresses(segment, its)
-            absent = tuple(address is None for address in addresses)
-            key = (_Settings.of(segment), _format(segment, addresses, its), absent)
-            together.setdefault(key, []).append((addresses, _programs(segment)))
+            key = (_Settings.of(segment), _Format.of(segment, elements, addresses, its))
+            together.setdefault(key, []).append((addresses, _programs(elements)))
     with torch.accelerator.device_index(segments[0].weight.device.index):  # Triton launches on the current device
-        for (settings, form, _), found in together.items():
+        for (settings, form), found in together.items():
             for begin in range(0, len(found), MOST):
-                _launch(settings, dict(form), found[begin : begin + MOST])
+                _launch(settings, form, found[begin : begin + MOST])
 
 
-def _launch(settings: _Settings, form: Mapping[str, Any], found: Sequence[tuple[Sequence[int | None], int]]) -> None:
+def _launch(settings: _Settings, form: _Format, found: Sequence[tuple[Sequence[int | None], int]]) -> None:
     """Launches the kernel for segments of which ``found`` has the addresses and the programs that update each."""
     count = 1 << (len(found) - 1).bit_length()  # few numbers of arguments, for each of which it is compiled
     # What is left over has no elements: it ends where the first one begins.
@@ -75,42 +73,71 @@ def _launch(settings: _Settings, form: Mapping[str, Any], found: Sequence[tuple[
     empty = [[begin, begin, *others]] * (count - len(found))
     columns = zip(*(addresses for addresses, _ in found), *empty, strict=True)
     adamw_of_segments[(sum(programs for _, programs in found),)](
-        *(None if column[0] is None else tuple(number_of(address) for address in column) for column in columns),
+        *(None if column[0] is None else tuple(map(number_of, column)) for column in columns),
         **_coefficients(settings),
-        **form,
+        **form.constants(),
         COUNT=count,
         ROWS=ROWS,
         enable_fp_fusion=False,
     )
 
 
-def _programs(segment: Segment) -> int:
-    return int(triton.cdiv(segment.weight.numel(), ROWS * BLOCK))
-
-
 def _addresses(s: Segment, squares: Tensor | None) -> Sequence[int | None]:
     """Returns where the weights begin and end, and the others begin, as the kernel takes them; None for what is not."""
-    weight, moments = s.weight.data_ptr(), []
-    for moment in (s.exp_avg, s.exp_avg_sq):
-        parts = (moment.codes, moment.exponents) if isinstance(moment, Blocks) else (moment, None)
-        moments += [None if part is None else part.data_ptr() for part in parts]
-    remainder, low = (None if part is None else part.data_ptr() for part in (s.remainder, s.grad_remainder))
-    number = None if squares is None else squares.data_ptr()
-    return weight, weight + s.weight.nbytes, remainder, s.grad.data_ptr(), low, *moments, number
-
-
-def _format(s: Segment, addresses: Sequence[int | None], squares: Tensor | None) -> tuple[tuple[str, Any], ...]:
-    """Returns, as pairs of a constant's name and its value, what a kernel is compiled for."""
-    wide = not s.weight.numel() % _WIDE and not any(
-        address % _WIDE for address in addresses[:-1] if address is not None
-    )
-    halves, whole = tl.int16, tl.float32  # bf16 numbers as the integers of their bits
+    first, second = _parts(s.exp_avg), _parts(s.exp_avg_sq)
     return (
-        ("WEIGHT", whole if s.weight.dtype is torch.float32 else halves),
-        ("GRAD", whole if s.grad.dtype is torch.float32 else halves),
-        ("SQUARES", tl.float64 if squares is None or squares.dtype is torch.float64 else tl.float32),
-        ("WIDE", _WIDE if wide else 1),
+        weight := s.weight.data_ptr(),
+        weight + s.weight.nbytes,
+        None if s.remainder is None else s.remainder.data_ptr(),
+        s.grad.data_ptr(),
+        None if s.grad_remainder is None else s.grad_remainder.data_ptr(),
+        *first,
+        *second,
+        None if squares is None else squares.data_ptr(),
     )
+
+
+def _parts(moment: Tensor | Blocks) -> tuple[int, int | None]:
+    if isinstance(moment, Blocks):
+        return moment.codes.data_ptr(), moment.exponents.data_ptr()
+    return moment.data_ptr(), None
+
+
+def _programs(elements: int) -> int:
+    return -(-elements // (ROWS * BLOCK))
+
+
+class _Format(NamedTuple):
+    """What a kernel is compiled for, beside the number of its segments, and which of its arguments there are."""
+
+    whole_weight: bool
+    whole_grad: bool
+    split_grad: bool
+    squares: torch.dtype | None
+    wide: bool
+
+    @classmethod
+    def of(cls, s: Segment, elements: int, addresses: Sequence[int | None], squares: Tensor | None) -> _Format:
+        together = elements
+        for address in addresses[:-1]:
+            together |= address or 0
+        return cls(
+            s.remainder is None,
+            s.grad.dtype is torch.float32,
+            s.grad_remainder is not None,
+            None if squares is None else squares.dtype,
+            not together % _WIDE,
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """Returns them by the kernel's names."""
+        halves, whole = tl.int16, tl.float32  # bf16 numbers as the integers of their bits
+        return {
+            "WEIGHT": whole if self.whole_weight else halves,
+            "GRAD": whole if self.whole_grad else halves,
+            "SQUARES": tl.float32 if self.squares is torch.float32 else tl.float64,
+            "WIDE": _WIDE if self.wide else 1,
+        }
 
 
 class _Settings(NamedTuple):

@@ -26,7 +26,8 @@ from stronghold.optim.triton_formats import (
 from stronghold.optim.triton_rounding import quotient, square_root
 
 _BLOCK = tl.constexpr(BLOCK)
-_FIRST_NUMBER = tl.constexpr(2**62 + 1)
+_FIRST = 2**62 + 1
+_FIRST_NUMBER = tl.constexpr(_FIRST)
 
 
 def number_of(address: int) -> int:
@@ -34,7 +35,7 @@ def number_of(address: int) -> int:
 
     Triton compiles anew for numbers that fit into 32 bits, and by which of them 16 divides.
     """
-    return int(_FIRST_NUMBER.value) + 2 * address
+    return _FIRST + 2 * address
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from stronghold.planner.issued_inputs import IssuedInputs
-from stronghold.planner.program import Kind, Operation, Program, Shape
+from stronghold.planner.program import LAUNCHES, Kind, Operation, Program, Shape
 from stronghold.planner.step_costs import Resource
 from stronghold.schedule import Action, Move, Schedule
 
@@ -273,9 +273,8 @@ class _Issuing:
             return self._issue(Resource.COMPUTE, kind, number, after=after)
         # To wait for a copy in the device's order it must have been issued, which a thread does that waits for updates.
         blocking = [host for event in after if event is not None for host in self._blocking.get(event, ())]
-        # A layer's two halves of a backward pass are issued together; what the root takes is in its computation.
-        launches = {Kind.FORWARD: Kind.LAUNCH, Kind.BEFORE_GRADIENTS: Kind.LAUNCH_BACKWARD}
-        launch = launches.get(kind, Kind.WAIT) if number < self.layers else Kind.WAIT
+        # What the root takes is in its computation.
+        launch = LAUNCHES.get(kind, Kind.WAIT) if number < self.layers else Kind.WAIT
         self._issue(Resource.HOST, launch, number, after=blocking)
         return self._issue(Resource.COMPUTE, kind, number, after=after)
 

@@ -21,6 +21,8 @@ UPDATE = ("alone", "beside_compute")
 DISK = ("read", "write", "read_beside_write", "write_beside_read")
 PROCESSES = ("message_s", "bytes_per_s")
 """What is measured of messages between processes: the seconds of a small one, and what large ones sustain."""
+SINCE = ("host_call_s",)
+"""What files of older probes lack."""
 DISK_BESIDE_COMPUTE = ("slows_compute", "slowed_by_compute")
 """How many times as long computing takes beside transfers, and transfers beside computing, where that was measured."""
 
@@ -74,9 +76,11 @@ class MachineFile(Shown):
     ``runs_behind`` that it computes on its own while the host issues more. Rates are per second: bytes that
     ``elementwise`` operators read and write, ``elementwise_cached`` ones over no more than ``cache_bytes``, and
     ``transcendental`` ones, each by dtype; some of the last are told apart ("float32 gelu backward"). ``op_s`` is the
-    least that an operator takes of the device and ``launch_s`` what issuing one takes of the host. ``host_update_ns``
-    is per element, by weights and moments ("bfloat16+8bit"), alone and beside computing, and ``compute_beside_update``
-    how many times as long computing takes beside updates. ``device_update_ns`` is the same of a resident layer.
+    least that an operator takes of the device and ``launch_s`` what issuing one takes of the host, in layers such as
+    models have. ``host_call_s`` is what a small one takes that the host computes itself, which tells how fast Python
+    is; None in files of older probes. ``host_update_ns`` is per element, by weights and moments ("bfloat16+8bit"),
+    alone and beside computing, and ``compute_beside_update`` how many times as long computing takes beside updates.
+    ``device_update_ns`` is the same of a resident layer.
     ``disks`` are by directory. ``processes`` are two of this machine that send to one another, empty where that was not
     measured.
     """
@@ -107,6 +111,7 @@ class MachineFile(Shown):
     device_update_ns: Mapping[str, Spread] = field(default_factory=dict)
     disks: Mapping[str, Mapping[str, Spread]] = field(default_factory=dict)
     processes: Mapping[str, Spread] = field(default_factory=dict)
+    host_call_s: Spread | None = None
     version: int = VERSION
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -151,6 +156,7 @@ class _Reading:
         if found.get("version") != VERSION:
             raise self._wrong("version", f"{VERSION}", found.get("version"))
         names = {one.name for one in fields(MachineFile)}
+        found = {**dict.fromkeys(SINCE), **found}
         if names != set(found):
             raise self._wrong("file", f"an object of {sorted(names)}", sorted(found))
         read: dict[str, Any] = dict(found)
@@ -164,6 +170,8 @@ class _Reading:
             read["device_memory_bytes"] = self._count("device_memory_bytes", found["device_memory_bytes"])
         for name in ("op_s", "launch_s", "compute_beside_update"):
             read[name] = self._measured(name, found[name], may_be_zero=name != "compute_beside_update")
+        if found["host_call_s"] is not None:
+            read["host_call_s"] = self._measured("host_call_s", found["host_call_s"])
         for name in ("elementwise", "elementwise_cached", "transcendental", "device_update_ns"):
             read[name] = self._several(name, found[name])
         read["link"] = self._several("link", found["link"], LINK)

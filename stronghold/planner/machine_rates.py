@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from stronghold.planner.host_work import host_work_of
 from stronghold.planner.machine_file import DISK_BESIDE_COMPUTE, PROCESSES, MachineFile, Spread
 from stronghold.planner.op_costs import OpRates, Rate
 from stronghold.planner.step_bytes import MUON
@@ -103,6 +104,7 @@ def machine_of(
         muon_host_ns=muon_ns,
         muon_device_ns=muon_ns if muon_ns is None or muon_on_device is None else _time(muon_on_device, pace),
         launch_s=layer_ops * _time(machine.launch_s, pace),
+        host_work=host_work_of(0.0 if machine.host_call_s is None else _time(machine.host_call_s, pace)),
         runs_behind=machine.runs_behind,
         iterates_beside=not machine.is_host,
         disk_read_bytes_per_s=_disk(machine, directories, "read", pace),

@@ -15,6 +15,7 @@ class Kind(Enum):
 
     LAUNCH = "launch"
     LAUNCH_BACKWARD = "launch backward"
+    LAUNCH_UPDATE = "launch update"
     FORWARD = "forward"
     BEFORE_GRADIENTS = "backward, no gradient yet"
     BACKWARD = "backward"
@@ -35,6 +36,14 @@ class Kind(Enum):
     UPLOAD = "upload"
     WAIT = "wait"
     END = "end of the step"
+
+
+LAUNCHES = {
+    Kind.FORWARD: Kind.LAUNCH,
+    Kind.BEFORE_GRADIENTS: Kind.LAUNCH_BACKWARD,
+    Kind.UPDATE_ON_DEVICE: Kind.LAUNCH_UPDATE,
+}
+"""What the host issues a layer's computation with; both halves of a backward pass are issued together."""
 
 
 class Operation(NamedTuple):

@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from stronghold.planner.disk_play import CHUNK_BYTES, DiskPlay
+from stronghold.planner.host_work import issued_s
 from stronghold.planner.issuing import program_of
 from stronghold.planner.play import Played, play
-from stronghold.planner.program import Kind, Operation, Program, Shape
+from stronghold.planner.program import LAUNCHES, Kind, Operation, Program, Shape
 from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings, UnitWork
 from stronghold.spans import Span
 
@@ -32,6 +33,7 @@ CAUSES = {
     Kind.STEP: "update",
     Kind.LAUNCH: "launch",
     Kind.LAUNCH_BACKWARD: "launch",
+    Kind.LAUNCH_UPDATE: "launch",
 }
 """What the computation waits for while an operation is under way that holds it up."""
 _WAIT_FOR_DISK = (Kind.READ, Kind.SETTLE, Kind.INPUTS_WRITE, Kind.INPUTS_READ)
@@ -202,17 +204,20 @@ def _work_s(
     """Returns the seconds that each operation takes in its lane: bytes by rates, elements by nanoseconds."""
     work_s = [0.0] * len(program.operations)
     units: list[UnitWork] = [*layers, *root]
+    resident, issued = frozenset(settings.resident), set(LAUNCHES.values())
     for (kind, number), uses in program.uses.items():
-        if (taken := _SECONDS.get(kind)) is not None:
+        if kind in issued:
+            taken_s = issued_s(kind, layers[number], machine, settings, resident=number in resident)
+        elif (taken := _SECONDS.get(kind)) is not None:
             taken_s = taken(units[number], machine, settings)
-            for here in uses:
-                work_s[here] = taken_s
+        else:
+            continue
+        for here in uses:
+            work_s[here] = taken_s
     return work_s
 
 
 _SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
-    Kind.LAUNCH: lambda _, machine, settings: settings.pieces * machine.launch_s,
-    Kind.LAUNCH_BACKWARD: lambda layer, machine, settings: (1 + layer.recomputed) * settings.pieces * machine.launch_s,
     Kind.FORWARD: lambda unit, *_: unit.forward_s,
     Kind.BEFORE_GRADIENTS: lambda layer, *_: layer.first_gradient_s,
     Kind.BACKWARD: lambda unit, *_: unit.backward_s - unit.first_gradient_s,

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stronghold.planner.disk_play import CHUNK_BYTES
+from stronghold.planner.host_work import issued_s
 from stronghold.planner.issued_inputs import SLOTS
 from stronghold.planner.issued_inputs import STAGING as INPUT_STAGING
+from stronghold.planner.program import Kind
 from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings, UnitWork
 
 
@@ -101,9 +103,8 @@ def step_bound(
     reads_s = sorted(layer.weight_bytes / read for layer in trained if layer.on_disk)
     inputs = sorted(layer.input_bytes for layer in layers if layer.inputs_on_disk and layer.input_bytes)
     inputs_s = sum(inputs) / write + sum(inputs[:-INPUT_STAGING]) / read  # the last ones are in staging still
-    launches = sum(2 + layer.recomputed for layer in layers)
     whole = {
-        Resource.HOST: launches * settings.pieces * machine.launch_s if machine.runs_behind else 0.0,
+        Resource.HOST: _issued_s(layers, machine, settings) if machine.runs_behind else 0.0,
         Resource.FETCHES: max(sum(first_s), again_s) + again_s + sum(up_s),
         Resource.GRADIENTS: sum(down_s) + max(sum(gradients_s), back_s),
         Resource.UPDATES: updates_s + sum(_update_s(one, machine) for one in on_host),
@@ -118,6 +119,16 @@ def step_bound(
         seconds - each[Resource.COMPUTE] for (seconds, _), each in zip(in_passes, (forward, backward), strict=True)
     ]
     return StepBound(passes_s, in_passes[held_up.index(max(held_up))][1])
+
+
+def _issued_s(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings) -> float:
+    """Returns what issuing all layers takes."""
+    seconds, of_all = 0.0, frozenset(settings.resident)
+    for number, layer in enumerate(layers):
+        resident = number in of_all
+        kinds = [Kind.LAUNCH, Kind.LAUNCH_BACKWARD, *([Kind.LAUNCH_UPDATE] if resident and layer.elements else [])]
+        seconds += sum(issued_s(kind, layer, machine, settings, resident=resident) for kind in kinds)
+    return seconds
 
 
 def _update_s(unit: UnitWork, machine: Machine) -> float:

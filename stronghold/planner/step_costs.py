@@ -118,6 +118,22 @@ class UpdateParts(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostWork:
+    """Seconds that the engine itself takes of the thread that issues a step, for each layer.
+
+    Of a pass over each micro-batch: of a resident layer forward and backward, of a streamed one, and of one that is
+    computed again in the backward pass, beside that. ``update_s`` is an update's, wherever it is carried out.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    streamed_forward_s: float = 0.0
+    streamed_backward_s: float = 0.0
+    again_s: float = 0.0
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """What a machine sustains, each resource at work alone.
 
@@ -128,8 +144,8 @@ class Machine:
     ``reduce_s`` is what gradients take on their way down beside ``copy_s`` and their bytes, where replicas add them up.
     ``iterates_beside`` tells that the device iterates Muon's matrices while the host goes on with others; where the
     host computes, the thread that updates does it itself. ``launch_s`` is what the host needs to issue one pass
-    of a layer over one micro-batch, which the device does not wait for where it ``runs_behind`` the host, as a GPU
-    does.
+    of a layer over one micro-batch, and ``host_work`` what the engine adds to it, which the device does not wait for
+    where it ``runs_behind`` the host, as a GPU does.
 
     ``slowed`` says how many times as long an operation of the first resource takes while one of the second is under
     way; where several are, the factors multiply.
@@ -144,6 +160,7 @@ class Machine:
     copy_s: float = 0.0
     reduce_s: float = 0.0
     launch_s: float = 0.0
+    host_work: HostWork = HostWork()
     runs_behind: bool = True
     iterates_beside: bool = True
     disk_read_bytes_per_s: float = math.inf

@@ -1,4 +1,4 @@
-"""What operators sustain that the bytes they move bound, in a device's cache and out of it, and a call's cost."""
+"""What operators sustain that the bytes they move bound, in a device's cache and out of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from stronghold.probing.stopwatches import DeviceClock
 
 MOST_BYTES = 2**29
 """That an operator moves which is measured out of caches."""
-CALLS = 32
-"""Operators in a chain of small ones."""
 
 
 def memory_measures(clock: DeviceClock, dtypes: Sequence[torch.dtype]) -> list[Measure]:
@@ -33,7 +31,7 @@ def memory_measures(clock: DeviceClock, dtypes: Sequence[torch.dtype]) -> list[M
             Measure(f"elementwise operators in {name}", _simple(clock, dtype, "cached", small)),
             Measure(f"transcendental operators in {name}", _transcendental(clock, dtype, large)),
         ]
-    return [*measures, Measure("calls", _calls(clock))]
+    return measures
 
 
 def _simple(clock: DeviceClock, dtype: torch.dtype, kind: str, moved_bytes: int) -> Sample:
@@ -80,27 +78,5 @@ def _transcendental(clock: DeviceClock, dtype: torch.dtype, moved_bytes: int) ->
             found["transcendental", f"{name} {function} backward"] = 3 * x.nbytes / backward_s
             whole_s += forward_s + backward_s
         return {**found, ("transcendental", name): 5 * len(FUNCTIONS) * x.nbytes / whole_s}
-
-    return sample
-
-
-def _calls(clock: DeviceClock) -> Sample:
-    """A chain of small products of numbers, through autograd: of each, two more in the backward pass."""
-    device = clock.device.torch_device
-    factors = [torch.ones(64, device=device, requires_grad=True) for _ in range(CALLS)]
-
-    def task() -> None:
-        x = factors[0]
-        for factor in factors[1:]:
-            x = x * factor
-        torch.autograd.grad(x, factors, torch.ones_like(x))
-
-    def sample() -> Mapping[Key, float]:
-        calls = 3 * (CALLS - 1) + 1
-        with torch.enable_grad():
-            issued_s = clock.issued(task, calls=4)
-            op_s = clock.timed(task, calls=2) / calls
-        # Both passes, of which each is a launch of the layer's forward operators in the step model.
-        return {("op_s",): op_s, ("launch_s",): issued_s / 2 / (CALLS - 1)}
 
     return sample

@@ -15,6 +15,7 @@ from stronghold.device import Device, keep_freed_memory, open_device, return_fre
 from stronghold.planner.machine_file import DISK, DISK_BESIDE_COMPUTE, LINK, UPDATE, MachineFile, Spread
 from stronghold.planner.step_bytes import MUON
 from stronghold.probing.caches import cache_bytes
+from stronghold.probing.call_speed import call_measures
 from stronghold.probing.disk_speed import check_directory, disk_measures
 from stronghold.probing.kept_machines import check_can_keep, keep_machine, kept_machine
 from stronghold.probing.link_speed import Link
@@ -133,6 +134,7 @@ def _sampled(
             *operator_measures(clock, dtypes),
             # Models in bf16, too, have norms and losses in fp32.
             *memory_measures(clock, list(dict.fromkeys((*dtypes, torch.float32)))),
+            *call_measures(clock),
             *HostUpdates(clock, formats).measures(),
             *(() if device.is_host else DeviceUpdates(clock, formats).measures()),
             *disks,
@@ -166,6 +168,7 @@ def _filled(device: Device, facts: Facts, directories: Sequence[str], samples: S
         cache_bytes=cache_bytes(device.torch_device),
         op_s=samples.spread(("op_s",)),
         launch_s=samples.spread(("launch_s",)),
+        host_call_s=samples.spread(("host_call_s",)),
         host_update_ns=kinds("update", list(formats), UPDATE),
         compute_beside_update=samples.spread(("compute_beside_update",)),
         device_update_ns=by("device_update"),

@@ -177,7 +177,7 @@ def test_more_than_two_to_the_31st_elements(tmp_path, update, monkeypatch):
     # The interpreter would go through two million programs.
     program_id = interpreter.TensorHandle(np.array([program], dtype=np.int32), tl.int32)
     monkeypatch.setattr(interpreter.interpreter_builder, "create_get_program_id", lambda axis: program_id)
-    monkeypatch.setattr(triton_adamw, "_programs", lambda segment: 1)
+    monkeypatch.setattr(triton_adamw, "_programs", lambda elements: 1)
     update(whole)
     assert_same_bits(far_behind, theirs)
     assert not whole.weight[:PROGRAM].any()

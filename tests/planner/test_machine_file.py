@@ -17,11 +17,17 @@ def test_a_spread_is_the_quartiles_and_the_median():
     assert Spread.of([7.0]) == (7.0, 7.0, 7.0)
 
 
-@pytest.mark.parametrize("written", [machine(), laptop(), machine(disks={"/mnt/nvme": DISK})])
+@pytest.mark.parametrize("written", [machine(), laptop(host_call_s=about(3e-6)), machine(disks={"/mnt/nvme": DISK})])
 def test_a_file_is_read_as_it_was_written(tmp_path, written):
     written.write(tmp_path / "machine.json")
     assert MachineFile.read(tmp_path / "machine.json") == written
     assert [path.name for path in tmp_path.iterdir()] == ["machine.json"]
+
+
+def test_a_file_of_an_older_probe_is_read():
+    written = json.loads(machine().to_json())
+    assert written.pop("host_call_s") is None
+    assert MachineFile.from_json(json.dumps(written)) == machine()
 
 
 def changed(**changes):

@@ -12,7 +12,7 @@ from stronghold.planner.play import play
 from stronghold.planner.program import Kind, Operation, Program, Shape
 from stronghold.planner.step import step_time
 from stronghold.planner.step_bound import step_bound
-from stronghold.planner.step_costs import LINK_UP_IS_ONE, LayerWork, Machine, Resource, RootWork, StepSettings
+from stronghold.planner.step_costs import LINK_UP_IS_ONE, HostWork, LayerWork, Machine, Resource, RootWork, StepSettings
 from stronghold.store import INPUT_STAGING
 from stronghold.window import INPUT_SLOTS
 from tests.crossed import seeds
@@ -260,6 +260,18 @@ def test_a_layer_that_is_recomputed_is_issued_again_in_its_backward_pass():
     assert steps[1].waits_s["launch"] - steps[0].waits_s["launch"] == pytest.approx(6 * 2 * 5, abs=1e-6)
     assert steps[1].busy_s["host"] == exact(6 * 2 * 15)
     assert step_bound(alike(6, recomputed=True), slow, settings).step_s == exact(6 * 2 * 15)
+
+
+def test_what_the_engine_does_for_a_layer_takes_the_host_that_issues_it():
+    own = HostWork(forward_s=1, backward_s=2, streamed_forward_s=3, streamed_backward_s=5, again_s=7, update_s=11)
+    slow = machine(launch_s=13, host_work=own, runs_behind=True)
+    for in_backward, handed_s in ((False, 0), (True, 11)):
+        settings = StepSettings(window=2, pieces=2, resident=(0, 1), in_backward=in_backward)
+        layers = [*alike(3, recomputed=False), *alike(3, recomputed=True)]
+        of_resident = 2 * (2 * (13 + 1 + 13 + 2) + 11)
+        of_streamed = 4 * (2 * (13 + 3 + 13 + 5) + handed_s) + 3 * 2 * (13 + 7)
+        assert step_time(layers, slow, settings).busy_s["host"] == exact(of_resident + of_streamed)
+        assert step_bound(layers, slow, settings).step_s == exact(of_resident + of_streamed)
 
 
 def test_a_device_that_runs_behind_is_launched_ahead_of():

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from stronghold.probing import caches, disk_speed, link_speed, memory_speed, operator_speed, stopwatches, update_speed
+from stronghold.probing import caches, disk_speed, link_speed, operator_speed, stopwatches, update_speed
 
 SIZES = ((16, 48), ((32, 32), (32, 64)), 5e9)
 ATTENTION = ((2, 2, 16, 16),)
@@ -19,7 +19,6 @@ def make_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(operator_speed, "_ACCELERATOR_ATTENTION", ATTENTION)
     patch.setattr(operator_speed, "POOL_BYTES", 2**20)
     patch.setattr(caches, "PROCESSORS", caches.PROCESSORS / "none")
-    patch.setattr(memory_speed, "CALLS", 4)
     patch.setattr(update_speed, "ELEMENTS", 2**16)
     patch.setattr(update_speed, "BESIDE_S", 0.01)
     patch.setattr(link_speed, "BUFFER_BYTES", 2**20)

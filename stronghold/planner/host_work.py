@@ -1,0 +1,38 @@
+"""What issuing a step takes of the host's thread: PyTorch's operators, and what the engine itself does for a layer."""
+
+from __future__ import annotations
+
+from stronghold.planner.program import Kind
+from stronghold.planner.step_costs import HostWork, LayerWork, Machine, StepSettings
+
+CALLS = HostWork(
+    forward_s=55, backward_s=100, streamed_forward_s=170, streamed_backward_s=330, again_s=350, update_s=150
+)
+"""What the engine does for a layer of twelve parameters, in small operators that the host computes (``host_call_s``).
+
+``benchmarks/overhead.py`` measures both in one run, on a processor: what a layer takes of the thread beyond plain
+PyTorch's, and a step. How the two compare on the host of a GPU, where issuing copies is in the first, was not measured.
+"""
+
+
+def host_work_of(call_s: float) -> HostWork:
+    """Returns the seconds of a host on which a small operator takes ``call_s``."""
+    return HostWork(**{name: call_s * calls for name, calls in vars(CALLS).items()})
+
+
+def issued_s(kind: Kind, layer: LayerWork, machine: Machine, settings: StepSettings, *, resident: bool) -> float:
+    """Returns what issuing a layer's forward pass, its backward pass or its update on the device takes.
+
+    In the backward pass a layer that is recomputed is issued again, and under ``in_backward`` one in the store hands
+    its update to the host. In the optimizer's step that is not counted: the device has nothing to do meanwhile.
+    """
+    own = machine.host_work
+    if kind is Kind.LAUNCH_UPDATE:
+        return own.update_s
+    if kind is Kind.LAUNCH:
+        return settings.pieces * (machine.launch_s + (own.forward_s if resident else own.streamed_forward_s))
+    passes_s = machine.launch_s + (own.backward_s if resident else own.streamed_backward_s)
+    if layer.recomputed:
+        passes_s += machine.launch_s + own.again_s
+    handed_s = own.update_s if settings.in_backward and layer.elements and not resident else 0.0
+    return settings.pieces * passes_s + handed_s
