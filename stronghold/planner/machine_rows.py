@@ -83,6 +83,8 @@ def _others(machine: MachineFile) -> list[tuple[str, str]]:
         value += "" if cached is None else f"; in cache {_rate(cached, 'B/s')}"
         rows.append((dtype, value + ("" if slower is None else f"; transcendental {_rate(slower, 'B/s')}")))
     launch = [] if machine.is_host else [("to issue one", _seconds(machine.launch_s))]
+    if machine.host_call_s is not None and not machine.is_host:
+        launch.append(("one that the host computes", _seconds(machine.host_call_s)))
     return [*rows, ("the least that one takes", _seconds(machine.op_s)), *launch]
 
 

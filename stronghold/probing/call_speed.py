@@ -16,14 +16,14 @@ CHAIN = 32
 CHAIN_CALLS = 3 * (CHAIN - 1) + 1
 """Its operators: a product of each, two in the backward pass, and the ones that it begins with."""
 LAYER_OPS = 10
-"""Operators of :class:`SmallLayer` that compute: what is none but another view of a tensor does not count."""
+"""Operators of :class:`IssuedLayer` that compute: what is none but another view of a tensor does not count."""
 
 
 def call_measures(clock: DeviceClock) -> list[Measure]:
     """Returns what is to be measured: seconds by ("op_s",), ("launch_s",) and ("host_call_s",)."""
     device = clock.device.torch_device
     on_device, on_host = chain(device), chain(torch.device("cpu"))
-    layer, x = SmallLayer().to(device), torch.zeros(1, 4, 16, device=device, requires_grad=True)
+    layer, x = IssuedLayer().to(device), torch.zeros(1, 4, 16, device=device, requires_grad=True)
 
     def passes() -> None:
         loss = layer(x).sum()
@@ -54,7 +54,7 @@ def chain(device: torch.device) -> Callable[[], object]:
     return task
 
 
-class SmallLayer(nn.Module):
+class IssuedLayer(nn.Module):
     """A transformer's layer that is next to no work: what it takes is what its modules and operators cost to call."""
 
     def __init__(self, width: int = 16, heads: int = 2) -> None:

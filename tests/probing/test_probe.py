@@ -84,7 +84,7 @@ def test_every_field_is_filled_and_plausible(machine, directory):
     assert set(machine.disks) == {os.path.realpath(directory)}
     assert all(set(measured) == {*DISK, *DISK_BESIDE_COMPUTE} for measured in machine.disks.values())
     found = list(spreads_of([value for value in vars(machine).values()]))
-    assert len(found) == 65
+    assert len(found) == 66
     for spread in found:
         assert 0 < spread.low <= spread.likely <= spread.high < math.inf
     for measured in machine.host_update_ns.values():
