@@ -24,14 +24,18 @@ def issued_s(kind: Kind, layer: LayerWork, machine: Machine, settings: StepSetti
     """Returns what issuing a layer's forward pass, its backward pass or its update on the device takes.
 
     In the backward pass a layer that is recomputed is issued again, and under ``in_backward`` one in the store hands
-    its update to the host. In the optimizer's step that is not counted: the device has nothing to do meanwhile.
+    its update to the host. In the optimizer's step that is not counted: the device has nothing to do meanwhile. What
+    is frozen has no gradients to take: its backward pass is like a forward pass.
     """
     own = machine.host_work
     if kind is Kind.LAUNCH_UPDATE:
         return own.update_s
+    forward_s, backward_s = (
+        (own.forward_s, own.backward_s) if resident else (own.streamed_forward_s, own.streamed_backward_s)
+    )
     if kind is Kind.LAUNCH:
-        return settings.pieces * (machine.launch_s + (own.forward_s if resident else own.streamed_forward_s))
-    passes_s = machine.launch_s + (own.backward_s if resident else own.streamed_backward_s)
+        return settings.pieces * (machine.launch_s + forward_s)
+    passes_s = machine.launch_s + (backward_s if layer.elements else min(forward_s, backward_s))
     if layer.recomputed:
         passes_s += machine.launch_s + own.again_s
     handed_s = own.update_s if settings.in_backward and layer.elements and not resident else 0.0

@@ -274,6 +274,13 @@ def test_what_the_engine_does_for_a_layer_takes_the_host_that_issues_it():
         assert step_bound(layers, slow, settings).step_s == exact(of_resident + of_streamed)
 
 
+def test_a_frozen_layer_takes_no_more_of_the_host_backward_than_forward():
+    own = HostWork(forward_s=1, backward_s=2, streamed_forward_s=3, streamed_backward_s=5, update_s=11)
+    slow, settings = machine(launch_s=13, host_work=own, runs_behind=True), StepSettings(window=2, resident=(0, 1))
+    step = step_time(alike(6, elements=0, gradient_bytes=0), slow, settings)
+    assert step.busy_s["host"] == exact(2 * 2 * (13 + 1) + 4 * 2 * (13 + 3))
+
+
 def test_a_device_that_runs_behind_is_launched_ahead_of():
     step = step_time(alike(6), machine(launch_s=0.5, runs_behind=True), StepSettings(window=2))
     assert step.step_s == pytest.approx(6 * 4 + 0.5, abs=1e-6)
