@@ -40,8 +40,11 @@ WAYS = [
     for way in ways
 ]
 WINDOWS = (1, 2, 4)
-PLACES = ((1, "disk"), (2, "ram"), (4, "ram"))
-"""Windows, each with a store."""
+
+
+def places(folder: Path) -> list[tuple[int, str | Path]]:
+    """Returns windows, each with a store."""
+    return [(1, folder / "store"), (2, "ram"), (4, "ram")]
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +73,8 @@ def check(build: Callable[[list[nn.Parameter]], Any], tmp_path: Path, **settings
     plain = copy.deepcopy(base)
     expected = train(plain, build(list(plain.parameters())).step)
     assert len(set(expected)) == STEPS, "it does not train"
-    for window, store in PLACES:
-        model = stronghold.offload(
-            copy.deepcopy(base),
-            window=window,
-            store=store if store == "ram" else tmp_path / str(window),
-            device="cpu",
-            **settings,
-        )
+    for window, store in places(tmp_path):
+        model = stronghold.offload(copy.deepcopy(base), window=window, store=store, device="cpu", **settings)
         assert train(model, build(list(model.parameters())).step) == expected, (window, store)
         for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(parameter, other), (window, store, name)
@@ -135,10 +132,8 @@ def test_a_closure_that_computes_within_the_step(tmp_path: Path) -> None:
         return [optimizer.step(closure).item() for _ in range(3)]
 
     expected = losses(copy.deepcopy(base))
-    for window, store in PLACES:
-        model = stronghold.offload(
-            copy.deepcopy(base), window=window, store=store if store == "ram" else tmp_path / str(window), device="cpu"
-        )
+    for window, store in places(tmp_path):
+        model = stronghold.offload(copy.deepcopy(base), window=window, store=store, device="cpu")
         assert losses(model) == expected
 
 
@@ -293,13 +288,8 @@ class TestOtherLibraries:
         batches = list(torch.randn(STEPS, 8, 64).unbind())
         plain = copy.deepcopy(base)
         expected = train(plain, build(list(plain.parameters())).step, batches)
-        for window, store in PLACES:
-            model = stronghold.offload(
-                copy.deepcopy(base),
-                window=window,
-                store=store if store == "ram" else tmp_path / str(window),
-                device="cpu",
-            )
+        for window, store in places(tmp_path):
+            model = stronghold.offload(copy.deepcopy(base), window=window, store=store, device="cpu")
             assert train(model, build(list(model.parameters())).step, batches) == expected, (window, store)
             for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
                 assert torch.equal(parameter, other), (window, store, name)
