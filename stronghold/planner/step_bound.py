@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -123,11 +124,14 @@ def step_bound(
 
 def _issued_s(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings) -> float:
     """Returns what issuing all layers takes."""
-    seconds, of_all = 0.0, frozenset(settings.resident)
-    for number, layer in enumerate(layers):
-        resident = number in of_all
-        kinds = [Kind.LAUNCH, Kind.LAUNCH_BACKWARD, *([Kind.LAUNCH_UPDATE] if resident and layer.elements else [])]
-        seconds += sum(issued_s(kind, layer, machine, settings, resident=resident) for kind in kinds)
+    of_all = frozenset(settings.resident)
+    alike = [(number in of_all, layer.recomputed, layer.elements > 0) for number, layer in enumerate(layers)]
+    one_of = dict(zip(alike, layers, strict=True))  # a search asks for many bounds, and layers are of few kinds
+    seconds = 0.0
+    for key, count in Counter(alike).items():
+        resident, _, trained = key
+        kinds = [Kind.LAUNCH, Kind.LAUNCH_BACKWARD, *([Kind.LAUNCH_UPDATE] if resident and trained else [])]
+        seconds += count * sum(issued_s(kind, one_of[key], machine, settings, resident=resident) for kind in kinds)
     return seconds
 
 
