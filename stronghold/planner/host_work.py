@@ -35,7 +35,7 @@ def issued_s(kind: Kind, layer: LayerWork, machine: Machine, settings: StepSetti
     )
     if kind is Kind.LAUNCH:
         return settings.pieces * (machine.launch_s + forward_s)
-    passes_s = machine.launch_s + (backward_s if layer.elements else min(forward_s, backward_s))
+    passes_s = machine.launch_s + (backward_s if layer.elements else forward_s)
     if layer.recomputed:
         passes_s += machine.launch_s + own.again_s
     handed_s = own.update_s if settings.in_backward and layer.elements and not resident else 0.0

@@ -25,9 +25,10 @@ def call_measures(clock: DeviceClock) -> list[Measure]:
     on_device, on_host = chain(device), chain(torch.device("cpu"))
     layer, x = IssuedLayer().to(device), torch.zeros(1, 4, 16, device=device, requires_grad=True)
 
+    inputs, gradient = [x, *layer.parameters()], torch.ones_like(x)
+
     def passes() -> None:
-        loss = layer(x).sum()
-        torch.autograd.grad(loss, [x, *layer.parameters()])
+        torch.autograd.grad(layer(x), inputs, gradient)
 
     def sample() -> Mapping[Key, float]:
         with torch.enable_grad():
