@@ -144,9 +144,10 @@ def test_any_times_come_to_the_longest_path(data):
     assert list(simulate(pipeline, *times).ends_s) == longest_path(pipeline, *times)
 
 
-def test_512_stages():
-    found = simulate(Pipeline(schedule="GPipe", devices=512, micro_batches=512), 1, 2)
-    assert (found.step_s, found.bubble) == (1023 * 3, exact(511 / 1023))
+@pytest.mark.parametrize("stages", [512, pytest.param(1024, marks=pytest.mark.long)])
+def test_hundreds_of_stages(stages):
+    found = simulate(Pipeline(schedule="GPipe", devices=stages, micro_batches=stages), 1, 2)
+    assert (found.step_s, found.bubble) == ((2 * stages - 1) * 3, exact((stages - 1) / (2 * stages - 1)))
 
 
 @pytest.mark.parametrize(
