@@ -102,9 +102,10 @@ class Report(Shown):
     ``weights_on_disk`` and ``states_on_disk`` are numbers of layers. ``other_optimizers`` are those of other kinds than
     ours that have stepped the model, and ``others_host_bytes`` and ``others_device_bytes`` what their states take.
     ``step`` is None before the first step; ``stages`` are this process's, of a model in stages that computed a batch.
-    ``planned`` is what was planned for, where ``offload`` was given a plan or made one. Of the layers that are to be
-    compiled ``compiled`` ran compiled in their last call, and ``not_compiled`` eagerly. ``experts_per_part`` is how
-    many experts of a mixture make a part, each counted as a layer, None where layers are whole.
+    ``planned`` is what was planned for, where ``offload`` was given a plan or made one; ``awaits_inputs`` tells that
+    one will be made for the inputs of the first training pass, until which settings and bytes hold. Of the layers that
+    are to be compiled ``compiled`` ran compiled in their last call, and ``not_compiled`` eagerly. ``experts_per_part``
+    is how many experts of a mixture make a part, each counted as a layer, None where layers are whole.
     """
 
     parameters: int
@@ -146,6 +147,7 @@ class Report(Shown):
     compiled: int = 0
     not_compiled: int = 0
     experts_per_part: int | None = None
+    awaits_inputs: bool = False
 
     @property
     def device_bytes(self) -> int:
@@ -231,6 +233,8 @@ class Report(Shown):
         ]
 
     def _planned_rows(self) -> list[tuple[str, str, str]]:
+        if self.awaits_inputs:
+            return [("plan", "to come", "of window, resident layers and activations, for the first training pass")]
         if (planned := self.planned) is None:
             return []
         rows = [("plan", "settings", planned.chosen), ("", "why", planned.reason)]

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,9 @@ from stronghold.unit import (
 from stronghold.weights import Source, give_values
 from stronghold.window import Accumulators, DeviceGradients, Gradients, Window, activations_of
 
+if TYPE_CHECKING:
+    from stronghold.engine.first_pass import FirstPass
+
 
 def _no_run() -> Run | None:
     return None
@@ -93,6 +97,8 @@ class Engine:
         self.kind = type(model).__name__
         self.sums_gradients = False
         """Whether a step has several backward passes, under in_backward too: the sums need memory."""
+        self.first_pass: FirstPass | None = None
+        """What plans the model when its first training pass tells of its inputs."""
         self._masters_told = False
         """Whether it is known that state dictionaries have no masters: they are kept beside, or the user was told."""
         self.turns = Turns()
@@ -251,6 +257,8 @@ class Engine:
             self.gradients.check_dropped()
         else:
             self._close_layer()  # a checkpoint of the user's own runs its layers again
+        if self.first_pass is not None and torch.is_grad_enabled() and block.module.training:
+            self.first_pass.passed_by()
         block.check()
         self.take_writes(block.unit)
         if block.layer == 0 and not self._root.same():

@@ -16,6 +16,7 @@ from stronghold.engine.arranging import Asked
 from stronghold.engine.closing import close_engine
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.engine import Engine
+from stronghold.engine.first_pass import FirstPass
 from stronghold.engine.methods import Apply, Compile, Replicate
 from stronghold.engine.reopening import Reopened
 from stronghold.engine.taking_in import live
@@ -63,8 +64,12 @@ def offload(
         model: Any module with a repeated block, on the CPU or the meta device.
         window: Layers on the device at a time, or ``"auto"``: with ``inputs`` the planner's answer, as for all that is
             ``"auto"``; without, where nobody knows what activations take, as many as ``device_memory`` (by default the
-            free memory) allows with half of it left to them. On the CPU, where a slot would be a second copy in the
-            same memory, ``"auto"`` has all layers in RAM computed with where they are, unless there is a budget.
+            free memory) allows with half of it left to them. Where neither window, ``store``, ``micro_batch``,
+            ``activations``, ``resident``, a budget nor ``compile`` is set on a device with memory of its own, that is
+            until the first training pass under ``stronghold.AdamW``: its inputs tell what window, resident layers and
+            activations are best, such that a batch twice as large still fits, and layers move there. On the CPU, where
+            a slot would be a second copy in the same memory, ``"auto"`` has all layers in RAM computed with where they
+            are, unless there is a budget.
         store: Where layers and states live: ``"ram"``, a directory, or a list of directories on drives of their own.
         device: Where layers compute.
         dtype: The compute type, torch.float32 or torch.bfloat16; by default each parameter's own. With bf16 the fp32
@@ -139,7 +144,7 @@ def offload(
         host_memory=host_memory,
         compile=compile,
     )
-    return _offload(
+    given = _offload(
         model,
         settings,
         device,
@@ -151,6 +156,10 @@ def offload(
         inputs=inputs,
         plan=plan,
     )
+    engine, nothing_said = known_engine(given), activations is resident is None and settings == OffloadSettings()
+    if nothing_said and not (is_open or engine.device.is_host):
+        FirstPass(uncompiled(given), engine, layers)
+    return given
 
 
 def offload_shared(

@@ -71,6 +71,7 @@ def report(model: nn.Module) -> Report:
         compiled=ran.count(True),
         not_compiled=ran.count(False),
         experts_per_part=experts_per_part_of(model),
+        awaits_inputs=engine.first_pass is not None,
     )
 
 

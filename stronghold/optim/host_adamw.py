@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from stronghold.errors import NonFiniteGradientError, OffloadedModelError
 from stronghold.optim.change import AdamWChange, Change
 from stronghold.optim.groups import check_group, check_groups, units_of
 from stronghold.optim.state_dicts import load, saved
-from stronghold.optim.states import Moment, Moments, ParameterState, as_state
+from stronghold.optim.states import Moment, Moments, ParameterState, as_state, copy_moment
 from stronghold.optim.threads import Threads
 from stronghold.optim.update import Update
 from stronghold.settings import check_optimizer
@@ -185,6 +185,28 @@ class HostAdamW(torch.optim.Optimizer):
         check_room(needs, f"{self.called}'s state of {names[:200]}")
         for unit, its in indices.items():
             self._allocate(unit, its)
+
+    def follow(self, unit: Unit, move: Callable[[], None]) -> None:
+        """Has ``move`` take a unit elsewhere, and its moments, with their values, to where it is then.
+
+        No update of it may be under way.
+        """
+        indices = self._moments.give_back(unit)
+        try:
+            move()
+        finally:
+            self._allocate(unit, indices)
+            for index in indices:
+                if self.has_state(unit, index):
+                    self._state[unit.parameters[index]] = self._copied(unit, index)
+
+    def _copied(self, unit: Unit, index: int) -> ParameterState:
+        """Returns the state of a parameter with its moments copied to the memory that is there for them."""
+        state = self.state_of(unit, index)
+        there = as_state(state["step"], self._moments.of(unit, index))
+        for name in there.keys() - {"step"}:
+            copy_moment(there[name], state[name])
+        return there
 
     def states_to_come(self, unit: Unit) -> dict[Tensor, ParameterState]:
         """Returns the states that the parameters of ``unit`` have once all with moments have taken a step."""

@@ -94,6 +94,17 @@ def as_state(step: Tensor, moments: tuple[Moment, ...]) -> ParameterState:
     return ParameterState(step=step, **dict(zip(names, moments, strict=True)))
 
 
+def copy_moment(target: Moment, source: Moment) -> None:
+    """Writes a moment over another of its kind, as it is."""
+    if isinstance(target, Tensor):
+        assert isinstance(source, Tensor)
+        target.copy_(source)
+        return
+    assert not isinstance(source, Tensor)
+    target.codes.copy_(source.codes)
+    target.exponents.copy_(source.exponents)
+
+
 def lay_out_moments(unit: Unit, indices: Iterable[int], states: str) -> Layout:
     """Returns how the moments of the parameters at ``indices`` lie in one buffer.
 
@@ -127,7 +138,8 @@ class Moments:
     def __init__(self, states: str, by_muon: Callable[[Unit, int], bool] = _nowhere) -> None:
         self.states = states
         self._by_muon = by_muon
-        self._buffers: list[Buffer] = []
+        self._buffers: dict[int, list[Buffer]] = {}
+        """By the unit's id."""
         self._moments: dict[tuple[int, int], tuple[Moment, ...]] = {}
         self._used: set[tuple[int, int]] = set()
 
@@ -148,7 +160,7 @@ class Moments:
         if by_muon:
             layout = lay_out_momentum(unit, by_muon)
             buffer = unit.allocate(layout.total_bytes, "moments")
-            self._buffers.append(buffer)
+            self._buffers.setdefault(id(unit), []).append(buffer)
             for index, offset in zip(by_muon, layout.offsets, strict=True):
                 self._moments[id(unit), index] = (buffer.view(offset, unit.shapes[index], torch.float32),)
         if by_adamw:
@@ -157,7 +169,7 @@ class Moments:
     def _allocate_pairs(self, unit: Unit, indices: list[int]) -> None:
         layout = lay_out_moments(unit, indices, self.states)
         buffer = unit.allocate(layout.total_bytes, "moments")
-        self._buffers.append(buffer)
+        self._buffers.setdefault(id(unit), []).append(buffer)
         count = len(indices)
         for number, index in enumerate(indices):
             shape, elements = unit.shapes[index], unit.parameters[index].numel()
@@ -170,6 +182,15 @@ class Moments:
             scales = [buffer.view(offset, (exponents_of(elements),), torch.uint8) for offset in exponents]
             blocks = [Blocks(codes=c, exponents=e) for c, e in zip(codes, scales, strict=True)]
             self._moments[id(unit), index] = (blocks[0], blocks[1])
+
+    def give_back(self, unit: Unit) -> list[int]:
+        """Gives the moments of a unit back, but for those that are in a state; returns whose they were."""
+        indices = list(self.held(unit))
+        for index in indices:
+            del self._moments[id(unit), index]
+            self._used.discard((id(unit), index))
+        self._buffers.pop(id(unit), None)
+        return indices
 
     def begin(self, unit: Unit, index: int) -> tuple[Moment, ...]:
         """Returns the moments of a parameter without state: all zero, though it had one that was since dropped."""

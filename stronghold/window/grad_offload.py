@@ -82,6 +82,12 @@ class GradOffload:
             staged = max(unit.gradients.layout.total_bytes for unit in self.units)
             self._staging = [GradStaging(self.device.host_buffer(staged, private=True)) for _ in range(RING)]
 
+    def leave_out_resident(self) -> None:
+        """Takes out layers that have become resident; nothing is under way in the buffers."""
+        self.units = [unit for unit in self.units if not unit.resident]
+        self.slots, self._staging, self._outgrown = [], [], []
+        self.fit()
+
     def give_back(self) -> None:
         """Gives slots and staging back, if no layer is trained any more; nothing is under way in them."""
         if not any(unit.gradients.indices for unit in self.units):

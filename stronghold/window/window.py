@@ -79,6 +79,10 @@ class Window:
         """The number of slots."""
         return len(self.slots)
 
+    def empty(self) -> None:
+        """Gives the slots back; the window cannot be used after it."""
+        self._where, self._free, self.slots = {}, [], []
+
     def begin_forward(self, layer: int, *, training: bool, behind: Sequence[int]) -> None:
         """Brings ``layer`` onto the device and points its parameters into its slot."""
         if (schedule := self._scheduled(layer)) is not None:

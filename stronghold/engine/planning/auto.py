@@ -98,10 +98,8 @@ def _planned(
     """Plans what ``settings`` leave to ``"auto"``, for AdamW with moments in fp32 and updates behind the backward pass.
 
     Where the gradients do not all fit, it is for updates in the backward pass alone. Third is what layers' inputs will
-    take of the host's memory. Nothing is changed. A model that
-    fits is left resident where nothing else is faster by more than a little. The machine is the one that
-    ``stronghold.probe`` has kept, or else is glanced at, once in a process. Raises ValueError for a model that cannot
-    be planned for, BudgetError where nothing fits.
+    take of the host's memory. Nothing is changed. A model that fits is left resident where nothing else is faster by
+    more than a little. Raises ValueError for a model that cannot be planned for, BudgetError where nothing fits.
     """
     if device.is_host and settings.device_memory is not None:
         raise ValueError(
@@ -109,24 +107,12 @@ def _planned(
             f"inputs= on {device.name}); pass host_memory= there, or leave out inputs="
         )
     directories = [os.path.realpath(path) for path in settings.directories]
-    machine = _machine(device, directories, _dtypes(model, dtype))
-    activations = None if settings.activations == "auto" else settings.activations
-    window, resident = (None if one == "auto" else one for one in (settings.window, settings.resident))
-    assert not isinstance(window, str) and not isinstance(resident, str)
+    machine = machine_here(device, directories, dtypes_of(model, dtype))
     found = PlannedModel(
         model, machine, inputs, layers=layers, dtype=dtype, directories=directories, activations=settings.activations
     )
     if settings.compile:
         found.assume(COMPILED)
-    count = len(found.memory.units.layers)
-    space = Space(
-        layers=count,
-        **sizes(found.memory, window, resident),
-        kepts=kepts(activations, count, may_keep=found.may_keep, resident=resident),
-        micro_batches=micro_batches(settings.micro_batch, found),
-        updates=("deferred",),
-        stores=("disk",) if directories else ("ram",),
-    )
     most = limits(machine, in_memory, settings.device_memory, None)
     if most.device is not None and settings.device_memory is None and (free := device.free_bytes()) is not None:
         most = replace(most, device=min(most.device, int((1 - RESERVED) * free)))
@@ -134,26 +120,54 @@ def _planned(
         assert isinstance(host, int)
         most = replace(most, host=min(most.host, most.process + host))
     most = replace(most, fills_ram=False, in_ram=host)
-    plan, space = _least_asked(found, space, most)
-    if plan.settings["resident"] < count in space.residents:
-        with contextlib.suppress(BudgetError):  # then it does not fit
-            all_resident = found.best(replace(space, residents=(count,)), most)
-            if all_resident.step_s.likely <= (1 + ENOUGH) * plan.step_s.likely:
-                plan = all_resident
-    step, update = plan.planned(), plan.optimizer["update"]
-    _LOG.info("%s on %s: %s; %s", plan.model, plan.machine, step.chosen, step.reason)
+    plan, space = _least_asked(found, space_of(found, settings), most)
+    plan = all_resident_if_as_fast(found, plan, space, most)
+    step, update = followed(plan), plan.optimizer["update"]
     inputs_host_bytes = found.inputs_host_bytes(plan.settings.get("micro_batch"))
     chosen = replace(
         space,
         windows=(plan.settings["window"],),
         residents=(plan.settings["resident"],),
-        kepts=kepts(plan.settings["activations"], count),
+        kepts=kepts(plan.settings["activations"], space.layers),
         micro_batches=(plan.settings.get("micro_batch"),),
     )
     steps = PlannedSteps({update: step, **_by_muon(found, chosen, most)})
     if update == "deferred":
         steps["in_backward"] = found.best(replace(chosen, updates=("in_backward",)), most).planned()
     return plan, steps, inputs_host_bytes
+
+
+def followed(plan: TrainingPlan) -> PlannedStep:
+    """Returns the step of a plan that is followed, and logs it."""
+    step = plan.planned()
+    _LOG.info("%s on %s: %s; %s", plan.model, plan.machine, step.chosen, step.reason)
+    return step
+
+
+def space_of(found: PlannedModel, settings: OffloadSettings) -> Space:
+    """Returns what ``settings`` leave open, for AdamW with moments in fp32 and updates behind the backward pass."""
+    activations = None if settings.activations == "auto" else settings.activations
+    window, resident = (None if one == "auto" else one for one in (settings.window, settings.resident))
+    assert not isinstance(window, str) and not isinstance(resident, str)
+    count = len(found.memory.units.layers)
+    return Space(
+        layers=count,
+        **sizes(found.memory, window, resident),
+        kepts=kepts(activations, count, may_keep=found.may_keep, resident=resident),
+        micro_batches=micro_batches(settings.micro_batch, found),
+        updates=("deferred",),
+        stores=("disk",) if settings.directories else ("ram",),
+    )
+
+
+def all_resident_if_as_fast(found: PlannedModel, plan: TrainingPlan, space: Space, most: Limits) -> TrainingPlan:
+    """Returns the plan that leaves all layers on the device, where it fits and is longer by no more than a little."""
+    if plan.settings["resident"] < space.layers in space.residents:
+        with contextlib.suppress(BudgetError):  # then it does not fit
+            all_resident = found.best(replace(space, residents=(space.layers,)), most)
+            if all_resident.step_s.likely <= (1 + ENOUGH) * plan.step_s.likely:
+                return all_resident
+    return plan
 
 
 def _by_muon(found: PlannedModel, chosen: Space, most: Limits) -> dict[str, PlannedStep]:
@@ -177,14 +191,17 @@ def _least_asked(found: PlannedModel, space: Space, most: Limits) -> tuple[Train
         raise
 
 
-def _dtypes(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
+def dtypes_of(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
     """Returns those of DTYPES in which the model computes."""
     used = {parameter.dtype for parameter in model.parameters()} if dtype is None else {dtype}
     return tuple(one for one in DTYPES if one in used) or DTYPES
 
 
-def _machine(device: Device, directories: Sequence[str], dtypes: tuple[torch.dtype, ...]) -> MachineFile:
-    """Returns what is kept of this machine, or a glance at it, with the disks that ``directories`` will be on."""
+def machine_here(device: Device, directories: Sequence[str], dtypes: tuple[torch.dtype, ...]) -> MachineFile:
+    """Returns what ``stronghold.probe`` has kept of this machine, or a glance at it, once in a process.
+
+    It has the disks that ``directories`` will be on.
+    """
     kept = kept_machine(device.torch_device)
     if kept is not None and kept.is_host == device.is_host and (found := _with_disks(kept, directories)) is not None:
         return found

@@ -10,7 +10,7 @@ class Limits:
     """What may be taken, in bytes; ``process`` of the host's memory is taken already.
 
     Beside a store on disk all that is left stays in RAM, unless ``fills_ram`` is false: then it is ``in_ram``, or
-    nothing.
+    nothing. The activations of so many ``batches`` must fit.
     """
 
     device: int | None
@@ -18,3 +18,4 @@ class Limits:
     process: int
     fills_ram: bool = True
     in_ram: int | None = None
+    batches: int = 1

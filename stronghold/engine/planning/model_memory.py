@@ -65,6 +65,8 @@ class ModelMemory:
         self._rounded: dict[tuple[bool, str, frozenset[int]], int] = {}
         self._most_scratch: dict[tuple[str, str, frozenset[int]], int] = {}
         self._spread: dict[int, frozenset[int]] = {}
+        self._root: list[int] | None = None
+        """The root parameters that are resident whatever is chosen, by number; None where that is open."""
 
     def _units(self, alignment: int) -> ModelUnits:
         return units_of(*self._given, alignment, apart=not self.is_host, in_pieces=False)
@@ -105,6 +107,11 @@ class ModelMemory:
         """Returns the bytes of units in the store that was chosen."""
         return self._in_memory if choice.store == "ram" else self._on_disk
 
+    def place_root(self, resident: Collection[str]) -> None:
+        """Has the root parameters of these names be resident under each choice, and no others."""
+        root = enumerate(self.units.root, len(self.units.layers))
+        self._root = [number for number, (unit, _) in root if unit.name in resident]
+
     def spread(self, resident: int) -> frozenset[int]:
         """Returns which layers stay on the device of so many, the same set each time."""
         if resident not in self._spread:
@@ -115,7 +122,10 @@ class ModelMemory:
         """Returns where units are under the settings of ``choice`` and these budgets, as ``offload`` places them."""
         model = self.of(choice)
         layers = self.spread(choice.resident)
-        resident = model.joined(layers, resident_root(model, choice.window, layers, BUFFERS, device_memory or 0))
+        root = self._root
+        if root is None:
+            root = resident_root(model, choice.window, layers, BUFFERS, device_memory or 0)
+        resident = model.joined(layers, root)
         on_disk = {}
         if choice.store != "ram":
             on_disk = parts_on_disk(model, self._order, resident, BUFFERS, host_memory, processes=self.replicas)

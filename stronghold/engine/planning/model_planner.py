@@ -61,12 +61,13 @@ class ModelPlanner:
     def activation_bytes(self, choice: Choice) -> int:
         """Returns the most that activations, and gradients of them, take on the device in a step.
 
-        That is where they and the gradients of root parameters, which are counted apart, take the most together.
+        That is where they and the gradients of root parameters, which are counted apart, take the most together; with
+        several batches in the limits, that of so many times the batch.
         """
         key = choice.micro_batch, choice.kept
         if key not in self._activations:
             root_gradients = sum(unit.root_gradient for unit in self._memory.of(choice).root)
-            self._activations[key] = max(0, most_alive(self._computation, *key) - root_gradients)
+            self._activations[key] = max(0, self._limits.batches * most_alive(self._computation, *key) - root_gradients)
         return self._activations[key]
 
     def inputs(self, choice: Choice) -> KeptInputs:

@@ -1,0 +1,124 @@
+"""The first training pass of a model that nobody has made settings for: what was left open is planned then."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stronghold.engine.adamw import AdamW
+from stronghold.engine.rearranging import rearrange, refused_for
+from stronghold.errors import BudgetError
+from stronghold.unit import opaque
+
+if TYPE_CHECKING:
+    from stronghold.engine.engine import Engine
+    from stronghold.engine.planning.first_pass import FirstPlan
+
+_LOG = logging.getLogger("stronghold")
+_STAYS = (
+    "%s keeps a window of %d, for which half of the free memory was taken: it could not be planned for its first batch "
+    "(%s); pass inputs= to offload()"
+)
+
+
+class _InTheWay(Exception):
+    """Why a model stays as it is."""
+
+
+class FirstPass:
+    """A hook before a model's ``forward`` that plans for the inputs of its first training pass, and then is gone.
+
+    Where something stands in the way the model stays as it is, which the log says. A copy of the model has none.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, layers: str | Sequence[str] | None) -> None:
+        self._engine = weakref.ref(engine)
+        self._layers = layers
+        engine.first_pass = self
+        self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _of_a_copy, ()
+
+    @opaque
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        engine = self._engine()
+        if engine is None or engine.closed or not (model.training and torch.is_grad_enabled()):
+            return
+        self._end(engine)
+        device = engine.device.torch_device
+        devices = [] if device.type == "cpu" else [device]
+        drawn = torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type)
+        with engine.turns.taken(), drawn:  # a machine that is glanced at computes with random numbers
+            try:
+                plan = self._plan(model, engine, args, kwargs)
+            except (_InTheWay, ValueError, BudgetError) as error:
+                _LOG.info(_STAYS, engine.kind, engine.window.size, error)
+                return
+            except Exception as error:  # a probe, or a model on tensors without values, can fail in any way
+                cause = f"{type(error).__name__}: {error}"
+                warnings.warn(_STAYS % (engine.kind, engine.window.size, cause), RuntimeWarning, stacklevel=2)
+                return
+            engine.planned = plan.steps
+            rearrange(engine, plan.window, plan.resident, plan.activations)
+
+    def passed_by(self) -> None:
+        """Called when a layer trains though the model was not called: what wraps it may call its ``forward``."""
+        if (engine := self._engine()) is not None:
+            self._end(engine)
+            _LOG.info(_STAYS, engine.kind, engine.window.size, "its forward was called and not the model itself")
+
+    def _end(self, engine: Engine) -> None:
+        engine.first_pass = None
+        self._handle.remove()
+
+    def _plan(self, model: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstPlan:
+        optimizer = engine.own_optimizer
+        if type(optimizer) is not AdamW:
+            raise _InTheWay("stronghold.AdamW does not train it")
+        if (reason := refused_for(engine)) is not None:
+            raise _InTheWay(reason)
+        # Here, since what it imports takes a second that training does without.
+        from stronghold.engine.planning.first_pass import plan_first_pass
+
+        return plan_first_pass(
+            model,
+            _inputs(model, args, kwargs),
+            engine.device,
+            layers=self._layers,
+            update="in_backward" if optimizer.in_backward else "deferred",
+            states=optimizer.states,
+            root=[unit.name for unit in engine.units if unit.is_root and unit.resident],
+            held_bytes=engine.held.device_bytes(),
+            process_bytes=engine.held.process_bytes,
+        )
+
+
+def _nothing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The hook of a copy."""
+
+
+def _of_a_copy() -> Any:
+    return _nothing
+
+
+def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | Mapping[str, Any]:
+    """Returns the arguments of a call, in order or by name."""
+    if not kwargs:
+        return list(args)
+    signature = inspect.signature(model.forward)
+    named = signature.bind_partial(*args).arguments
+    kinds = {signature.parameters[name].kind for name in named}
+    if not kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}:
+        raise _InTheWay("some of its inputs have no name")
+    return {**named, **kwargs}

@@ -1,0 +1,75 @@
+"""What a model is planned for whose inputs nobody has told of before its first training pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from stronghold.device import Device
+from stronghold.engine.planning.asked import RESERVED, limits
+from stronghold.engine.planning.auto import all_resident_if_as_fast, dtypes_of, followed, machine_here, space_of
+from stronghold.engine.planning.searched import PlannedModel
+from stronghold.planned import PlannedSteps
+from stronghold.settings import OffloadSettings
+from stronghold.unit import all_parameters
+
+BATCHES = 2
+"""How many batches' activations must fit, for a later batch may be longer than the first: nobody has said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstPlan:
+    """Where layers are to be, and what that makes of a step."""
+
+    window: int
+    resident: int
+    activations: int | str
+    steps: PlannedSteps
+
+
+def plan_first_pass(
+    model: nn.Module,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    device: Device,
+    *,
+    layers: str | Sequence[str] | None,
+    update: str,
+    states: str,
+    root: Collection[str],
+    held_bytes: int,
+    process_bytes: int,
+) -> FirstPlan:
+    """Plans an offloaded model that nobody has made settings for, for its first inputs and the optimizer that it has.
+
+    Root parameters stay where they are, those of the names ``root`` resident. All that the process has of the device's
+    memory but for ``held_bytes`` of the model's stays as it is, and so do ``process_bytes`` of the host's. Raises
+    ValueError for a model that cannot be planned for, BudgetError where nothing fits.
+    """
+    plain = _without_values(model)
+    machine = machine_here(device, (), dtypes_of(plain, None))
+    found = PlannedModel(plain, machine, inputs, layers=layers, dtype=None, directories=())
+    found.memory.place_root(root)
+    most = replace(limits(machine, plain, None, None), process=process_bytes, batches=BATCHES)
+    if most.device is not None and (free := device.free_bytes()) is not None:
+        most = replace(most, device=min(most.device, int((1 - RESERVED) * (free + held_bytes))))
+    open_settings = OffloadSettings(resident="auto", activations="auto")
+    space = replace(space_of(found, open_settings), updates=(update,), states=(states,))
+    plan = all_resident_if_as_fast(found, found.best(space, most), space, most)
+    return FirstPlan(
+        **{name: plan.settings[name] for name in ("window", "resident", "activations")},
+        steps=PlannedSteps({update: followed(plan)}),
+    )
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """Returns an ordinary copy of an offloaded model whose parameters are on the meta device."""
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for _, parameter in all_parameters(model):
+        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(like, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,295 @@
+"""A model that nobody has made settings for is planned when its first training pass shows what its inputs are."""
+
+import copy
+import logging
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+import stronghold
+from stronghold.device.throttled import Speed, ThrottledDevice
+from stronghold.engine import engine_of
+from stronghold.lab.models.gpt import GPT, GPTConfig
+from stronghold.store import RamStore
+from tests.crossed import crossed
+from tests.planner.machines import machine
+
+CONFIG = GPTConfig(layers=6, hidden=64, heads=4, sequence=32, vocabulary=128)
+SOME, FEW = 17 * 2**18, 7 * 2**18
+"""Bytes of devices that hold some of the layers, and none beside a window."""
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """A GPU that was probed, with so much memory as is put into ``memory``."""
+    memory = [2**30]
+    monkeypatch.setattr(
+        "stronghold.engine.planning.auto.kept_machine", lambda device: machine(device_memory_bytes=memory[-1])
+    )
+    return memory
+
+
+def ids(samples=1):
+    return torch.randint(0, 128, (samples, 32), generator=torch.Generator().manual_seed(1))
+
+
+def gpt(dropout=0.0):
+    torch.manual_seed(0)
+    return GPT(replace(CONFIG, dropout=dropout))
+
+
+def on_a_gpu(model, **settings):
+    device = ThrottledDevice(Speed(flops=1e12, up=1e10, down=1e10, host=1e10), tokens=128)
+    return stronghold.offload(model, device=device, **settings)
+
+
+def trained(model, optimizer, steps=3):
+    losses = []
+    for _ in range(steps):
+        loss = model(ids(), labels=ids()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def as_planned(model, **settings):
+    """Returns a model that is offloaded from the beginning as another one was planned."""
+    report = stronghold.report(model)
+    kept = sum(block.keep for block in engine_of(model).blocks)
+    return on_a_gpu(gpt(), window=report.window or 1, resident=report.resident, activations=kept, **settings)
+
+
+def alike(ours, theirs):
+    assert ours[0] == theirs[0]
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "stronghold"]
+
+
+def test_a_model_that_fits_becomes_resident_and_says_so(caplog):
+    model = on_a_gpu(gpt())
+    optimizer = stronghold.AdamW(model.parameters())
+    before = stronghold.report(model)
+    assert before.resident == 0
+    assert before.awaits_inputs
+    assert "for the first training pass" in str(before)
+    with caplog.at_level(logging.INFO, logger="stronghold"):
+        ours = trained(model, optimizer)
+    report = stronghold.report(model)
+    assert (report.resident, report.window, report.awaits_inputs) == (6, 0, False)
+    (line,) = lines(caplog)
+    assert report.planned.chosen in line
+    assert "the model fits, and stays" in line
+    plain = gpt()
+    theirs = trained(plain, torch.optim.AdamW(plain.parameters()))
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "dtype", "optimizer"),
+    crossed(
+        [2**30, SOME, FEW],
+        [torch.float32, torch.bfloat16],
+        [{}, {"update": "in_backward"}, {"states": "8bit"}, {"max_grad_norm": 0.1}],
+        together=1,
+    ),
+)
+def test_bits_and_bytes_are_those_of_a_model_that_was_offloaded_so(here, memory_bytes, dtype, optimizer):
+    here.append(memory_bytes)
+    model = on_a_gpu(gpt(), dtype=dtype)
+    ours = trained(model, stronghold.AdamW(model.parameters(), **optimizer))
+    other = as_planned(model, dtype=dtype)
+    theirs = trained(other, stronghold.AdamW(other.parameters(), **optimizer))
+    alike(ours, theirs)
+    report, expected = stronghold.report(model), stronghold.report(other)
+    if memory_bytes == SOME:
+        assert report.resident > 0
+        assert report.resident < 6 or optimizer == {"states": "8bit"}
+    bytes_of = [name for name in vars(report) if name.endswith("device_bytes") and not name.startswith("peak")]
+    for name in ("window", "resident", "resident_root", "pinned_host_bytes", "pageable_host_bytes", *bytes_of):
+        assert getattr(report, name) == getattr(expected, name), name
+    assert report.planned is not None
+    assert expected.planned is None
+
+
+@pytest.mark.parametrize("memory_bytes", [2**30, SOME])
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_masters_and_states_that_were_loaded_move_along(here, memory_bytes, states, tmp_path):
+    first = on_a_gpu(gpt(), window=2, dtype=torch.bfloat16)
+    optimizer = stronghold.AdamW(first.parameters(), states=states)
+    trained(first, optimizer)
+    stronghold.checkpoint.save(tmp_path / "saved", first, optimizer)
+    expected = trained(first, optimizer)
+    here.append(memory_bytes)
+    model = on_a_gpu(gpt(), dtype=torch.bfloat16)
+    optimizer = stronghold.AdamW(model.parameters(), states=states)
+    stronghold.checkpoint.load(tmp_path / "saved", model, optimizer)
+    alike(trained(model, optimizer), expected)
+    assert stronghold.report(model).resident > 0
+
+
+def test_what_was_computed_and_written_before_counts():
+    other, model = on_a_gpu(gpt(), window=1, dtype=torch.bfloat16), on_a_gpu(gpt(), dtype=torch.bfloat16)
+    outputs, results = [], []
+    for one in (other, model):
+        optimizer = stronghold.AdamW(one.parameters())
+        with torch.no_grad():
+            outputs.append(one(ids()).logits.clone())
+        one.eval()
+        assert one(ids()).logits.requires_grad
+        one.train()
+        for parameter in one.layers[2].parameters():
+            parameter.data.mul_(1.5)
+        results.append(trained(one, optimizer))
+    assert torch.equal(*outputs)
+    alike(*results)
+    assert stronghold.report(model).resident == 6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"window": 2}, {"resident": 0}, {"activations": "recompute"}, {"micro_batch": 2}, {"host_memory": "1GiB"}],
+)
+def test_what_somebody_has_set_stays(settings):
+    model = on_a_gpu(gpt(), **settings)
+    trained(model, stronghold.AdamW(model.parameters()), steps=1)
+    report = stronghold.report(model)
+    assert report.resident == 0
+    assert report.planned is None
+    assert not report.awaits_inputs
+
+
+def test_where_something_is_in_the_way_the_model_stays_and_the_log_says_what(here, caplog):
+    def with_torch(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def with_two(model):
+        parameters = list(model.parameters())
+        others.append(stronghold.AdamW(parameters[:4]))
+        return stronghold.AdamW(parameters[4:])
+
+    def with_gradients(model):
+        model.eval()
+        model(ids(), labels=ids()).loss.backward()
+        model.train()
+        return stronghold.AdamW(model.parameters())
+
+    def held(model):
+        others.append(next(model.layers[1].parameters()).data)
+        return stronghold.AdamW(model.parameters())
+
+    def passed_by(model):
+        model.__dict__["_call_impl"] = lambda *args, **kwargs: model.forward(*args, **kwargs)  # as what wraps it may
+        return stronghold.AdamW(model.parameters())
+
+    def too_small(model):
+        here.append(1000)
+        return stronghold.AdamW(model.parameters())
+
+    others = []
+    for way, reason in {
+        with_torch: "stronghold.AdamW does not train it",
+        with_two: "several optimizers train it",
+        with_gradients: "it has gradients",
+        held: "a tensor over the memory of layers.1 is held",
+        passed_by: "its forward was called and not the model itself",
+        too_small: "nothing fits: device memory must hold at least",
+    }.items():
+        caplog.clear()
+        model = on_a_gpu(gpt())
+        optimizer = way(model)
+        with caplog.at_level(logging.INFO, logger="stronghold"):
+            trained(model, optimizer, steps=2)
+        (line,) = lines(caplog)
+        assert reason in line, way
+        assert "keeps a window of 2" in line
+        assert stronghold.report(model).resident == 0
+        others.clear()
+
+
+def test_a_glance_at_the_machine_draws_nothing(here, monkeypatch):
+    """Else dropout in the first pass would be another than without a plan."""
+    monkeypatch.setattr("stronghold.engine.planning.auto.kept_machine", lambda device: None)
+    monkeypatch.setattr("stronghold.engine.planning.auto._glances", {})
+    monkeypatch.setattr("stronghold.engine.planning.auto.glance", lambda *of: (torch.randn(7), machine())[1])
+    results = []
+    for settings in ({"window": 2}, {}):
+        model = on_a_gpu(gpt(dropout=0.1), **settings)
+        results.append(trained(model, stronghold.AdamW(model.parameters())))
+    assert stronghold.report(model).planned is not None
+    alike(*results)
+
+
+def test_a_planner_that_fails_is_told_of_and_ends_nothing(monkeypatch):
+    monkeypatch.setattr("stronghold.engine.planning.auto.kept_machine", lambda device: 1 / 0)
+    model = on_a_gpu(gpt())
+    optimizer = stronghold.AdamW(model.parameters())
+    with pytest.warns(RuntimeWarning, match="ZeroDivisionError: division by zero"):
+        trained(model, optimizer, steps=1)
+    trained(model, optimizer, steps=1)
+    assert stronghold.report(model).window == 2
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_device_that_turns_out_too_small_is_an_error_and_nothing_is_lost(monkeypatch, tmp_path, loaded):
+    model, other = on_a_gpu(gpt(), dtype=torch.bfloat16), on_a_gpu(gpt(), dtype=torch.bfloat16, window=2)
+    optimizers = [stronghold.AdamW(one.parameters()) for one in (model, other)]
+    if loaded:
+        trained(other, optimizers[1])
+        stronghold.checkpoint.save(tmp_path / "saved", other, optimizers[1])
+        stronghold.checkpoint.load(tmp_path / "saved", model, optimizers[0])
+    taken, allocate = [], RamStore.allocate
+
+    def allocated(store, unit, length_bytes, kind):
+        taken.append(unit.resident)
+        if unit.resident and sum(taken) == 8:
+            raise torch.OutOfMemoryError("no room")
+        return allocate(store, unit, length_bytes, kind)
+
+    monkeypatch.setattr(RamStore, "allocate", allocated)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        model(ids(), labels=ids())
+    assert 0 < stronghold.report(model).resident < 6
+    alike(trained(model, optimizers[0]), trained(other, optimizers[1]))
+
+
+def test_a_batch_twice_as_long_still_fits(here):
+    here.append(SOME)
+    model = on_a_gpu(gpt())
+    trained(model, stronghold.AdamW(model.parameters()), steps=1)
+    report = stronghold.report(model)
+    twice = stronghold.plan(
+        gpt(),
+        machine=machine(device_memory_bytes=SOME),
+        inputs={"input_ids": ids(2), "labels": ids(2)},
+        window=report.window,
+        resident=report.resident,
+        activations=sum(block.keep for block in engine_of(model).blocks),
+        micro_batch=None,
+    )
+    assert twice.device_bytes <= SOME
+
+
+def test_arguments_are_known_in_order_and_by_name(caplog):
+    model = on_a_gpu(gpt())
+    optimizer = stronghold.AdamW(model.parameters())
+    model(ids(), ids()).loss.backward()
+    optimizer.step()
+    assert stronghold.report(model).resident == 6
+
+
+def test_copies_are_ordinary_models():
+    model, plain = on_a_gpu(gpt()), gpt()
+    expected = trained(plain, torch.optim.AdamW(plain.parameters()))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        alike(trained(other, torch.optim.AdamW(other.parameters())), expected)
+    trained(model, stronghold.AdamW(model.parameters()), steps=1)
+    assert stronghold.report(model).resident == 6
