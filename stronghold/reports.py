@@ -89,10 +89,10 @@ class Report(Shown):
 
     Not counted on the device: ``root_gradients_device_bytes``, which autograd holds from ``backward()`` to
     ``zero_grad()``, and for a moment twice where weights are tied; ``update_device_bytes``, which Muon's iteration
-    takes while it runs; activations; and what the operation under way needs.
-    Where device and host are one memory, all of that is on the host, with what the C library keeps of it for the next
-    step. ``beside_host_bytes`` is what it has come to by now: the process's memory in RAM that is no file's, less what
-    was there before and what is counted. It says nothing before the first step, which first touches what is counted.
+    takes while it runs; activations; and what the operation under way needs. Where device and host are one memory, all
+    of that is on the host, with what the C library keeps of it for the next step. ``beside_host_bytes`` is what it has
+    come to by now: the process's memory in RAM that is no file's, less what was there before and what is counted. It
+    says nothing before the first step, which first touches what is counted.
 
     ``inputs_host_bytes`` and ``inputs_disk_bytes`` are what ``activations="host"`` and ``"disk"`` have come to take by
     now for layers' inputs; of the host it is counted above, of the disk it comes beside ``disk_bytes``. Where
@@ -102,10 +102,10 @@ class Report(Shown):
     ``weights_on_disk`` and ``states_on_disk`` are numbers of layers. ``other_optimizers`` are those of other kinds than
     ours that have stepped the model, and ``others_host_bytes`` and ``others_device_bytes`` what their states take.
     ``step`` is None before the first step; ``stages`` are this process's, of a model in stages that computed a batch.
-    ``planned`` is what was planned for, where ``offload`` was given a plan or made one; ``awaits_inputs`` tells that
-    one will be made for the inputs of the first training pass, until which settings and bytes hold. Of the layers that
-    are to be compiled ``compiled`` ran compiled in their last call, and ``not_compiled`` eagerly. ``experts_per_part``
-    is how many experts of a mixture make a part, each counted as a layer, None where layers are whole.
+    ``planned`` is what was planned for, where ``offload`` was given a plan or made one; ``awaits_inputs`` tells of one
+    to come for the first training pass, until which all this holds. Of the layers that are to be compiled ``compiled``
+    ran compiled in their last call, and ``not_compiled`` eagerly. ``experts_per_part`` is how many experts of a mixture
+    make a part, each counted as a layer, None where layers are whole.
     """
 
     parameters: int
@@ -226,17 +226,13 @@ class Report(Shown):
 
     @staticmethod
     def _spared(step: StepTimes) -> list[tuple[str, str, str]]:
-        if not step.spared_fetches:
-            return []
-        return [
-            ("", "experts not needed", f"{format_bytes(step.spared_bytes)} in {step.spared_fetches} fetches spared")
-        ]
+        spared = f"{format_bytes(step.spared_bytes)} in {step.spared_fetches} fetches spared"
+        return [("", "experts not needed", spared)] if step.spared_fetches else []
 
     def _planned_rows(self) -> list[tuple[str, str, str]]:
-        if self.awaits_inputs:
-            return [("plan", "to come", "of window, resident layers and activations, for the first training pass")]
         if (planned := self.planned) is None:
-            return []
+            to_come = "of window, resident layers and activations, for the first training pass"
+            return [("plan", "to come", to_come)] if self.awaits_inputs else []
         rows = [("plan", "settings", planned.chosen), ("", "why", planned.reason)]
         if (step := self.step) is not None:
             peaks = {"device": self.peak_device_bytes} if self.peak_device_bytes else {}
@@ -251,9 +247,9 @@ class Report(Shown):
 
     def _inputs(self) -> str:
         """Returns what layers' inputs take of the host's memory, and what of it is not there yet."""
-        now = f"{format_bytes(self.inputs_host_bytes)} of it" if self.inputs_host_bytes else ""
-        to_come = f"{format_bytes(self.inputs_to_come_bytes)} more" if self.inputs_to_come_bytes else ""
-        return ", ".join(filter(None, (now, to_come)))
+        now, to_come = self.inputs_host_bytes, self.inputs_to_come_bytes
+        told = f"{format_bytes(now)} of it" if now else "", f"{format_bytes(to_come)} more" if to_come else ""
+        return ", ".join(filter(None, told))
 
     def _compiled(self) -> str:
         eagerly = f"; {self.not_compiled} ran eagerly, as a warning has said" if self.not_compiled else ""

@@ -18,12 +18,17 @@ if TYPE_CHECKING:
     from stronghold.engine.engine import Engine
 
 
-def end_with(engine: Engine, streams: Sequence[Stream], store: Store, *, own: bool) -> weakref.finalize:
-    """Returns what ends ``streams`` and closes ``store`` when it is called, or ``engine`` is gone.
+def end_with(engine: Engine, *, own: bool) -> weakref.finalize:
+    """Returns what ends the streams of ``engine`` and closes its store when it is called, or ``engine`` is gone.
 
-    What was given to the streams is carried out before. Those that are not the engine's ``own`` go on.
+    What was given to the streams is carried out before. Those of a device that is not the engine's ``own`` go on. A
+    replica does not wait for others that may be gone: its threads end by themselves.
     """
-    end = weakref.finalize(engine, _end, streams, store, own, os.getpid())
+    streams: list[Stream] = []
+    if engine.replicas.world_size == 1:
+        streams = [*engine.device.streams, *engine.updates.streams]
+        streams += engine.activations.streams if engine.activations else []
+    end = weakref.finalize(engine, _end, streams, engine.store, own, os.getpid())
     end.atexit = False  # then the streams and the store see to it themselves
     return end
 

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +52,6 @@ from stronghold.unit import (
 from stronghold.weights import Source, give_values
 from stronghold.window import Accumulators, DeviceGradients, Gradients, Window, activations_of
 
-if TYPE_CHECKING:
-    from stronghold.engine.first_pass import FirstPass
-
 
 def _no_run() -> Run | None:
     return None
@@ -77,7 +73,6 @@ class Engine:
         own_device: bool = True,
     ) -> None:
         self.closed = False
-        self.planned = planned or PlannedSteps()
         self.model = weakref.ref(model)
         self.device = device
         self.replicas = replicas
@@ -97,8 +92,6 @@ class Engine:
         self.kind = type(model).__name__
         self.sums_gradients = False
         """Whether a step has several backward passes, under in_backward too: the sums need memory."""
-        self.first_pass: FirstPass | None = None
-        """What plans the model when its first training pass tells of its inputs."""
         self._masters_told = False
         """Whether it is known that state dictionaries have no masters: they are kept beside, or the user was told."""
         self.turns = Turns()
@@ -112,20 +105,21 @@ class Engine:
         self.budget = Budget(settings, self.held.held_bytes, processes=replicas.local_world_size)
         self.built = BuiltBuffers(model)
         self.store = self._placed(placement, settings, weights)
-        self.window = Window(self.layers, placement.window, device, self.store, self.waits)
         self.gradients = Gradients(self.layers, device, self.waits, replicas)
         self.device_gradients = DeviceGradients(device, self.waits)
+        self.arrange(placement.window, planned or PlannedSteps())
         self.activations = activations_of(settings.activations, self.window)
         self.updates = Updates(device, self.store, self.waits, replicas)
-        self.held.on_device(self.window, self.gradients)
-        self.stopwatch = Stopwatch(
-            self.waits, self.window.traffic, self.gradients.grad_offload.traffic, self.store.counters
-        )
         self._hooks = Hooks(self._expect, self.gradients, self.device_gradients)
         self._take_over(model, placement, weights, kept=kept_layers(settings.activations, len(self.layers)))
-        streams = [*device.streams, *self.updates.streams, *(self.activations.streams if self.activations else [])]
-        # A replica does not wait for others that may be gone: its threads end by themselves.
-        self._end = end_with(self, streams if replicas.world_size == 1 else [], self.store, own=own_device)
+        self._end = end_with(self, own=own_device)
+
+    def arrange(self, window: int, planned: PlannedSteps) -> None:
+        """Makes a window of so many slots, beside what is resident now, as it was ``planned``."""
+        self.window, self.planned = Window(self.layers, window, self.device, self.store, self.waits), planned
+        self.held.on_device(self.window, self.gradients)
+        fetched, sent = self.window.traffic, self.gradients.grad_offload.traffic
+        self.stopwatch = Stopwatch(self.waits, fetched, sent, self.store.counters)
 
     def _placed(self, placement: Placement, settings: OffloadSettings, weights: Source | Reopened) -> Store:
         """Returns the store with all units in it, each with its values."""
@@ -257,8 +251,6 @@ class Engine:
             self.gradients.check_dropped()
         else:
             self._close_layer()  # a checkpoint of the user's own runs its layers again
-        if self.first_pass is not None and torch.is_grad_enabled() and block.module.training:
-            self.first_pass.passed_by()
         block.check()
         self.take_writes(block.unit)
         if block.layer == 0 and not self._root.same():

@@ -6,7 +6,7 @@ import inspect
 import logging
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from stronghold.unit import opaque
 
 if TYPE_CHECKING:
     from stronghold.engine.engine import Engine
-    from stronghold.engine.planning.first_pass import FirstPlan
+    from stronghold.engine.planning.first_inputs import FirstPlan
 
 _LOG = logging.getLogger("stronghold")
 _STAYS = (
@@ -28,12 +28,15 @@ _STAYS = (
 )
 
 
+_waiting: weakref.WeakKeyDictionary[Engine, FirstPass] = weakref.WeakKeyDictionary()
+
+
 class _InTheWay(Exception):
     """Why a model stays as it is."""
 
 
 class FirstPass:
-    """A hook before a model's ``forward`` that plans for the inputs of its first training pass, and then is gone.
+    """Plans a model for the inputs of its first training pass, before it, and then is gone.
 
     Where something stands in the way the model stays as it is, which the log says. A copy of the model has none.
     """
@@ -41,19 +44,15 @@ class FirstPass:
     def __init__(self, model: nn.Module, engine: Engine, layers: str | Sequence[str] | None) -> None:
         self._engine = weakref.ref(engine)
         self._layers = layers
-        engine.first_pass = self
-        self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+        first = engine.blocks[0].module
+        self._handles = [
+            model.register_forward_pre_hook(_Hook(self._begins), with_kwargs=True),
+            first.register_forward_pre_hook(_Hook(self._passed_by), with_kwargs=True),
+        ]
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        return _of_a_copy, ()
-
-    @opaque
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         engine = self._engine()
-        if engine is None or engine.closed or not (model.training and torch.is_grad_enabled()):
+        if engine is None or engine.closed:
             return
         self._end(engine)
         device = engine.device.torch_device
@@ -69,18 +68,18 @@ class FirstPass:
                 cause = f"{type(error).__name__}: {error}"
                 warnings.warn(_STAYS % (engine.kind, engine.window.size, cause), RuntimeWarning, stacklevel=2)
                 return
-            engine.planned = plan.steps
-            rearrange(engine, plan.window, plan.resident, plan.activations)
+            rearrange(engine, plan.window, plan.resident, plan.activations, plan.steps)
 
-    def passed_by(self) -> None:
+    def _passed_by(self, *_: object) -> None:
         """Called when a layer trains though the model was not called: what wraps it may call its ``forward``."""
         if (engine := self._engine()) is not None:
             self._end(engine)
             _LOG.info(_STAYS, engine.kind, engine.window.size, "its forward was called and not the model itself")
 
     def _end(self, engine: Engine) -> None:
-        engine.first_pass = None
-        self._handle.remove()
+        _waiting.pop(engine, None)
+        for handle in self._handles:
+            handle.remove()
 
     def _plan(self, model: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstPlan:
         optimizer = engine.own_optimizer
@@ -89,7 +88,7 @@ class FirstPass:
         if (reason := refused_for(engine)) is not None:
             raise _InTheWay(reason)
         # Here, since what it imports takes a second that training does without.
-        from stronghold.engine.planning.first_pass import plan_first_pass
+        from stronghold.engine.planning.first_inputs import plan_first_pass
 
         return plan_first_pass(
             model,
@@ -104,12 +103,33 @@ class FirstPass:
         )
 
 
-def _nothing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The hook of a copy."""
+class _Hook:
+    """Calls before a training pass; the hook of a copy, in memory or in a file, does nothing."""
+
+    def __init__(self, call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None) -> None:
+        self._call = call
+
+    def __deepcopy__(self, memo: dict) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return _Hook, ()
+
+    @opaque
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._call is not None and module.training and torch.is_grad_enabled():
+            self._call(module, args, kwargs)
 
 
-def _of_a_copy() -> Any:
-    return _nothing
+def await_inputs(model: nn.Module, engine: Engine, layers: str | Sequence[str] | None) -> None:
+    """Has a model planned at its first training pass, where the device has memory of its own."""
+    if not engine.device.is_host:
+        _waiting[engine] = FirstPass(model, engine, layers)
+
+
+def awaits_inputs(engine: Engine) -> bool:
+    """Whether a model is to be planned at its first training pass."""
+    return engine in _waiting
 
 
 def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | Mapping[str, Any]:

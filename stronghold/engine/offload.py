@@ -16,7 +16,7 @@ from stronghold.engine.arranging import Asked
 from stronghold.engine.closing import close_engine
 from stronghold.engine.compiled import uncompiled
 from stronghold.engine.engine import Engine
-from stronghold.engine.first_pass import FirstPass
+from stronghold.engine.first_pass import await_inputs
 from stronghold.engine.methods import Apply, Compile, Replicate
 from stronghold.engine.reopening import Reopened
 from stronghold.engine.taking_in import live
@@ -64,11 +64,10 @@ def offload(
         model: Any module with a repeated block, on the CPU or the meta device.
         window: Layers on the device at a time, or ``"auto"``: with ``inputs`` the planner's answer, as for all that is
             ``"auto"``; without, where nobody knows what activations take, as many as ``device_memory`` (by default the
-            free memory) allows with half of it left to them. Where neither window, ``store``, ``micro_batch``,
-            ``activations``, ``resident``, a budget nor ``compile`` is set on a device with memory of its own, that is
-            until the first training pass under ``stronghold.AdamW``: its inputs tell what window, resident layers and
-            activations are best, such that a batch twice as large still fits, and layers move there. On the CPU, where
-            a slot would be a second copy in the same memory, ``"auto"`` has all layers in RAM computed with where they
+            free memory) allows with half of it left to them. Where nothing else is set but ``dtype``, ``layers`` and
+            ``weights``, that is until the first training pass under ``stronghold.AdamW``: window, resident layers and
+            activations are planned for its inputs, such that twice the batch fits, and layers move. On the CPU, where a
+            slot would be a second copy in the same memory, ``"auto"`` has all layers in RAM computed with where they
             are, unless there is a budget.
         store: Where layers and states live: ``"ram"``, a directory, or a list of directories on drives of their own.
         device: Where layers compute.
@@ -144,22 +143,11 @@ def offload(
         host_memory=host_memory,
         compile=compile,
     )
-    given = _offload(
-        model,
-        settings,
-        device,
-        dtype,
-        layers,
-        weights,
-        ONE_REPLICA,
-        experts_per_part=experts_per_part,
-        inputs=inputs,
-        plan=plan,
-    )
-    engine, nothing_said = known_engine(given), activations is resident is None and settings == OffloadSettings()
-    if nothing_said and not (is_open or engine.device.is_host):
-        FirstPass(uncompiled(given), engine, layers)
-    return given
+    beside = {"experts_per_part": experts_per_part, "inputs": inputs, "plan": plan}
+    offloaded = _offload(model, settings, device, dtype, layers, weights, ONE_REPLICA, **beside)  # type: ignore[arg-type]
+    if not is_open and activations is resident is None and settings == OffloadSettings():
+        await_inputs(uncompiled(offloaded), known_engine(offloaded), layers)
+    return offloaded
 
 
 def offload_shared(

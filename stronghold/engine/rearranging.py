@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch._C import DisableTorchFunctionSubclass
 
-from stronghold.engine.timing import Stopwatch
+from stronghold.planned import PlannedSteps
 from stronghold.planner.step_bytes import spread
 from stronghold.settings import kept_layers
-from stronghold.unit import Unit, gradient_of
+from stronghold.unit import Unit, gradient_of, keep_on_device, may_move
 from stronghold.weights import give_values
-from stronghold.window import Window
 
 if TYPE_CHECKING:
     from stronghold.engine.engine import Engine
@@ -33,16 +32,16 @@ def refused_for(engine: Engine) -> str | None:
                 return "it has gradients"
         if unit.is_aliased:
             return f"a tensor over the memory of {unit.name} is held"
-        if not unit.may_move:
+        if not may_move(unit):
             return f"parameters of {unit.name} were frozen, or unfrozen"
     return None
 
 
-def rearrange(engine: Engine, window: int, resident: int, activations: int | str) -> None:
+def rearrange(engine: Engine, window: int, resident: int, activations: int | str, planned: PlannedSteps) -> None:
     """Has so many layers stay on the device, others go through a window of slots, and the last ones keep activations.
 
     The weights, and the masters that they are halves of, stay what they are to the bit, and so do their states. Nothing
-    may be under way, :func:`refused_for` must have no reason, and no layer is resident.
+    may be under way, :func:`refused_for` must have no reason, and no layer is resident. So it was ``planned``.
     """
     optimizer = engine.own_optimizer
     assert optimizer is not None
@@ -55,19 +54,19 @@ def rearrange(engine: Engine, window: int, resident: int, activations: int | str
     moved = [engine.layers[number] for number in sorted(spread(len(engine.layers), resident))]
     try:
         for unit in moved:
-            optimizer.follow(unit, partial(_keep_on_device, unit))
+            optimizer.follow(unit, partial(_move, unit))
     except BaseException:
-        _put_window(engine, old)
+        _arrange(engine, old, engine.planned)
         raise
-    _put_window(engine, window)
+    _arrange(engine, window, planned)
     kept = kept_layers(activations, len(engine.layers))
     engine.compiling.activations = activations
     for block in engine.blocks:
         block.keep = block.layer >= len(engine.layers) - kept
 
 
-def _keep_on_device(unit: Unit) -> None:
-    unit.keep_on_device()
+def _move(unit: Unit) -> None:
+    keep_on_device(unit)
     with DisableTorchFunctionSubclass():
         for index, (parameter, weight) in enumerate(zip(unit.parameters, unit.weight, strict=True)):
             give_values(parameter, weight)
@@ -75,11 +74,6 @@ def _keep_on_device(unit: Unit) -> None:
     unit.sample()
 
 
-def _put_window(engine: Engine, size: int) -> None:
-    streamed = sum(not unit.resident for unit in engine.layers)
-    engine.window = Window(engine.layers, min(size, streamed), engine.device, engine.store, engine.waits)
+def _arrange(engine: Engine, window: int, planned: PlannedSteps) -> None:
     engine.gradients.grad_offload.leave_out_resident()
-    engine.held.on_device(engine.window, engine.gradients)
-    engine.stopwatch = Stopwatch(
-        engine.waits, engine.window.traffic, engine.gradients.grad_offload.traffic, engine.store.counters
-    )
+    engine.arrange(min(window, sum(not unit.resident for unit in engine.layers)), planned)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from stronghold.engine.first_pass import awaits_inputs
 from stronghold.engine.offload import known_engine
 from stronghold.engine.split_experts import experts_per_part_of
 from stronghold.optim import HostMuon
@@ -71,7 +72,7 @@ def report(model: nn.Module) -> Report:
         compiled=ran.count(True),
         not_compiled=ran.count(False),
         experts_per_part=experts_per_part_of(model),
-        awaits_inputs=engine.first_pass is not None,
+        awaits_inputs=awaits_inputs(engine),
     )
 
 

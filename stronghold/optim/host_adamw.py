@@ -15,7 +15,7 @@ from stronghold.errors import NonFiniteGradientError, OffloadedModelError
 from stronghold.optim.change import AdamWChange, Change
 from stronghold.optim.groups import check_group, check_groups, units_of
 from stronghold.optim.state_dicts import load, saved
-from stronghold.optim.states import Moment, Moments, ParameterState, as_state, copy_moment
+from stronghold.optim.states import Moment, Moments, ParameterState, as_state
 from stronghold.optim.threads import Threads
 from stronghold.optim.update import Update
 from stronghold.settings import check_optimizer
@@ -86,8 +86,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its parameters must belong to the offloaded model of the others."""
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
+        params = [given] if isinstance(given := param_group["params"], Tensor) else list(given)
         units = units_of(params, self._owner)
         self._units.update(dict.fromkeys(units))
         self._owner = units[0].owner if units else self._owner
@@ -187,31 +186,12 @@ class HostAdamW(torch.optim.Optimizer):
             self._allocate(unit, its)
 
     def follow(self, unit: Unit, move: Callable[[], None]) -> None:
-        """Has ``move`` take a unit elsewhere, and its moments, with their values, to where it is then.
-
-        No update of it may be under way.
-        """
-        indices = self._moments.give_back(unit)
-        try:
-            move()
-        finally:
-            self._allocate(unit, indices)
-            for index in indices:
-                if self.has_state(unit, index):
-                    self._state[unit.parameters[index]] = self._copied(unit, index)
-
-    def _copied(self, unit: Unit, index: int) -> ParameterState:
-        """Returns the state of a parameter with its moments copied to the memory that is there for them."""
-        state = self.state_of(unit, index)
-        there = as_state(state["step"], self._moments.of(unit, index))
-        for name in there.keys() - {"step"}:
-            copy_moment(there[name], state[name])
-        return there
+        """Has ``move`` take a unit elsewhere, of which no update is under way, and its states to where it is then."""
+        self._moments.follow(unit, move, self._state)
 
     def states_to_come(self, unit: Unit) -> dict[Tensor, ParameterState]:
         """Returns the states that the parameters of ``unit`` have once all with moments have taken a step."""
-        step = torch.tensor(1.0)
-        return {unit.parameters[i]: as_state(step, held) for i, held in self._moments.held(unit).items()}
+        return {unit.parameters[i]: as_state(torch.tensor(1.0), held) for i, held in self._moments.held(unit).items()}
 
     def _needs(self, unit: Unit, indices: list[int]) -> list[Need]:
         """Returns what the parameters at ``indices`` have not got and an update needs: moments and remainders."""
@@ -245,8 +225,9 @@ class HostAdamW(torch.optim.Optimizer):
             return
         self._checked = False
         check_groups(self.param_groups, self._groups, self.check_group)
-        update = "in_backward" if self.in_backward else "deferred"
-        check_optimizer(self.states, update, self.nonfinite, self.max_grad_norm)
+        check_optimizer(
+            self.states, "in_backward" if self.in_backward else "deferred", self.nonfinite, self.max_grad_norm
+        )
         self._checked = once
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -268,9 +249,8 @@ class HostAdamW(torch.optim.Optimizer):
 
         Raises NonFiniteGradientError as the settings say.
         """
-        finite = math.isfinite(norm)
-        self.settle(finite=finite)
-        if finite:  # torch.nn.utils.clip_grad_norm_'s coefficient
+        self.settle(finite=math.isfinite(norm))
+        if math.isfinite(norm):  # torch.nn.utils.clip_grad_norm_'s coefficient
             return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(
@@ -303,15 +283,13 @@ class HostAdamW(torch.optim.Optimizer):
 
     def group_of(self, unit: Unit, index: int) -> dict[str, Any]:
         """Returns the group that a parameter is in."""
-        group: dict[str, Any] = self.param_groups[self.group_number(unit, index)]
-        return group
+        return self.param_groups[self.group_number(unit, index)]
 
     def _no_moments(self) -> Moments:
         return Moments(self.states)
 
     def _trained(self, unit: Unit) -> list[int]:
-        parameters = enumerate(unit.parameters)
-        return [index for index, p in parameters if self.updates(unit, index) and p.requires_grad]
+        return [index for index, p in enumerate(unit.parameters) if self.updates(unit, index) and p.requires_grad]
 
     def _check_open(self) -> None:
         check_process(self._born)

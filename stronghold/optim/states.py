@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, MutableMapping, ValuesView
 from typing import Any
 
 import torch
@@ -94,8 +94,15 @@ def as_state(step: Tensor, moments: tuple[Moment, ...]) -> ParameterState:
     return ParameterState(step=step, **dict(zip(names, moments, strict=True)))
 
 
-def copy_moment(target: Moment, source: Moment) -> None:
-    """Writes a moment over another of its kind, as it is."""
+def _moved(state: ParameterState, moments: tuple[Moment, ...]) -> ParameterState:
+    """Returns a state as it is in the memory of ``moments``, which is written."""
+    there = as_state(state["step"], moments)
+    for name in there.keys() - {"step"}:
+        _copy(there[name], state[name])
+    return there
+
+
+def _copy(target: Moment, source: Moment) -> None:
     if isinstance(target, Tensor):
         assert isinstance(source, Tensor)
         target.copy_(source)
@@ -183,14 +190,20 @@ class Moments:
             blocks = [Blocks(codes=c, exponents=e) for c, e in zip(codes, scales, strict=True)]
             self._moments[id(unit), index] = (blocks[0], blocks[1])
 
-    def give_back(self, unit: Unit) -> list[int]:
-        """Gives the moments of a unit back, but for those that are in a state; returns whose they were."""
+    def follow(self, unit: Unit, move: Callable[[], None], states: MutableMapping[Tensor, ParameterState]) -> None:
+        """Has ``move`` take a unit elsewhere, and its moments to where it is then, with their values in ``states``."""
         indices = list(self.held(unit))
         for index in indices:
             del self._moments[id(unit), index]
             self._used.discard((id(unit), index))
-        self._buffers.pop(id(unit), None)
-        return indices
+        self._buffers.pop(id(unit), None)  # their memory goes with the last state that is in it
+        try:
+            move()
+        finally:
+            self.allocate(unit, indices)
+            for parameter, index in ((unit.parameters[index], index) for index in indices):
+                if state := states.get(parameter):
+                    states[parameter] = _moved(state, self.of(unit, index))
 
     def begin(self, unit: Unit, index: int) -> tuple[Moment, ...]:
         """Returns the moments of a parameter without state: all zero, though it had one that was since dropped."""

@@ -16,6 +16,7 @@ from stronghold.unit.gradient import (
     note_gradient,
     note_squares,
 )
+from stronghold.unit.moving import keep_on_device, may_move
 from stronghold.unit.packed import (
     all_parameters,
     check_packed,
@@ -86,8 +87,10 @@ __all__ = [
     "index_of",
     "is_packed",
     "is_shared",
+    "keep_on_device",
     "latest",
     "make_plain",
+    "may_move",
     "missing_remainders",
     "note_gradient",
     "note_squares",

@@ -202,26 +202,6 @@ class Unit:
         if (memory := self._memory) is not None:
             memory.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
 
-    @property
-    def may_move(self) -> bool:
-        """Whether the weights and remainders are all that there is of the masters, wherever they go."""
-        return self.master_places() == sorted(self.masters.remainders)
-
-    def keep_on_device(self) -> None:
-        """Makes a unit on the host resident: its weights and remainders become others on the device, of the same bits.
-
-        Nothing of it may be under way, and the parameters look elsewhere until they are given the new weights.
-        """
-        buffer, weights, masters = self.buffer, self.weight, self.masters
-        values = (masters.value(i, w) if i in masters.remainders else w for i, w in enumerate(weights))
-        self.resident, self.masters = True, Masters()
-        try:
-            self.place(self.memory, values)
-        except BaseException:  # the device has no room
-            self.resident, self.buffer, self.weight, self.masters = False, buffer, weights, masters
-            raise
-        self.gradients.release()
-
     def master_places(self) -> list[int]:
         """Returns which parameters have a remainder: those in bf16 that are trained."""
         indices = [index for index, dtype in enumerate(self.dtypes) if dtype != torch.float32]
