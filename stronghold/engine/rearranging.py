@@ -10,7 +10,7 @@ from torch._C import DisableTorchFunctionSubclass
 from stronghold.planned import PlannedSteps
 from stronghold.planner.step_bytes import spread
 from stronghold.settings import kept_layers
-from stronghold.unit import Unit, gradient_of, keep_on_device, may_move
+from stronghold.unit import Unit, gradient_of, is_packed, keep_on_device, may_move
 from stronghold.weights import give_values
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ def refused_for(engine: Engine) -> str | None:
         return "its layers are compiled"
     if engine.optimizers.others(optimizer):
         return "several optimizers train it"
+    if any(map(is_packed, (parameter for unit in engine.units for parameter in unit.parameters))):
+        return "its weights are quantised"
     for unit in engine.layers:
         with DisableTorchFunctionSubclass():
             if any(gradient_of(parameter) is not None for parameter in unit.parameters):

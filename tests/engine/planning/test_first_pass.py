@@ -13,7 +13,10 @@ from stronghold.device.throttled import Speed, ThrottledDevice
 from stronghold.engine import engine_of
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.store import RamStore
+from tests.adapters import with_adapters
 from tests.crossed import crossed
+from tests.engine.test_packed import LORA, packed
+from tests.engine.test_tensor_subclasses import quantised
 from tests.planner.machines import machine
 
 CONFIG = GPTConfig(layers=6, hidden=64, heads=4, sequence=32, vocabulary=128)
@@ -284,6 +287,28 @@ def test_arguments_are_known_in_order_and_by_name(caplog):
     model(ids(), ids()).loss.backward()
     optimizer.step()
     assert stronghold.report(model).resident == 6
+
+
+def test_a_compiled_model_is_planned_by_its_own_call():
+    results = []
+    for settings in ({"window": 2}, {}):
+        torch._dynamo.reset()
+        model = on_a_gpu(gpt(dropout=0.1), **settings)
+        with pytest.warns(UserWarning, match="leaves the layers as they are"):
+            results.append(trained(torch.compile(model, backend="eager"), stronghold.AdamW(model.parameters())))
+    assert stronghold.report(model).resident == 6
+    alike(*results)
+
+
+@pytest.mark.parametrize("base", [packed, quantised])
+def test_a_quantised_base_stays(caplog, base):
+    model = on_a_gpu(with_adapters(base(), LORA))
+    optimizer = stronghold.AdamW([p for p in model.parameters() if p.requires_grad])
+    numbers = torch.ones(1, 8, dtype=torch.int64)
+    with caplog.at_level(logging.INFO, logger="stronghold"):
+        model(input_ids=numbers, labels=numbers).loss.backward()
+    optimizer.step()
+    assert "its weights are quantised" in lines(caplog)[0]
 
 
 def test_copies_are_ordinary_models():
