@@ -13,6 +13,9 @@ from stronghold.formats.mounts import check_no_mount
 PathLike = str | os.PathLike[str]
 
 
+_IMAGES = (".gif", ".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
+
+
 def check_file(name: str, path: PathLike) -> None:
     """Raises ValueError, which calls it ``name``, unless a file at ``path`` can be written, or made with its folders.
 
@@ -33,6 +36,14 @@ def check_file(name: str, path: PathLike) -> None:
                 os.close(os.open(text, os.O_WRONLY | os.O_APPEND))
     except OSError as error:
         _refuse(name, "a file", text, error.strerror or str(error))
+
+
+def check_page(name: str, path: PathLike) -> None:
+    """Raises ValueError as :func:`check_file` does, and for a name that says of a page that it is an image."""
+    check_file(name, path)
+    stem, suffix = os.path.splitext(os.fspath(path))
+    if suffix.lower() in _IMAGES:
+        raise ValueError(f"{name} is a page in HTML (got {os.fspath(path)!r}); name it {stem + '.html'!r}")
 
 
 def check_folder(name: str, path: PathLike) -> None:

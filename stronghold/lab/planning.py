@@ -14,7 +14,7 @@ from stronghold.distributed.plan import plan
 from stronghold.lab.models.files import build_model, inputs_of
 from stronghold.lab.models.gpt import GPT
 from stronghold.lab.models.layered_gpt import LayeredGPT
-from stronghold.lab.outputs import check_file
+from stronghold.lab.outputs import check_file, check_page
 from stronghold.lab.page.plan import write_plan_page
 from stronghold.lab.settings import ModelSettings
 from stronghold.planner.machine_file import MachineFile
@@ -59,9 +59,9 @@ class PlanSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more (got {getattr(self, name)}); pass a whole number")
         check_one_of("dtype", self.dtype, tuple(DTYPES))
-        for name in ("output", "picture"):
+        for name, check in (("output", check_file), ("picture", check_page)):
             if (path := getattr(self, name)) is not None:
-                check_file(name, path)
+                check(name, path)
 
 
 def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> TrainingPlan:

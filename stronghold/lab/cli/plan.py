@@ -65,7 +65,7 @@ def add_plan(commands: Commands) -> None:
     add_profile(command.add_argument_group("somebody else's profile"))
     output = command.add_argument_group("output")
     output.add_argument("-o", "--output", type=path, metavar="FILE", help="write the plan as JSON, for train --plan")
-    output.add_argument("--picture", type=path, metavar="FILE", help="write a page with the timeline of a step")
+    output.add_argument("--picture", type=path, metavar="FILE", help="write a page (HTML) with the timeline of a step")
 
 
 def _add_machine(machine: Group) -> None:

@@ -5,7 +5,7 @@ import argparse
 from stronghold.lab.cli.console import print_notes
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.cli.shared_arguments import path, source
-from stronghold.lab.outputs import check_file
+from stronghold.lab.outputs import check_page
 
 
 def add_report(commands: Commands) -> None:
@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     from stronghold.lab.page.cases import case_figures
     from stronghold.lab.page.page import write_page
 
-    check_file("--output", options.output)
+    check_page("--output", options.output)
     figures, notes = case_figures(options.results)
     print_notes(write_page(options.results, options.output, run=options.timeline_of, figures=figures, notes=notes))
     print(options.output)

@@ -9,6 +9,7 @@ from stronghold.lab.page.reading import RecordedRun
 from stronghold.lab.page.section import Section, swatch, table
 from stronghold.lab.records.timeline import LANES, rows
 from stronghold.spans import Span
+from stronghold.units import format_seconds
 
 _COLOURS = dict(
     zip(LANES, ("#0072B2", "#8A8A8A", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#A6761D"), strict=True)
@@ -43,7 +44,7 @@ def drawn_section(title: str, of: str, spans: Sequence[Span]) -> tuple[Section, 
     whole_s = max(span.end_s for span in spans)
     body = _BODY.format(
         of=of,
-        whole=f"{whole_s * 1e3:,.3f} ms",
+        whole=format_seconds(whole_s),
         lanes=_lanes(spans, whole_s),
         spans=_to_script(_drawn(shown)),
     )

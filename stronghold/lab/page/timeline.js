@@ -130,7 +130,10 @@
       drawn = right;
       const seen = Math.max(left, gutter), room = Math.min(right, width) - seen - 8;
       if (row.height < ROW || room < 12) continue;
-      const text = [name, name.split(" ").pop()].find((words) => pen.measureText(words).width <= room);
+      const words = name.split(" ");
+      // A root parameter's number is no layer's.
+      const short = words.slice(words.at(-2) === "root" ? -2 : -1).join(" ");
+      const text = [name, short].find((label) => pen.measureText(label).width <= room);
       if (!text) continue;
       pen.fillStyle = row.ink;
       pen.fillText(text, seen + 4, row.top + row.height / 2);

@@ -77,6 +77,7 @@ FILES = {
     "plan": ["--output", "--picture"],
     **{one: ["--output"] for one in ("partition", "probe", "plot", "report", "trace")},
 }
+PAGES = {"plan": ["--picture"], "report": ["--output"]}
 FOLDERS = {"train": ["--out", "--save", "--store"], "probe": ["--disk"], "plan": ["--disk"]}
 FOLDERS["finetune"] = ["--out", "--save"]
 TOO_LONG = "a" * 300
@@ -88,6 +89,7 @@ VALUES = [
     (NAMED, ("", "x")),
     (READ, ("", "nowhere", "text.txt/below", TOO_LONG, "a\0b", "/dev/zero")),
     (FILES, ("", "folder", "text.txt/below", TOO_LONG, "a\0b", "new/", "/proc/nowhere", "/proc/nowhere/below")),
+    (PAGES, ("page.png", "page.SVG")),
     (FOLDERS, ("", "text.txt", "text.txt/below", TOO_LONG, "a\0b", "/proc/nowhere")),
 ]
 WRONG = [
