@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stronghold.engine.adamw import AdamW
-from stronghold.engine.rearranging import rearrange, refused_for
+from stronghold.engine.rearranging import keep_last, rearrange, refused_for
 from stronghold.errors import BudgetError
+from stronghold.settings import kept_layers
 from stronghold.unit import opaque
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ _STAYS = (
     "%s keeps a window of %d, for which half of the free memory was taken: it could not be planned for its first batch "
     "(%s); pass inputs= to offload()"
 )
-
+LARGER = 1.5
+"""Of the first batch, what later ones may have at most for layers to keep their activations: those of twice it fit."""
 
 _waiting: weakref.WeakKeyDictionary[Engine, FirstPass] = weakref.WeakKeyDictionary()
 
@@ -36,14 +39,17 @@ class _InTheWay(Exception):
 
 
 class FirstPass:
-    """Plans a model for the inputs of its first training pass, before it, and then is gone.
+    """Plans a model for the inputs of its first training pass, before it.
 
-    Where something stands in the way the model stays as it is, which the log says. A copy of the model has none.
+    Where something stands in the way the model stays as it is, which the log says. Later batches that are much larger
+    have all layers computed again, whose activations might not fit. A copy of the model has none of this.
     """
 
     def __init__(self, model: nn.Module, engine: Engine, layers: str | Sequence[str] | None) -> None:
         self._engine = weakref.ref(engine)
         self._layers = layers
+        self._kept = self._most = 0
+        """The layers that keep their activations, for a batch of so many numbers at most."""
         first = engine.blocks[0].module
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._begins), with_kwargs=True),
@@ -69,6 +75,18 @@ class FirstPass:
                 warnings.warn(_STAYS % (engine.kind, engine.window.size, cause), RuntimeWarning, stacklevel=2)
                 return
             rearrange(engine, plan.window, plan.resident, plan.activations, plan.steps)
+        self._kept = kept_layers(plan.activations, len(engine.layers))
+        self._most = int(LARGER * _elements(args, kwargs))
+        if self._kept:
+            model.register_forward_pre_hook(_Hook(self._goes_on), with_kwargs=True)
+
+    def _goes_on(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before each training pass behind the first."""
+        if (engine := self._engine()) is None or engine.closed:
+            return
+        if (elements := _elements(args, kwargs)) > self._most:
+            _LOG.info("a batch of %d numbers, planned was for %d at most: its layers run again", elements, self._most)
+        keep_last(engine, self._kept if elements <= self._most else 0)
 
     def _passed_by(self, *_: object) -> None:
         """Called when a layer trains though the model was not called: what wraps it may call its ``forward``."""
@@ -130,6 +148,10 @@ def await_inputs(model: nn.Module, engine: Engine, layers: str | Sequence[str] |
 def awaits_inputs(engine: Engine) -> bool:
     """Whether a model is to be planned at its first training pass."""
     return engine in _waiting
+
+
+def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
 
 
 def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | Mapping[str, Any]:

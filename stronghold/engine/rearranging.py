@@ -61,8 +61,12 @@ def rearrange(engine: Engine, window: int, resident: int, activations: int | str
         _arrange(engine, old, engine.planned)
         raise
     _arrange(engine, window, planned)
-    kept = kept_layers(activations, len(engine.layers))
     engine.compiling.activations = activations
+    keep_last(engine, kept_layers(activations, len(engine.layers)))
+
+
+def keep_last(engine: Engine, kept: int) -> None:
+    """Has so many layers, the last ones, keep their activations in the next forward pass."""
     for block in engine.blocks:
         block.keep = block.layer >= len(engine.layers) - kept
 

@@ -19,7 +19,9 @@ from stronghold.settings import OffloadSettings
 from stronghold.unit import all_parameters
 
 BATCHES = 2
-"""How many batches' activations must fit, for a later batch may be longer than the first: nobody has said."""
+"""How many batches' activations must fit, for a later batch may be larger than the first: nobody has said."""
+LEFT = 0.5
+"""Of the device's memory, what is left to activations, however small the first batch is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ def plan_first_pass(
     most = replace(limits(machine, plain, None, None), process=process_bytes, batches=BATCHES)
     if most.device is not None and (free := device.free_bytes()) is not None:
         most = replace(most, device=min(most.device, int((1 - RESERVED) * (free + held_bytes))))
+    if most.device is not None:
+        most = replace(most, held=int((1 - LEFT) * most.device))
     open_settings = OffloadSettings(resident="auto", activations="auto")
     space = replace(space_of(found, open_settings), updates=(update,), states=(states,))
     plan = all_resident_if_as_fast(found, found.best(space, most), space, most)
@@ -67,9 +71,17 @@ def plan_first_pass(
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """Returns an ordinary copy of an offloaded model whose parameters are on the meta device."""
+    """Returns an ordinary copy of an offloaded model whose parameters are on the meta device.
+
+    It has no hooks: the user's are not to see tensors without values.
+    """
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for _, parameter in all_parameters(model):
         like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(like, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, memo)
+    plain = copy.deepcopy(model, memo)
+    for module in plain.modules():
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                hooks.clear()
+    return plain

@@ -28,6 +28,9 @@ from stronghold.unit import part_of
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
 
+HELD = "held device"
+"""What of the device is held from step to step, as a place of its own."""
+
 
 class ModelPlanner:
     """Answers for one model on one machine, choice by choice, what a step takes: the work, and the bytes.
@@ -151,15 +154,14 @@ class ModelPlanner:
         host = taken.host + self._limits.process
         if self._memory.is_host:
             return {"memory": device + host}
-        return {"device": device, "host": host}
+        return {"device": device, "host": host, HELD: taken.device}
 
     @property
     def limits(self) -> dict[str, int]:
         if self._memory.is_host:
             return {"memory": self._limits.host}
-        return {"host": self._limits.host} | (
-            {"device": self._limits.device} if self._limits.device is not None else {}
-        )
+        limits = {"host": self._limits.host, "device": self._limits.device, HELD: self._limits.held}
+        return {place: limit for place, limit in limits.items() if limit is not None}
 
     def written_bytes(self, choice: Choice) -> int:
         """Returns what a step writes to disk."""

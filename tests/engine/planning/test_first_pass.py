@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import stronghold
 from stronghold.device.throttled import Speed, ThrottledDevice
@@ -279,6 +280,47 @@ def test_a_batch_twice_as_long_still_fits(here):
         micro_batch=None,
     )
     assert twice.device_bytes <= SOME
+
+
+@pytest.mark.parametrize("memory_bytes", [SOME, 2**23])
+def test_half_of_the_device_is_left_to_batches_that_may_come(here, memory_bytes):
+    here.append(memory_bytes)
+    model = on_a_gpu(gpt())
+    trained(model, stronghold.AdamW(model.parameters()), steps=1)
+    assert stronghold.report(model).device_bytes <= memory_bytes / 2
+
+
+def test_layers_run_again_for_a_much_larger_batch_alone(caplog):
+    def steps(model):
+        optimizer, found, runs = stronghold.AdamW(model.parameters()), [], []
+        norm = next(model.layers[3].children())
+        norm.forward = lambda x, own=norm.forward: runs.append(None) or own(x)
+        torch.manual_seed(2)  # dropout
+        for samples in (2, 3, 4, 1):
+            runs.clear()
+            loss = model(ids(samples), labels=ids(samples)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((loss.item(), len(runs)))
+        return zip(*found, strict=True)
+
+    with caplog.at_level(logging.INFO, logger="stronghold"):
+        losses, runs = steps(on_a_gpu(gpt(dropout=0.1)))
+    expected, again = steps(on_a_gpu(gpt(dropout=0.1), window=2))
+    assert losses == expected
+    assert (runs, again) == ((1, 1, 2, 1), (2, 2, 2, 2))
+    assert "a batch of 256 numbers, planned was for 192 at most" in lines(caplog)[1]
+
+
+def test_hooks_of_the_users_see_no_tensor_without_values():
+    model, seen = on_a_gpu(gpt()), set()
+    for module in model.modules():
+        module.register_forward_hook(lambda module, given, output: seen.update(map(type, given)))
+    trained(model, stronghold.AdamW(model.parameters()), steps=1)
+    assert stronghold.report(model).resident == 6
+    assert torch.Tensor in seen
+    assert FakeTensor not in seen
 
 
 def test_arguments_are_known_in_order_and_by_name(caplog):
