@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import random
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -24,22 +27,19 @@ if TYPE_CHECKING:
     from stronghold.engine.planning.first_inputs import FirstPlan
 
 _LOG = logging.getLogger("stronghold")
-_STAYS = (
-    "%s keeps a window of %d, for which half of the free memory was taken: it could not be planned for its first batch "
-    "(%s); pass inputs= to offload()"
-)
+_STAYS = "%s keeps a window of %d and is not planned for its first batch (%s); pass inputs= to offload()"
 LARGER = 1.5
 """Of the first batch, what later ones may have at most for layers to keep their activations: those of twice it fit."""
 
 _waiting: weakref.WeakKeyDictionary[Engine, FirstPass] = weakref.WeakKeyDictionary()
 
 
-class _InTheWay(Exception):
+class _NotPlannedError(Exception):
     """Why a model stays as it is."""
 
 
 class FirstPass:
-    """Plans a model for the inputs of its first training pass, before it.
+    """Plans a model for the inputs of its first training pass under ``stronghold.AdamW``, before that.
 
     Where something stands in the way the model stays as it is, which the log says. Later batches that are much larger
     have all layers computed again, whose activations might not fit. A copy of the model has none of this.
@@ -49,25 +49,24 @@ class FirstPass:
         self._engine = weakref.ref(engine)
         self._layers = layers
         self._kept = self._most = 0
-        """The layers that keep their activations, for a batch of so many numbers at most."""
+        """The layers that keep their activations, for a batch of so many elements at most."""
         first = engine.blocks[0].module
         self._handles = [
-            model.register_forward_pre_hook(_Hook(self._begins), with_kwargs=True),
-            first.register_forward_pre_hook(_Hook(self._passed_by), with_kwargs=True),
+            model.register_forward_pre_hook(_Hook(self._before_first), with_kwargs=True),
+            first.register_forward_pre_hook(_Hook(self._before_layer), with_kwargs=True),
         ]
 
-    def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        engine = self._engine()
-        if engine is None or engine.closed:
+    def _before_first(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (engine := self._ready()) is None:
             return
-        self._end(engine)
-        device = engine.device.torch_device
-        devices = [] if device.type == "cpu" else [device]
-        drawn = torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type)
-        with engine.turns.taken(), drawn:  # a machine that is glanced at computes with random numbers
+        with engine.turns.taken():
+            if not self._ends(engine):
+                return
             try:
                 plan = self._plan(model, engine, args, kwargs)
-            except (_InTheWay, ValueError, BudgetError) as error:
+                if (reason := refused_for(engine)) is not None:  # another thread may have done something meanwhile
+                    raise _NotPlannedError(reason)
+            except (_NotPlannedError, ValueError, BudgetError) as error:
                 _LOG.info(_STAYS, engine.kind, engine.window.size, error)
                 return
             except Exception as error:  # a probe, or a model on tensors without values, can fail in any way
@@ -78,47 +77,76 @@ class FirstPass:
         self._kept = kept_layers(plan.activations, len(engine.layers))
         self._most = int(LARGER * _elements(args, kwargs))
         if self._kept:
-            model.register_forward_pre_hook(_Hook(self._goes_on), with_kwargs=True)
+            model.register_forward_pre_hook(_Hook(self._before_later), with_kwargs=True)
 
-    def _goes_on(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before each training pass behind the first."""
+    def _before_later(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (engine := self._engine()) is None or engine.closed:
             return
         if (elements := _elements(args, kwargs)) > self._most:
-            _LOG.info("a batch of %d numbers, planned was for %d at most: its layers run again", elements, self._most)
+            _LOG.info("a batch of %d elements, planned was for %d at most: its layers run again", elements, self._most)
         keep_last(engine, self._kept if elements <= self._most else 0)
 
-    def _passed_by(self, *_: object) -> None:
-        """Called when a layer trains though the model was not called: what wraps it may call its ``forward``."""
-        if (engine := self._engine()) is not None:
-            self._end(engine)
-            _LOG.info(_STAYS, engine.kind, engine.window.size, "its forward was called and not the model itself")
+    def _before_layer(self, *_: object) -> None:
+        """Called where a layer trains though the model was not called: what wraps it may call its ``forward``."""
+        if (engine := self._ready()) is not None and self._ends(engine):
+            _LOG.info(_STAYS, engine.kind, engine.window.size, "a layer trains without a call of the model itself")
 
-    def _end(self, engine: Engine) -> None:
-        _waiting.pop(engine, None)
+    def _ready(self) -> Engine | None:
+        """Returns the engine, if there is an optimizer: before, somebody may look at a model's outputs."""
+        engine = self._engine()
+        if engine is None or engine.closed:
+            return None
+        return engine if engine.own_optimizer is not None or engine.held.other_optimizers else None
+
+    def _ends(self, engine: Engine) -> bool:
+        """Takes the hooks away; returns whether no other thread has."""
         for handle in self._handles:
             handle.remove()
+        return _waiting.pop(engine, None) is not None
 
     def _plan(self, model: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstPlan:
         optimizer = engine.own_optimizer
         if type(optimizer) is not AdamW:
-            raise _InTheWay("stronghold.AdamW does not train it")
+            raise _NotPlannedError("stronghold.AdamW does not train it")
         if (reason := refused_for(engine)) is not None:
-            raise _InTheWay(reason)
+            raise _NotPlannedError(reason)
         # Here, since what it imports takes a second that training does without.
         from stronghold.engine.planning.first_inputs import plan_first_pass
 
-        return plan_first_pass(
-            model,
-            _inputs(model, args, kwargs),
-            engine.device,
-            layers=self._layers,
-            update="in_backward" if optimizer.in_backward else "deferred",
-            states=optimizer.states,
-            root=[unit.name for unit in engine.units if unit.is_root and unit.resident],
-            held_bytes=engine.held.device_bytes(),
-            process_bytes=engine.held.process_bytes,
-        )
+        kind = engine.device.torch_device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        with _apart(engine.device.torch_device):
+            return plan_first_pass(
+                model,
+                _inputs(model, args, kwargs),
+                engine.device,
+                layers=self._layers,
+                autocast=autocast,
+                update="in_backward" if optimizer.in_backward else "deferred",
+                states=optimizer.states,
+                root=[unit.name for unit in engine.units if unit.is_root and unit.resident],
+                held_bytes=engine.held.allocated_bytes(),
+                process_bytes=engine.held.process_bytes,
+            )
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Keeps what a plan computes from the pass that it comes before.
+
+    That is from its random numbers, which probes and a model without values draw; from its autocast; and from hooks of
+    the user's on saved tensors, such as those of a checkpoint around the model.
+    """
+    of_python, of_numpy, own = random.getstate(), np.random.get_state(), device.type != "cpu"
+    drawn = torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda")
+    unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    enabled = torch.is_autocast_enabled(device.type)
+    try:
+        with drawn, unsaved, torch.autocast(device.type, enabled=False) if enabled else nullcontext():
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 class _Hook:
@@ -130,8 +158,8 @@ class _Hook:
     def __deepcopy__(self, memo: dict) -> _Hook:
         return _Hook()
 
-    def __reduce__(self) -> tuple[type, tuple]:
-        return _Hook, ()
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and is there without stronghold
 
     @opaque
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -162,5 +190,5 @@ def _inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     named = signature.bind_partial(*args).arguments
     kinds = {signature.parameters[name].kind for name in named}
     if not kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}:
-        raise _InTheWay("some of its inputs have no name")
+        raise _NotPlannedError("some of its inputs have no name")
     return {**named, **kwargs}

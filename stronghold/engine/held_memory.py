@@ -62,6 +62,12 @@ class HeldMemory:
         gradients = sum(unit.gradients.layout.total_bytes for unit in self._units if unit.resident)
         return gradients + self._device.resident_bytes
 
+    def allocated_bytes(self) -> int:
+        """Returns what of that is allocated while there are no gradients, which autograd allocates itself."""
+        copied = [unit for unit in self._units if unit.is_root and unit.trainable and not unit.resident]
+        root = self.root_bytes - sum(unit.layout.total_bytes for unit in copied)
+        return self.slots_bytes() + self.gradient_slots_bytes() + root + self._device.resident_bytes
+
     def root_gradient_bytes(self) -> int:
         """Returns what autograd holds of the root's gradients on the device, from ``backward()`` to ``zero_grad()``."""
         root = [unit for unit in self._units if unit.is_root]

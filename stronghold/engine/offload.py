@@ -64,8 +64,8 @@ def offload(
         model: Any module with a repeated block, on the CPU or the meta device.
         window: Layers on the device at a time, or ``"auto"``: with ``inputs`` the planner's answer, as for all that is
             ``"auto"``; without, where nobody knows what activations take, as many as ``device_memory`` (by default the
-            free memory) allows with half of it left to them. Where nothing else is set but ``dtype``, ``layers`` and
-            ``weights``, that is until the first training pass under ``stronghold.AdamW``: window, resident layers and
+            free memory) allows with half of it left to them. Where nothing else is set but ``dtype``, ``layers``,
+            ``weights`` and parts of experts, that is until the first training pass under ``stronghold.AdamW``: window, resident layers and
             activations are planned for its inputs, with half of the memory left to larger ones, and layers move. On the
             CPU, where a slot would be a second copy in the same memory, ``"auto"`` has all layers in RAM computed with
             where they are, unless there is a budget.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from stronghold.planned import PlannedSteps
@@ -28,6 +29,8 @@ def refused_for(engine: Engine) -> str | None:
         return "several optimizers train it"
     if any(map(is_packed, (parameter for unit in engine.units for parameter in unit.parameters))):
         return "its weights are quantised"
+    if any(unit.computed_with.runs for unit in engine.layers):
+        return "a graph of an earlier pass is held"
     for unit in engine.layers:
         with DisableTorchFunctionSubclass():
             if any(gradient_of(parameter) is not None for parameter in unit.parameters):
@@ -42,8 +45,9 @@ def refused_for(engine: Engine) -> str | None:
 def rearrange(engine: Engine, window: int, resident: int, activations: int | str, planned: PlannedSteps) -> None:
     """Has so many layers stay on the device, others go through a window of slots, and the last ones keep activations.
 
-    The weights, and the masters that they are halves of, stay what they are to the bit, and so do their states. Nothing
-    may be under way, :func:`refused_for` must have no reason, and no layer is resident. So it was ``planned``.
+    Weights, masters and states stay what they are to the bit. Nothing may be under way, no layer may be resident, and
+    :func:`refused_for` must have no reason. ``planned`` is what was planned of it. Where the device turns out to have
+    no room, layers that have moved stay there, others get a window as large as fits, and the error is raised.
     """
     optimizer = engine.own_optimizer
     assert optimizer is not None
@@ -56,11 +60,11 @@ def rearrange(engine: Engine, window: int, resident: int, activations: int | str
     moved = [engine.layers[number] for number in sorted(spread(len(engine.layers), resident))]
     try:
         for unit in moved:
-            optimizer.follow(unit, partial(_move, unit))
+            optimizer.move_with(unit, partial(_move, unit))
+        _arrange(engine, window, planned)
     except BaseException:
-        _arrange(engine, old, engine.planned)
+        _arrange_what_fits(engine, old)
         raise
-    _arrange(engine, window, planned)
     engine.compiling.activations = activations
     keep_last(engine, kept_layers(activations, len(engine.layers)))
 
@@ -81,5 +85,14 @@ def _move(unit: Unit) -> None:
 
 
 def _arrange(engine: Engine, window: int, planned: PlannedSteps) -> None:
-    engine.gradients.grad_offload.leave_out_resident()
+    engine.gradients.grad_offload.drop_resident()
     engine.arrange(min(window, sum(not unit.resident for unit in engine.layers)), planned)
+
+
+def _arrange_what_fits(engine: Engine, window: int) -> None:
+    try:
+        _arrange(engine, window, engine.planned)
+    except (torch.OutOfMemoryError, MemoryError):
+        if window < 2:
+            raise
+        _arrange_what_fits(engine, window // 2)

@@ -185,9 +185,9 @@ class HostAdamW(torch.optim.Optimizer):
         for unit, its in indices.items():
             self._allocate(unit, its)
 
-    def follow(self, unit: Unit, move: Callable[[], None]) -> None:
-        """Has ``move`` take a unit elsewhere, of which no update is under way, and its states to where it is then."""
-        self._moments.follow(unit, move, self._state)
+    def move_with(self, unit: Unit, move: Callable[[], None]) -> None:
+        """Has ``move`` take a unit to the device, of which no update is under way, and its states behind it."""
+        self._moments.move_with(unit, move, self._state)
 
     def states_to_come(self, unit: Unit) -> dict[Tensor, ParameterState]:
         """Returns the states that the parameters of ``unit`` have once all with moments have taken a step."""
@@ -249,8 +249,8 @@ class HostAdamW(torch.optim.Optimizer):
 
         Raises NonFiniteGradientError as the settings say.
         """
-        self.settle(finite=math.isfinite(norm))
-        if math.isfinite(norm):  # torch.nn.utils.clip_grad_norm_'s coefficient
+        self.settle(finite=(finite := math.isfinite(norm)))
+        if finite:  # torch.nn.utils.clip_grad_norm_'s coefficient
             return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(

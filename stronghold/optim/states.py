@@ -190,20 +190,24 @@ class Moments:
             blocks = [Blocks(codes=c, exponents=e) for c, e in zip(codes, scales, strict=True)]
             self._moments[id(unit), index] = (blocks[0], blocks[1])
 
-    def follow(self, unit: Unit, move: Callable[[], None], states: MutableMapping[Tensor, ParameterState]) -> None:
-        """Has ``move`` take a unit elsewhere, and its moments to where it is then, with their values in ``states``."""
+    def move_with(self, unit: Unit, move: Callable[[], None], states: MutableMapping[Tensor, ParameterState]) -> None:
+        """Has ``move`` take a unit to the device, and its moments behind it, with their values in ``states``.
+
+        Where one of them has no room there, it raises what says so, and both are where they were.
+        """
+        size = sum(buffer.length_bytes for buffer in self._buffers.get(id(unit), []))
+        room = unit.memory.device.device_buffer(size)  # before anything has moved
+        move()
+        del room
         indices = list(self.held(unit))
         for index in indices:
             del self._moments[id(unit), index]
             self._used.discard((id(unit), index))
         self._buffers.pop(id(unit), None)  # their memory goes with the last state that is in it
-        try:
-            move()
-        finally:
-            self.allocate(unit, indices)
-            for parameter, index in ((unit.parameters[index], index) for index in indices):
-                if state := states.get(parameter):
-                    states[parameter] = _moved(state, self.of(unit, index))
+        self.allocate(unit, indices)
+        for parameter, index in ((unit.parameters[index], index) for index in indices):
+            if state := states.get(parameter):
+                states[parameter] = _moved(state, self.of(unit, index))
 
     def begin(self, unit: Unit, index: int) -> tuple[Moment, ...]:
         """Returns the moments of a parameter without state: all zero, though it had one that was since dropped."""

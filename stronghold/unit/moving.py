@@ -7,22 +7,25 @@ from stronghold.unit.unit import Unit
 
 
 def may_move(unit: Unit) -> bool:
-    """Whether the weights and the remainders of what is trained are all that there is of a unit's masters."""
+    """Whether each trained weight in 16 bits has its remainder and no frozen one has, as when a unit is placed anew."""
     return unit.master_places() == sorted(unit.masters.remainders)
 
 
 def keep_on_device(unit: Unit) -> None:
-    """Makes a unit on the host resident: its weights and remainders become others on the device, of the same bits.
+    """Makes a unit on the host resident: copies its weights and their remainders to memory of its own on the device.
 
-    Nothing of it may be under way. The parameters look elsewhere until they are given the new weights. Where the device
-    has no room, it raises what says so, and the unit is as it was.
+    Nothing of it may be under way. The parameters look at the old weights until they are given the new ones. Where the
+    device has no room, it raises what says so, and the unit is as it was.
     """
     buffer, weights, masters = unit.buffer, unit.weight, unit.masters
-    values = (masters.value(i, w) if i in masters.remainders else w for i, w in enumerate(weights))
     unit.resident, unit.masters = True, Masters()
     try:
-        unit.place(unit.memory, values)
+        unit.make_room(unit.memory)
     except BaseException:
         unit.resident, unit.buffer, unit.weight, unit.masters = False, buffer, weights, masters
         raise
-    unit.gradients.release()
+    for there, weight in zip(unit.weight, weights, strict=True):
+        there.copy_(weight)
+    for index, remainder in masters.remainders.items():
+        unit.masters.remainders[index].copy_(remainder)
+    unit.gradients.close()

@@ -82,7 +82,7 @@ class GradOffload:
             staged = max(unit.gradients.layout.total_bytes for unit in self.units)
             self._staging = [GradStaging(self.device.host_buffer(staged, private=True)) for _ in range(RING)]
 
-    def leave_out_resident(self) -> None:
+    def drop_resident(self) -> None:
         """Takes out layers that have become resident; nothing is under way in the buffers."""
         self.units = [unit for unit in self.units if not unit.resident]
         self.slots, self._staging, self._outgrown = [], [], []

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from stronghold.engine.arguments import fill, flatten
 from stronghold.engine.checkpointed import checkpointed
@@ -214,7 +214,7 @@ class ModelComputation:
         stubbed = stubs.in_place_of(self._model, self._modules)
         with stubbed, self._without_values(self._model), self._mode, recording:
             with recording.uncounted():
-                args, kwargs = tree_map(_copies(), (tuple(positional), dict(named)))
+                args, kwargs = structural_copy((tuple(positional), dict(named)), _copies())  # the model may write there
             recording.begin(root.before)
             with torch.enable_grad():
                 value = (loss or _loss_of)(self._model(*args, **kwargs))

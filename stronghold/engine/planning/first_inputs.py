@@ -40,6 +40,7 @@ def plan_first_pass(
     device: Device,
     *,
     layers: str | Sequence[str] | None,
+    autocast: torch.dtype | None,
     update: str,
     states: str,
     root: Collection[str],
@@ -48,22 +49,30 @@ def plan_first_pass(
 ) -> FirstPlan:
     """Plans an offloaded model that nobody has made settings for, for its first inputs and the optimizer that it has.
 
-    Root parameters stay where they are, those of the names ``root`` resident. All that the process has of the device's
-    memory but for ``held_bytes`` of the model's stays as it is, and so do ``process_bytes`` of the host's. Raises
-    ValueError for a model that cannot be planned for, BudgetError where nothing fits.
+    It computes under ``autocast`` to that type, if any. Root parameters stay where they are, those of the names
+    ``root`` resident. All that the process has of the device's memory but for ``held_bytes`` of the model's stays as it
+    is, and so do ``process_bytes`` of the host's. Raises ValueError for a model that cannot be planned for, BudgetError
+    where nothing fits.
     """
     plain = _without_values(model)
-    machine = machine_here(device, (), dtypes_of(plain, None))
-    found = PlannedModel(plain, machine, inputs, layers=layers, dtype=None, directories=())
-    found.memory.place_root(root)
+    dtypes = dtypes_of(plain, None)
+    if autocast is not None and autocast not in dtypes:
+        dtypes = (*dtypes, autocast)
+    machine = machine_here(device, (), dtypes)
+    if device.torch_device.type != "cpu":
+        torch.accelerator.empty_cache()  # what evaluation has left there is free
     most = replace(limits(machine, plain, None, None), process=process_bytes, batches=BATCHES)
     if most.device is not None and (free := device.free_bytes()) is not None:
         most = replace(most, device=min(most.device, int((1 - RESERVED) * (free + held_bytes))))
     if most.device is not None:
         most = replace(most, held=int((1 - LEFT) * most.device))
-    open_settings = OffloadSettings(resident="auto", activations="auto")
-    space = replace(space_of(found, open_settings), updates=(update,), states=(states,))
-    plan = all_resident_if_as_fast(found, found.best(space, most), space, most)
+    # Tensors without values are the CPU's, and so is the autocast that they see.
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        found = PlannedModel(plain, machine, inputs, layers=layers, dtype=None, directories=())
+        found.memory.place_root(root)
+        space = space_of(found, OffloadSettings(resident="auto", activations="auto"))
+        space = replace(space, updates=(update,), states=(states,))
+        plan = all_resident_if_as_fast(found, found.best(space, most), space, most)
     return FirstPlan(
         **{name: plan.settings[name] for name in ("window", "resident", "activations")},
         steps=PlannedSteps({update: followed(plan)}),
