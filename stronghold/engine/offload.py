@@ -65,10 +65,10 @@ def offload(
         window: Layers on the device at a time, or ``"auto"``: with ``inputs`` the planner's answer, as for all that is
             ``"auto"``; without, where nobody knows what activations take, as many as ``device_memory`` (by default the
             free memory) allows with half of it left to them. Where nothing else is set but ``dtype``, ``layers``,
-            ``weights`` and parts of experts, that is until the first training pass under ``stronghold.AdamW``: window, resident layers and
-            activations are planned for its inputs, with half of the memory left to larger ones, and layers move. On the
-            CPU, where a slot would be a second copy in the same memory, ``"auto"`` has all layers in RAM computed with
-            where they are, unless there is a budget.
+            ``weights`` and parts of experts, that is until the first training pass under ``stronghold.AdamW``: window,
+            resident layers and activations are planned for its inputs, with half of the memory left to larger ones, and
+            layers move. On the CPU, where a slot would be a second copy in the same memory, ``"auto"`` has all layers
+            in RAM computed with where they are, unless there is a budget.
         store: Where layers and states live: ``"ram"``, a directory, or a list of directories on drives of their own.
         device: Where layers compute.
         dtype: The compute type, torch.float32 or torch.bfloat16; by default each parameter's own. With bf16 the fp32
