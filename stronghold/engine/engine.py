@@ -107,14 +107,14 @@ class Engine:
         self.store = self._placed(placement, settings, weights)
         self.gradients = Gradients(self.layers, device, self.waits, replicas)
         self.device_gradients = DeviceGradients(device, self.waits)
-        self.arrange(placement.window, planned or PlannedSteps())
+        self.open_window(placement.window, planned or PlannedSteps())
         self.activations = activations_of(settings.activations, self.window)
         self.updates = Updates(device, self.store, self.waits, replicas)
         self._hooks = Hooks(self._expect, self.gradients, self.device_gradients)
         self._take_over(model, placement, weights, kept=kept_layers(settings.activations, len(self.layers)))
         self._end = end_with(self, own=own_device)
 
-    def arrange(self, window: int, planned: PlannedSteps) -> None:
+    def open_window(self, window: int, planned: PlannedSteps) -> None:
         """Makes a window of so many slots, beside what is resident now, as it was ``planned``."""
         self.window, self.planned = Window(self.layers, window, self.device, self.store, self.waits), planned
         self.held.on_device(self.window, self.gradients)

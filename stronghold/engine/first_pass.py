@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from stronghold.engine.adamw import AdamW
-from stronghold.engine.rearranging import keep_last, rearrange, refused_for
+from stronghold.engine.rearranging import NoRoomError, keep_last, rearrange, refused_for
 from stronghold.errors import BudgetError
 from stronghold.settings import kept_layers
 from stronghold.unit import opaque
@@ -73,7 +73,13 @@ class FirstPass:
                 cause = f"{type(error).__name__}: {error}"
                 warnings.warn(_STAYS % (engine.kind, engine.window.size, cause), RuntimeWarning, stacklevel=2)
                 return
-            rearrange(engine, plan.window, plan.resident, plan.activations, plan.steps)
+            try:
+                rearrange(engine, plan.window, plan.resident, plan.activations, plan.steps)
+            except NoRoomError as error:
+                warnings.warn(
+                    f"{engine.kind} was planned for its first batch, but {error}", RuntimeWarning, stacklevel=2
+                )
+                return
         self._kept = kept_layers(plan.activations, len(engine.layers))
         self._most = int(LARGER * _elements(args, kwargs))
         if self._kept:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from stronghold.engine.engine import Engine
 
 
+class NoRoomError(Exception):
+    """Layers could not all move: it says which did."""
+
+
 def refused_for(engine: Engine) -> str | None:
     """Returns why the layers must stay where they are, None where they may move."""
     optimizer = engine.own_optimizer
@@ -46,8 +50,8 @@ def rearrange(engine: Engine, window: int, resident: int, activations: int | str
     """Has so many layers stay on the device, others go through a window of slots, and the last ones keep activations.
 
     Weights, masters and states stay what they are to the bit. Nothing may be under way, no layer may be resident, and
-    :func:`refused_for` must have no reason. ``planned`` is what was planned of it. Where the device turns out to have
-    no room, layers that have moved stay there, others get a window as large as fits, and the error is raised.
+    :func:`refused_for` must have no reason. ``planned`` is what was planned of it. Raises NoRoomError where the device
+    turns out to have none: layers that have moved stay there, and the others have a window as large as fits.
     """
     optimizer = engine.own_optimizer
     assert optimizer is not None
@@ -61,9 +65,16 @@ def rearrange(engine: Engine, window: int, resident: int, activations: int | str
     try:
         for unit in moved:
             optimizer.move_with(unit, partial(_move, unit))
-        _arrange(engine, window, planned)
-    except BaseException:
-        _arrange_what_fits(engine, old)
+        _open_window(engine, window, planned)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        _open_what_fits(engine, old)
+        count = sum(unit.resident for unit in engine.layers)
+        raise NoRoomError(
+            f"the device has no room for it ({error}); it goes on with {count} resident layers and a window of "
+            f"{engine.window.size}"
+        ) from error
+    except BaseException:  # such as Ctrl-C
+        _open_what_fits(engine, old)
         raise
     engine.compiling.activations = activations
     keep_last(engine, kept_layers(activations, len(engine.layers)))
@@ -84,15 +95,15 @@ def _move(unit: Unit) -> None:
     unit.sample()
 
 
-def _arrange(engine: Engine, window: int, planned: PlannedSteps) -> None:
+def _open_window(engine: Engine, window: int, planned: PlannedSteps) -> None:
     engine.gradients.grad_offload.drop_resident()
-    engine.arrange(min(window, sum(not unit.resident for unit in engine.layers)), planned)
+    engine.open_window(min(window, sum(not unit.resident for unit in engine.layers)), planned)
 
 
-def _arrange_what_fits(engine: Engine, window: int) -> None:
+def _open_what_fits(engine: Engine, window: int) -> None:
     try:
-        _arrange(engine, window, engine.planned)
+        _open_window(engine, window, engine.planned)
     except (torch.OutOfMemoryError, MemoryError):
         if window < 2:
             raise
-        _arrange_what_fits(engine, window // 2)
+        _open_what_fits(engine, window // 2)
