@@ -130,6 +130,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(capsys, arguments, message):
 @pytest.mark.parametrize("wrong", [["--schedule", "nonsense"], ["--steps", "0"]])
 def test_of_the_processes_that_torchrun_starts_the_first_one_tells_a_wrong_argument(capsys, monkeypatch, wrong):
     waited = []
+    monkeypatch.setattr("stronghold.distributed.watch.joined", lambda: None)  # another test here may have joined others
     monkeypatch.setattr(time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "0")
     assert wrong[1] in refuse(capsys, "train", "--device", "cpu", *wrong)[0] and waited == []
