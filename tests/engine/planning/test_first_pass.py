@@ -396,8 +396,11 @@ def test_random_numbers_of_python_and_numpy_are_not_drawn():
         random.seed(0)
         np.random.seed(0)
         model = on_a_gpu(Drawing(), **settings)
-        stronghold.AdamW(model.parameters())
+        optimizer = stronghold.AdamW(model.parameters())
         losses.append(model(ids()).item())
+        assert (stronghold.report(model).planned is None) == bool(settings)
+        stronghold.close(model)
+        del optimizer
     assert losses[0] == losses[1]
 
 
@@ -406,7 +409,7 @@ def test_a_closed_model_says_so():
     optimizer = stronghold.AdamW(model.parameters())
     stronghold.close(model)
     with pytest.raises(OffloadedModelError, match="closed"):
-        model(ids())
+        model.layers[0](torch.zeros(1, 32, 64))
     assert optimizer is not None
 
 
