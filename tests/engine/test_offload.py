@@ -170,17 +170,17 @@ def apart(monkeypatch):
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(("dtype", "states"), crossed([None, torch.bfloat16], ["fp32", "8bit"], together=1))
 def test_a_host_budget_that_cannot_hold_weights_gradients_and_states(dtype, states):
-    model = stronghold.offload(Residual(), device="cpu", dtype=dtype)
+    model = stronghold.offload(Residual(), device="cpu", window=2, dtype=dtype)
     optimizer = stronghold.AdamW(model.parameters(), states=states)
     first = stronghold.report(model).host_bytes
     ordinary_loop(model, optimizer, [b.to(dtype or torch.float32) for b in numbers(2)])
     assert stronghold.report(model).host_bytes == first, "all is taken before the first step"
-    model = stronghold.offload(Residual(), device="cpu", host_memory=first - 1, dtype=dtype)
+    model = stronghold.offload(Residual(), device="cpu", window=2, host_memory=first - 1, dtype=dtype)
     held = stronghold.report(model).host_bytes
     with pytest.raises(BudgetError, match=r"AdamW, its states and gradients, takes .* raise host_memory"):
         stronghold.AdamW(model.parameters(), states=states)
     assert stronghold.report(model).host_bytes == held, "nothing was taken"
-    model = stronghold.offload(Residual(), device="cpu", host_memory=first, dtype=dtype)
+    model = stronghold.offload(Residual(), device="cpu", window=2, host_memory=first, dtype=dtype)
     optimizer = stronghold.AdamW(model.parameters(), states=states)
     ordinary_loop(model, optimizer, [b.to(dtype or torch.float32) for b in numbers(2)])
 
@@ -203,7 +203,7 @@ def test_sums_of_gradients_are_told_beforehand_and_kept_to_the_budget():
             model(batch.bfloat16()).sum().backward()
         optimizer.step()
 
-    model = stronghold.offload(Residual(), device="cpu", dtype=torch.bfloat16)
+    model = stronghold.offload(Residual(), device="cpu", window=2, dtype=torch.bfloat16)
     optimizer = stronghold.AdamW(model.parameters())
     before = stronghold.report(model)
     accumulate(model, optimizer, numbers(3))
@@ -212,7 +212,7 @@ def test_sums_of_gradients_are_told_beforehand_and_kept_to_the_budget():
     root = sum(unit.gradients.sum_bytes() for unit in model.out.weight._unit.owner.units if unit.is_root)
     assert taken == before.accumulation_bytes + root, "a root parameter's sum arrives on the host too"
     assert str(before.accumulation_bytes // 1024) in str(before)
-    model = stronghold.offload(Residual(), device="cpu", dtype=torch.bfloat16, host_memory=before.host_bytes)
+    model = stronghold.offload(Residual(), device="cpu", window=2, dtype=torch.bfloat16, host_memory=before.host_bytes)
     optimizer = stronghold.AdamW(model.parameters())
     with pytest.raises(BudgetError, match=r"adding up several gradients .* in fp32, 2 bytes per parameter"):
         accumulate(model, optimizer, numbers(3))
