@@ -48,6 +48,8 @@ class MappedBuffer:
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self._offset_bytes + offset_bytes)
+        if len(shape) == 1:
+            return flat
         return flat.view(shape).data  # not a view of ``flat``, which would live on as a second user of the storage
 
 

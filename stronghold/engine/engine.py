@@ -347,7 +347,7 @@ class Engine:
         self._runs = [weakref.ref(other) for other in before]
         self.window.begin_backward(layer, [other.layer for other in reversed(before)])
         self.gradients.open(layer)
-        self._hooks.on_layer(unit)  # the user may have added some since the forward pass
+        self.gradients.parts.opened(unit, alone=self._hooks.on_layer(unit))  # the user may have added some meanwhile
 
     def _begin_run(self, run: Run) -> None:
         """Notes that the backward pass asks for weights that ``run`` has computed with; raises if they are gone."""

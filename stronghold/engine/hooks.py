@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from types import MethodType
 from typing import Any, cast
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stronghold.engine.asked_gradients import answer_for_layers
-from stronghold.unit import Unit, opaque
-from stronghold.window import DeviceGradients, Gradients, OfSums
+from stronghold.unit import Unit, as_written, opaque
+from stronghold.window import DeviceGradients, Gradients, OfSums, Parts
 
 _Expect = Callable[[Unit, int, Tensor | None], Tensor | None]
 
@@ -40,18 +41,21 @@ class Hooks:
         self._expect, self._expect_root = _parts(expect), _parts(device_gradients.expect)
         self._take, self._take_root = _weakly(gradients.take), _weakly(device_gradients.take)
 
-    def on_layer(self, unit: Unit) -> None:
-        """Has the gradients of a layer that is about to compute taken, after all hooks of the user."""
+    def on_layer(self, unit: Unit) -> bool:
+        """Has the gradients of a layer that is about to compute taken, after all hooks of the user.
+
+        Returns whether these hooks were there before and are the only ones.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             trained = [parameter.requires_grad for parameter in unit.parameters]
             if self._has_own_alone(unit, trained):
-                return
+                return True
             for index, parameter in enumerate(unit.parameters):
                 if not parameter.requires_grad:
                     continue
                 handle = self._handles.get(id(parameter))
                 if handle is None:
-                    expecting = parameter.register_hook(_about(unit, index, self._expect))
+                    expecting = parameter.register_hook(_before(unit, index, self._expect, self._parts))
                     _first(parameter._backward_hooks or {}, expecting)
                 elif next(reversed(parameter._post_accumulate_grad_hooks), None) != handle.id:
                     handle.remove()  # the user has added a hook since, which is to see the gradient before it goes
@@ -65,6 +69,7 @@ class Hooks:
                 if parameter.requires_grad
             ]
             self._hooks[unit] = trained, hooks
+            return False
 
     def _has_own_alone(self, unit: Unit, trained: list[bool]) -> bool:
         """Whether nothing has changed since the hooks were set: then there is nothing to put in order."""
@@ -115,6 +120,21 @@ def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], 
     def hook(parameter: nn.Parameter) -> None:
         if (owner := reference()) is not None:
             function(owner, parameter)
+
+    return hook
+
+
+def _before(
+    unit: Unit, index: int, call: tuple[weakref.ref[Any], Callable], parts: Parts
+) -> Callable[[Tensor | None], Tensor | None]:
+    """Returns :func:`_about` for a layer's gradient, called only where it may have something to do."""
+    layer, about = unit.layer, _about(unit, index, call)
+
+    @as_written
+    def hook(gradient: Tensor | None) -> Tensor | None:
+        if parts.whole_layer == layer and parts.whole_thread == get_ident():
+            return None
+        return about(gradient)
 
     return hook
 

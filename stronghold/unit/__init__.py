@@ -38,6 +38,7 @@ from stronghold.unit.parameter import (
     gradient_of,
     index_of,
     set_gradient,
+    take_gradient,
     unit_of,
 )
 from stronghold.unit.process_group import ONE_PROCESS, OneProcess, ProcessGroup, from_rank0, sum_over
@@ -104,6 +105,7 @@ __all__ = [
     "settle",
     "stand_in",
     "sum_over",
+    "take_gradient",
     "unit_of",
     "unpacked",
 ]

@@ -226,6 +226,15 @@ def set_gradient(parameter: Tensor, value: Tensor | None) -> None:
         Tensor.grad.__set__(parameter, value)  # type: ignore[union-attr]
 
 
+def take_gradient(parameter: Tensor) -> Tensor | None:
+    """Returns it, and leaves None in its place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: Tensor | None = Tensor.grad.__get__(parameter)  # type: ignore[union-attr]
+        if gradient is not None:
+            Tensor.grad.__set__(parameter, None)  # type: ignore[union-attr]
+        return gradient
+
+
 def _check_held_by_none(unit: Unit, index: int, value: Tensor) -> None:
     """Raises OffloadedModelError where the user holds a tensor over a parameter's memory, other than ``value`` itself.
 

@@ -29,6 +29,7 @@ from stronghold.unit import (
     latest,
     note_gradient,
     set_gradient,
+    take_gradient,
 )
 from stronghold.window.batches import Batches
 from stronghold.window.device_gradients import add_on_device, remainder_of
@@ -152,11 +153,10 @@ class Gradients:
         assert self._layer is not None
         unit = self.units[self._layer]
         index = parameter.__dict__["_index"]
-        gradient = gradient_of(parameter)
+        gradient = take_gradient(parameter)
         if gradient is None:  # a function's backward gave none
             self.parts.keep(unit, index, None)
             return
-        set_gradient(parameter, None)
         if gradient.requires_grad:
             raise OffloadedModelError(
                 "backward(create_graph=True) needs gradients that stay on the device with their graph, and an "
@@ -178,11 +178,7 @@ class Gradients:
                 self._fresh[index] = in_own_memory(gradient)
             return
         if not self._written:
-            begin = self.device.stamp()
-            # The copy down of the layer that used this slot before must have read it.
-            self.waits.compute(self.grad_offload.slot.drained, Wait.GRADIENT_SLOT_FREE)
-            # It may have had to wait for staging, which is free when the update from it is done.
-            self.grad_offload.traffic.update_waits.append((begin, self.device.stamp()))
+            self.grad_offload.begin()
         self.grad_offload.put(unit, index, gradient, add=index in self._written)
         self._written.add(index)
 
@@ -193,6 +189,7 @@ class Gradients:
         none where the pass has ``failed``.
         """
         layer, self._layer = self._layer, None
+        self.parts.closed()
         if layer is not None and failed:
             self._lose(layer)
         if layer is not None and self._fresh:

@@ -8,6 +8,7 @@ last one brings the sum, and only then do the user's hooks and the update hear o
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -58,6 +59,9 @@ class Parts:
         """The parameters of which autograd is handing over a part that is not the last."""
         self.returned = False
         """Whether the pass under way returns the gradients of layers (``autograd.grad``), and accumulates none."""
+        self.whole_layer: int | None = None
+        self.whole_thread = 0
+        """The layer, open in this thread's pass, of whose gradients nothing has to be known before they are there."""
 
     def ran(self, layer: int, accumulators: Accumulators) -> None:
         """Called when autograd has a graph of a run of ``layer``, to which a backward pass may come back."""
@@ -66,6 +70,17 @@ class Parts:
     def several(self, layer: int) -> bool:
         """Whether autograd may come back to several runs of ``layer``."""
         return len(self._runs[layer]) > 1
+
+    def opened(self, unit: Unit, *, alone: bool) -> None:
+        """Called when the backward pass comes to a layer whose parameters have our own hooks ``alone``, or not."""
+        assert unit.layer is not None
+        counted = (torch._C._current_graph_task_id(), unit.layer) in self._left
+        self.whole_layer = unit.layer if alone and not counted and not self.several(unit.layer) else None
+        self.whole_thread = threading.get_ident()
+
+    def closed(self) -> None:
+        """Called when the backward pass leaves the layer that is open, if any."""
+        self.whole_layer = None
 
     def arriving(self, unit: Unit, index: int, gradient: Tensor | None) -> Tensor | None:
         """Called with a gradient before all hooks of the user; returns what comes in its stead, or None for itself.

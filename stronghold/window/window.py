@@ -238,7 +238,7 @@ class Window:
     def _bind(self, layer: int) -> None:
         unit, slot = self.units[layer], self._where[layer]
         if unit.resident:
-            self._begun = self.device.stamp()
+            self._begun = self.device.stamp() if self.device.timeline is not None else None
         else:
             self._wait_for(unit, slot)
         self._bound[layer] = unit.versions_now()
