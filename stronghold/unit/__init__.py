@@ -4,7 +4,7 @@ from stronghold.unit.attributes import same_octets
 from stronghold.unit.closed import close_parameter, closed_error
 from stronghold.unit.compiler import as_written, opaque
 from stronghold.unit.computed_with import digest
-from stronghold.unit.consumed import Consumed, ConsumedGradient, consumed_error, consumed_like
+from stronghold.unit.consumed import Consumed, ConsumedGradient, StandIns, consumed_error
 from stronghold.unit.dtypes import check_mixed
 from stronghold.unit.gradient import (
     GradMeta,
@@ -66,6 +66,7 @@ __all__ = [
     "OneProcess",
     "ProcessGroup",
     "Replicas",
+    "StandIns",
     "Unit",
     "all_parameters",
     "as_written",
@@ -78,7 +79,6 @@ __all__ = [
     "close_parameter",
     "closed_error",
     "consumed_error",
-    "consumed_like",
     "count_of",
     "digest",
     "from_rank0",

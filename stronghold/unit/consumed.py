@@ -88,13 +88,21 @@ def consumed_error() -> RuntimeError:
     )
 
 
-def consumed_like(parameter: Tensor, consumed: Consumed) -> ConsumedGradient:
-    """Makes the stand-in for the gradient of ``parameter``: its shape and dtype, no memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        one = torch.empty((), dtype=parameter.dtype, device=parameter.device)  # which launches nothing
-        gradient = one.expand(parameter.shape).as_subclass(ConsumedGradient)
-    gradient.__dict__["_consumed"] = consumed
-    return gradient
+class StandIns:
+    """Makes what stands for gradients; those of one shape are of one number on the device, kept for the next pass."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+
+    def of(self, parameter: Tensor, consumed: Consumed) -> ConsumedGradient:
+        """Returns a tensor of the parameter's shape and dtype, on its device, without memory of that size."""
+        with torch._C.DisableTorchFunctionSubclass():
+            key = parameter.shape, parameter.dtype, parameter.device
+            if (one := self._known.get(key)) is None:  # to make it launches nothing
+                one = self._known[key] = torch.empty((), dtype=key[1], device=key[2]).expand(key[0])
+            gradient = one.as_subclass(ConsumedGradient)
+        gradient.__dict__["_consumed"] = consumed
+        return gradient
 
 
 def _norm_arguments(

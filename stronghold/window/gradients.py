@@ -21,9 +21,9 @@ from stronghold.unit import (
     GradMeta,
     HostGrad,
     Replicas,
+    StandIns,
     Unit,
     consumed_error,
-    consumed_like,
     grad_meta_of,
     gradient_of,
     latest,
@@ -89,6 +89,7 @@ class Gradients:
         self._down: Event | None = None
         self._added: Event | None = None
         self._consumed: dict[tuple[int, int], Consumed] = {}
+        self._stand_ins = StandIns()
         self._lent: dict[tuple[int, int], StorageWeakRef] = {}
         """The tensors over the units' gradient buffers that the user got."""
         self._done: list[tuple[int, tuple[int, ...]]] = []
@@ -311,7 +312,7 @@ class Gradients:
                 set_gradient(unit.parameters[index], gradient)
         for (layer, index), consumed in self._consumed.items():
             parameter = self.units[layer].parameters[index]
-            set_gradient(parameter, consumed_like(parameter, consumed))
+            set_gradient(parameter, self._stand_ins.of(parameter, consumed))
         self._held.clear()
         self._known.clear()
         self._consumed.clear()

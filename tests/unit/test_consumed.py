@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stronghold
 from stronghold.errors import NonFiniteGradientError, OffloadedModelError
-from stronghold.unit import Consumed, ConsumedGradient, HostGrad, consumed_like, note_squares
+from stronghold.unit import Consumed, ConsumedGradient, HostGrad, StandIns, note_squares
 from tests.small import ADAMW, Residual, numbers, pair
 
 FOREACH = pytest.mark.parametrize("foreach", [None, True, False])
@@ -31,7 +31,7 @@ def used(squares=None, dtype=torch.bfloat16):
     unit = Unit()
     consumed = Consumed(unit)
     consumed.squares = None if squares is None else torch.tensor(squares, dtype=torch.float64)
-    return unit, consumed_like(torch.nn.Parameter(torch.ones(4, 3, dtype=dtype)), consumed)
+    return unit, StandIns().of(torch.nn.Parameter(torch.ones(4, 3, dtype=dtype)), consumed)
 
 
 def after_backward(**settings):
@@ -97,7 +97,7 @@ def test_the_norm_of_one_whose_update_never_ran_is_refused():
 
 
 def test_a_used_gradient_takes_no_memory():
-    consumed = consumed_like(torch.nn.Parameter(torch.ones(1000, 1000)), Consumed(Unit()))
+    consumed = StandIns().of(torch.nn.Parameter(torch.ones(1000, 1000)), Consumed(Unit()))
     with torch._C.DisableTorchFunctionSubclass():
         assert consumed.untyped_storage().nbytes() == 4
 
