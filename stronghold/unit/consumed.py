@@ -98,8 +98,9 @@ class StandIns:
         """Returns a tensor of the parameter's shape and dtype, on its device, without memory of that size."""
         with torch._C.DisableTorchFunctionSubclass():
             key = parameter.shape, parameter.dtype, parameter.device
-            if (one := self._known.get(key)) is None:  # to make it launches nothing
-                one = self._known[key] = torch.empty((), dtype=key[1], device=key[2]).expand(key[0])
+            if (one := self._known.get(key)) is None:
+                with torch.inference_mode(False):  # it is kept; to make it launches nothing
+                    one = self._known[key] = torch.empty((), dtype=key[1], device=key[2]).expand(key[0])
             gradient = one.as_subclass(ConsumedGradient)
         gradient.__dict__["_consumed"] = consumed
         return gradient

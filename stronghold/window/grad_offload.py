@@ -16,10 +16,6 @@ from stronghold.window.traffic import Traffic
 
 RING = 2
 """Gradient slots on the device, and staging buffers on the host: one fills while the other drains."""
-SMALL_BYTES = 64 * 2**10
-"""Gradients up to this are copied into the slot together, one call for all, and wait for it in their own memory."""
-WAITING_BYTES = 2**20
-"""What such gradients take at most."""
 
 
 class Views:
@@ -66,9 +62,6 @@ class GradOffload:
         self.slots: list[DeviceSlot] = []
         self._staging: list[GradStaging] = []
         self._outgrown: list[object] = []
-        self._small: list[tuple[Tensor, Tensor]] = []
-        """Where small gradients of the slot that is filled now are to go, and they."""
-        self._small_bytes = 0
         self.fit()
 
     @property
@@ -104,37 +97,12 @@ class GradOffload:
         """Returns what the gradients of a layer take in a slot."""
         return unit.gradients.layout.total_bytes
 
-    def begin(self) -> None:
-        """Called before the first gradient of a layer is put: the slot that is filled now has to be free."""
-        self._small, self._small_bytes = [], 0  # of a pass that has failed
-        begin = self.device.stamp()
-        # The copy down of the layer that used this slot before must have read it.
-        self.waits.compute(self.slot.drained, Wait.GRADIENT_SLOT_FREE)
-        # It may have had to wait for staging, which is free when the update from it is done.
-        self.traffic.update_waits.append((begin, self.device.stamp()))
-
     def put(self, unit: Unit, index: int, gradient: Tensor, *, add: bool) -> None:
         """Copies a gradient into the slot that is filled now, in the order of the computation, or adds it there."""
-        target = self._slot_views(unit)[index].values
-        if not add and (size := gradient.nbytes) <= SMALL_BYTES:
-            self._small.append((target, gradient))
-            self._small_bytes += size
-            if self._small_bytes > WAITING_BYTES - SMALL_BYTES:
-                self._put_small()
-            return
-        if add:
-            self._put_small()  # one of them may be what this is added to
-        self.device.compute_copy(target, gradient, add=add)
-
-    def _put_small(self) -> None:
-        if self._small:
-            targets, gradients = map(list, zip(*self._small, strict=True))
-            self._small, self._small_bytes = [], 0
-            self.device.compute_run(lambda: torch._foreach_copy_(targets, gradients))
+        self.device.compute_copy(self._slot_views(unit)[index].values, gradient, add=add)
 
     def send(self, unit: Unit, indices: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
         """Ends the filling of a slot and returns it: copies down may follow. The next one is filled from now on."""
-        self._put_small()
         slot, views = self.slot, self._slot_views(unit)
         gradients, squares = [views[index].values for index in indices], [views[index].squares for index in indices]
         self.device.compute_run(lambda: write_squares(gradients, squares, threads, found_inf))

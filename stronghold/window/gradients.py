@@ -179,7 +179,11 @@ class Gradients:
                 self._fresh[index] = in_own_memory(gradient)
             return
         if not self._written:
-            self.grad_offload.begin()
+            begin = self.device.stamp()
+            # The copy down of the layer that used this slot before must have read it.
+            self.waits.compute(self.grad_offload.slot.drained, Wait.GRADIENT_SLOT_FREE)
+            # It may have had to wait for staging, which is free when the update from it is done.
+            self.grad_offload.traffic.update_waits.append((begin, self.device.stamp()))
         self.grad_offload.put(unit, index, gradient, add=index in self._written)
         self._written.add(index)
 
