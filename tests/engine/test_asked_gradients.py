@@ -165,6 +165,18 @@ def test_a_hook_that_would_hear_of_a_part_is_refused(first, hook: Callable[[nn.P
         assert_close(gradients_of(ours), gradients_of(plain))
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_penalty_alone_behind_a_pass(layer):
+    """Its gradients come when no layer is open, the first ones to that which was open last."""
+    plain, ours = pair(Residual)
+    for model in (plain, ours):
+        for batch in numbers(2):
+            torch.manual_seed(3)
+            model(batch).backward()
+            penalty(model.layers[layer]).backward()
+    assert_close(gradients_of(ours), gradients_of(plain))
+
+
 class Rarely(nn.Module):
     """A layer whose second run gives its weight no gradient."""
 
