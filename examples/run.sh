@@ -108,6 +108,10 @@ fi
 processes=$((stages * replicas))
 ((processes == 1)) || [[ "$method" == stronghold ]] ||
   fail "-p and -r are for stronghold (got -m $method -p $stages -r $replicas)"
+there="$results"
+[[ "$there" == /* ]] || there="$root/$there"
+until [[ -e "$there" ]]; do there="$(dirname -- "$there")"; done # what is missing is made
+[[ -d "$there" && -w "$there" ]] || fail "--results must be a folder that can be made and written to (got '$results')"
 [[ "$dtype" == fp32 || "$dtype" == bf16 ]] || fail "--dtype must be fp32 or bf16 (got '$dtype')"
 
 # shellcheck source=../environment.sh

@@ -334,11 +334,15 @@ def test_run_sh_refuses_in_one_line_with_exit_code_2(arguments, message):
     assert result.stdout == ""
 
 
-def test_run_sh_refuses_a_folder_of_results_that_cannot_be(tmp_path):
+@pytest.mark.parametrize("below", ["", "below", "below/it"])
+def test_run_sh_refuses_a_folder_of_results_that_cannot_be(below, tmp_path):
     (tmp_path / "file").touch()
-    result = run_sh("-l", "2", "-h", "32", "-w", "1", "--steps", "1", "--results", str(tmp_path / "file" / "below"))
-    assert result.returncode == 2
-    assert "out must be a folder that can be written" in result.stderr and result.stderr.count("\n") == 1
+    result = run_sh("-l", "2", "-h", "32", "-w", "1", "--steps", "1", "--results", str(tmp_path / "file" / below))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "run.sh: error: --results must be a folder that can be made and written to "
+        f"(got '{tmp_path / 'file' / below}')\n"
+    )
 
 
 def test_run_sh_runs_the_main_job_and_leaves_its_log(tmp_path):
