@@ -28,7 +28,6 @@ from stronghold.store import forget
 from stronghold.unit import ONE_PROCESS, ProcessGroup, from_rank0
 from stronghold.weights import Weights
 
-FOLDER = "checkpoints"
 SAME = (
     *("method", "path", "layers", "hidden", "heads", "vocabulary", "dropout", "source", "held_out"),
     *(
@@ -63,7 +62,7 @@ class RunCheckpoints:
     ) -> None:
         self._settings = settings
         self._processes = processes
-        self._folder = Path(settings.out) / FOLDER
+        self._folder = Path(settings.checkpoints_folder)
         self._manifest: Manifest | None = None
         self._skipped: dict[Path, str] = {}
         self._data: dict[str, Any] | None = None

@@ -202,6 +202,11 @@ class TrainSettings:
         """Where the model goes at the end, or where the run is interrupted."""
         return os.path.join(self.out, "model") if self.save is None else self.save
 
+    @property
+    def checkpoints_folder(self) -> str:
+        """Where the run's checkpoints go, the interrupted run's too."""
+        return os.path.join(self.out, "checkpoints")
+
     def check_outputs(self) -> None:
         """Raises ValueError for a place that the run is to write to and cannot. Leaves nothing there."""
         check_folder("out", self.out)
@@ -209,8 +214,9 @@ class TrainSettings:
         for name, path in files:
             if path is not None:
                 check_file(name, path)
-        stores = [("store", path) for path in self.offload.directories]
-        check_save(self.save_folder, folders=[("out", self.out), *stores], files=files)
+        folders = [("out", self.out), ("the run's checkpoints", self.checkpoints_folder)]
+        folders += [("store", path) for path in self.offload.directories]
+        check_save(self.save_folder, folders=folders, files=files)
 
     def begun(self, before: Mapping[str, Any] | None = None) -> TrainSettings:
         """Returns these settings with the learning rate's schedule and the micro-batches that were left open.

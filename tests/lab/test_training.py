@@ -102,6 +102,7 @@ def test_it_trains_as_a_loop_written_by_hand(settings, text):
     [
         ("run", {}, r"out='.*/run', which is the same"),
         ("", {}, r"out='.*/run', which is in it"),
+        ("run/checkpoints", {}, r"the run's checkpoints='.*/run/checkpoints', which is the same"),
         ("kept", {"log": "kept/log.txt"}, r"log='.*/kept/log.txt', which is in it"),
         ("kept", {"record": "kept"}, r"record='.*/kept', which is the same"),
         ("kept", {"store": "kept"}, r"store='.*/kept', which is the same"),
