@@ -70,6 +70,13 @@ def _no_races(request):
     assert races == []
 
 
+@pytest.fixture(autouse=True)
+def _classes_of_tensors_are_asked():
+    """Without, parameters would not wait for their updates, in this test and in all behind it."""
+    yield
+    assert torch._C._is_torch_function_enabled(), "something has left DisableTorchFunctionSubclass in the middle"
+
+
 def place(item):
     """Returns how early ``item`` is to begin."""
     path = item.path.relative_to(TESTS).as_posix()

@@ -46,5 +46,5 @@ def check_let_go(unit: Unit, window: Window, before: int) -> None:
 def _kept(unit: Unit, window: Window) -> str:
     """Returns what is known of a tensor that somebody keeps: Python sees those that autograd alone has not."""
     assert unit.layer is not None
-    found = next(window.kept_by_others(unit.layer), None)
+    found = window.kept_by_another(unit.layer)
     return "one that no object of Python's has" if found is None else f"one of shape {tuple(found.shape)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -174,8 +174,11 @@ class Window:
             address = tensor.data_ptr()
         return any(slot.begin <= address < slot.begin + slot.flat.numel() for slot in self.slots)
 
-    def kept_by_others(self, layer: int) -> Iterator[Tensor]:
-        """Yields the tensors over the slot that holds ``layer`` that others have, as far as Python knows of them."""
+    def kept_by_another(self, layer: int) -> Tensor | None:
+        """Returns a tensor over the slot that holds ``layer`` that another has, as far as Python knows of one.
+
+        No generator: among all objects it would find itself, and stay in the middle until the garbage collector comes.
+        """
         slot, unit = self._where[layer], self.units[layer]
         own = {*map(id, slot.tensors), *map(id, unit.parameters)}
         with torch._C.DisableTorchFunctionSubclass():
@@ -184,7 +187,8 @@ class Window:
                     memory, begin = found.untyped_storage()._cdata, found.data_ptr() - slot.begin
                     fetched = (begin, found.nbytes) == (0, unit.layout.total_bytes)
                     if memory == slot.flat.untyped_storage()._cdata and not fetched:
-                        yield found
+                        return found
+        return None
 
     def users(self, layer: int) -> int:
         """Returns how many tensors, the engine's own among them, use the memory of the slot that holds ``layer``."""

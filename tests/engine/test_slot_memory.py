@@ -84,6 +84,7 @@ def test_who_keeps_a_weight_of_the_window_is_told(activations, training):
     with torch.set_grad_enabled(training):
         with pytest.raises(OffloadedModelError, match=REFUSED + r"of shape \(32, 16\)"):
             model(numbers(1)[0])
+        assert torch._C._is_torch_function_enabled(), "or no parameter would wait for its update any more"
         handle.remove()
         kept.clear()
         model(numbers(1)[0])
