@@ -392,7 +392,7 @@ class Engine:
         self._close_layer(failed=failed)
         if self._backward_open:
             self._backward_open = False
-            self.gradients.publish(failed=failed)
+            self.gradients.publish()
         self.device_gradients.close()
         self.gradients.parts.forget()
 

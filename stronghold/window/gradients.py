@@ -34,8 +34,7 @@ from stronghold.unit import (
 from stronghold.window.batches import Batches
 from stronghold.window.device_gradients import add_on_device, remainder_of
 from stronghold.window.grad_offload import DeviceSlot, GradOffload, GradStaging
-from stronghold.window.late_writes import LateWrites
-from stronghold.window.parts import Parts, heard_of
+from stronghold.window.parts import Parts
 from stronghold.window.shared_grad_offload import SharedGradOffload, shared_slot_bytes
 from stronghold.window.since_step import SinceStep
 from stronghold.window.sums import apart, in_own_memory, noted, squares_of
@@ -72,7 +71,6 @@ class Gradients:
         self.batches = Batches(replicas)
         self.parts = Parts()
         self.since_step = SinceStep(units)
-        self._late_writes = LateWrites()
         self.device = device
         self.waits = waits
         self.optimizer: Callable[[], HostAdamW | None] | None = None
@@ -179,8 +177,6 @@ class Gradients:
                 self._fresh[index].add_(gradient)
             else:
                 self._fresh[index] = in_own_memory(gradient)
-            if self._fresh[index] is not gradient:
-                self._note(unit, parameter, gradient)
             return
         if not self._written:
             begin = self.device.stamp()
@@ -190,12 +186,6 @@ class Gradients:
             self.grad_offload.traffic.update_waits.append((begin, self.device.stamp()))
         self.grad_offload.put(unit, index, gradient, add=index in self._written)
         self._written.add(index)
-        self._note(unit, parameter, gradient)
-
-    def _note(self, unit: Unit, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Notes a gradient that was copied, where a hook of the user's may have kept it."""
-        if self.parts.whole_layer is None and heard_of(parameter):
-            self._late_writes.note(unit, gradient)
 
     def close(self, *, failed: bool = False) -> Ready | None:
         """Ends the layer's backward pass and sends its gradients down.
@@ -207,8 +197,6 @@ class Gradients:
         self.parts.closed()
         if layer is not None and failed:
             self._lose(layer)
-        if not failed:
-            self._late_writes.check()
         if layer is not None and self._fresh:
             return self._close_resident(layer)
         if layer is None or not self._written:
@@ -307,8 +295,8 @@ class Gradients:
         else:
             self._down = slot.drained = down.record()
 
-    def publish(self, *, failed: bool) -> None:
-        """Ends the backward pass, which may have ``failed``: waits for gradients and makes them the parameters' own."""
+    def publish(self) -> None:
+        """Ends the backward pass: waits for all gradients and makes them the parameters' ``.grad``."""
         # The user, a clipping function or an optimizer reads them next.
         self.waits.host(self._down, Wait.GRADIENT_READ)
         self.waits.host(self._added, Wait.GRADIENT_ADDED)
@@ -332,7 +320,6 @@ class Gradients:
         self._held.clear()
         self._known.clear()
         self._consumed.clear()
-        self._late_writes.end(failed=failed)
 
     def collect(self, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         """Returns the gradients of a layer on the host, with their squares as they were gathered on the way.

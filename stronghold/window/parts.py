@@ -91,11 +91,11 @@ class Parts:
         task, key = torch._C._current_graph_task_id(), (unit.layer, index)
         counts = self._left.get((task, unit.layer))
         if counts is None:
-            if not (self.several(unit.layer) or heard_of(unit.parameters[index])):
+            if not (self.several(unit.layer) or _heard_of(unit.parameters[index])):
                 return None
             counts = self._left[task, unit.layer] = self._count(unit)
         left, counts[index] = counts[index], counts[index] - 1
-        if left < 1 and heard_of(unit.parameters[index]):
+        if left < 1 and _heard_of(unit.parameters[index]):
             raise OffloadedModelError(
                 f"a hook on a parameter of {unit.name} would be called with parts of its gradient, for the loss "
                 "computes with the parameter outside of its layer as well (a penalty on weights), on the host, and "
@@ -175,7 +175,7 @@ class OfSums:
         return None if self._parts.is_part(self._key) else self._hook(value)
 
 
-def heard_of(parameter: nn.Parameter) -> bool:
+def _heard_of(parameter: nn.Parameter) -> bool:
     """Whether a parameter of a layer has hooks of the user's, beside our own."""
     return len(parameter._backward_hooks or ()) > 1 or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
