@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar
 
 import torch
@@ -287,18 +287,19 @@ class Block:
         self, run: Run, compute: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Returns what ``compute`` does, with what autograd saves fetched again where it lies in the layer's slot."""
-        begin, length = self.engine.window.place_of(self.layer), self.unit.layout.total_bytes
         keep: Callable[[Tensor], Any] = Saved.of
         if (host := self.engine.activations) is not None:
             inputs: list[Tensor] = []
             flatten((args, kwargs), inputs)
             keep = functools.partial(_keep_on_host, host.sending(self.unit.name, inputs))
-        pack, unpack = (
-            functools.partial(_pack, run, begin, length, keep),
-            functools.partial(_unpack, weakref.ref(self), self.unit.name),
-        )
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with self._saving(run, keep):
             return compute()
+
+    def _saving(self, run: Run, keep: Callable[[Tensor], Any] = Saved.of) -> AbstractContextManager[None]:
+        begin, length = self.engine.window.place_of(self.layer), self.unit.layout.total_bytes
+        pack = functools.partial(_pack, run, begin, length, keep)
+        unpack = functools.partial(_unpack, weakref.ref(self), self.unit.name)
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _check_saved(self, output: Any) -> None:
         """Raises OffloadedModelError where a compiled layer holds a weight that autograd's hooks have not seen."""
@@ -351,7 +352,7 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
     this = _there(block, layer)
     if again.first:
         args, kwargs = again.first.pop()
-        with again.hooks.first():
+        with again.hooks.first(functools.partial(this._saving, again.run)):
             output = this._bare(*args, **kwargs)
         again.state.ran()
         return output
@@ -361,7 +362,8 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
     copies = GeneratorCopies()
     args, kwargs = fill(again.arguments, tensors, copies)
     trained = requiring_grad(zip(this._parameters, again.trained, strict=True))
-    with trained, again.state.again(copies), again.hooks.again(), unwritten(layer):
+    hooks = again.hooks.again(functools.partial(this._saving, again.run))
+    with trained, again.state.again(copies), hooks, unwritten(layer):
         return this._bare(*args, **kwargs)
 
 

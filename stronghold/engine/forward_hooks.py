@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ _EVERY_MODULE = -1
 """In the place of a module's number: hooks of ``torch.nn.modules.module.register_module_forward_hook``."""
 _Key = tuple[int, int, str]
 """A hook's number, its module's, and its kind. Numbers go up, whatever a hook is registered on."""
+_Aside = Callable[[], AbstractContextManager[None]]
 
 
 class ForwardHooks:
@@ -29,6 +31,10 @@ class ForwardHooks:
     computation and runs again, and so do those that share an object with it, in which they may leave something. So do
     those that a hook registers during the first run, which stay from then on, as on the plain model. What is registered
     during the second run is what the first has registered already, and goes again.
+
+    What a hook has autograd save is kept, ``aside`` of what a checkpoint counts: it saves as much in either run, or the
+    second one is refused, and a hook that only looks is not in that one. What such a hook computed with a graph, a
+    penalty on what it saw, is the first run's then.
 
     Hooks are exchanged in the modules' own dictionaries, to which the handles of those that come and go refer.
     """
@@ -45,13 +51,13 @@ class ForwardHooks:
         """During the first run with hooks, those of the layer's modules."""
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def first(self, aside: _Aside = nullcontext) -> Iterator[None]:
         """Runs the block and notes which hooks do more than look."""
         keys = self._keys()
         if keys:
             self._attributes = Attributes(m for reference in self._modules if (m := reference()) is not None)
         try:
-            with self._instead(keys, self._observed):
+            with self._instead(keys, partial(self._observed, aside)):
                 yield
         finally:
             self._attributes = Attributes(())  # the others hold the modules
@@ -59,7 +65,7 @@ class ForwardHooks:
             self._add_sharing(keys - self._changing)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, aside: _Aside = nullcontext) -> Iterator[None]:
         """Runs the block with those alone. Raises OffloadedModelError where the user has removed one since."""
         here, before = self._keys(), RemovableHandle.next_id
         if gone := self._changing - here:
@@ -71,7 +77,7 @@ class ForwardHooks:
                 "offload(..., activations='keep')"
             )
         try:
-            with self._instead(here, self._repeated):
+            with self._instead(here, partial(self._repeated, aside)):
                 yield
         finally:
             self._remove(self._since(before))
@@ -131,22 +137,24 @@ class ForwardHooks:
         for handle, number, kind in keys:
             self._hooks(number, kind).pop(handle, None)
 
-    def _observed(self, key: _Key, hook: Callable) -> Callable:
+    def _observed(self, aside: _Aside, key: _Key, hook: Callable) -> Callable:
         def observe(module: nn.Module, *rest: Any) -> Any:
             number = RemovableHandle.next_id
             before = None if key in self._changing else Trace(module, rest, self._attributes)
-            result = hook(module, *rest)
+            with aside():
+                result = hook(module, *rest)
             if before and (result is not None or Trace(module, rest, self._attributes).differs(before)):
                 self._changing.add(key)
-            self._exchange(self._since(number), self._observed)
+            self._exchange(self._since(number), partial(self._observed, aside))
             return result
 
         return observe
 
-    def _repeated(self, key: _Key, hook: Callable) -> Callable:
+    def _repeated(self, aside: _Aside, key: _Key, hook: Callable) -> Callable:
         def repeat(*rest: Any) -> Any:
             number = RemovableHandle.next_id
-            result = hook(*rest)
+            with aside():
+                result = hook(*rest)
             self._remove(self._since(number))
             return result
 

@@ -231,3 +231,38 @@ def test_a_hook_that_stores_for_one_that_changes_runs_again_with_it(pair):
             layer.out.register_forward_hook(add)
 
     assert_like_plain(register)
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 1}, {"resident": 2}, {"activations": "host"}, {"activations": 2}])
+@pytest.mark.parametrize("where", ["inner", "inner.linear", "out", "dropout"])
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda module, out: out.pow(2).mean(),
+        lambda module, out: (out * out.std()).tanh().sum(),
+        lambda module, out: sum(p.pow(2).sum() for p in module.parameters()) + out.sigmoid().sum(),
+    ],
+    ids=["activations", "several", "weights"],
+)
+def test_what_a_hook_computes_of_what_it_saw_has_the_plain_models_gradients(term, where, settings):
+    """A hook that only looks may have autograd save something: to log a norm, or for a penalty."""
+    torch.manual_seed(0)
+    plain, x = Model(), 3 * torch.randn(3, 8)
+    ours, found = copy.deepcopy(plain), [[], []]
+    for model, seen in zip((plain, ours), found, strict=True):
+        for layer in model.layers:
+            layer.get_submodule(where).register_forward_hook(
+                lambda module, args, out, seen=seen: seen.append(term(module, out))
+            )
+    stronghold.offload(ours, device="cpu", **{"window": 2} | settings)
+    for with_terms in (False, True):
+        for model, seen in zip((plain, ours), found, strict=True):
+            model.zero_grad()
+            seen.clear()
+            torch.manual_seed(1)
+            loss = model(x)
+            (loss + sum(seen) if with_terms else loss).backward()
+        assert len(found[1]) == len(plain.layers)
+        torch.testing.assert_close(found[1], found[0])
+        for (name, ours_), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours_.grad, theirs.grad, msg=name)
