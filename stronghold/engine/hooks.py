@@ -95,8 +95,7 @@ class Hooks:
             for index, parameter in enumerate(unit.parameters):
                 if not parameter.requires_grad or id(parameter) in self._handles:
                     continue
-                if unit.dtypes[index] != torch.float32:  # in fp32 autograd's own sum is exact enough
-                    parameter.register_hook(_about(unit, index, self._expect_root))
+                parameter.register_hook(_about(unit, index, self._expect_root))
                 handle = self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._take_root)
                 _first(parameter._post_accumulate_grad_hooks, handle)
 

@@ -37,13 +37,19 @@ class DeviceGradients:
         self.waits = waits
         self._threads = native.usable_cores()
         self._held: dict[tuple[Unit, int], Tensor] = {}
+        self._added_to: set[tuple[Unit, int]] = set()
+        """Gradients that were there when autograd came with more: their memory is whose it is."""
 
     def expect(self, unit: Unit, index: int, gradient: Tensor | None) -> None:
-        """Called before autograd adds to a root parameter's gradient: the one that is there is kept out of the way."""
+        """Called before autograd adds to a root parameter's gradient: the one that is there is kept out of the way.
+
+        In fp32 autograd's own sum is exact enough, and it stays.
+        """
         parameter = unit.parameters[index]
         with torch._C.DisableTorchFunctionSubclass():
             before = gradient_of(parameter)
-            if before is None or gradient is None or gradient.requires_grad:
+            (self._added_to.discard if before is None else self._added_to.add)((unit, index))
+            if before is None or gradient is None or gradient.requires_grad or unit.dtypes[index] == torch.float32:
                 return
             if {before.layout, gradient.layout} != {torch.strided}:
                 return
@@ -59,12 +65,14 @@ class DeviceGradients:
         assert unit is not None
         index = parameter.__dict__["_index"]
         before = self._held.pop((unit, index), None)
+        is_first = (unit, index) not in self._added_to
+        self._added_to.discard((unit, index))
         with torch._C.DisableTorchFunctionSubclass():
             gradient = gradient_of(parameter)
             if gradient is None:  # a function's backward gave none
                 return
             if before is None:
-                if gradient.layout == torch.strided and has_company(gradient):
+                if is_first and gradient.layout == torch.strided and has_company(gradient):
                     set_gradient(parameter, gradient := in_own_memory(gradient))
                 if unit.replicas.world_size > 1:  # it sees that nobody writes it
                     note_gradient(gradient, unit)

@@ -608,3 +608,19 @@ def test_the_loss_of_a_model_with_resident_layers_is_the_same():
         assert torch.equal(
             F.log_softmax(model.head(torch.ones(1, 16)), -1), F.log_softmax(plain.head(torch.ones(1, 16)), -1)
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_stay_in_the_memory_that_the_user_gave_them(dtype):
+    model = offloaded(dtype=dtype, window=1, resident=2)
+    parameters = [*model.parameters()]
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype)
+    views = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)]
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.grad = view
+    for batch in batches(2, dtype):
+        model(batch).sum().backward()
+    flat.mul_(0.5)  # as a mean over processes would be taken of all of them at once
+    for (name, parameter), view in zip(model.named_parameters(), views, strict=True):
+        assert parameter.grad.data_ptr() == view.data_ptr(), name
+        assert torch.equal(parameter.grad, view), name
