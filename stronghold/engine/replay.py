@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from operator import is_
-from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stronghold.engine.copying import generator_copy, is_generator
+from stronghold.engine.held_values import (
+    ATOMIC,
+    CONTAINERS,
+    GraphValue,
+    KeptItems,
+    Reference,
+    held_value,
+    items_of,
+)
 from stronghold.engine.traces import OF_EVERY_MODULE, version_of
 from stronghold.errors import OffloadedModelError
 
@@ -56,7 +62,9 @@ class State:
                 if _differs(now, value, copy, version) or place.is_written_unseen(name, now):
                     self._changed.append((place, name, _LEFT if _has_graph(copy) else copy))
                 elif not _has_graph(value):
-                    left.append((name, _held(value), _versions(value)))
+                    left.append((name, held_value(value), _versions(value)))
+                elif type(value) is Tensor:  # of others the user may have more than their values
+                    left.append((name, GraphValue(value), _versions(value)))
             self._changed += [(place, name, _ABSENT) for name in added]
             self._left.append((place, atoms, left))
         self._before.clear()
@@ -84,7 +92,13 @@ class State:
             yield from ((place, name, value) for name, value in _differing(atoms, names))
             for name, held, versions in left:
                 now = names.get(name, _ABSENT)
-                if type(held) is _Reference:
+                if type(held) is GraphValue:
+                    if versions != _versions(held.values):
+                        raise place.refusal(name, "written")
+                    if held.whose() is not now or now is None:
+                        yield place, name, held.again()
+                    continue
+                if type(held) is Reference:
                     if not held.is_of(now):
                         if (now := held.weak and held.weak()) is None:
                             raise place.refusal(name, "replaced")
@@ -92,7 +106,7 @@ class State:
                     if not held.has_items(now):
                         raise place.refusal(name, "written")
                     continue
-                value, copy = held if type(held) is _Kept else (held, held)
+                value, copy = held if type(held) is KeptItems else (held, held)
                 if versions != _versions(copy):
                     raise place.refusal(name, "written")
                 if now is not value or not _same_items(now, copy):
@@ -157,23 +171,13 @@ def _differs(now: Any, value: Any, copy: Any, version: int) -> bool:
         return True
     if isinstance(now, Tensor):
         return not now.requires_grad and _version(now) != version
-    if type(now) in _CONTAINERS:
+    if type(now) in CONTAINERS:
         return not _same_items(now, copy)
     return is_generator(now)  # whether it has drawn takes longer to see than to put it back
 
 
-_CONTAINERS = (list, dict, set)
-
-
-def _items(value: Any) -> Collection[Any]:
-    """Returns what a list, dictionary or set consists of, and nothing for all else."""
-    if type(value) is dict:
-        return (*value, *value.values())
-    return value if type(value) in _CONTAINERS else ()
-
-
 def _same_items(one: Any, other: Any) -> bool:
-    items, others = _items(one), _items(other)
+    items, others = items_of(one), items_of(other)
     return len(items) == len(others) and all(map(is_, items, others))
 
 
@@ -181,32 +185,8 @@ def _versions(value: Any) -> list[int]:
     """Returns the versions of a tensor, or of those in a container; a frozen parameter's are not the user's alone."""
     if isinstance(value, Tensor):
         return [version_of(value)]
-    items = _items(value)
+    items = items_of(value)
     return [version_of(item) for item in items if type(item) is Tensor] if Tensor in set(map(type, items)) else []
-
-
-class _Reference:
-    """What may refer to a module: held by identity, weakly where that is possible, and the items of a container too."""
-
-    def __init__(self, value: Any) -> None:
-        self._number = id(value)
-        self.weak: weakref.ref[Any] | None = None
-        with suppress(TypeError):
-            self.weak = weakref.ref(value)
-        self._items = [item if _is_plain(type(item)) else _Reference(item) for item in _items(value)]
-
-    def is_of(self, value: Any) -> bool:
-        return self.weak() is value if self.weak else id(value) == self._number
-
-    def has_items(self, value: Any) -> bool:
-        items = _items(value)
-        return len(items) == len(self._items) and all(
-            held.is_of(item) if type(held) is _Reference else held is item
-            for held, item in zip(self._items, items, strict=True)
-        )
-
-
-_ATOMIC = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def _sorted(place: _Names, generator: Callable[[Any], Any]) -> tuple[dict[str, Any], list[tuple[str, Any, Any, int]]]:
@@ -216,7 +196,7 @@ def _sorted(place: _Names, generator: Callable[[Any], Any]) -> tuple[dict[str, A
     names = place.names()
     for name in names.keys() - place.left_out:
         value = names[name]
-        if type(value) in _ATOMIC:
+        if type(value) in ATOMIC:
             atoms[name] = value
         else:
             others.append((name, value, _copy(value, generator), _version(value)))
@@ -229,49 +209,13 @@ def _differing(atoms: dict[str, Any], names: dict[str, Any]) -> list[tuple[str, 
     return [(name, value) for name, value in atoms.items() if names.get(name, _ABSENT) is not value]
 
 
-class _Kept(NamedTuple):
-    """A list, dictionary or set that refers to no module, with its items as they were."""
-
-    value: Any
-    copy: Any
-
-
-def _held(value: Any) -> Any:
-    """Returns what can be kept beside a graph in the place of ``value``, and stands for it."""
-    if isinstance(value, Tensor) or _refers_to_no_module(value):
-        return _Kept(value, value.copy()) if type(value) in _CONTAINERS else value
-    return _Reference(value)
-
-
-def _is_plain(kind: type) -> bool:
-    """Whether values of this kind refer to no module; a tensor's graph is looked for elsewhere."""
-    return kind in _ATOMIC or issubclass(kind, Tensor)
-
-
-def _refers_to_no_module(value: Any, depth: int = 3) -> bool:
-    if _is_plain(type(value)) or isinstance(value, (type, Enum, BuiltinFunctionType)):
-        return True
-    if isinstance(value, FunctionType):
-        return getattr(sys.modules.get(value.__module__), value.__name__, None) is value  # it is there for ever
-    inner: Collection[Any]
-    if isinstance(value, partial):
-        inner = (value.func, *value.args, *value.keywords.values())
-    elif type(value) is tuple or type(value) in _CONTAINERS:
-        inner = _items(value) or value
-    else:
-        return False
-    if all(map(_is_plain, set(map(type, inner)))):  # however many
-        return True
-    return bool(depth) and len(inner) <= 16 and all(_refers_to_no_module(item, depth - 1) for item in inner)
-
-
 def _has_graph(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.requires_grad
     if isinstance(value, partial):
         return _has_graph([*value.args, *value.keywords.values()])
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-    return not _ATOMIC.issuperset(map(type, items)) and any(map(_has_graph, items))
+    return not ATOMIC.issuperset(map(type, items)) and any(map(_has_graph, items))
 
 
 def _put(names: dict[str, Any], name: str, value: Any) -> None:
