@@ -13,9 +13,8 @@ from pathlib import Path
 from statistics import quantiles
 
 from stronghold.lab.command import error_in
+from stronghold.lab.outputs import LOG_NAME, TIMELINE_NAME
 from stronghold.lab.records.json_lines import Record, read_records
-from stronghold.lab.records.runs import LOG_NAME
-from stronghold.lab.records.timeline import TIMELINE_NAME
 from stronghold.lab.records.trials import end, exit_reason
 from stronghold.units import format_seconds
 

@@ -15,10 +15,11 @@ from rich.console import Console
 
 from stronghold.lab.command import WRONG_USAGE, error_in
 from stronghold.lab.methods import METHODS, ON_DISK
+from stronghold.lab.outputs import LOG_NAME
 from stronghold.lab.records.agreement import AGAIN, REFERENCE, comparison_notes, comparison_table
 from stronghold.lab.records.json_lines import Record, append_record, describe_machine, read_records
 from stronghold.lab.records.runlog import check_run_folder
-from stronghold.lab.records.runs import LOG_NAME, read_run
+from stronghold.lab.records.runs import read_run
 from stronghold.lab.settings import TrainSettings
 
 LOG_WIDTH = 120

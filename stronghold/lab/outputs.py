@@ -12,8 +12,15 @@ from stronghold.formats.mounts import check_no_mount
 
 PathLike = str | os.PathLike[str]
 
+LOG_NAME, TIMELINE_NAME = "log.jsonl", "timeline.json"
+"""What a run writes into its folder."""
 
 _IMAGES = (".gif", ".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
+
+
+def own_files(out: str) -> list[tuple[str, str]]:
+    """Returns what a run writes into its folder by itself, with what to call each."""
+    return [("the run's log", os.path.join(out, LOG_NAME)), ("the run's timeline", os.path.join(out, TIMELINE_NAME))]
 
 
 def check_file(name: str, path: PathLike) -> None:
@@ -80,6 +87,41 @@ def check_save(
                 f"save must be a folder that holds none of the run's other outputs (got save={os.fspath(save)!r} and "
                 f"{name}={os.fspath(path)!r}, which is {where}); pass another path for one of them"
             )
+
+
+def check_apart(
+    outputs: Iterable[tuple[str, PathLike | None]],
+    *,
+    kept: Iterable[tuple[str, PathLike]] = (),
+    folders: Iterable[tuple[str, PathLike]] = (),
+    inputs: Iterable[tuple[str, PathLike | None]] = (),
+) -> None:
+    """Raises ValueError unless each of the ``outputs`` has a place of its own, each by its setting's name.
+
+    That is no other output's, neither one of ``kept``, which the run writes by itself, nor above or below one, nor one
+    of the ``folders`` or above one, nor a file of the ``inputs``: what is there would be lost.
+    """
+    given = [(name, path, os.path.realpath(path)) for name, path in outputs if path is not None]
+    for number, (name, path, own) in enumerate(given):
+        others = [(*one, False) for one in given[:number]]
+        others += [(*one, os.path.realpath(one[1]), True) for one in kept]
+        for other_name, other, place, below in others:
+            shared = os.path.commonpath([own, place])
+            if own == place or (below and shared in (own, place)):
+                _refuse_shared(name, path, other_name, other, "of the run's own")
+        for other_name, other in folders:
+            if os.path.commonpath([own, os.path.realpath(other)]) == own:
+                _refuse_shared(name, path, other_name, other, "a folder of the run's")
+        for other_name, known in inputs:
+            if known is not None and os.path.exists(known) and os.path.exists(own) and os.path.samefile(own, known):
+                _refuse_shared(name, path, other_name, known, "read, and would be lost")
+
+
+def _refuse_shared(name: str, path: PathLike, other_name: str, other: PathLike, what: str) -> NoReturn:
+    raise ValueError(
+        f"{name} must have a place of its own (got {name}={os.fspath(path)!r} and {other_name}={os.fspath(other)!r}, "
+        f"which is {what}); pass another path"
+    )
 
 
 def _try_in_nearest(folder: str) -> None:

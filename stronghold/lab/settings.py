@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from stronghold.lab.outputs import check_file, check_folder, check_save
+from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save, own_files
 from stronghold.settings import OffloadSettings, check_one_of, check_optimizer
 from stronghold.units import format_bytes, parse_bytes
 
@@ -214,9 +214,12 @@ class TrainSettings:
         for name, path in files:
             if path is not None:
                 check_file(name, path)
-        folders = [("out", self.out), ("the run's checkpoints", self.checkpoints_folder)]
-        folders += [("store", path) for path in self.offload.directories]
-        check_save(self.save_folder, folders=folders, files=files)
+        stores = [("store", path) for path in self.offload.directories]
+        checkpoints = ("the run's checkpoints", self.checkpoints_folder)
+        inputs = [("model", self.model.path), ("data", self.data.source), ("tokenizer", self.data.tokenizer)]
+        check_save(self.save_folder, folders=[("out", self.out), *stores], files=files)
+        check_apart(files, kept=[*own_files(self.out), checkpoints], folders=stores, inputs=inputs)
+        check_apart([("save", self.save)], kept=[checkpoints])
 
     def begun(self, before: Mapping[str, Any] | None = None) -> TrainSettings:
         """Returns these settings with the learning rate's schedule and the micro-batches that were left open.

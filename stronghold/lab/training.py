@@ -37,13 +37,14 @@ from stronghold.lab.methods import Prepared, find_method
 from stronghold.lab.methods.parallel import join, records_of
 from stronghold.lab.models.files import build_model, longest_sequence_of, vocabulary_of
 from stronghold.lab.models.gpt import GPT
+from stronghold.lab.outputs import TIMELINE_NAME
 from stronghold.lab.receipt import receipt_rows
 from stronghold.lab.records.json_lines import Record, append_record, describe_machine
 from stronghold.lab.records.progress import StepDisplay
 from stronghold.lab.records.runlog import RunLog, check_run_folder
 from stronghold.lab.records.runs import Summary, summarize
 from stronghold.lab.records.stages_report import StagesReport
-from stronghold.lab.records.timeline import TIMELINE_NAME, write_spans
+from stronghold.lab.records.timeline import write_spans
 from stronghold.lab.run_checkpoints import RunCheckpoints
 from stronghold.lab.settings import OptimizerSettings, TrainSettings
 from stronghold.lab.stops import Output, Stop, taking_signals

@@ -170,6 +170,10 @@ def test_train_then_plot(capsys, text, tmp_path):
     assert cli.main(["plot", str(run), str(run / "log.jsonl"), "-o", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "was cut off and is left out" in capsys.readouterr().err
+    before = (run / "log.jsonl").read_bytes()
+    assert cli.main(["plot", str(run), "-o", str(run / "log.jsonl")]) == 2  # it was the only record of the run
+    assert "which is read, and would be lost" in capsys.readouterr().err
+    assert (run / "log.jsonl").read_bytes() == before
 
 
 def test_resume_goes_on_and_tells_what_it_skipped(capsys, text, tmp_path):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from stronghold.lab.outputs import check_file, check_folder, check_save
+from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save
 
 
 def test_a_check_leaves_nothing_and_changes_nothing(tmp_path):
@@ -77,3 +77,36 @@ def test_a_model_is_saved_where_nothing_else_of_the_run_is(tmp_path, monkeypatch
         with pytest.raises(ValueError, match=told):
             check_save(save, **places)
     assert os.listdir(tmp_path) == ["link"]
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        ("rows.txt", "data='rows.txt', which is read, and would be lost"),
+        ("link.txt", "data='rows.txt', which is read, and would be lost"),
+        ("run/log.jsonl", "the run's log='run/log.jsonl', which is of the run's own"),
+        ("run", "the run's log='run/log.jsonl', which is of the run's own"),
+        ("run/checkpoints/log.txt", "the run's checkpoints='run/checkpoints', which is of the run's own"),
+        ("disk", "store='disk/one', which is a folder of the run's"),
+        ("record.jsonl", "record='record.jsonl', which is of the run's own"),
+        ("run/log.txt", None),
+        ("disk/one/log.txt", None),
+    ],
+)
+def test_a_log_is_where_nothing_else_is(tmp_path, monkeypatch, log, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.txt").write_text("what to learn")
+    (tmp_path / "link.txt").symlink_to("rows.txt")
+    places = {
+        "kept": [("the run's log", "run/log.jsonl"), ("the run's checkpoints", "run/checkpoints")],
+        "folders": [("store", "disk/one")],
+        "inputs": [("model", None), ("data", "rows.txt"), ("tokenizer", "not/there")],
+    }
+    outputs = [("record", "record.jsonl"), ("log", log)]
+    if told is None:
+        check_apart(outputs, **places)
+    else:
+        with pytest.raises(
+            ValueError, match=rf"^log must have a place of its own \(got log='{log}' and {told}\); pass"
+        ):
+            check_apart(outputs, **places)

@@ -102,7 +102,6 @@ def test_it_trains_as_a_loop_written_by_hand(settings, text):
     [
         ("run", {}, r"out='.*/run', which is the same"),
         ("", {}, r"out='.*/run', which is in it"),
-        ("run/checkpoints", {}, r"the run's checkpoints='.*/run/checkpoints', which is the same"),
         ("kept", {"log": "kept/log.txt"}, r"log='.*/kept/log.txt', which is in it"),
         ("kept", {"record": "kept"}, r"record='.*/kept', which is the same"),
         ("kept", {"store": "kept"}, r"store='.*/kept', which is the same"),
@@ -121,6 +120,37 @@ def test_a_model_that_could_not_be_saved_beside_the_runs_outputs_is_refused_firs
     with pytest.raises(ValueError, match=rf"save must be .* none of the run's other outputs .*{told}\); pass another"):
         run(wanted)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        ({"log": "text.txt"}, "log .* data='.*', which is read, and would be lost"),
+        ({"log": "run/log.jsonl"}, "log .* the run's log"),
+        ({"log": "run/timeline.json"}, "log .* the run's timeline"),
+        ({"log": "run/checkpoints"}, "log .* the run's checkpoints"),
+        ({"log": "store"}, "log .* store="),
+        ({"log": "one", "record": "one"}, "record .* log="),
+        ({"record": "run/log.jsonl"}, "record .* the run's log"),
+        ({"save": "run/checkpoints"}, "save .* the run's checkpoints"),
+        ({"save": "run/checkpoints/step-000006"}, "save .* the run's checkpoints"),
+    ],
+)
+def test_an_output_that_would_overwrite_something_is_refused_first(settings, tmp_path, places, told):
+    """Text to learn, records and checkpoints were lost, and some runs failed in their end."""
+    data = tmp_path / "text.txt"
+    data.write_text("to learn " * 1000)
+    wanted = dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, source=str(data)),
+        offload=OffloadSettings(store=str(tmp_path / "store")),
+        **{name: str(tmp_path / path) for name, path in places.items()},
+    )
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=rf"{told}.*pass another path"):
+        run(wanted)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert data.read_text() == "to learn " * 1000
 
 
 def test_compiled_layers_train_as_a_loop_written_by_hand(settings, text):

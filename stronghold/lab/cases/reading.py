@@ -6,9 +6,10 @@ from pathlib import Path
 
 from stronghold.lab.cases.artifact import is_artifact_log, read_artifact_log
 from stronghold.lab.cases.measurement import Measurement, from_record
+from stronghold.lab.outputs import LOG_NAME
 from stronghold.lab.records.hardware import moves_of
 from stronghold.lab.records.json_lines import Record, read_records
-from stronghold.lab.records.runs import LOG_NAME, read_run, summarize, to_float
+from stronghold.lab.records.runs import read_run, summarize, to_float
 
 RUNS, TRIALS = "runs.jsonl", "trials.jsonl"
 Compare = Callable[[Sequence[Record]], Sequence[object]]

@@ -1,11 +1,12 @@
 """`stronghold plot`: loss and throughput of runs as a picture."""
 
 import argparse
+import os
 
 from stronghold.lab.cli.console import print_notes
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.cli.shared_arguments import path, source
-from stronghold.lab.outputs import check_file
+from stronghold.lab.outputs import check_apart, check_file
 
 
 def add_plot(commands: Commands) -> None:
@@ -13,22 +14,30 @@ def add_plot(commands: Commands) -> None:
     plot = commands.add_parser(
         "plot",
         help="draw loss and throughput of runs",
-        description="Draws loss and throughput of one or several runs into one PNG.",
+        description="Draws loss and throughput of one or several runs into one picture.",
         epilog="example:\n  stronghold plot runs/* -o comparison.png\n",
         formatter_class=Help,
     )
     plot.set_defaults(run=_run)
     plot.add_argument("runs", nargs="+", type=source, metavar="RUN", help="a run's folder, or its log.jsonl")
     plot.add_argument(
-        "-o", "--output", type=path, default="runs.png", metavar="FILE", help="the PNG to write (default: runs.png)"
+        "-o",
+        "--output",
+        type=path,
+        default="runs.png",
+        metavar="FILE",
+        help="the PNG, SVG or PDF to write (default: runs.png)",
     )
 
 
 def _run(options: argparse.Namespace) -> int:
+    from stronghold.lab.outputs import LOG_NAME
     from stronghold.lab.records.figures import draw_runs
     from stronghold.lab.records.runs import read_run
 
     check_file("--output", options.output)
+    logs = [os.path.join(run, LOG_NAME) if os.path.isdir(run) else run for run in options.runs]
+    check_apart([("--output", options.output)], inputs=[("RUN", log) for log in logs])
     runs = [read_run(run) for run in options.runs]
     print_notes(run.truncated for run in runs if run.truncated)
     print(draw_runs(runs, options.output))

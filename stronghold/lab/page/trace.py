@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from stronghold.lab.outputs import LOG_NAME, TIMELINE_NAME
 from stronghold.lab.page.reading import find_timeline, read_page_results
-from stronghold.lab.records.runs import LOG_NAME
-from stronghold.lab.records.timeline import TIMELINE_NAME, read_spans, to_chrome
+from stronghold.lab.records.timeline import read_spans, to_chrome
 
 
 def write_trace(folder: str | Path, path: str | Path) -> tuple[str, tuple[str, ...]]:

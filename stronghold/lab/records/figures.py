@@ -9,12 +9,15 @@ from stronghold.lab.records.runs import WARM_UP_STEPS, Run, to_float
 # Okabe and Ito's palette: told apart by people of every colour vision; further runs change the dashes.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":", "-.")
+_KINDS = ("png", "svg", "pdf")
 _SMOOTHED_FROM = 30
 """Steps from which a running mean is drawn over the faint single losses."""
 
 
 def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
-    """Draws loss and throughput of ``runs`` over their steps into one picture at ``path`` (PNG).
+    """Draws loss and throughput of ``runs`` over their steps into one picture at ``path``, of the kind that it ends in.
+
+    That is PNG, SVG or PDF, and PNG for all else.
 
     Raises ValueError if there is no run, or one without a step, and OSError where the file cannot be written.
     """
@@ -48,7 +51,7 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(runs), 3), frameon=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, format="png")
+            figure.savefig(path, format=kind if (kind := path.suffix.lower()[1:]) in _KINDS else "png")
         except OSError as error:
             raise OSError(error.errno, f"cannot write the figure ({error.strerror})", str(path)) from error
     return path

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from stronghold.lab.outputs import LOG_NAME
 from stronghold.lab.records.json_lines import Record, read_records, to_line
-from stronghold.lab.records.runs import LOG_NAME, Summary
+from stronghold.lab.records.runs import Summary
 from stronghold.units import format_bytes, format_seconds
 
 
@@ -34,8 +35,8 @@ class RunLog:
             _rewrite(path, kept)
         self.steps = [record for record in kept if record.get("event") == "step"]
         self._after = after if kept else None
-        self._json = _open(path, "w" if after is None else "a")
         self._text = _open(Path(text), "a" if after else "w") if text is not None else None
+        self._json = _open(path, "w" if after is None else "a")
         self._events = SummaryWriter(str(self.folder), purge_step=None if after is None else after + 1)
 
     def __enter__(self) -> "RunLog":

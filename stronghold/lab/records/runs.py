@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stronghold.lab.outputs import LOG_NAME
 from stronghold.lab.records.json_lines import Record, read_records
 from stronghold.units import format_bytes, format_count, format_seconds
 
-LOG_NAME = "log.jsonl"
 WARM_UP_STEPS = 2
 """Steps left out of every median where enough follow: the first ones allocate."""
 

@@ -443,3 +443,25 @@ def test_options_that_a_scheduler_does_not_take_are_told_before_anything_is_writ
 def test_rows_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="loss must be 'completions' or 'all'"):
         RowSettings(data="d", loss="prompts")
+
+
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        ({"log": "data.jsonl"}, "log .* data='.*', which is read, and would be lost"),
+        ({"log": "run/log.jsonl"}, "log .* the run's log"),
+        ({"log": "run/checkpoint-2"}, "log .* the run's checkpoint='.*/run/checkpoint-2'"),
+        ({"save": "run/checkpoint-3/model"}, "save .* the run's checkpoint='.*/run/checkpoint-3'"),
+        ({"log": "run/checkpoints"}, None),
+    ],
+)
+def test_an_output_that_would_overwrite_something_is_refused_first(tmp_path, places, told):
+    wanted = runs.settings(tmp_path, **{name: str(tmp_path / path) for name, path in places.items()})
+    before = (tmp_path / "data.jsonl").read_bytes()
+    if told is None:
+        wanted.check_outputs()
+    else:
+        with pytest.raises(ValueError, match=rf"{told}.*pass another path"):
+            runs.run(wanted)
+    assert (tmp_path / "data.jsonl").read_bytes() == before
+    assert not (tmp_path / "run").exists()

@@ -35,6 +35,11 @@ def test_one_png_shows_the_colours_of_all_runs(tmp_path):
     assert (pixels == (0x00, 0x9E, 0x73)).all(axis=-1).sum() == 0
 
 
+@pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.PDF", b"%PDF"), ("a.tmp", b"\x89PNG")])
+def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path, name, begins):
+    assert draw_runs([run("one", 5)], tmp_path / name).read_bytes().startswith(begins)
+
+
 def test_a_single_step_and_a_nan_are_drawn(tmp_path):
     draw_runs([run("one", 1)], tmp_path / "one.png")
     draw_runs([run("nan", 5, loss=lambda step: "nan" if step == 3 else 1.0)], tmp_path / "nan.png")
