@@ -87,6 +87,8 @@ def take_in_additions(engine: Engine) -> bool:
     if model is None or engine.replicas.world_size > 1 or engine.processes.world_size > 1:
         return False
     layers = [Layer(block.unit.name, block.module) for block in engine.blocks]
+    if len(layers) != len(engine.layers):  # the model has given some up
+        return False
     there = {id(parameter) for _, parameter in all_parameters(model)}
     within = [{id(parameter) for _, parameter in all_parameters(layer.module)} for layer in layers]
     if not _all_there(engine, there, within):

@@ -1,5 +1,7 @@
 """What is taken away from a model after ``offload``, or replaced, is named."""
 
+import gc
+
 import pytest
 from torch import nn
 
@@ -22,6 +24,14 @@ def test_modules_that_are_taken_away_are_named():
     assert "model.layers.0.self_attn.q_proj was Linear and is Identity" in told
     layers[0].self_attn.q_proj, layers[1].mlp.up_proj = kept
     model(**CASE.batches(1)[0])
+
+
+def test_layers_that_are_taken_away_are_named():
+    model = stronghold.offload(CASE.model(), device="cpu", window=2)
+    model.model.layers = model.model.layers[:1]
+    gc.collect()
+    with pytest.raises(OffloadedModelError, match=r"nothing may go or be replaced .*model\.layers was another module"):
+        model(**CASE.batches(1)[0])
 
 
 def test_more_changes_than_a_few_are_counted():
