@@ -363,7 +363,7 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
     args, kwargs = fill(again.arguments, tensors, copies)
     trained = requiring_grad(zip(this._parameters, again.trained, strict=True))
     hooks = again.hooks.again(functools.partial(this._saving, again.run))
-    with trained, again.state.again(copies), hooks, unwritten(layer):
+    with trained, again.state.again(copies), unwritten(layer), hooks:
         return this._bare(*args, **kwargs)
 
 

@@ -57,7 +57,7 @@ class ForwardHooks:
         if keys:
             self._attributes = Attributes(m for reference in self._modules if (m := reference()) is not None)
         try:
-            with self._instead(keys, partial(self._observed, aside)):
+            with self._instead(keys, partial(self._observed, aside, _top())):
                 yield
         finally:
             self._attributes = Attributes(())  # the others hold the modules
@@ -77,7 +77,7 @@ class ForwardHooks:
                 "offload(..., activations='keep')"
             )
         try:
-            with self._instead(here, partial(self._repeated, aside)):
+            with self._instead(here, partial(self._repeated, aside, _top())):
                 yield
         finally:
             self._remove(self._since(before))
@@ -137,23 +137,23 @@ class ForwardHooks:
         for handle, number, kind in keys:
             self._hooks(number, kind).pop(handle, None)
 
-    def _observed(self, aside: _Aside, key: _Key, hook: Callable) -> Callable:
+    def _observed(self, aside: _Aside, top: Any, key: _Key, hook: Callable) -> Callable:
         def observe(module: nn.Module, *rest: Any) -> Any:
             number = RemovableHandle.next_id
             before = None if key in self._changing else Trace(module, rest, self._attributes)
-            with aside():
+            with aside() if _top() is top else nullcontext():
                 result = hook(module, *rest)
             if before and (result is not None or Trace(module, rest, self._attributes).differs(before)):
                 self._changing.add(key)
-            self._exchange(self._since(number), partial(self._observed, aside))
+            self._exchange(self._since(number), partial(self._observed, aside, top))
             return result
 
         return observe
 
-    def _repeated(self, aside: _Aside, key: _Key, hook: Callable) -> Callable:
+    def _repeated(self, aside: _Aside, top: Any, key: _Key, hook: Callable) -> Callable:
         def repeat(*rest: Any) -> Any:
             number = RemovableHandle.next_id
-            with aside():
+            with aside() if _top() is top else nullcontext():
                 result = hook(*rest)
             self._remove(self._since(number))
             return result
@@ -163,3 +163,9 @@ class ForwardHooks:
 
 def _nothing(*_: Any) -> None:
     """Stands for a hook that only looks."""
+
+
+def _top() -> Any:
+    """Returns what packs saved tensors here: another inside a checkpoint of the layer's own, which counts by itself."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks and hooks[0]

@@ -26,11 +26,15 @@ def items_of(value: Any) -> Collection[Any]:
 
 
 class GraphValue:
-    """A tensor with a graph that the first run found: the second finds its values, for gradients go to the first's."""
+    """A tensor with a graph that the first run found: the second finds its values, for gradients go to the first's.
+
+    Of a view they are copied: the user may go on to fill the rest of what it is a view of, which has one version.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.whose = weakref.ref(tensor)
-        self.values = tensor.detach()  # nothing of the graph, which may be that of every step before
+        self.whose, self.is_copy = weakref.ref(tensor), tensor._is_view()
+        values = tensor.detach()  # nothing of the graph, which may be that of every step before
+        self.values = values.clone() if self.is_copy else values
 
     def again(self) -> Tensor:
         return self.values.detach().requires_grad_()

@@ -63,7 +63,7 @@ class State:
                     self._changed.append((place, name, _LEFT if _has_graph(copy) else copy))
                 elif not _has_graph(value):
                     left.append((name, held_value(value), _versions(value)))
-                elif type(value) is Tensor:  # of others the user may have more than their values
+                elif type(value) is Tensor and _version(value) == version:  # the layer adds to others
                     left.append((name, GraphValue(value), _versions(value)))
             self._changed += [(place, name, _ABSENT) for name in added]
             self._left.append((place, atoms, left))
@@ -93,9 +93,9 @@ class State:
             for name, held, versions in left:
                 now = names.get(name, _ABSENT)
                 if type(held) is GraphValue:
-                    if versions != _versions(held.values):
+                    if not held.is_copy and versions != _versions(held.values):
                         raise place.refusal(name, "written")
-                    if held.whose() is not now or now is None:
+                    if held.is_copy or now is None or held.whose() is not now:
                         yield place, name, held.again()
                     continue
                 if type(held) is Reference:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import stronghold
 from stronghold.engine.traces import Attributes, Trace
@@ -266,3 +267,26 @@ def test_what_a_hook_computes_of_what_it_saw_has_the_plain_models_gradients(term
         torch.testing.assert_close(found[1], found[0])
         for (name, ours_), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours_.grad, theirs.grad, msg=name)
+
+
+class Checkpointed(nn.Module):
+    """Has a checkpoint of its own, which counts what is saved in it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def _within(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.out(torch.tanh(self.inner(x)))).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self._within, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("change", [lambda out: (out.exp(), None)[1], lambda out: out.exp()], ids=["looks", "changes"])
+def test_what_a_hook_saves_in_a_checkpoint_of_the_layers_own_counts_there(change):
+    def register(model: nn.Module) -> None:
+        for layer in model.layers:
+            layer.inner.register_forward_hook(lambda module, args, out: change(out))
+
+    assert_like_plain(register, Checkpointed)
