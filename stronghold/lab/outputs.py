@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -21,6 +23,12 @@ _IMAGES = (".gif", ".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
 def own_files(out: str) -> list[tuple[str, str]]:
     """Returns what a run writes into its folder by itself, with what to call each."""
     return [("the run's log", os.path.join(out, LOG_NAME)), ("the run's timeline", os.path.join(out, TIMELINE_NAME))]
+
+
+def files_of(run: str) -> list[str]:
+    """Returns the files of a run, of which ``run`` is the folder or its log, or of all runs below a folder."""
+    names = "**/" + LOG_NAME, "**/" + TIMELINE_NAME
+    return [os.path.join(glob.escape(run), name) for name in names] if os.path.isdir(run) else [run]
 
 
 def check_file(name: str, path: PathLike) -> None:
@@ -99,22 +107,44 @@ def check_apart(
     """Raises ValueError unless each of the ``outputs`` has a place of its own, each by its setting's name.
 
     That is no other output's, neither one of ``kept``, which the run writes by itself, nor above or below one, nor one
-    of the ``folders`` or above one, nor a file of the ``inputs``: what is there would be lost.
+    of the ``folders`` or above one, nor a file that is there of the ``inputs``, which may be files, folders and
+    patterns: what is there would be lost. A pipe or a device is nobody's own.
     """
     given = [(name, path, os.path.realpath(path)) for name, path in outputs if path is not None]
+    given = [one for one in given if not os.path.exists(one[2]) or os.path.isfile(one[2]) or os.path.isdir(one[2])]
+    known = [(name, path) for name, path in inputs if path is not None]
     for number, (name, path, own) in enumerate(given):
-        others = [(*one, False) for one in given[:number]]
-        others += [(*one, os.path.realpath(one[1]), True) for one in kept]
-        for other_name, other, place, below in others:
-            shared = os.path.commonpath([own, place])
-            if own == place or (below and shared in (own, place)):
+        for other_name, other, place in given[:number]:
+            if own == place:
+                _refuse_shared(name, path, other_name, other, "another output")
+        for other_name, other in kept:
+            place = os.path.realpath(other)
+            if os.path.commonpath([own, place]) in (own, place):
                 _refuse_shared(name, path, other_name, other, "of the run's own")
         for other_name, other in folders:
             if os.path.commonpath([own, os.path.realpath(other)]) == own:
                 _refuse_shared(name, path, other_name, other, "a folder of the run's")
-        for other_name, known in inputs:
-            if known is not None and os.path.exists(known) and os.path.exists(own) and os.path.samefile(own, known):
-                _refuse_shared(name, path, other_name, known, "read, and would be lost")
+        for other_name, other in known:
+            if os.path.isfile(own) and _holds(other, own):
+                _refuse_shared(name, path, other_name, other, "read, and would be lost")
+
+
+def _holds(known: PathLike, file: str) -> bool:
+    """Whether ``file`` is what is ``known``, or one of a folder or a pattern."""
+    if os.path.isdir(known):
+        place = os.path.realpath(known)
+        return os.path.commonpath([place, file]) == place
+    found = [known] if os.path.exists(known) else glob.iglob(os.fspath(known), recursive=True)
+    return any(os.path.samefile(one, file) for one in found)
+
+
+def checkpoints_over(
+    folder: str, pattern: str, outputs: Iterable[tuple[str, PathLike | None]]
+) -> list[tuple[str, PathLike]]:
+    """Returns the places of checkpoints in ``folder``, named by ``pattern``, that outputs are at or below."""
+    place = os.path.realpath(folder)
+    firsts = (os.path.relpath(os.path.realpath(p), place).split(os.sep)[0] for _, p in outputs if p is not None)
+    return [("the run's checkpoint", os.path.join(folder, one)) for one in firsts if re.fullmatch(pattern, one)]
 
 
 def _refuse_shared(name: str, path: PathLike, other_name: str, other: PathLike, what: str) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save, own_files
+from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save, checkpoints_over, own_files
 from stronghold.settings import OffloadSettings, check_one_of, check_optimizer
 from stronghold.units import format_bytes, parse_bytes
 
@@ -215,11 +215,13 @@ class TrainSettings:
             if path is not None:
                 check_file(name, path)
         stores = [("store", path) for path in self.offload.directories]
-        checkpoints = ("the run's checkpoints", self.checkpoints_folder)
+        stores_and_checkpoints = [*stores, ("the run's checkpoints", self.checkpoints_folder)]
         inputs = [("model", self.model.path), ("data", self.data.source), ("tokenizer", self.data.tokenizer)]
         check_save(self.save_folder, folders=[("out", self.out), *stores], files=files)
-        check_apart(files, kept=[*own_files(self.out), checkpoints], folders=stores, inputs=inputs)
-        check_apart([("save", self.save)], kept=[checkpoints])
+        outputs = [*files, ("save", self.save)]
+        kept = checkpoints_over(self.checkpoints_folder, r"step-\d+", outputs)
+        check_apart(outputs, kept=kept, folders=stores_and_checkpoints)
+        check_apart(files, kept=own_files(self.out), inputs=inputs)
 
     def begun(self, before: Mapping[str, Any] | None = None) -> TrainSettings:
         """Returns these settings with the learning rate's schedule and the micro-batches that were left open.

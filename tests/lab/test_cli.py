@@ -173,6 +173,8 @@ def test_train_then_plot(capsys, text, tmp_path):
     before = (run / "log.jsonl").read_bytes()
     assert cli.main(["plot", str(run), "-o", str(run / "log.jsonl")]) == 2  # it was the only record of the run
     assert "which is read, and would be lost" in capsys.readouterr().err
+    assert cli.main(["trace", str(run.parent), "-o", str(run / "log.jsonl")]) == 2
+    assert "which is read, and would be lost" in capsys.readouterr().err
     assert (run / "log.jsonl").read_bytes() == before
 
 

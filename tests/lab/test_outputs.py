@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save
+from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save, checkpoints_over
 
 
 def test_a_check_leaves_nothing_and_changes_nothing(tmp_path):
@@ -86,9 +86,14 @@ def test_a_model_is_saved_where_nothing_else_of_the_run_is(tmp_path, monkeypatch
         ("link.txt", "data='rows.txt', which is read, and would be lost"),
         ("run/log.jsonl", "the run's log='run/log.jsonl', which is of the run's own"),
         ("run", "the run's log='run/log.jsonl', which is of the run's own"),
-        ("run/checkpoints/log.txt", "the run's checkpoints='run/checkpoints', which is of the run's own"),
+        ("run/step-4/log.txt", "the run's checkpoint='run/step-4', which is of the run's own"),
+        ("texts/a.txt", "data='texts/\\*.txt', which is read, and would be lost"),
+        ("model/config.json", "model='model', which is read, and would be lost"),
+        ("texts/b.txt", None),
+        ("model/log.txt", None),
+        ("/dev/null", None),
         ("disk", "store='disk/one', which is a folder of the run's"),
-        ("record.jsonl", "record='record.jsonl', which is of the run's own"),
+        ("record.jsonl", "record='record.jsonl', which is another output"),
         ("run/log.txt", None),
         ("disk/one/log.txt", None),
     ],
@@ -97,12 +102,15 @@ def test_a_log_is_where_nothing_else_is(tmp_path, monkeypatch, log, told):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.txt").write_text("what to learn")
     (tmp_path / "link.txt").symlink_to("rows.txt")
+    for name in ("texts/a.txt", "model/config.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    outputs = [("record", "/dev/null" if log == "/dev/null" else "record.jsonl"), ("log", log)]
     places = {
-        "kept": [("the run's log", "run/log.jsonl"), ("the run's checkpoints", "run/checkpoints")],
+        "kept": [("the run's log", "run/log.jsonl"), *checkpoints_over("run", r"step-\d+", outputs)],
         "folders": [("store", "disk/one")],
-        "inputs": [("model", None), ("data", "rows.txt"), ("tokenizer", "not/there")],
+        "inputs": [("model", "model"), ("data", "texts/*.txt"), ("data", "rows.txt"), ("tokenizer", "not/there")],
     }
-    outputs = [("record", "record.jsonl"), ("log", log)]
     if told is None:
         check_apart(outputs, **places)
     else:

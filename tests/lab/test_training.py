@@ -133,7 +133,7 @@ def test_a_model_that_could_not_be_saved_beside_the_runs_outputs_is_refused_firs
         ({"log": "one", "record": "one"}, "record .* log="),
         ({"record": "run/log.jsonl"}, "record .* the run's log"),
         ({"save": "run/checkpoints"}, "save .* the run's checkpoints"),
-        ({"save": "run/checkpoints/step-000006"}, "save .* the run's checkpoints"),
+        ({"save": "run/checkpoints/step-000006"}, "save .* the run's checkpoint="),
     ],
 )
 def test_an_output_that_would_overwrite_something_is_refused_first(settings, tmp_path, places, told):

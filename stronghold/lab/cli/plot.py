@@ -1,12 +1,11 @@
 """`stronghold plot`: loss and throughput of runs as a picture."""
 
 import argparse
-import os
 
 from stronghold.lab.cli.console import print_notes
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.cli.shared_arguments import path, source
-from stronghold.lab.outputs import check_apart, check_file
+from stronghold.lab.outputs import check_apart, check_file, files_of
 
 
 def add_plot(commands: Commands) -> None:
@@ -31,13 +30,11 @@ def add_plot(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from stronghold.lab.outputs import LOG_NAME
     from stronghold.lab.records.figures import draw_runs
     from stronghold.lab.records.runs import read_run
 
     check_file("--output", options.output)
-    logs = [os.path.join(run, LOG_NAME) if os.path.isdir(run) else run for run in options.runs]
-    check_apart([("--output", options.output)], inputs=[("RUN", log) for log in logs])
+    check_apart([("--output", options.output)], inputs=[("RUN", one) for run in options.runs for one in files_of(run)])
     runs = [read_run(run) for run in options.runs]
     print_notes(run.truncated for run in runs if run.truncated)
     print(draw_runs(runs, options.output))

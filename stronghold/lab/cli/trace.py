@@ -1,12 +1,11 @@
 """`stronghold trace`: the timeline of a step for Perfetto."""
 
 import argparse
-import os
 
 from stronghold.lab.cli.console import print_notes
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.cli.shared_arguments import path, source
-from stronghold.lab.outputs import check_apart, check_file
+from stronghold.lab.outputs import check_apart, check_file, files_of
 
 
 def add_trace(commands: Commands) -> None:
@@ -29,11 +28,10 @@ def add_trace(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from stronghold.lab.outputs import TIMELINE_NAME
     from stronghold.lab.page.trace import write_trace
 
     check_file("--output", options.output)
-    check_apart([("--output", options.output)], inputs=[("RUN", os.path.join(options.folder, TIMELINE_NAME))])
+    check_apart([("--output", options.output)], inputs=[("RUN", one) for one in files_of(options.folder)])
     name, notes = write_trace(options.folder, options.output)
     print_notes(notes)
     print(f"{options.output}: a step of {name}")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from stronghold.checkpoint.quantising import KINDS
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.tokens import LOSSES
-from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save, own_files
+from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save, checkpoints_over, own_files
 from stronghold.settings import OffloadSettings, check_one_of, check_optimizer, without_place
 
 SCHEDULERS = (
@@ -199,16 +197,8 @@ class FinetuneSettings:
         inputs = [("model", self.model), ("data", self.data.data), ("eval_data", self.data.eval_data)]
         outputs = [("log", self.log), ("save", self.save)]
         check_save(self.save, folders=[("out", self.out), *stores], files=[("log", self.log)])
-        check_apart(outputs, kept=[("the run's checkpoint", path) for path in self._checkpoints_over(outputs)])
-        check_apart([("log", self.log)], kept=own_files(self.out), folders=stores, inputs=inputs)
-
-    def _checkpoints_over(self, outputs: Sequence[tuple[str, str | None]]) -> list[str]:
-        """Returns the places of checkpoints that outputs are at or below."""
-        out, found = os.path.realpath(self.out), []
-        for path in (os.path.realpath(path) for _, path in outputs if path is not None):
-            first = os.path.relpath(path, out).split(os.sep)[0]
-            found += [os.path.join(self.out, first)] if re.fullmatch(r"checkpoint-\d+", first) else []
-        return found
+        check_apart(outputs, kept=checkpoints_over(self.out, r"checkpoint-\d+", outputs))
+        check_apart([("log", self.log)], kept=own_files(self.out)[:1], folders=stores, inputs=inputs)
 
     def learned(self) -> dict[str, Any]:
         """Returns what decides which numbers the run learns: what a run that goes on must have as it began."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from stronghold.spans import Span
 
-"""In the folder of the run."""
 LANES = ("compute", "waits", "fetches", "gradients", "updates", "root", "disk reads", "disk writes")
 """In the order in which they are drawn; others follow."""
 
