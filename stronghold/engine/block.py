@@ -296,6 +296,7 @@ class Block:
             return compute()
 
     def _saving(self, run: Run, keep: Callable[[Tensor], Any] = Saved.of) -> AbstractContextManager[None]:
+        """Has what autograd saves in a block fetched again where it lies in the layer's slot, and kept otherwise."""
         begin, length = self.engine.window.place_of(self.layer), self.unit.layout.total_bytes
         pack = functools.partial(_pack, run, begin, length, keep)
         unpack = functools.partial(_unpack, weakref.ref(self), self.unit.name)
@@ -363,6 +364,7 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
     args, kwargs = fill(again.arguments, tensors, copies)
     trained = requiring_grad(zip(this._parameters, again.trained, strict=True))
     hooks = again.hooks.again(functools.partial(this._saving, again.run))
+    # The hooks come last: they tell a checkpoint of the layer's own from what packs where they begin.
     with trained, again.state.again(copies), unwritten(layer), hooks:
         return this._bare(*args, **kwargs)
 
