@@ -15,10 +15,10 @@ from stronghold.errors import ParallelError
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.planner.machine_file import Spread
+from tests.distributed import waiting
 from tests.distributed.waiting import Waiting
 
 CPU = torch.device("cpu")
-LATE_S = 0.005  # a sleep never ends early; on a busy machine the median of five ends at most so late
 
 
 def costs_of(*layers, inputs, **settings):
@@ -26,12 +26,20 @@ def costs_of(*layers, inputs, **settings):
     return measure(row, inputs, device=CPU, **settings)
 
 
-def test_seconds_are_those_that_each_layer_takes():
+def test_seconds_are_those_that_each_layer_takes(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(waiting, "sleep", lambda seconds: now.append(now[-1] + seconds))
     waits_ms = [(10, 30), (25, 5), (0, 15)]
-    costs = costs_of(*(Waiting(*wait) for wait in waits_ms), inputs=torch.randn(2, 4))
+    layers = [Waiting(*wait) for wait in waits_ms]
+    costs = costs_of(*layers, inputs=torch.randn(2, 4), clock=lambda: now[-1])
     for cost, (forward_ms, backward_ms) in zip(costs, waits_ms, strict=True):
-        assert forward_ms / 1000 <= cost.forward_s < forward_ms / 1000 + LATE_S
-        assert backward_ms / 1000 <= cost.backward_s < backward_ms / 1000 + LATE_S
+        assert cost.forward_s == pytest.approx(forward_ms / 1000)
+        assert cost.backward_s == pytest.approx(backward_ms / 1000)
+
+
+def test_without_a_clock_it_is_the_time_of_the_day():
+    (cost,) = costs_of(Waiting(10, 30), inputs=torch.randn(2, 4))
+    assert cost.forward_s >= 0.01 and cost.backward_s >= 0.03  # a sleep never ends early
 
 
 def test_layers_of_the_same_structure_are_computed_once():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ BATCHES = 5
 
 
 def timed(balance: str) -> list[object]:
-    """Returns the stages' times before a batch, after each of them, and the report's, in a process of two."""
+    """Returns the stages' times before a batch, after each with its own seconds, and the report's, of one process."""
     torch.manual_seed(0)
     layers = [Waiting(FORWARD_MS, BACKWARD_MS) for _ in range(4)]
     inputs = torch.randn(8, 4)
@@ -40,9 +42,11 @@ def timed(balance: str) -> list[object]:
     before = model.stage_times()
     times = []
     for _ in range(BATCHES):
+        begin_s = time.perf_counter()
         model.forward_backward(inputs, inputs)
+        batch_s = time.perf_counter() - begin_s
         model.evaluate(inputs, inputs)  # which is no step
-        times.append(model.stage_times())
+        times.append((model.stage_times(), batch_s))
     return [before, times, stronghold.report(model).stages]
 
 
@@ -52,18 +56,18 @@ def test_a_stage_computes_for_its_layers_and_waits_for_the_others(tmp_path, bala
     for number, (before, times, reported) in enumerate(
         launch("tests.distributed.test_stage_clock", "timed", 2, tmp_path, balance)
     ):
-        (one,) = times[-1]
+        ((one,), _) = times[-1]
         assert before == () and reported == (one,)
         assert (one.stage, one.layers) == (number, sizes[number])
         computing_s = MICRO_BATCHES * sizes[number] * pass_s
-        least_s = min(one.computing_s for (one,) in times)
-        assert computing_s <= least_s < 1.5 * computing_s + 0.2
+        for (timed_stage,), batch_s in times:  # with the waits below, no wait is said to be computing
+            assert computing_s <= timed_stage.computing_s <= batch_s - timed_stage.waiting_s
         if balance == "given" and number == 1:  # two thirds of the other's time, at the least
-            assert max(one.waiting_s for (one,) in times) > MICRO_BATCHES * 2 * pass_s * 0.8
+            assert max(one.waiting_s for (one,), _ in times) > MICRO_BATCHES * 2 * pass_s * 0.8
         assert one.sent_bytes == 8 * 4 * 4  # activations one way, their gradients the other
         assert (one.planned is None) == (balance == "given")
         if one.planned is not None:
-            assert one.planned.computing_s == pytest.approx(computing_s, rel=0.4)
+            assert computing_s <= one.planned.computing_s < 10 * computing_s  # as slow as the machine was meanwhile
             assert one.planned.waiting_s > pass_s / 2
             assert one.planned.peak_bytes > 0
 

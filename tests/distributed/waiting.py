@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from time import sleep
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        time.sleep(forward_s)
+        sleep(forward_s)
         ctx.backward_s = backward_s
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_s)
+        sleep(ctx.backward_s)
         return gradients[0], None, None
 
 

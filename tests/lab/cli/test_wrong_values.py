@@ -132,13 +132,13 @@ def test_it_is_refused_in_one_line_and_nothing_is_made(here, capsys, command, op
     arguments = [*COMMANDS[command], option, value] if option else [command, value]
     if option == "--model":
         arguments = [one for place, one in enumerate(arguments) if place == 0 or place > 2 * (len(SHAPE) // 2)]
-    before, begin = found(here), time.monotonic()
+    before, begin_s = found(here), time.process_time()
     code = call(arguments)
     error = capsys.readouterr().err
     assert code == 2, error
     assert error.startswith("stronghold: error: ") and error.count("\n") == 1 and len(error) < 1200
     assert found(here) == before
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin_s < 10  # before any long work; what other processes take does not count
 
 
 @pytest.mark.parametrize(
