@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -24,33 +24,14 @@ from stronghold.engine.forward_hooks import ForwardHooks
 from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import MicroBatches, batch_of
 from stronghold.engine.module_writes import ModuleWrites
+from stronghold.engine.packing import Run, pack, pack_input, pack_on_host, there, unpack, unpack_input
 from stronghold.engine.replay import State, requiring_grad
-from stronghold.engine.saved import Saved, stale_error, unwritten
+from stronghold.engine.saved import stale_error, unwritten
 from stronghold.engine.slot_memory import check_let_go, copied_out
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import Unit, as_written, bound, check_mixed, check_not_swapped, opaque, unit_of
 from stronghold.window import Accumulators, Activations, KeptInput, Window, accumulators_of
-
-
-class Run:
-    """One run of a layer in a forward pass; it lives as long as autograd may come back to it."""
-
-    def __init__(self, layer: int, generation: int, batch: int) -> None:
-        self.layer = layer
-        self.generation = generation
-        self.batch = batch
-        """How many samples the layer's input has."""
-
-
-class _SlotTensor(NamedTuple):
-    """Stands for a saved tensor that lies in a slot, ``offset`` elements behind its beginning: fetched again."""
-
-    run: Run
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 class Runner(Protocol):
@@ -108,7 +89,9 @@ class Block:
         own = module.forward
         self._is_method = getattr(own, "__self__", None) is module
         self._own: Callable[..., Any] = own.__func__ if self._is_method else own  # type: ignore[attr-defined]
-        self._enter_backward = functools.partial(_enter_backward, weakref.ref(self), unit.name)
+        self._is_of_class = self._own is type(module).forward
+        self._owner = weakref.ref(self)
+        self._enter_backward = functools.partial(_enter_backward, self._owner, unit.name)
         self._look_at(module)
         self.compiled = engine.compiling.layer(module, self._own, is_method=self._is_method, keep=keep)
         self._own_accumulators: tuple[list[bool], list[Node | None]] = [], []
@@ -133,7 +116,7 @@ class Block:
     @property
     def module(self) -> nn.Module:
         """The layer. Raises OffloadedModelError where there is none any more."""
-        return _there(self._module, self.unit.name)
+        return there(self._module, self.unit.name)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -194,11 +177,22 @@ class Block:
     def check(self) -> None:
         """Raises OffloadedModelError where modules or parameters were added or replaced since ``offload``."""
         check_not_swapped(self.unit.name, self.unit.parameters)
+        if self._is_of_class and type(self.module).forward is not self._own:
+            self._take_forward()
         if self.members.same():
             return
         there = ((module(), name, parameter) for module, name, parameter in self._owners)
         check_held(self.unit.name, ((module, name, p) for module, name, p in there if module is not None))
         self.engine.refuse_changes()
+
+    def _take_forward(self) -> None:
+        """Computes from now on with the ``forward`` that the layer's class has now, or the class that the layer has."""
+        if self.compiled is not None:
+            raise OffloadedModelError(
+                "a compiled layer keeps the forward that it was compiled with (the class of "
+                f"{self.unit.name}, {type(self.module).__name__}, has another now); change it before offload()"
+            )
+        self._own = type(self.module).forward
 
     def _accumulators(self) -> list[Node | None]:
         """Returns what autograd adds the gradients of the run under way up with."""
@@ -287,20 +281,22 @@ class Block:
         self, run: Run, compute: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Returns what ``compute`` does, with what autograd saves fetched again where it lies in the layer's slot."""
-        keep: Callable[[Tensor], Any] = Saved.of
+        send = None
         if (host := self.engine.activations) is not None:
             inputs: list[Tensor] = []
             flatten((args, kwargs), inputs)
-            keep = functools.partial(_keep_on_host, host.sending(self.unit.name, inputs))
-        with self._saving(run, keep):
+            send = host.sending(self.unit.name, inputs)
+        with self._saving(run, send):
             return compute()
 
-    def _saving(self, run: Run, keep: Callable[[Tensor], Any] = Saved.of) -> AbstractContextManager[None]:
+    def _saving(
+        self, run: Run, send: Callable[[Tensor], KeptInput | None] | None = None
+    ) -> AbstractContextManager[None]:
         """Has what autograd saves in a block fetched again where it lies in the layer's slot, and kept otherwise."""
-        begin, length = self.engine.window.place_of(self.layer), self.unit.layout.total_bytes
-        pack = functools.partial(_pack, run, begin, length, keep)
-        unpack = functools.partial(_unpack, weakref.ref(self), self.unit.name)
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        begin = self.engine.window.place_of(self.layer)
+        place = run, begin, begin + self.unit.layout.total_bytes
+        keep = functools.partial(pack, *place) if send is None else functools.partial(pack_on_host, *place, send)
+        return torch.autograd.graph.saved_tensors_hooks(keep, functools.partial(unpack, self._owner, self.unit.name))
 
     def _check_saved(self, output: Any) -> None:
         """Raises OffloadedModelError where a compiled layer holds a weight that autograd's hooks have not seen."""
@@ -324,12 +320,12 @@ class Block:
         trained, versions = [p.requires_grad for p in self._parameters], self._versions_elsewhere()
         again = _Again(run, [(args, kwargs)], arguments, trained, versions, state, hooks)
         del args, kwargs
-        compute = functools.partial(_compute, weakref.ref(self), self.unit.name, again)
+        compute = functools.partial(_compute, self._owner, self.unit.name, again)
         with ExitStack() as stack:
             if (host := self.engine.activations) is not None:
-                unpack = functools.partial(_unpack_input, weakref.ref(self), self.unit.name, run)
-                pack = functools.partial(_pack_input, host.keeping(self.unit.name, tensors))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+                keep = functools.partial(pack_input, host.keeping(self.unit.name, tensors))
+                give = functools.partial(unpack_input, self._owner, self.unit.name, run)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, give))
             return checkpointed(compute, *tensors)
 
 
@@ -350,7 +346,7 @@ class _Again(NamedTuple):
 
 @opaque
 def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Tensor) -> Any:
-    this = _there(block, layer)
+    this = there(block, layer)
     if again.first:
         args, kwargs = again.first.pop()
         with again.hooks.first(functools.partial(this._saving, again.run)):
@@ -370,49 +366,6 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
 
 
 @opaque
-def _pack(
-    run: Run, begin: int, length: int, keep: Callable[[Tensor], Any], tensor: Tensor
-) -> _SlotTensor | KeptInput | Saved:
-    if tensor.layout != torch.strided or not torch._C._has_storage(tensor):
-        return keep(tensor)  # a sparse one has no memory of its own
-    offset = tensor.data_ptr() - begin
-    if not 0 <= offset < length:
-        return keep(tensor)
-    return _SlotTensor(run, tensor.dtype, offset // tensor.element_size(), tensor.shape, tensor.stride())
-
-
-def _keep_on_host(send: Callable[[Tensor], KeptInput | None], tensor: Tensor) -> KeptInput | Saved:
-    return send(tensor) or Saved.of(tensor)
-
-
-@opaque
-def _unpack(block: weakref.ref[Block], layer: str, packed: _SlotTensor | KeptInput | Saved) -> Tensor:
-    if isinstance(packed, Saved):
-        return packed.value(layer)
-    engine = _there(block, layer).engine
-    if isinstance(packed, KeptInput):
-        assert engine.activations is not None
-        return engine.activations.value(packed)
-    engine.return_to(packed.run)
-    return engine.window.part(packed.run.layer, *packed[1:])
-
-
-@opaque
-def _pack_input(keep: Callable[[Tensor], KeptInput | None], tensor: Tensor) -> KeptInput | Saved:
-    return keep(tensor) or Saved.of_input(tensor)
-
-
-@opaque
-def _unpack_input(block: weakref.ref[Block], layer: str, run: Run, packed: KeptInput | Saved) -> Tensor:
-    if isinstance(packed, Saved):
-        return packed.value(layer)
-    engine = _there(block, layer).engine
-    engine.return_to(run)  # the layer before is complete, and sends its gradients down before these come up
-    assert engine.activations is not None
-    return engine.activations.value(packed)
-
-
-@opaque
 def _enter_backward(
     block: weakref.ref[Block], layer: str, held: Accumulators[Run], gradients: tuple[Tensor | None, ...]
 ) -> None:
@@ -422,7 +375,7 @@ def _enter_backward(
             "create_graph=True keeps the graph of a backward pass, and with it weights on the device that the window "
             f"takes back (got it in {layer}); compute second derivatives on a model that is not offloaded"
         )
-    engine = _there(block, layer).engine
+    engine = there(block, layer).engine
     engine.begin_backward()
     if held.run is not None:  # nothing else tells that its weights are asked for
         engine.return_to(held.run)
@@ -463,16 +416,3 @@ def block_of(module: nn.Module) -> Block | None:
     """Returns the block of a layer of an offloaded model, or None for any other module."""
     forward = module.__dict__.get("forward")
     return forward._block if isinstance(forward, _Forward) else None
-
-
-_T = TypeVar("_T")
-
-
-def _there(reference: weakref.ref[_T], layer: str) -> _T:
-    """Returns what autograd's graph refers to weakly."""
-    if (found := reference()) is None:
-        raise OffloadedModelError(
-            f"a model must be there as long as it is computed with, in the backward pass too ({layer} is gone); keep "
-            "the model until backward() has returned"
-        )
-    return found

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from stronghold import native
 from stronghold.device import Device, Wait, Waits, check_process, forks, keep_freed_memory, return_free_memory
 from stronghold.engine.averaged import check_not_averaged
-from stronghold.engine.block import Block, Run
+from stronghold.engine.block import Block
 from stronghold.engine.closing import end_with
 from stronghold.engine.compiled import Compiling
 from stronghold.engine.held_memory import HeldMemory
 from stronghold.engine.hooks import Hooks
 from stronghold.engine.members import refuse_changes
 from stronghold.engine.optimizers import Optimizers
+from stronghold.engine.packing import Run, no_run
 from stronghold.engine.placement import Placement, copy_to_device
 from stronghold.engine.reopening import Reopened
 from stronghold.engine.root import Root
@@ -51,10 +52,6 @@ from stronghold.unit import (
 )
 from stronghold.weights import Source, give_values
 from stronghold.window import Accumulators, DeviceGradients, Gradients, Window, activations_of
-
-
-def _no_run() -> Run | None:
-    return None
 
 
 class Engine:
@@ -97,7 +94,7 @@ class Engine:
         self.turns = Turns()
         self._born = forks()
         self._runs: list[weakref.ref[Run]] = []
-        self._opened_for: Callable[[], Run | None] = _no_run
+        self._opened_for: Callable[[], Run | None] = no_run
         """The run whose weights the backward pass has asked for in the layer that is open."""
         self._backward_open = False
         self.compiling = Compiling(self.kind, settings.compile, settings.activations)
@@ -336,11 +333,13 @@ class Engine:
                 f"a layer cannot have a backward pass within its own forward pass (got one of {unit.name}), for the "
                 "window moves on by whole passes; offload without the layers that differentiate themselves (layers=...)"
             )
-        self._opened_for = _no_run
+        self._opened_for = no_run
         if run is not None:
             self._begin_run(run)
         self._close_layer()
         self.begin_backward()
+        if run is None:  # a loss on the weights themselves: no forward pass has taken in what was written
+            self.take_writes(unit)
         alive = self._alive()
         numbers = [i for i, other in enumerate(alive) if (other is run if run else other.layer == layer)]
         before = alive[: numbers[-1]] if numbers else alive

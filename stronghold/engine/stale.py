@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stronghold.engine.block import Run
+from stronghold.engine.packing import Run
 from stronghold.engine.saved import stale_error
 from stronghold.unit import Unit
 from stronghold.window import Gradients

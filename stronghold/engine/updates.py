@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stronghold.device import Device, Event, Wait, Waits, check_process, forks
 from stronghold.optim import HostAdamW, Update, gradients_of, settings_in_common, settings_now, updates_of
 from stronghold.store import Store, UpdateIO
-from stronghold.unit import HostGrad, Replicas, Unit, is_shared, sum_over
+from stronghold.unit import HostGrad, Replicas, Unit, sum_over
 
 if TYPE_CHECKING:
     from stronghold.engine.engine import Engine
@@ -105,10 +105,16 @@ def _update(engine: Engine, optimizer: HostAdamW, found: Found, scale: float) ->
         one.submit(scale)
     engine.changed([one.unit for one in updates])
     for update in (one.update for one in updates):
-        if update.unit.is_aliased or any(is_shared(change.gradient.of_user) for change in update.changes):
+        if update.unit.is_aliased or _is_shared(update):
             optimizer.wait()  # what the user can read or write unseen must be done by now
             return
         update.mark_pending()
+
+
+def _is_shared(update: Update) -> bool:
+    """Whether the user has gradients that are updated with in other tensors than ``.grad`` as well."""
+    shared = update.unit.gradients.is_shared
+    return any(shared(change.index, change.gradient.of_user) for change in update.changes)
 
 
 def _prepared(engine: Engine, optimizer: HostAdamW, found: Found, *, checked: bool = False) -> list[PreparedUpdate]:

@@ -37,6 +37,7 @@ from stronghold.unit.parameter import (
     check_not_swapped,
     gradient_of,
     index_of,
+    present_gradients,
     set_gradient,
     take_gradient,
     unit_of,
@@ -47,7 +48,7 @@ from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
 from stronghold.unit.room import Need, check_room, missing_remainders
 from stronghold.unit.unit import Unit
 from stronghold.unit.unit_memory import Kind, Memory
-from stronghold.unit.users import has_company, is_shared
+from stronghold.unit.users import has_company
 
 __all__ = [
     "ONE_PROCESS",
@@ -87,7 +88,6 @@ __all__ = [
     "has_company",
     "index_of",
     "is_packed",
-    "is_shared",
     "keep_on_device",
     "latest",
     "make_plain",
@@ -100,6 +100,7 @@ __all__ = [
     "parameters_and_owners",
     "part_of",
     "parts_of",
+    "present_gradients",
     "same_octets",
     "set_gradient",
     "settle",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stronghold.device import Buffer, Device, HostBuffer
 from stronghold.layout import Layout, lay_out
+from stronghold.unit.users import is_shared
 
 if TYPE_CHECKING:
     from stronghold.unit.gradient import GradMeta
@@ -33,6 +34,9 @@ class GradientMemory:
         self.known: dict[int, GradMeta] = {}
         """What is known of the newest gradient at each index."""
         self._squares: dict[int, Tensor] = {}
+        self._lent: dict[int, tuple[Tensor, int, int]] = {}
+        """Of each gradient on the host that the user may have: a tensor of ours over the storage that all share which
+        are lent, the storage's address, and how many users it has where nobody else has any."""
         self._sums: Buffer | None = None
         self._sums_host: Buffer | None = None
         self.fit()
@@ -68,7 +72,7 @@ class GradientMemory:
     def release(self) -> None:
         """Gives the host's gradients back."""
         self.buffer = None
-        self._squares = {}
+        self._squares, self._lent = {}, {}
 
     def close(self) -> None:
         """Gives all of it back."""
@@ -79,6 +83,25 @@ class GradientMemory:
     def view(self, buffer: Buffer, index: int) -> Tensor:
         """Returns the gradient of one parameter in a buffer of this layout."""
         return buffer.view(self._offset(index), self._unit.shapes[index], self._unit.dtypes[index])
+
+    def lend(self, index: int) -> Tensor:
+        """Returns a tensor of its own over one of the host's gradients, which are allocated, for the user to have."""
+        assert self.buffer is not None
+        if index not in self._lent or self._lent[index][0].data_ptr() != self.buffer.flat.data_ptr() + self._offset(index):
+            own = self.view(self.buffer, index)
+            storage = own.untyped_storage()._cdata
+            self._lent[index] = own, storage, torch._C._storage_Use_Count(storage)
+        return self._lent[index][0].data
+
+    def is_lent(self, index: int) -> bool:
+        """Whether there is still a tensor over what :meth:`lend` has returned, or its storage."""
+        _, storage, users = self._lent.get(index, (None, 0, 0))
+        return bool(storage) and torch._C._storage_Use_Count(storage) > users
+
+    def is_shared(self, index: int, gradient: Tensor) -> bool:
+        """Whether the user has more tensors over the memory of a gradient than that one, which has a detached twin."""
+        _, lent, _ = self._lent.get(index, (None, 0, 0))
+        return is_shared(gradient, lent=gradient.untyped_storage()._cdata == lent)
 
     def squares(self, buffer: Buffer, index: int) -> Tensor:
         """Returns the sum of squares of one parameter's gradient in a buffer of this layout."""

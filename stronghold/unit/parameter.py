@@ -103,8 +103,15 @@ class OffloadedParameter(_Parameter):
                 unit.mark_aliased(value.__dict__["_index"], unseen=key in ALIASES)
         return result
 
+    @opaque
+    def set_(self, *source: Any, **more: Any) -> Tensor:
+        """Takes the values over, as ``p.data = value`` does; ``nn.utils.parametrize`` calls it to put a weight back."""
+        if not (len(source) == 1 and source[0] is self):
+            self._set_data(torch.empty(0, dtype=self.dtype, device=self.device).set_(*source, **more))
+        return self
+
     def _set_data(self, value: Tensor) -> None:
-        """Takes the values of ``p.data = value`` over: the memory itself is the unit's."""
+        """Takes the values of ``p.data = value``, or ``p.set_(value)``, over: the memory itself is the unit's."""
         if value.shape != self.shape or value.dtype != self.dtype:
             raise OffloadedModelError(
                 f"the data of an offloaded parameter keeps its shape and dtype ({tuple(self.shape)} {self.dtype}; got "
@@ -218,6 +225,13 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     """Returns ``parameter.grad`` as autograd has it, also while a backward pass is under way."""
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.grad.__get__(parameter)  # type: ignore[union-attr]
+
+
+def present_gradients(parameters: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Returns those that there are, by place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradients = map(Tensor.grad.__get__, parameters)  # type: ignore[union-attr]
+        return {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
 
 
 def set_gradient(parameter: Tensor, value: Tensor | None) -> None:

@@ -12,9 +12,9 @@ Turn = Callable[[], AbstractContextManager[None]]
 """Runs a block while no other thread computes."""
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor that has one twin (a parameter, or a detached gradient) is used by a third."""
-    return _count(tensor) > _ALONE + 1
+def is_shared(gradient: Tensor, *, lent: bool) -> bool:
+    """Whether others use the memory of a gradient than itself, a detached twin and, where it is lent, its lender."""
+    return _count(gradient) > _ALONE + 1 + lent
 
 
 def has_company(gradient: Tensor) -> bool:

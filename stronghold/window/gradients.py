@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from stronghold import native
 from stronghold.device import Device, Event, Wait, Waits
@@ -28,6 +27,7 @@ from stronghold.unit import (
     gradient_of,
     latest,
     note_gradient,
+    present_gradients,
     set_gradient,
     take_gradient,
 )
@@ -90,8 +90,6 @@ class Gradients:
         self._added: Event | None = None
         self._consumed: dict[tuple[int, int], Consumed] = {}
         self._stand_ins = StandIns()
-        self._lent: dict[tuple[int, int], StorageWeakRef] = {}
-        """The tensors over the units' gradient buffers that the user got."""
         self._done: list[tuple[int, tuple[int, ...]]] = []
         """The layers of the backward pass so far, with what had gradients: what replicas must have in common."""
         self._found_inf = torch.zeros((), dtype=torch.float64, device=device.torch_device)
@@ -134,11 +132,10 @@ class Gradients:
         self._layer, self._written = layer, set()
         self._fresh = {}
         held, known = self._held.setdefault(layer, {}), self._known.setdefault(layer, {})
+        if not (there := present_gradients(unit.parameters)):
+            return
         taken = [] if self.summed else self._taken(unit, range(len(unit.parameters)))
-        for index, parameter in enumerate(unit.parameters):
-            gradient = gradient_of(parameter)
-            if gradient is None:
-                continue
+        for index, gradient in there.items():
             if isinstance(gradient, ConsumedGradient):
                 raise consumed_error()
             if index in taken:
@@ -147,7 +144,7 @@ class Gradients:
                     f"{unit.name}); call optimizer.zero_grad() before backward(), or use update='deferred'"
                 )
             held[index], known[index] = gradient, grad_meta_of(gradient)
-            set_gradient(parameter, None)
+            set_gradient(unit.parameters[index], None)
 
     def take(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has just put into ``parameter.grad`` of the layer that is open."""
@@ -278,7 +275,7 @@ class Gradients:
         buffer = unit.gradients.allocate(self.device)
         blank = []
         for index in indices:
-            if index not in held and (lent := self._lent.get((layer, index))) is not None and not lent.expired():
+            if index not in held and unit.gradients.is_lent(index):
                 unit.check_own()  # replicas have no memory in common but the one
                 # The user has kept the one before.
                 held[index] = torch.empty(unit.shapes[index], dtype=unit.dtypes[index])
@@ -286,9 +283,8 @@ class Gradients:
         fresh = [index for index in indices if index not in held]
         self.grad_offload.copy(unit, slot, fresh, buffer)
         for index in fresh:
-            held[index] = unit.gradients.view(buffer, index)
+            held[index] = unit.gradients.lend(index)
             known[index] = latest(unit, GradMeta(index, unit.gradients.held_squares(index)))
-            self._lent[layer, index] = StorageWeakRef(held[index].untyped_storage())
         again = [index for index in indices if index not in fresh]
         if again:
             self._add(unit, slot, again, blank)

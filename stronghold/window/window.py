@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ class Slot:
     wholes: dict[int, Tensor] = field(default_factory=dict)
     """All bytes of a layer that it has held."""
     as_dtype: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    parts: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    """What backward passes have asked for, by where it begins and how it is strided."""
     begin: int = field(init=False)
     """The address of its first byte."""
 
@@ -39,7 +42,7 @@ class Slot:
         """All that the engine itself has over its memory."""
         views = [view for views in self.views.values() for view in views]
         bases = [view._base for view in views if view._base is not None]
-        return [self.flat, *self.wholes.values(), *self.as_dtype.values(), *views, *bases]
+        return [self.flat, *self.wholes.values(), *self.as_dtype.values(), *self.parts.values(), *views, *bases]
 
     def __post_init__(self) -> None:
         self.begin = self.flat.data_ptr()
@@ -197,15 +200,20 @@ class Window:
     def is_bound(self, layer: int) -> bool:
         return layer in self._bound
 
-    def part(self, layer: int, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    def part(
+        self, layer: int, dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> Tensor:
         """Returns the tensor that begins ``offset`` elements of its ``dtype`` behind the slot's first byte."""
-        slot = self._where[layer]
-        if dtype not in slot.as_dtype:
-            usable = slot.flat.numel() // dtype.itemsize * dtype.itemsize
+        slot, place = self._where[layer], (dtype, offset, shape, stride)
+        if (found := slot.parts.get(place)) is None:
             with torch.inference_mode(False):
-                slot.as_dtype[dtype] = slot.flat[:usable].view(dtype)
-        whole = slot.as_dtype[dtype]
-        return torch.as_strided(whole, shape, stride, whole.storage_offset() + offset)
+                if dtype not in slot.as_dtype:
+                    usable = slot.flat.numel() // dtype.itemsize * dtype.itemsize
+                    slot.as_dtype[dtype] = slot.flat[:usable].view(dtype)
+                whole = slot.as_dtype[dtype]
+                found = torch.as_strided(whole, shape, stride, whole.storage_offset() + offset)
+            slot.parts[place] = found
+        return found
 
     def _carry_out(self, moves: Iterable[Move]) -> None:
         for move in moves:

@@ -200,3 +200,31 @@ def test_a_function_may_give_no_gradient_in_a_run(gives):
         torch.autograd.grad(ours(batch, gives), list(ours.parameters()))
     ours(batch, gives).backward(inputs=list(ours.parameters()))
     assert_close([p.grad for p in ours.parameters()], list(expected))
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("writes", ["torch's optimizer", "the user"])
+def test_a_penalty_before_the_pass_is_on_the_weights_that_were_written(writes, activations, window):
+    """Its gradients open layers that no forward pass has looked at since; the slots hold what was there before."""
+
+    def passes(model: nn.Module) -> list[Tensor]:
+        seen = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in numbers(3):
+            torch.manual_seed(3)
+            penalty(model).backward()
+            seen += [p.grad.clone() for p in model.parameters()]
+            (batch_loss := model(batch)).backward()
+            seen += [batch_loss.detach(), *(p.grad.clone() for p in model.parameters())]
+            if writes == "the user":
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.9)
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    expected, got = map(passes, pair(Residual, window=window, activations=activations))
+    assert_close(got, expected)

@@ -6,8 +6,9 @@ import weakref
 import pytest
 from torch import Tensor, nn
 
+from stronghold.errors import OffloadedModelError
 from tests.crossed import crossed
-from tests.small import Residual, numbers, pair
+from tests.small import Block, Residual, assert_close, numbers, pair
 
 ACTIVATIONS = ("keep", "recompute", "host")
 
@@ -66,3 +67,43 @@ def test_what_is_saved_and_written_is_refused_as_autograd_refuses_it(activations
         plain(numbers(1)[0]).backward()
     with pytest.raises(RuntimeError, match=r"layers.3 must be the same in the backward pass .* in-place"):
         model(numbers(1)[0]).backward()
+
+
+class Doubling(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def minus_its_input(layer: Block, x: Tensor, own=Block.forward) -> Tensor:
+    return own(layer, x) - x
+
+
+@pytest.mark.parametrize("window", ["auto", 1])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_layer_computes_by_the_forward_that_its_class_has_now(activations, window, monkeypatch):
+    """As kernels that are patched into a model's classes do, or a layer that is made one of a derived class."""
+
+    def loop(model: nn.Module) -> list[Tensor]:
+        seen = []
+        for step, batch in enumerate(numbers(3)):
+            if step == 1:
+                model.layers[1].__class__ = Doubling
+            with monkeypatch.context() as patched:
+                if step == 2:
+                    patched.setattr(Block, "forward", minus_its_input)
+                loss = model(batch)
+                loss.backward()
+            seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        return seen
+
+    expected, got = map(
+        loop, pair(lambda: Residual(3, lambda: Block(dropout=0.0)), window=window, activations=activations)
+    )
+    assert_close(got, expected)
+
+
+def test_a_compiled_layer_s_class_keeps_its_forward(monkeypatch):
+    _, model = pair(lambda: Residual(2, lambda: Block(dropout=0.0)), compile=True)
+    monkeypatch.setattr(Block, "forward", lambda self, x: x)
+    with pytest.raises(OffloadedModelError, match="compiled layer keeps the forward"):
+        model(numbers(1)[0])

@@ -6,8 +6,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import stronghold
+from stronghold.errors import OffloadedModelError
 from stronghold.unit import OffloadedParameter, unit_of
-from tests.small import SIZE, Block, Residual, numbers, pair
+from tests.small import SIZE, Block, Residual, assert_close, numbers, pair
 
 
 class Tagged(nn.Parameter):
@@ -157,3 +158,45 @@ def test_what_is_written_through_memory_that_is_let_go_of_then_is_computed_with(
         del held
         plain.layers[0].up.weight.data.view(-1)[element] = element + 1
         assert torch.equal(model(batch), plain(batch)), element
+
+
+@pytest.mark.parametrize("window", ["auto", 1, 2])
+def test_a_weight_that_another_is_set_into_is_that_one(window):
+    """``remove_parametrizations`` sets the weight that it was computed from; an optimizer goes on from there."""
+
+    def build():
+        model = Residual(3, lambda: Block(dropout=0.0))
+        for layer in model.layers:
+            nn.utils.parametrizations.spectral_norm(layer.up)
+        return model.eval()
+
+    def loop(model):
+        seen = []
+        for step, batch in enumerate(numbers(4)):
+            if step == 1:
+                for layer in model.layers:
+                    nn.utils.parametrize.remove_parametrizations(layer.up, "weight")
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if step == 2:
+                weight = model.layers[1].up.weight
+                with torch.no_grad():
+                    assert weight.set_(torch.ones_like(weight).untyped_storage(), 0, weight.shape) is weight
+            loss = model(batch)
+            seen.append(loss.detach())
+            if step:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+    expected, got = map(loop, pair(build, window=window))
+    assert_close(got, expected)
+
+
+def test_what_has_another_shape_is_not_set():
+    _, model = pair(Residual, window=1)
+    weight = model.layers[0].up.weight
+    before = weight.detach().clone()
+    with pytest.raises(OffloadedModelError, match="keeps its shape and dtype"):
+        weight.set_(torch.ones(3))
+    assert torch.equal(weight, before)
