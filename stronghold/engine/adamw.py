@@ -142,7 +142,8 @@ class AdamW(HostAdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        take_step(self._engine, self)
+        with torch.inference_mode(False), torch.no_grad():  # states made in it could not be written outside of it
+            take_step(self._engine, self)
         return loss
 
     @opaque

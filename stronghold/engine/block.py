@@ -25,12 +25,22 @@ from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import MicroBatches, batch_of
 from stronghold.engine.module_writes import ModuleWrites
 from stronghold.engine.packing import Run, pack, pack_input, pack_on_host, there, unpack, unpack_input
+from stronghold.engine.recorded import Recorded
 from stronghold.engine.replay import State, requiring_grad
 from stronghold.engine.saved import stale_error, unwritten
 from stronghold.engine.slot_memory import check_let_go, copied_out
 from stronghold.engine.turns import Turns
 from stronghold.errors import OffloadedModelError
-from stronghold.unit import Unit, as_written, bound, check_mixed, check_not_swapped, opaque, unit_of
+from stronghold.unit import (
+    Unit,
+    as_written,
+    bound,
+    check_mixed,
+    check_not_swapped,
+    check_not_transformed,
+    opaque,
+    unit_of,
+)
 from stronghold.window import Accumulators, Activations, KeptInput, Window, accumulators_of
 
 
@@ -141,6 +151,7 @@ class Block:
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        check_not_transformed(self.unit.name)
         with self.engine.turns.taken():
             return self._run(args, kwargs)
 
@@ -253,10 +264,14 @@ class Block:
         pieces = MicroBatches(args, kwargs, self.engine.micro_batch, self.module)
         if len(pieces.calls) == 1:
             return self._piece(run, *pieces.calls[0], by_itself)
-        writes = ModuleWrites(self.module, self.unit.name)
-        outputs = [self._piece(run, *call, by_itself) for call in pieces.calls]
+        writes, recorded, outputs = ModuleWrites(self.module, self.unit.name), Recorded(), []
+        for call in pieces.calls:
+            with recorded.piece():
+                outputs.append(self._piece(run, *call, by_itself))
         writes.check()
-        return pieces.join(outputs)
+        output, joined = pieces.join([*zip(outputs, recorded.pieces, strict=True)])
+        recorded.add(joined)
+        return output
 
     def _piece(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], by_itself: bool) -> Any:
         if self.compiled is not None and (graph := self.compiled.forward(args, kwargs)) is not None:

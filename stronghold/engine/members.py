@@ -77,9 +77,9 @@ def check_held(name: str, owners: Iterable[tuple[nn.Module, str, nn.Parameter]])
     for module, own, parameter in owners:
         if module._parameters.get(own) is not parameter:
             raise OffloadedModelError(
-                f"parameter {own!r} of {name} ({type(module).__name__}) was replaced after offload(), so the "
-                "engine would compute with the old one; write into the parameter (p.data.copy_(...)), or replace "
-                "it before calling offload()"
+                f"parameter {own!r} of {name} ({type(module).__name__}) was replaced after offload(), as by "
+                "torch.func.functional_call, so the engine would compute with the old one; write into the parameter "
+                "(p.data.copy_(...)), or replace it before calling offload()"
             )
 
 

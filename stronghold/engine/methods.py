@@ -54,6 +54,11 @@ class Apply(_Method):
             for dtype in sorted({dtype for unit in engine.units for dtype in unit.dtypes}, key=str):
                 probe = torch.empty(0, dtype=dtype, device=engine.device.torch_device)
                 result = function(probe)
+                if probe.is_cpu and probe.is_shared():
+                    raise OffloadedModelError(
+                        "an offloaded model's weights stay in their memory (got share_memory()); give other processes "
+                        "copies: {n: w.clone() for n, w in model.state_dict().items()}"
+                    )
                 if result.device not in (probe.device, _HOST) or result.dtype != probe.dtype:
                     raise OffloadedModelError(
                         f"an offloaded model stays on {probe.device} with dtype {probe.dtype} (got a move to "

@@ -1,6 +1,7 @@
 """Where one unit of parameters lives, and how its parameters and gradients behave there."""
 
 from stronghold.unit.attributes import same_octets
+from stronghold.unit.calls import check_not_transformed
 from stronghold.unit.closed import close_parameter, closed_error
 from stronghold.unit.compiler import as_written, opaque
 from stronghold.unit.computed_with import digest
@@ -48,7 +49,7 @@ from stronghold.unit.replicas import ONE_REPLICA, Lane, Replicas
 from stronghold.unit.room import Need, check_room, missing_remainders
 from stronghold.unit.unit import Unit
 from stronghold.unit.unit_memory import Kind, Memory
-from stronghold.unit.users import has_company
+from stronghold.unit.users import check_unmoved, has_company
 
 __all__ = [
     "ONE_PROCESS",
@@ -75,8 +76,10 @@ __all__ = [
     "bound",
     "check_mixed",
     "check_not_swapped",
+    "check_not_transformed",
     "check_packed",
     "check_room",
+    "check_unmoved",
     "close_parameter",
     "closed_error",
     "consumed_error",

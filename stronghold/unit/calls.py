@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
+from stronghold.errors import OffloadedModelError
+
 # What tells of a tensor and not of its values: asking for it waits for nothing.
 FACTS = frozenset(
     [
@@ -113,6 +115,16 @@ def written(function: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _qualified(function: OpOverload | OpOverloadPacket) -> str:
     return function.name() if isinstance(function, OpOverload) else function._qualified_op_name
+
+
+def check_not_transformed(name: str) -> None:
+    """Raises OffloadedModelError within a transform of ``torch.func``, whose tensors have no memory."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise OffloadedModelError(
+            "an offloaded model computes with tensors that have memory (got those of a transform of torch.func, such "
+            f"as vmap, grad or jvp, in {name}); call backward() or torch.autograd.grad, or transform a model that is "
+            "not offloaded"
+        )
 
 
 def hands_out(key: str, result: Any, value: Tensor) -> bool:

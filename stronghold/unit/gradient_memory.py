@@ -87,7 +87,9 @@ class GradientMemory:
     def lend(self, index: int) -> Tensor:
         """Returns a tensor of its own over one of the host's gradients, which are allocated, for the user to have."""
         assert self.buffer is not None
-        if index not in self._lent or self._lent[index][0].data_ptr() != self.buffer.flat.data_ptr() + self._offset(index):
+        lent = self._lent.get(index)
+        if lent is None or lent[0].data_ptr() != self.buffer.flat.data_ptr() + self._offset(index):
+            # The user has had it moved where other processes have it as well.
             own = self.view(self.buffer, index)
             storage = own.untyped_storage()._cdata
             self._lent[index] = own, storage, torch._C._storage_Use_Count(storage)

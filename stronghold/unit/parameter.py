@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 
 from stronghold.errors import OffloadedModelError
-from stronghold.unit.calls import ALIASES, FACTS, hands_out, key_of, walk, written
+from stronghold.unit.calls import ALIASES, FACTS, check_not_transformed, hands_out, key_of, walk, written
 from stronghold.unit.compiler import opaque
 from stronghold.unit.dtypes import check_mixed
 from stronghold.unit.packed import copy_of, stand_in
@@ -87,6 +87,7 @@ class OffloadedParameter(_Parameter):
         used = [v for v in walk((args, tuple(kwargs.values()))) if isinstance(v, OffloadedParameter)]
         placed = [(value, unit) for value in used if (unit := _unit_of(value)) is not None]
         for _, unit in placed:
+            check_not_transformed(unit.name)
             unit.wait_updated()
         targets = {id(target) for target in written(func, args, kwargs)}
         into = [(value, unit) for value, unit in placed if id(value) in targets]
@@ -262,8 +263,9 @@ def _check_held_by_none(unit: Unit, index: int, value: Tensor) -> None:
         raise OffloadedModelError(
             "p.data = values writes into an offloaded parameter's own memory, which a tensor that is still held has as "
             f"well, or a graph without its backward pass (one of {unit.name}), and would change with it: the way back, "
-            "p.data = kept, would find the new values. Keep a copy, kept = p.data.clone(), or write by "
-            "p.data.copy_(values)"
+            "p.data = kept, would find the new values. Keep a copy, kept = p.data.clone(), write by "
+            "p.data.copy_(values), or compute the values under torch.no_grad(), as in with torch.no_grad(): "
+            "model.unmerge_adapter()"
         )
 
 

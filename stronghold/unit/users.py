@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+from stronghold.errors import OffloadedModelError
+
+if TYPE_CHECKING:
+    from stronghold.unit.unit import Unit
 
 Turn = Callable[[], AbstractContextManager[None]]
 """Runs a block while no other thread computes."""
@@ -52,6 +58,19 @@ class Users:
             here = first.untyped_storage()._cdata == self._storages[0]
         count, users = torch._C._storage_Use_Count, _ALONE + here
         return [index for index, storage in enumerate(self._storages) if count(storage) > users]
+
+
+def check_unmoved(unit: Unit) -> None:
+    """Raises OffloadedModelError where a layer's weights are no longer in the memory from where they are fetched."""
+    assert unit.buffer is not None
+    begin = unit.buffer.flat.data_ptr()
+    for weight, offset in zip(unit.weight, unit.layout.offsets, strict=True):
+        if weight.data_ptr() - begin != offset and weight.numel():
+            raise OffloadedModelError(
+                f"an offloaded layer's weights stay in their memory (those of {unit.name} have been moved into memory "
+                "that processes share, by p.share_memory_() or by a queue of torch.multiprocessing); build the model "
+                "anew, and send copies: {n: w.clone() for n, w in model.state_dict().items()}"
+            )
 
 
 def _count(tensor: Tensor) -> int:

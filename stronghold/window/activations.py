@@ -186,8 +186,24 @@ class Activations:
 
 
 def input_sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns the bytes of those of a run's inputs that are kept off the device: the ones that get gradients."""
-    return [t.numel() * t.element_size() for t in tensors if t.requires_grad and t.numel()]
+    """Returns the bytes of those of a run's inputs that are kept off the device: the ones that get gradients.
+
+    One that is expanded, or a part of others, is not: it would come back dense, for which PyTorch computes otherwise.
+    """
+    return [t.numel() * t.element_size() for t in tensors if t.requires_grad and t.numel() and _is_dense(t)]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie one behind the other, in whatever order of its dimensions."""
+    if tensor.layout != torch.strided:
+        return False
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != length:
+                return False
+            length *= size
+    return True
 
 
 def activations_of(kind: int | str, window: Window) -> Activations | None:

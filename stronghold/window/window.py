@@ -4,48 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stronghold.device import Device, Event, Wait, Waits
+from stronghold.device import Device, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.schedule import Action, Computation, Move, Schedule
 from stronghold.store import Store
-from stronghold.unit import BoundParameter, OffloadedParameter, Unit, become
+from stronghold.unit import BoundParameter, OffloadedParameter, Unit, become, check_unmoved
+from stronghold.window.slot import Slot
 from stronghold.window.traffic import Traffic
 from stronghold.window.written import Written
-
-
-@dataclass
-class Slot:
-    """A fixed device buffer that holds one layer at a time."""
-
-    flat: Tensor
-    ready: Event | None = None
-    """The fetch of the layer it holds."""
-    read: Event | None = None
-    """The end of the last computation with the layer it held, or with what was in its memory before."""
-    views: dict[int, list[Tensor]] = field(default_factory=dict)
-    wholes: dict[int, Tensor] = field(default_factory=dict)
-    """All bytes of a layer that it has held."""
-    as_dtype: dict[torch.dtype, Tensor] = field(default_factory=dict)
-    parts: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
-    """What backward passes have asked for, by where it begins and how it is strided."""
-    begin: int = field(init=False)
-    """The address of its first byte."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that the engine itself has over its memory."""
-        views = [view for views in self.views.values() for view in views]
-        bases = [view._base for view in views if view._base is not None]
-        return [self.flat, *self.wholes.values(), *self.as_dtype.values(), *self.parts.values(), *views, *bases]
-
-    def __post_init__(self) -> None:
-        self.begin = self.flat.data_ptr()
 
 
 class Window:
@@ -221,7 +191,9 @@ class Window:
             if move.action is Action.EVICT:
                 self._free.append(self._where.pop(layer))
                 continue
-            unit, slot = self.units[layer], self._free.pop()
+            unit = self.units[layer]
+            check_unmoved(unit)
+            slot = self._free.pop()
             self._where[layer] = slot
             # The slot's last layer may still be computing, on the device, when this is issued.
             self.waits.stream(self.device.fetches, slot.read, Wait.SLOT_FREE)
@@ -294,7 +266,8 @@ class Window:
                 unit.versions = versions
             raise OffloadedModelError(
                 f"{unit.name} changed one of its own parameters in place during its computation; such a change would "
-                "be lost, because the device holds a copy. Change parameters outside the layer's forward"
+                "be lost, because the device holds a copy. Change parameters outside the layer's forward; an "
+                "optimizer's step comes when backward() has returned, or within it by AdamW(update='in_backward')"
             )
 
 

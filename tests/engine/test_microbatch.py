@@ -5,6 +5,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -217,3 +218,44 @@ def test_layers_whose_samples_hang_together_are_refused():
     with pytest.raises(ValueError, match=r"BatchNorm1d in layers\.0\.1"):
         stronghold.offload(model, device="cpu", layers="layers", micro_batch=1)
     assert stronghold.offload(model, device="cpu", layers="layers")(numbers(1)[0]).isfinite()
+
+
+FAMILY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+
+
+def attentive() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**FAMILY, attn_implementation="eager"))
+
+
+def routed() -> nn.Module:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**FAMILY, **experts, router_aux_loss_coef=1.0))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize(("build", "name"), [(attentive, "attentions"), (routed, "router_logits")])
+def test_what_transformers_records_inside_of_layers_is_put_together(build, name, micro_batch, activations):
+    """An auxiliary loss takes the routers' logits with the mask of the whole batch, distillation the attentions."""
+    plain, ours = pair(build, micro_batch=micro_batch, activations=activations, window=1)
+    ids = torch.randint(0, 64, (3, 10), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    found = []
+    for model in (plain, ours):
+        output = model(input_ids=ids, attention_mask=mask, labels=ids, output_attentions=name == "attentions")
+        recorded = getattr(output, name)
+        (output.loss + sum(one.square().mean() for one in recorded)).backward()
+        found.append([output.loss.detach(), *recorded, *(p.grad for p in model.parameters())])
+    assert_close(found[1], found[0])
+    with torch.no_grad():
+        output = ours(input_ids=ids, output_attentions=name == "attentions")
+    assert len(getattr(output, name)) == 3

@@ -1,7 +1,10 @@
 """Parameters of other kinds are refused as what they are, by name and with the remedy, before anything has changed."""
 
+from multiprocessing.reduction import ForkingPickler
+
 import pytest
 import torch
+import torch.multiprocessing  # has ForkingPickler move what it is given
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -200,3 +203,69 @@ def test_what_has_another_shape_is_not_set():
     with pytest.raises(OffloadedModelError, match="keeps its shape and dtype"):
         weight.set_(torch.ones(3))
     assert torch.equal(weight, before)
+
+
+SENT = {
+    "share_memory_": lambda model: model.layers[1].up.weight.share_memory_(),
+    "state_dict": lambda model: ForkingPickler.dumps(model.state_dict()),
+    "parameter": lambda model: ForkingPickler.dumps(model.layers[1].up.weight),
+    "model": lambda model: ForkingPickler.dumps(model),
+}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("send", SENT)
+def test_weights_that_are_moved_into_shared_memory_are_refused(send, window):
+    """What a queue of torch.multiprocessing does to a tensor's storage: the engine would go on with what was there."""
+    _, model = pair(Residual, window=window)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(numbers(1)[0]).backward()
+    SENT[send](model)
+    optimizer.step()
+    with pytest.raises(OffloadedModelError, match=r"layers\.[01] have been moved into memory that processes share"):
+        model(numbers(1)[0])
+
+
+def test_share_memory_of_the_model_is_refused():
+    _, model = pair(Residual, window=1)
+    with pytest.raises(OffloadedModelError, match="share_memory"):
+        model.share_memory()
+    assert not any(parameter.is_shared() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_gradients_that_are_moved_into_shared_memory_are_those_of_their_pass(kept):
+    plain, model = pair(lambda: Residual(3, lambda: Block(dropout=0.0)), window=1)
+    held, found = [], []
+    for one in (plain, model):
+        for step, batch in enumerate(numbers(3)):
+            one(batch * (step + 1)).backward()
+            found.append([p.grad.clone() for p in one.parameters()])
+            sent = [p.grad for p in one.parameters()]
+            ForkingPickler.dumps(sent)
+            held += [(p.grad.clone(), p.grad) for p in one.parameters()] if kept else []
+            one.zero_grad()
+            del sent
+    assert_close(found[3:], found[:3])
+    assert all(torch.equal(then, now) for then, now in held)
+
+
+TRANSFORMS = {
+    "vmap": lambda model, x: torch.func.vmap(model)(x[None]),
+    "grad": lambda model, x: torch.func.grad(lambda z: model(z).sum())(x),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transform_of_torch_func_is_refused_as_one(transform, root):
+    first = [nn.Linear(SIZE, SIZE)] if root else []
+    _, model = pair(
+        lambda: nn.Sequential(*first, Residual(2, lambda: Block(dropout=0.0))), layers=f"{len(first)}.layers"
+    )
+    batch = numbers(1)[0]
+    with pytest.raises(OffloadedModelError, match="vmap, grad or jvp"):
+        TRANSFORMS[transform](model, batch)
+    with torch.no_grad():
+        assert model(batch).isfinite()

@@ -125,6 +125,22 @@ def test_a_closure_is_called_with_gradients_enabled(update):
     follow(Residual, numbers(4), loop, ours_only={"update": update})
 
 
+@BOTH
+def test_a_step_may_be_taken_in_inference_mode(update):
+    def loop(model, optimizer, batches):
+        losses = []
+        for number, batch in enumerate(batches):
+            loss = model(batch)
+            loss.backward()
+            with torch.inference_mode(mode=number % 2 == 0):
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    follow(Residual, numbers(4), loop, ours_only={"update": update})
+
+
 @pytest.mark.parametrize("norm", [0.02, 1e6])
 def test_max_grad_norm_is_clip_grad_norm(norm):
     seen = []
