@@ -24,7 +24,7 @@ class AdamW(HostAdamW):
 
     The arithmetic and the ``state_dict()`` are those of ``torch.optim.AdamW`` (Loshchilov and Hutter, 2019), and every
     scheduler of ``torch.optim.lr_scheduler`` works with it. ``step()`` may return while updates still run; what
-    reads a parameter, a moment or a gradient in use waits for them.
+    reads a parameter, a gradient or ``optimizer.state`` in use waits for them.
 
     Of ``torch.optim.AdamW``'s other arguments (``amsgrad``, ``maximize``, ``foreach``, ``capturable``,
     ``differentiable``, ``fused``) it takes those values that ask for nothing: False, and None where torch has it.
