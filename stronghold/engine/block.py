@@ -266,7 +266,7 @@ class Block:
             return self._piece(run, *pieces.calls[0], by_itself)
         writes, recorded, outputs = ModuleWrites(self.module, self.unit.name), Recorded(), []
         for call in pieces.calls:
-            with recorded.piece():
+            with pieces.explained(self.unit.name), recorded.piece():
                 outputs.append(self._piece(run, *call, by_itself))
         writes.check()
         output, joined = pieces.join([*zip(outputs, recorded.pieces, strict=True)])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -66,6 +67,20 @@ class MicroBatches:
             self._parts[id(tensor)] = tensor, tensor.split(size) if self._is_cut(tensor) else ()
         _, found = self._parts[id(tensor)]
         return found[number] if found else tensor
+
+    @contextmanager
+    def explained(self, layer: str) -> Iterator[None]:
+        """Adds to an error of the layer's own code that it ran for a micro-batch, of which that knows nothing."""
+        try:
+            yield
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            if sys.version_info >= (3, 11):
+                error.add_note(
+                    f"{layer} ran for one of {len(self.calls)} micro-batches: micro_batch needs the batch as first "
+                    "dimension of what a layer gets, and of what it takes it from; offload without micro_batch if it "
+                    "is another"
+                )
+            raise
 
     def join(self, outputs: Sequence[Any]) -> Any:
         """Returns the output of the layer for all, and writes into the arguments what it has written into their copies.

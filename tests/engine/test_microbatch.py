@@ -1,5 +1,6 @@
 """How a layer's arguments are cut into micro-batches."""
 
+import sys
 from argparse import Namespace
 from collections import namedtuple
 
@@ -259,3 +260,14 @@ def test_what_transformers_records_inside_of_layers_is_put_together(build, name,
     with torch.no_grad():
         output = ours(input_ids=ids, output_attentions=name == "attentions")
     assert len(getattr(output, name)) == 3
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before")
+def test_an_error_in_a_micro_batch_says_that_it_is_one():
+    """BLOOM's bias for each sample and head has both in its first dimension, and goes whole to every micro-batch."""
+    shape = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    _, model = pair(lambda: transformers.BloomForCausalLM(transformers.BloomConfig(**shape)), micro_batch=1)
+    with pytest.raises(RuntimeError) as caught:
+        model(input_ids=torch.ones((3, 10), dtype=torch.int64), use_cache=False)
+    (note,) = caught.value.__notes__
+    assert note.startswith("transformer.h.0 ran for one of 3 micro-batches") and "without micro_batch" in note
