@@ -14,7 +14,8 @@ from torch import Tensor
 from stronghold.device.device import Device
 from stronghold.device.events import Event
 from stronghold.device.memory import Common, HostBuffer
-from stronghold.device.streams import Stream, Task
+from stronghold.device.streams import Stream
+from stronghold.device.work_line import Task
 
 
 class Accelerator:

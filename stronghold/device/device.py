@@ -13,8 +13,9 @@ from torch import Tensor
 
 from stronghold.device.events import Event
 from stronghold.device.memory import Common, DeviceBuffer, HostBuffer
-from stronghold.device.streams import Stream, Task
+from stronghold.device.streams import Stream
 from stronghold.device.timeline import Timeline
+from stronghold.device.work_line import Task
 
 _Kind = TypeVar("_Kind", HostBuffer, DeviceBuffer)
 

@@ -3,103 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import collections
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stronghold.device.events import Event
+from stronghold.device.events import Event, check_not_at_once
 from stronghold.device.forks import check_process, forks
 from stronghold.device.timeline import Stamp
+from stronghold.device.work_line import AtOnce, Fail, Task, WorkLine, never_at_once
 from stronghold.errors import OffloadedModelError
-
-Task = Callable[[], None]
-Fail = Callable[[BaseException], None]
-"""Tells those who wait for a task why it was not carried out."""
-AtOnce = Callable[[], bool]
-"""Whether a task takes no time now: it only gives a device work, and waits for nothing on the host."""
-
-
-def never_at_once() -> bool:
-    return False
-
-
-class _Work(NamedTuple):
-    task: Task
-    fail: Fail | None
-    at_once: AtOnce
-
-
-class _Line:
-    """What a stream's thread has to do, in order. The thread holds this alone, and so ends with its stream."""
-
-    def __init__(self) -> None:
-        self.tasks: collections.deque[_Work] = collections.deque()
-        self.wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.ended: BaseException | None = None
-        """Why no thread carries out what is left, or what is still to come."""
-        self._turn = threading.Lock()
-        """Whoever carries tasks out holds it."""
-
-    def add(self, task: Task, at_once: AtOnce) -> None:
-        """Puts ``task`` behind the others; nobody waits for it itself."""
-        self.tasks.append(_Work(task, None, at_once))
-
-    def give(self, task: Task, fail: Fail, at_once: AtOnce) -> None:
-        """Puts ``task`` behind the others and has all carried out; where the thread has ended, ``fail`` is called.
-
-        To wake the thread takes longer than to give a device a copy, and it then takes Python's lock from the giver: if
-        it has nothing to do and the tasks take no time, the giver carries them out.
-        """
-        self.tasks.append(_Work(task, fail, at_once))
-        if at_once is never_at_once or self.ended is not None or not self._carry_out_at_once():
-            self.wakes.put(True)
-        # Asked behind the append: a thread that ends meanwhile either sees the task or has said before that it ended.
-        if self.ended is not None:
-            self.end(self.ended)
-
-    def carry_out(self) -> None:
-        """Carries all tasks out, in the stream's thread."""
-        with self._turn:
-            while self.tasks:
-                self.tasks.popleft().task()  # a finished task keeps no buffer alive while the thread waits
-
-    def _carry_out_at_once(self) -> bool:
-        """Carries out, in the giver's thread, the tasks before the first that takes time; returns whether all are."""
-        if not self._turn.acquire(blocking=False):
-            return False  # the thread is at it, and may have looked for the last time
-        try:
-            with torch.no_grad():
-                while self.tasks:
-                    if not self.tasks[0].at_once():
-                        return False
-                    self.tasks[0].task()
-                    self.tasks.popleft()
-            return True
-        except IndexError:  # the thread has ended meanwhile, and what was left has failed
-            return True
-        except BaseException:  # Ctrl-C: the thread carries the task out, which may be given to a device twice
-            self.wakes.put(True)
-            raise
-        finally:
-            self._turn.release()
-
-    def end(self, cause: BaseException) -> None:
-        """Says that the thread has ended; what it has not carried out fails."""
-        self.ended = cause
-        while self.tasks:
-            try:
-                fail = self.tasks.popleft().fail
-            except IndexError:  # another thread took the last one
-                return
-            if fail is not None:
-                fail(cause)
 
 
 class Stream:
@@ -121,7 +36,7 @@ class Stream:
         self._born = forks()
         self._error: BaseException | None = None
         self._ended = False
-        self._line = _Line()
+        self._line = WorkLine()
         self._thread = threading.Thread(target=_work, args=(self._line, name), daemon=True)
         self._thread.start()
         weakref.finalize(self, self._line.wakes.put, False).atexit = False
@@ -187,6 +102,7 @@ class Stream:
     def drain(self) -> None:
         """Blocks until what was given is done, failed or not, and of a stream that was ended its thread is gone."""
         if not self._ended:
+            check_not_at_once()
             done = threading.Event()
             self._give(done.set, lambda _: done.set())
             done.wait()
@@ -288,7 +204,7 @@ def finish_streams() -> None:
         stream._thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _work(line: _Line, name: str) -> None:
+def _work(line: WorkLine, name: str) -> None:
     threading.current_thread().name = f"stronghold-{name}"
     try:
         with torch.no_grad():

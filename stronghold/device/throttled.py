@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stronghold.device.cpu import CpuDevice
 from stronghold.device.events import Event
-from stronghold.device.streams import AtOnce, Stream, Task, never_at_once
+from stronghold.device.streams import Stream
 from stronghold.device.timeline import Stamp
+from stronghold.device.work_line import AtOnce, Task, never_at_once
 
 
 @dataclass(frozen=True, kw_only=True)

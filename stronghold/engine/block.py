@@ -131,7 +131,10 @@ class Block:
     @property
     def forward(self) -> Callable[..., Any]:
         """The layer's own ``forward``."""
-        return self._own.__get__(self.module) if self._is_method else self._own
+        return self._bound(self._own)
+
+    def _bound(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        return own.__get__(self.module) if self._is_method else own  # type: ignore[attr-defined]
 
     def compile(self, **arguments: Any) -> None:
         """Has the layer compiled from now on; ``arguments`` are torch.compile's."""
@@ -216,10 +219,13 @@ class Block:
         return self._own_accumulators[1]
 
     def _bare(self, *args: Any, **kwargs: Any) -> Any:
+        return self._by(self._own, args, kwargs)
+
+    def _by(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._beside:
-            return self._uncached(self.forward, args, kwargs)
+            return self._uncached(self._bound(own), args, kwargs)
         with bound(self._beside):
-            return self._uncached(self.forward, args, kwargs)
+            return self._uncached(self._bound(own), args, kwargs)
 
     def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.compiled is not None and (graph := self.compiled.forward(args, kwargs)) is not None:
@@ -333,7 +339,8 @@ class Block:
         # The first run gets what the caller gave, not copies: a cache must be filled, a list appended to.
         state, hooks = State(self.module, copies), ForwardHooks(self.module)
         trained, versions = [p.requires_grad for p in self._parameters], self._versions_elsewhere()
-        again = _Again(run, [(args, kwargs)], arguments, trained, versions, state, hooks)
+        own = self._own if self._is_of_class else None  # another may refer to the layer
+        again = _Again(run, own, [(args, kwargs)], arguments, trained, versions, state, hooks)
         del args, kwargs
         compute = functools.partial(_compute, self._owner, self.unit.name, again)
         with ExitStack() as stack:
@@ -345,9 +352,13 @@ class Block:
 
 
 class _Again(NamedTuple):
-    """What a layer's second run needs; ``first`` is what the first run gets, until then."""
+    """What a layer's second run needs; ``first`` is what the first run gets, until then.
+
+    ``own`` is the forward that the layer's class had in the first run, where it is that.
+    """
 
     run: Run
+    own: Callable[..., Any] | None
     first: list[Any]
     arguments: Any
     trained: list[bool]
@@ -377,7 +388,7 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
     hooks = again.hooks.again(functools.partial(this._saving, again.run))
     # The hooks come last: they tell a checkpoint of the layer's own from what packs where they begin.
     with trained, again.state.again(copies), unwritten(layer), hooks:
-        return this._bare(*args, **kwargs)
+        return this._by(again.own or this._own, args, kwargs)
 
 
 @opaque

@@ -125,10 +125,11 @@ def squared_norms(tensors: Sequence[Tensor], *, threads: int, isa: str = "auto")
     """
     check_threads(threads)
     isa = resolve(isa)
-    spans = [
-        (address(f"tensor {index}", tensor, _FLOATS, tensor.numel()), tensor.dtype is torch.bfloat16, tensor.numel())
-        for index, tensor in enumerate(tensors)
-    ]
+    spans = []
+    for index, tensor in enumerate(tensors):  # of a dozen small ones most of the time goes into looking at them
+        if not (tensor.is_cpu and tensor.dtype in _FLOATS and tensor.is_contiguous()):
+            address(f"tensor {index}", tensor, _FLOATS, tensor.numel())  # which raises
+        spans.append((tensor.data_ptr(), tensor.dtype is torch.bfloat16, tensor.numel()))
     return _C.squared_norms(spans, threads, isa)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stronghold.device import Buffer, Device, HostBuffer
 from stronghold.layout import Layout, lay_out
-from stronghold.unit.users import is_shared
+from stronghold.unit.users import Lent, is_shared
 
 if TYPE_CHECKING:
     from stronghold.unit.gradient import GradMeta
@@ -34,9 +34,8 @@ class GradientMemory:
         self.known: dict[int, GradMeta] = {}
         """What is known of the newest gradient at each index."""
         self._squares: dict[int, Tensor] = {}
-        self._lent: dict[int, tuple[Tensor, int, int]] = {}
-        """Of each gradient on the host that the user may have: a tensor of ours over the storage that all share which
-        are lent, the storage's address, and how many users it has where nobody else has any."""
+        self._lent: dict[int, Lent] = {}
+        """Each gradient on the host that the user may have."""
         self._sums: Buffer | None = None
         self._sums_host: Buffer | None = None
         self.fit()
@@ -66,7 +65,8 @@ class GradientMemory:
         if self.buffer is None:
             unit, length = self._unit, self.layout.total_bytes
             unit.check_memory(host_bytes=length, device_bytes=0, what=f"gradients of {unit.name}")
-            self.buffer = device.host_buffer(length, memory=unit.replicas.memory(length))
+            with torch.inference_mode(False):  # what is made in it cannot be written outside of it
+                self.buffer = device.host_buffer(length, memory=unit.replicas.memory(length))
         return self.buffer
 
     def release(self) -> None:
@@ -88,22 +88,22 @@ class GradientMemory:
         """Returns a tensor of its own over one of the host's gradients, which are allocated, for the user to have."""
         assert self.buffer is not None
         lent = self._lent.get(index)
-        if lent is None or lent[0].data_ptr() != self.buffer.flat.data_ptr() + self._offset(index):
+        if lent is None or lent.tensor.data_ptr() != self.buffer.flat.data_ptr() + self._offset(index):
             # The user has had it moved where other processes have it as well.
-            own = self.view(self.buffer, index)
-            storage = own.untyped_storage()._cdata
-            self._lent[index] = own, storage, torch._C._storage_Use_Count(storage)
-        return self._lent[index][0].data
+            with torch.inference_mode(False):
+                lent = self._lent[index] = Lent(self.view(self.buffer, index))
+        return lent.tensor.data
 
     def is_lent(self, index: int) -> bool:
         """Whether there is still a tensor over what :meth:`lend` has returned, or its storage."""
-        _, storage, users = self._lent.get(index, (None, 0, 0))
-        return bool(storage) and torch._C._storage_Use_Count(storage) > users
+        return index in self._lent and self._lent[index].has_others()
 
     def is_shared(self, index: int, gradient: Tensor) -> bool:
-        """Whether the user has more tensors over the memory of a gradient than that one, which has a detached twin."""
-        _, lent, _ = self._lent.get(index, (None, 0, 0))
-        return is_shared(gradient, lent=gradient.untyped_storage()._cdata == lent)
+        """Whether the user has more than that one tensor over the memory of a gradient, which has a detached twin."""
+        lent = self._lent.get(index)
+        if lent is not None and lent.is_over(gradient):
+            return lent.has_others(but=2)
+        return is_shared(gradient)
 
     def squares(self, buffer: Buffer, index: int) -> Tensor:
         """Returns the sum of squares of one parameter's gradient in a buffer of this layout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -18,9 +19,35 @@ Turn = Callable[[], AbstractContextManager[None]]
 """Runs a block while no other thread computes."""
 
 
-def is_shared(gradient: Tensor, *, lent: bool) -> bool:
-    """Whether others use the memory of a gradient than itself, a detached twin and, where it is lent, its lender."""
-    return _count(gradient) > _ALONE + 1 + lent
+def is_shared(gradient: Tensor) -> bool:
+    """Whether others use the memory of a gradient than itself and a detached twin."""
+    return _count(gradient) > _ALONE + 1
+
+
+class Lent:
+    """A tensor of ours over a storage of which the user gets other tensors, and whether there are any.
+
+    PyTorch counts the tensors over a storage and, depending on its version, not who holds the storage itself: of that
+    Python has one object, whose users Python counts.
+    """
+
+    __slots__ = ("_alone", "_storage", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._storage = tensor, tensor.untyped_storage()
+        self._alone = self._users()
+
+    def is_over(self, other: Tensor) -> bool:
+        """Whether another tensor is over the same storage."""
+        return bool(other.untyped_storage()._cdata == self._storage._cdata)
+
+    def has_others(self, *, but: int = 0) -> bool:
+        """Whether the user has a tensor over the storage, ``but`` for so many, or the storage itself."""
+        tensors, holders = self._users()
+        return tensors > self._alone[0] + but or holders > self._alone[1]
+
+    def _users(self) -> tuple[int, int]:
+        return torch._C._storage_Use_Count(self._storage._cdata), sys.getrefcount(self._storage)
 
 
 def has_company(gradient: Tensor) -> bool:

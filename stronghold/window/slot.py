@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,6 @@ class Slot:
     wholes: dict[int, Tensor] = field(default_factory=dict)
     """All bytes of a layer that it has held."""
     as_dtype: dict[torch.dtype, Tensor] = field(default_factory=dict)
-    parts: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
-    """What backward passes have asked for, by where it begins and how it is strided."""
     begin: int = field(init=False)
     """The address of its first byte."""
 
@@ -34,7 +31,7 @@ class Slot:
         """All that the engine itself has over its memory."""
         views = [view for views in self.views.values() for view in views]
         bases = [view._base for view in views if view._base is not None]
-        return [self.flat, *self.wholes.values(), *self.as_dtype.values(), *self.parts.values(), *views, *bases]
+        return [self.flat, *self.wholes.values(), *self.as_dtype.values(), *views, *bases]
 
     def __post_init__(self) -> None:
         self.begin = self.flat.data_ptr()

@@ -170,20 +170,15 @@ class Window:
     def is_bound(self, layer: int) -> bool:
         return layer in self._bound
 
-    def part(
-        self, layer: int, dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-    ) -> Tensor:
+    def part(self, layer: int, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
         """Returns the tensor that begins ``offset`` elements of its ``dtype`` behind the slot's first byte."""
-        slot, place = self._where[layer], (dtype, offset, shape, stride)
-        if (found := slot.parts.get(place)) is None:
+        slot = self._where[layer]
+        if dtype not in slot.as_dtype:
+            usable = slot.flat.numel() // dtype.itemsize * dtype.itemsize
             with torch.inference_mode(False):
-                if dtype not in slot.as_dtype:
-                    usable = slot.flat.numel() // dtype.itemsize * dtype.itemsize
-                    slot.as_dtype[dtype] = slot.flat[:usable].view(dtype)
-                whole = slot.as_dtype[dtype]
-                found = torch.as_strided(whole, shape, stride, whole.storage_offset() + offset)
-            slot.parts[place] = found
-        return found
+                slot.as_dtype[dtype] = slot.flat[:usable].view(dtype)
+        whole = slot.as_dtype[dtype]
+        return torch.as_strided(whole, shape, stride, whole.storage_offset() + offset)
 
     def _carry_out(self, moves: Iterable[Move]) -> None:
         for move in moves:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stronghold import native
-from stronghold.device import ACCELERATORS, Accelerator, Event, HostBuffer, Stream, streams
+from stronghold.device import ACCELERATORS, Accelerator, Event, HostBuffer, Stream
+from stronghold.device.work_line import WorkLine
 from stronghold.native import Blocks, Segment, Transfer
 from stronghold.optim.muon_step import MomentumSegment, StepSegment
 from tests.accelerator import soft
@@ -61,11 +62,11 @@ def _watch_buffers() -> None:
 
 def _order_threads() -> None:
     """Has a task hear of what its giver had done, and whoever finds an event done of what was done before it."""
-    line, own = streams._Line, threading.local()
+    line, own = WorkLine, threading.local()
     add, give = line.add, line.give
     happen, wait, done = Event.happen, Event.wait, Event.done.fget
     happened: weakref.WeakKeyDictionary[Event, soft.Told] = weakref.WeakKeyDictionary()
-    before: weakref.WeakKeyDictionary[streams._Line, soft.Told] = weakref.WeakKeyDictionary()
+    before: weakref.WeakKeyDictionary[WorkLine, soft.Told] = weakref.WeakKeyDictionary()
     """What the last task of a stream knew: whoever carries out the next one, its thread or a giver, comes behind it."""
     assert done is not None
 

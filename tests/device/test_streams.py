@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from stronghold.device import CpuDevice, Event, HostBuffer, Stream, Timeline, open_device
-from stronghold.device.streams import _Work, never_at_once
+from stronghold.device.work_line import QueuedTask, never_at_once
+from stronghold.errors import StrongholdError
 from tests.crossed import seeds
 
 
@@ -121,7 +123,7 @@ def test_events_of_a_thread_that_has_died_fail(monkeypatch):
     stream.run(lambda: (entered.set(), gate.wait()))
     entered.wait(10)
     first, stamp = stream.record(), stream.stamp()
-    stream._line.tasks.appendleft(_Work(None, None, never_at_once))  # what the thread cannot call
+    stream._line.tasks.appendleft(QueuedTask(None, None, never_at_once))  # what the thread cannot call
     gate.happen()
     for waiting in (first.wait, stamp.get, stream.record().wait, stream.stamp().get):
         assert "background copy or update failed: 'NoneType' object is not callable" in str(within(10, waiting))
@@ -284,3 +286,79 @@ optimizer.step()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, ""), number
+
+
+class Turn:
+    """A lock with which Ctrl-C comes as soon as it is taken, once."""
+
+    def __init__(self) -> None:
+        self._lock, self._met = threading.RLock(), False
+        self._is_owned, self.release = self._lock._is_owned, self._lock.release
+
+    def acquire(self, blocking: bool = True) -> bool:
+        taken = self._lock.acquire(blocking=blocking)
+        if not self._met:
+            self._met = True
+            raise KeyboardInterrupt
+        return taken
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def test_ctrl_c_as_the_giver_takes_its_turn_leaves_the_turn_to_the_thread():
+    stream, target = CpuDevice().fetches, torch.zeros(4)
+    stream._line._turn = Turn()
+    stream.copy(target, torch.ones(4))
+    with pytest.raises(KeyboardInterrupt):
+        stream.record()
+    stream.record().wait()
+    assert target.tolist() == [1, 1, 1, 1]
+
+
+def test_a_signal_s_handler_that_waits_for_the_copy_it_has_interrupted_is_an_error(monkeypatch):
+    """It waited for ever: only the thread that the handler runs in could go on with the copy."""
+    stream, target = CpuDevice().fetches, torch.zeros(4)
+    copy, met, found = stream._copy, [], []
+
+    def handler(*_: object) -> None:
+        stream.copy(target, torch.ones(4))
+        for waits in (stream.record().wait, stream.drain):
+            with pytest.raises(StrongholdError, match="signal's handler cannot wait") as caught:
+                waits()
+            found.append(caught)
+
+    def interrupted(target: torch.Tensor, source: torch.Tensor) -> None:
+        copy(target, source)
+        if not met:
+            met.append(signal.raise_signal(signal.SIGUSR1))
+
+    monkeypatch.setattr(stream, "_copy", interrupted)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        stream.copy(target, torch.ones(4))
+        stream.record().wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(found) == 2
+    assert target.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("elements", [4, 1 << 20])
+def test_small_copies_are_the_giver_s_where_nothing_is_before_them(elements, monkeypatch):
+    stream, gate, threads = CpuDevice().fetches, Event(), []
+    copy = stream._copy
+    monkeypatch.setattr(stream, "_copy", lambda *both: (threads.append(threading.current_thread()), copy(*both)))
+    source, target = torch.ones(elements), torch.zeros(elements)
+    stream.copy(target, source)
+    stream.record().wait()
+    stream.wait(gate)
+    stream.copy(source, target)
+    event = stream.record()
+    assert len(threads) == 1 and not event.done  # it is behind what has not happened
+    gate.happen()
+    event.wait()
+    assert [stream.is_thread(one) for one in threads] == [elements > 4, True]

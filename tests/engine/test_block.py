@@ -1,9 +1,11 @@
 """What a layer's run leaves behind in autograd's graph: it goes with the graph, and nobody may write it."""
 
+import functools
 import gc
 import weakref
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from stronghold.errors import OffloadedModelError
@@ -99,6 +101,25 @@ def test_a_layer_computes_by_the_forward_that_its_class_has_now(activations, win
     expected, got = map(
         loop, pair(lambda: Residual(3, lambda: Block(dropout=0.0)), window=window, activations=activations)
     )
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "host"])
+def test_the_second_run_has_the_forward_of_the_first(activations, monkeypatch):
+    """Also where another pass came in between, as of a reference model that is the same with a patch."""
+
+    def loop(model: nn.Module) -> list[Tensor]:
+        first, second = numbers(2)
+        with monkeypatch.context() as patched:
+            patched.setattr(Block, "forward", minus_its_input)
+            loss = model(first)
+        with torch.no_grad():
+            model(second)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    build = functools.partial(Residual, 3, functools.partial(Block, dropout=0.0))
+    expected, got = map(loop, pair(build, window=1, activations=activations))
     assert_close(got, expected)
 
 

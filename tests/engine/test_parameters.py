@@ -250,6 +250,34 @@ def test_gradients_that_are_moved_into_shared_memory_are_those_of_their_pass(kep
     assert all(torch.equal(then, now) for then, now in held)
 
 
+HOLDS = {
+    "tensor": (lambda g: g, lambda g: g.clone()),
+    "storage": (lambda g: g.untyped_storage(), lambda storage: torch.tensor(list(storage))),
+    "typed storage": (lambda g: g.storage(), lambda storage: torch.tensor(storage.tolist())),
+    "numpy": (lambda g: g.numpy(), torch.tensor),
+    "transposed": (lambda g: g.t(), lambda g: g.clone()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("hold", HOLDS)
+def test_a_gradient_that_is_held_keeps_its_values(hold, passes):
+    """The memory of a layer's gradients on the host is the next pass's, unless the user has any of it."""
+    _, model = pair(lambda: Residual(2, lambda: Block(dropout=0.0)), window=1)
+    optimizer = stronghold.AdamW(model.parameters())
+    take, read = HOLDS[hold]
+    held = []
+    for batch in numbers(4):
+        for _ in range(passes):
+            model(batch).backward()
+        held += [(take(p.grad), read(take(p.grad))) for p in (model.layers[0].up.weight, model.layers[1].down.weight)]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(torch.equal(read(one), values) for one, values in held)
+        del held[2:4]  # and what is let go of is used again
+
+
 TRANSFORMS = {
     "vmap": lambda model, x: torch.func.vmap(model)(x[None]),
     "grad": lambda model, x: torch.func.grad(lambda z: model(z).sum())(x),
