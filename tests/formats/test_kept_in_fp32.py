@@ -202,6 +202,11 @@ def test_what_transformers_leaves_out_where_it_quantises_is_left_out(tmp_path: P
     assert {name: type(module).__name__ for name, module in model.named_modules()} == kinds
     expected = dict(plain.named_parameters())
     assert [name for name, p in model.named_parameters() if not torch.equal(p, expected[name])] == []
+    for module in plain.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = (
+                False  # to evaluate, it repacks the bytes for a kernel that rounds otherwise
+            )
     ids = torch.arange(2, 18).view(1, 16)
     with torch.no_grad():
         logits = [one(input_ids=ids, decoder_input_ids=ids).logits for one in (plain, model)]
