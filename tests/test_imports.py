@@ -41,6 +41,7 @@ LAB = {
     "outputs": 0,
     "command": 0,
     "models": 0,
+    "real_paths": 0,
     "settings": 1,
     "stops": 1,
     "records": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Collection
@@ -55,7 +56,7 @@ def prune(folder: str | Path, step: int, keep: int, damaged: Collection[Path] = 
     """
     folder = Path(folder)
     for stale in (*folder.glob(".step-*.removed"), *folder.glob(".step-*.partial")):
-        shutil.rmtree(stale)  # of a process that was killed
+        _delete(stale)  # of a process that was killed
     known = [path for number, path in steps_in(folder).items() if number <= step]
     intact = [path for path in known if path not in damaged]
     for path in known:
@@ -64,9 +65,17 @@ def prune(folder: str | Path, step: int, keep: int, damaged: Collection[Path] = 
 
 
 def remove(path: Path) -> None:
-    """Removes one checkpoint."""
+    """Removes one checkpoint, or a file or a link that has its name."""
     hidden = path.with_name(f".{path.name}.removed")
-    shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed
+    if os.path.lexists(hidden):  # of a process that was killed
+        _delete(hidden)
     path.rename(hidden)
     sync_directory(path.parent)
-    shutil.rmtree(hidden)
+    _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

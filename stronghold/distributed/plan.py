@@ -77,7 +77,7 @@ def plan(
         window: Layers on the device at a time.
         resident: Layers that stay there.
         device_memory: What may be taken of the device's memory, activations with it, in bytes or like ``"24GiB"``; by
-            default nearly all that the machine's device has.
+            default nearly all that the machine's device has. Refused for a machine that computes on its host.
         host_memory: What the process may take of host memory; by default nine tenths of the machine's.
         tokens: Of which the table says how long training on them takes.
         name: What the model is called in the plan.

@@ -17,7 +17,7 @@ from stronghold.lab.command import WRONG_USAGE, error_in
 from stronghold.lab.methods import METHODS, ON_DISK
 from stronghold.lab.outputs import LOG_NAME
 from stronghold.lab.records.agreement import AGAIN, REFERENCE, comparison_notes, comparison_table
-from stronghold.lab.records.json_lines import Record, append_record, describe_machine, read_records
+from stronghold.lab.records.json_lines import Record, append_record, check_records, describe_machine, read_records
 from stronghold.lab.records.runlog import check_run_folder
 from stronghold.lab.records.runs import read_run
 from stronghold.lab.settings import TrainSettings
@@ -41,6 +41,7 @@ def compare(settings: TrainSettings, arguments: Sequence[str], *, console: Conso
     if settings.resume:
         raise ValueError("a comparison cannot be resumed (got resume=True with method='all'); begin a new one")
     settings.check_outputs()
+    check_records(settings.record)
     records = []
     for method in METHODS:
         folder = Path(settings.out) / method

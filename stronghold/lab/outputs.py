@@ -11,11 +11,14 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from stronghold.formats.mounts import check_no_mount
+from stronghold.formats.whole_file import write_whole
 
 PathLike = str | os.PathLike[str]
 
 LOG_NAME, TIMELINE_NAME = "log.jsonl", "timeline.json"
 """What a run writes into its folder."""
+RUNS_NAME, TRIALS_NAME, TEXTS = "runs.jsonl", "trials.jsonl", "log_*.txt"
+"""What a folder of results has beside the runs' folders: records of runs, of trials, and logs of the artifact."""
 
 _IMAGES = (".gif", ".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
 
@@ -29,6 +32,11 @@ def files_of(run: str) -> list[str]:
     """Returns the files of a run, of which ``run`` is the folder or its log, or of all runs below a folder."""
     names = "**/" + LOG_NAME, "**/" + TIMELINE_NAME
     return [os.path.join(glob.escape(run), name) for name in names] if os.path.isdir(run) else [run]
+
+
+def files_of_results(folder: str) -> list[str]:
+    """Returns the files that a page of the results in ``folder`` is made of."""
+    return [*files_of(folder), *(os.path.join(glob.escape(folder), name) for name in (RUNS_NAME, TRIALS_NAME, TEXTS))]
 
 
 def check_file(name: str, path: PathLike) -> None:
@@ -70,6 +78,15 @@ def check_folder(name: str, path: PathLike) -> None:
         _try_in_nearest(os.path.realpath(text))
     except OSError as error:
         _refuse(name, "a folder", text, error.strerror or str(error))
+
+
+def check_places(*, folders: Iterable[tuple[str, PathLike]], files: Iterable[tuple[str, PathLike | None]]) -> None:
+    """Raises ValueError, as above, unless all ``folders``, and the ``files`` that there are, can be written."""
+    for name, folder in folders:
+        check_folder(name, folder)
+    for name, file in files:
+        if file is not None:
+            check_file(name, file)
 
 
 def check_save(
@@ -129,6 +146,39 @@ def check_apart(
                 _refuse_shared(name, path, other_name, other, "read, and would be lost")
 
 
+def check_sources(
+    outputs: Iterable[tuple[str, PathLike | None]],
+    save: PathLike,
+    *,
+    model: PathLike | None,
+    data: Iterable[tuple[str, PathLike | None]],
+) -> None:
+    """Raises ValueError for outputs that would be read as ``data``, and a model saved over the ``model`` that it was.
+
+    Of data's folders all is read but what is called ``.name``: a run that goes on would be refused as one on other
+    data. ``model`` is a folder, or the config.json in it.
+    """
+    folders = [(name, path, os.path.realpath(path)) for name, path in data if path is not None and os.path.isdir(path)]
+    given = [(name, path) for name, path in outputs if path is not None]
+    for name, path in given:
+        for other_name, other, place in folders:
+            within = os.path.relpath(os.path.realpath(path), place).split(os.sep)
+            if within == [os.curdir] or not any(part.startswith(".") for part in within):
+                raise ValueError(
+                    f"{name} must not be in a folder that is read as data (got {name}={os.fspath(path)!r} and "
+                    f"{other_name}={os.fspath(other)!r}: a run that goes on would read its own files); pass another "
+                    "path, or data by a pattern"
+                )
+    if model is None:
+        return
+    folder = model if os.path.isdir(model) else os.path.dirname(os.path.abspath(model))
+    if os.path.realpath(save) == os.path.realpath(folder):
+        raise ValueError(
+            f"save must be another folder than that of the model to train (got save={os.fspath(save)!r} and "
+            f"model={os.fspath(model)!r}, which would be lost); pass another path"
+        )
+
+
 def _holds(known: PathLike, file: str) -> bool:
     """Whether ``file`` is what is ``known``, or one of a folder or a pattern."""
     if os.path.isdir(known):
@@ -136,6 +186,18 @@ def _holds(known: PathLike, file: str) -> bool:
         return os.path.commonpath([place, file]) == place
     found = [known] if os.path.exists(known) else glob.iglob(os.fspath(known), recursive=True)
     return any(os.path.samefile(one, file) for one in found)
+
+
+def write_output(what: str, path: PathLike, content: str | bytes) -> None:
+    """Writes a file, with its folders, which has all of ``content`` or is as before.
+
+    Raises OSError with its name, and ``what`` could not be written.
+    """
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        write_whole(path, content)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write the {what} ({error.strerror})", os.fspath(path)) from error
 
 
 def checkpoints_over(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from stronghold.formats.manifest import NAME, Manifest, read_manifest
 from stronghold.formats.reader import verify
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.tokens import Tokenizer
+from stronghold.lab.real_paths import as_named, real_paths
 from stronghold.lab.records.runlog import check_begins_anew
 from stronghold.lab.settings import TrainSettings, micro_batches_of
 from stronghold.settings import without_place
@@ -28,6 +28,8 @@ from stronghold.store import forget
 from stronghold.unit import ONE_PROCESS, ProcessGroup, from_rank0
 from stronghold.weights import Weights
 
+PLACES = ("path", "source", "out")
+"""The settings that are paths of what a run reads, and of its folder: the same where they lead to the same."""
 SAME = (
     *("method", "path", "layers", "hidden", "heads", "vocabulary", "dropout", "source", "held_out"),
     *(
@@ -155,7 +157,8 @@ class RunCheckpoints:
     def save(self, step: int) -> Path:
         """Saves the checkpoint of ``step`` and then removes those that are too many. Raises what :func:`save` does."""
         path = step_path(self._folder, step)
-        # A damaged one, for the run would have gone on from it. One process looks: it may be gone for the next.
+        # A damaged one, for the run would have gone on from it, or a stray file. One process looks: it may be gone for
+        # the next.
         from_rank0(self._processes, lambda: remove(path) if path.exists() else None)
         self._save(path, step)
         self._skipped.pop(path, None)
@@ -171,7 +174,9 @@ class RunCheckpoints:
 
     def _save(self, path: Path, step: int) -> None:
         model, optimizer, scheduler = self._trained
-        extra = {"position": step, "settings": self._settings.flat(), "data": self._data}
+        settings = self._settings.flat()
+        places = real_paths(settings, PLACES)
+        extra = {"position": step, "settings": settings, "data": self._data, "places": places}
         save(path, model, optimizer, scheduler=scheduler, extra=extra)
 
     def _find(self, say: Callable[[str], None]) -> None:
@@ -197,7 +202,7 @@ class RunCheckpoints:
             )
         begun = self._settings.begun(extra["settings"])
         now, before = begun.flat(), extra["settings"]
-        if listed := _others(_learned(now), _learned(before)):
+        if listed := _others(_learned(now), _learned(as_named(now, before, extra.get("places", {}), PLACES))):
             raise ValueError(
                 f"a run goes on with the settings it began with (got {listed}, in {self._manifest.directory}); "
                 "pass the same, or begin a run in another folder"
@@ -230,8 +235,9 @@ class RunCheckpoints:
     def _is_this_run(self, kept: Manifest) -> bool:
         extra = from_plain(kept.extra)
         there = extra.get("settings", {}) if isinstance(extra, dict) else {}
-        others = _others(_learned(self._settings.begun(there or None).flat()), _learned(there))
-        return os.path.abspath(there.get("out", "")) == os.path.abspath(self._settings.out) and not others
+        now = self._settings.begun(there or None).flat()
+        there = as_named(now, there, extra.get("places", {}) if there else {}, PLACES)
+        return there.get("out") == self._settings.out and not _others(_learned(now), _learned(there))
 
 
 def _others(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:

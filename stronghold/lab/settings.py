@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save, checkpoints_over, own_files
+from stronghold.lab.outputs import check_apart, check_places, check_save, check_sources, checkpoints_over, own_files
 from stronghold.settings import OffloadSettings, check_one_of, check_optimizer
 from stronghold.units import format_bytes, parse_bytes
 
@@ -209,19 +209,18 @@ class TrainSettings:
 
     def check_outputs(self) -> None:
         """Raises ValueError for a place that the run is to write to and cannot. Leaves nothing there."""
-        check_folder("out", self.out)
         files = [(name, getattr(self, name)) for name in ("log", "record")]
-        for name, path in files:
-            if path is not None:
-                check_file(name, path)
+        check_places(folders=[("out", self.out)], files=files)
         stores = [("store", path) for path in self.offload.directories]
-        stores_and_checkpoints = [*stores, ("the run's checkpoints", self.checkpoints_folder)]
         inputs = [("model", self.model.path), ("data", self.data.source), ("tokenizer", self.data.tokenizer)]
+        inputs += [("balance", self.parallel.balance)] if isinstance(self.parallel.balance, str) else []
         check_save(self.save_folder, folders=[("out", self.out), *stores], files=files)
         outputs = [*files, ("save", self.save)]
         kept = checkpoints_over(self.checkpoints_folder, r"step-\d+", outputs)
-        check_apart(outputs, kept=kept, folders=stores_and_checkpoints)
+        check_apart(outputs, kept=kept, folders=[*stores, ("the run's checkpoints", self.checkpoints_folder)])
         check_apart(files, kept=own_files(self.out), inputs=inputs)
+        outputs += [("out", self.out), *stores]
+        check_sources(outputs, self.save_folder, model=self.model.path, data=[("data", self.data.source)])
 
     def begun(self, before: Mapping[str, Any] | None = None) -> TrainSettings:
         """Returns these settings with the learning rate's schedule and the micro-batches that were left open.

@@ -39,7 +39,7 @@ from stronghold.lab.models.files import build_model, longest_sequence_of, vocabu
 from stronghold.lab.models.gpt import GPT
 from stronghold.lab.outputs import TIMELINE_NAME
 from stronghold.lab.receipt import receipt_rows
-from stronghold.lab.records.json_lines import Record, append_record, describe_machine
+from stronghold.lab.records.json_lines import Record, append_record, check_records, describe_machine
 from stronghold.lab.records.progress import StepDisplay
 from stronghold.lab.records.runlog import RunLog, check_run_folder
 from stronghold.lab.records.runs import Summary, summarize
@@ -96,6 +96,7 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
     if isinstance(settings.device_limit, int):
         limit_memory(settings.device, settings.device_limit)
     run.check_outputs()
+    check_records(run.record)
     check_save_folder(run.save_folder)
     if not settings.resume:
         check_run_folder(run.out)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stronghold.formats.whole_file import write_whole
 from stronghold.planner.machine_rows import machine_rows
 from stronghold.tables import Shown
 
@@ -126,9 +127,7 @@ class MachineFile(Shown):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, which is the old or the new one whole at any time. Raises OSError."""
-        unfinished = Path(f"{os.fspath(path)}.unfinished")
-        unfinished.write_text(self.to_json(), encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, self.to_json())
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> MachineFile:

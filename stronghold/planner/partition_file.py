@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stronghold.formats.whole_file import write_whole
 from stronghold.planner.partition import Partition
 from stronghold.planner.stage_costs import recomputed_layers
 
@@ -75,8 +76,8 @@ def object_of(partition: Partition) -> dict[str, list[Any]]:
 
 
 def write_partition(path: str | Path, partition: Partition) -> None:
-    """Writes the stages of ``partition``, which read_partition gives back. Raises OSError where it cannot."""
-    Path(path).write_text(json.dumps(object_of(partition)) + "\n", encoding="utf-8")
+    """Writes the stages of ``partition``, which read_partition gives back, the file whole. Raises OSError."""
+    write_whole(path, json.dumps(object_of(partition)) + "\n")
 
 
 def _is_number(value: object, *kinds: type) -> bool:

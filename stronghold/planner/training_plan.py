@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stronghold.formats.whole_file import write_whole
 from stronghold.planned import PlannedStep
 from stronghold.planner.machine_file import Spread
 from stronghold.planner.other_plans import Alternative, LeftOut, Refused
@@ -255,10 +256,9 @@ class TrainingPlan(Shown):
             ("process", self.process_bytes),
             ("with the device's" if self.is_host else "together", self.host_bytes),
         ]
-        sections = (("device", device), ("host", host))
         return [
             row
-            for title, found in sections
+            for title, found in (("device", device), ("host", host))
             for row in section(title, {name: format_bytes(size) for name, size in found if size})
         ]
 
@@ -271,8 +271,8 @@ class TrainingPlan(Shown):
         return json.dumps(found, indent=1)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON. Raises OSError."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Writes the plan as JSON, the file whole. Raises OSError."""
+        write_whole(path, self.to_json() + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> TrainingPlan:

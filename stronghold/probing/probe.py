@@ -47,7 +47,8 @@ def probe(
     Args:
         device: Where layers are to compute; by default the machine's accelerator, or the CPU where it has none.
         directories: Those whose disks are measured, each with a scratch file of up to 384 MiB that has no name.
-        seconds: About how long to measure. Three rounds over everything are made in any case.
+        seconds: About how long to measure. One round over everything to warm up and three that are measured are made
+            in any case, so that the least is about half a minute, and more with disks.
         keep: Whether to write the result to ``~/.cache/stronghold/machines``, from where ``stronghold.plan`` takes it.
             Directories that were probed before stay in it.
         progress: Called with what is measured next, and the share that is done.

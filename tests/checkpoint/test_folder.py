@@ -71,6 +71,27 @@ def test_damaged_ones_go_and_do_not_count(saved: Any) -> None:
     assert found is not None and found.extra == {"position": 40}, "removing one takes no file from another"
 
 
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("kind", ["file", "link", "dangling"])
+def test_what_only_has_the_name_of_one_is_removed_alone(tmp_path: Any, kind: str, left: bool) -> None:
+    other = tmp_path / "other"
+    (other / "kept").mkdir(parents=True)
+    for path in (step_path(tmp_path, 10), *([tmp_path / ".step-000010.removed"] if left else [])):
+        if kind == "file":
+            path.write_text("notes")
+        else:
+            path.symlink_to(other if kind == "link" else "nowhere")
+    remove(step_path(tmp_path, 10))
+    assert os.listdir(tmp_path) == ["other"] and os.listdir(other) == ["kept"]
+
+
+def test_stray_files_are_left_behind_by_no_pruning(saved: Any) -> None:
+    (saved / ".step-000010.removed").write_text("notes")
+    (saved / ".step-000070.partial").symlink_to("nowhere")
+    prune(saved, 40, 3)
+    assert sorted(os.listdir(saved)) == ["step-000020", "step-000030", "step-000040"]
+
+
 def test_one_is_removed_where_a_process_was_killed_as_it_removed_another(tmp_path: Any) -> None:
     for folder in (step_path(tmp_path, 10), tmp_path / ".step-000010.removed"):
         folder.mkdir()

@@ -19,10 +19,12 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from stronghold.checkpoint.folder import steps_in
+from stronghold.checkpoint.folder import step_path, steps_in
+from stronghold.checkpoint.pretrained import save
 from stronghold.errors import CheckpointError, StoreError
 from stronghold.lab import methods, training
 from stronghold.lab.models.files import load_model
+from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.lab.records.json_lines import read_records
 from stronghold.lab.records.runs import read_run
 from stronghold.lab.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
@@ -318,6 +320,61 @@ def test_other_settings_are_refused_by_name(settings: TrainSettings, changes: An
     with pytest.raises(ValueError, match=message):
         run(settings, resume=True, **changes)
     assert losses(settings.out) == before
+
+
+def test_a_stray_file_in_the_place_of_a_checkpoint_ends_no_run(settings: TrainSettings) -> None:
+    """The run ended at the step that has its name."""
+    run(settings, steps=3)
+    step_path(settings.checkpoints_folder, 6).write_text("notes")
+    _, shown = run(settings, resume=True)
+    assert "after step 3" in shown and kept(settings.out) == [6, 9]
+
+
+def test_the_same_files_by_other_paths_are_the_same(
+    settings: TrainSettings, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run was refused that went on from another folder than it began in."""
+    gpt = GPTConfig(sequence=32, **SHAPE)
+    (tmp_path / "shape").mkdir()
+    save(GPT(gpt), tmp_path / "shape" / "model")
+    (tmp_path / "else" / "where").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("shape")
+
+    def named(model: str, text: str, out: str) -> dict[str, Any]:
+        return {"model": ModelSettings(path=model), "data": DataSettings(source=text), "out": out}
+
+    monkeypatch.chdir(tmp_path)
+    run(settings, steps=3, **named("shape/model", "text.txt", "run"))
+    begun = losses("run")
+    monkeypatch.chdir(tmp_path / "else" / "where")
+    run(settings, steps=6, resume=True, **named("../../link/model", str(tmp_path / "text.txt"), "../../run"))
+    assert losses("../../run")[:3] == begun and kept("../../run") == [3, 6]
+    shutil.copytree(tmp_path / "shape" / "model", "model")
+    with pytest.raises(ValueError, match=r"got path='model', which was '../../link/model', in .*step-000006"):
+        run(settings, resume=True, **named("model", "../../text.txt", "../../run"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"got path='else/where/model', which was '../../link/model'"):
+        run(settings, resume=True, **named("else/where/model", "text.txt", "run"))
+    run(settings, resume=True, **named("./shape/model/", "./text.txt", "run"))
+    assert kept("run") == [6, 9]
+
+
+def test_a_store_knows_its_run_by_another_path(
+    settings: TrainSettings, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that the store has kept is given up where an older checkpoint is chosen over it, damaged as it is."""
+    monkeypatch.chdir(tmp_path)
+    wanted = on_disk(tmp_path, checkpoint_every=3, data=DataSettings(source="text.txt"))
+    run(settings, steps=3, out="run", **wanted)
+    gc.collect()
+    with open(tmp_path / "store" / "layer-00001.bin", "r+b") as file:
+        file.write(b"\xff")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    wanted["data"] = DataSettings(source="../text.txt")
+    _, shown = run(settings, steps=6, resume=True, out="../run", **wanted)
+    assert f"skipped    {tmp_path}/store: " in shown and "step-000003, after step 3" in shown
+    assert kept("../run") == [3, 6]
 
 
 def test_other_data_under_the_same_name_is_refused(settings: TrainSettings) -> None:

@@ -129,3 +129,14 @@ def test_micro_batches_that_are_left_open_are_those_that_a_run_begins_with():
     assert count({"replicas": 1}, stages=2) == 6
     earlier = begun(stages=2).flat() | {"micro_batches": None}  # of a version that did not settle it
     assert begun(earlier, stages=3).parallel.micro_batches == 6
+
+
+@pytest.mark.parametrize("name", ["log", "record"])
+def test_the_partition_that_is_read_is_not_written_over(tmp_path, name):
+    file = tmp_path / "part.json"
+    file.write_text('{"partition": [1, 1], "recompute_ratio": [1, 1]}')
+    settings = TrainSettings(
+        out=str(tmp_path / "run"), parallel=ParallelSettings(stages=2, balance=str(file)), **{name: str(file)}
+    )
+    with pytest.raises(ValueError, match=rf"{name} must have .* balance='{file}', which is read, and would be lost"):
+        settings.check_outputs()

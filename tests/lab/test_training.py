@@ -5,6 +5,7 @@ import io
 import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -314,9 +315,9 @@ def test_a_model_is_trained_on_its_own_tokenizer_which_goes_where_it_goes(settin
     assert (tmp_path / "saved" / "notes.txt").exists() and not (tmp_path / "saved" / "vocab.txt").exists()
 
     again = dataclasses.replace(wanted, model=ModelSettings(path=str(tmp_path / "saved")), out=settings.out + "-2")
-    _, shown = run(dataclasses.replace(again, save=str(tmp_path / "saved")))  # over the model that is trained
+    _, shown = run(dataclasses.replace(again, save=str(tmp_path / "again")))
     assert "62 samples of 32 tokens" in shown
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("7 8 89 elephants") == ids
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").encode("7 8 89 elephants") == ids
     (llama / "config.json").rename(llama / "begin.json")
     _, shown = run(
         dataclasses.replace(wanted, model=ModelSettings(path=str(llama / "begin.json")), out=wanted.out + "3")
@@ -329,11 +330,13 @@ def test_bytes_are_asked_for_and_leave_no_tokenizer_beside_the_model(settings, l
     fitting = GPT(GPTConfig(sequence=32, **SHAPE))
     save(fitting, wide)
     (Path(wide) / "tokenizer.json").write_bytes((llama / "tokenizer.json").read_bytes())
-    wanted = dataclasses.replace(settings, model=ModelSettings(path=wide), steps=1, save=wide)
+    saved = shutil.copytree(wide, tmp_path / "saved")  # another model with a tokenizer, which is replaced
+    wanted = dataclasses.replace(settings, model=ModelSettings(path=wide), steps=1, save=str(saved))
     _, shown = run(dataclasses.replace(wanted, data=dataclasses.replace(settings.data, tokenizer="bytes")))
     assert "text.txt, bytes: " in shown
-    assert not (Path(wide) / "tokenizer.json").exists()
-    _, shown = run(dataclasses.replace(wanted, out=settings.out + "-2"))
+    assert not (saved / "tokenizer.json").exists() and (Path(wide) / "tokenizer.json").exists()
+    again = dataclasses.replace(wanted, model=ModelSettings(path=str(saved)), out=settings.out + "-2", save=None)
+    _, shown = run(again)
     assert "text.txt, bytes: " in shown
 
 

@@ -35,8 +35,14 @@ def limits(
 ) -> Limits:
     """Returns what each of so many processes on the machine may take: without a number, of the host's memory as much.
 
-    This process stands for all of them: each has in memory what this one has but for the model.
+    This process stands for all of them: each has in memory what this one has but for the model. Raises ValueError for a
+    device's memory on a host, which has none of its own.
     """
+    if machine.is_host and device_memory is not None:
+        raise ValueError(
+            f"device_memory is planned with where a device has memory of its own (got {device_memory} on "
+            f"{machine.device_name}); pass host_memory there"
+        )
     device = machine.device_memory_bytes
     if device_memory is not None:
         device = parse_bytes(device_memory)

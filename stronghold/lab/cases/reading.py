@@ -6,12 +6,12 @@ from pathlib import Path
 
 from stronghold.lab.cases.artifact import is_artifact_log, read_artifact_log
 from stronghold.lab.cases.measurement import Measurement, from_record
-from stronghold.lab.outputs import LOG_NAME
+from stronghold.lab.outputs import LOG_NAME, RUNS_NAME, TEXTS, TRIALS_NAME
 from stronghold.lab.records.hardware import moves_of
 from stronghold.lab.records.json_lines import Record, read_records
 from stronghold.lab.records.runs import read_run, summarize, to_float
 
-RUNS, TRIALS = "runs.jsonl", "trials.jsonl"
+RUNS, TRIALS = RUNS_NAME, TRIALS_NAME
 Compare = Callable[[Sequence[Record]], Sequence[object]]
 """Gives for each record of a run what its losses have wrong, in words by ``str()``, or None."""
 
@@ -38,7 +38,7 @@ def read_results(paths: Sequence[str | Path], compare: Compare | None = None) ->
         if not path.is_dir() or (path / LOG_NAME).exists():
             reader.read(path)
             continue
-        for file in [path / RUNS, path / TRIALS, *sorted(path.glob("log_*.txt"))]:
+        for file in [path / RUNS, path / TRIALS, *sorted(path.glob(TEXTS))]:
             if file.exists():
                 reader.read(file, in_folder=True)
     if compare is not None:

@@ -11,6 +11,7 @@ from stronghold.lab.cli.finetune_arguments import DEFAULTS, add_finetune_argumen
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.finetuning.run_file import SUFFIXES, Entry, read_run_file
 from stronghold.lab.finetuning.settings import AdapterSettings, CourseSettings, FinetuneSettings, RowSettings
+from stronghold.lab.outputs import check_apart
 from stronghold.settings import OffloadSettings
 
 _EXAMPLES = """\
@@ -152,6 +153,7 @@ def _settle(options: argparse.Namespace) -> None:
     """Gives each argument its value: the user's, the file's, or else the default."""
     actions: dict[str, argparse.Action] = options.actions
     said: dict[str, Any] = {}
+    file: str | None = None
     if options.model.endswith(SUFFIXES):
         file, options.model = options.model, None
         if options.data is not None:
@@ -163,6 +165,7 @@ def _settle(options: argparse.Namespace) -> None:
     for name in actions:
         if getattr(options, name) is None:
             setattr(options, name, said.get(name, DEFAULTS.get(name)))
+    check_apart([("--log", options.log)], inputs=[("run's file", file)])
 
 
 def _converted(action: argparse.Action, entry: Entry) -> Any:

@@ -125,6 +125,7 @@ def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from stronghold.lab.cli.probe import machine_of
+    from stronghold.lab.outputs import check_apart
     from stronghold.lab.planning import PlanSettings, plan_run
 
     shape = given_shape(options)
@@ -154,6 +155,10 @@ def _run(options: argparse.Namespace) -> int:
         tokens=options.tokens,
         output=options.output,
         picture=options.picture,
+    )
+    check_apart(
+        [("--output", options.output), ("--picture", options.picture)],
+        inputs=[("MODEL", options.model), ("--machine", options.machine)],
     )
     plan_run(settings, machine_of(options.machine, options.device, options.disk or ()), Console())
     return 0

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from stronghold.lab.outputs import check_apart
 from stronghold.planner.training_plan import TrainingPlan
 
 DEFAULTS: dict[str, Any] = {
@@ -33,11 +34,12 @@ _OF_PROCESSES = ("stages", "replicas", "micro_batches", "schedule", "balance")
 def settle(options: argparse.Namespace) -> None:
     """Gives each of those arguments its value: the user's, the plan's, or else the default; ``plan`` becomes the plan.
 
-    Raises ValueError for a plan that cannot be read, one beside an argument that says otherwise, or one for a run that
-    it is not of.
+    Raises ValueError for a plan that cannot be read, one that the run would write over, one beside an argument that
+    says otherwise, or one for a run that it is not of.
     """
     said, file = dict[str, Any](), options.plan
     if file is not None:
+        check_apart([("--log", options.log), ("--record", options.record)], inputs=[("--plan", file)])
         try:
             plan = options.plan = TrainingPlan.read(file)
         except OSError as error:

@@ -40,7 +40,12 @@ def add_probe(commands: Commands) -> None:
     command.add_argument("--disk", type=path, action="append", metavar="DIR", help="measure its disk, too; repeatable")
     command.add_argument("-o", "--output", type=path, metavar="FILE", help="write what was measured there as well")
     command.add_argument(
-        "--seconds", type=float, default=SECONDS, metavar="N", help=f"how long to measure (default: {SECONDS:g})"
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        metavar="N",
+        help=f"how long to measure (default: {SECONDS:g}); about half a minute is the least, whatever is asked for: "
+        "one round over everything warms up, and three are measured",
     )
     command.add_argument("--no-keep", action="store_true", help="keep nothing in ~/.cache")
 

@@ -1,6 +1,8 @@
 """`stronghold plan --profile`: a plan over operators, from the times and bytes that somebody else has measured."""
 
 import argparse
+import glob
+import os
 
 from stronghold.lab.cli.shared_arguments import Group, given_shape, path, source, whole
 
@@ -40,7 +42,7 @@ def run_profiled(options: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from stronghold.lab.outputs import check_file
+    from stronghold.lab.outputs import check_apart, check_file
     from stronghold.planner.profiled.files import models_in, read_profile
     from stronghold.planner.profiled.operator_plan import read_operator_plan
     from stronghold.planner.profiled.plan_search import search
@@ -64,6 +66,8 @@ def run_profiled(options: argparse.Namespace) -> int:
         )
     if options.output is not None:
         check_file("output", options.output)
+    tables = os.path.join(glob.escape(options.profile), "*.csv")
+    check_apart([("--output", options.output)], inputs=[("--profile", tables), ("--replay", options.replay)])
     profile = read_profile(options.profile, options.model, shape.get("layers"))
     cluster = Cluster(
         nodes=1 if options.nodes is None else options.nodes,

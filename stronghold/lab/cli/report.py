@@ -5,7 +5,7 @@ import argparse
 from stronghold.lab.cli.console import print_notes
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.cli.shared_arguments import path, source
-from stronghold.lab.outputs import check_page
+from stronghold.lab.outputs import check_apart, check_page, files_of_results
 
 
 def add_report(commands: Commands) -> None:
@@ -38,6 +38,8 @@ def _run(options: argparse.Namespace) -> int:
     from stronghold.lab.page.page import write_page
 
     check_page("--output", options.output)
+    read = [("RESULTS", file) for file in files_of_results(options.results)]
+    check_apart([("--output", options.output)], inputs=read)
     figures, notes = case_figures(options.results)
     print_notes(write_page(options.results, options.output, run=options.timeline_of, figures=figures, notes=notes))
     print(options.output)

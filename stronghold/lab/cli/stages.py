@@ -22,7 +22,7 @@ from stronghold.distributed.offloaded_layers import machine_known, offloaded_sta
 from stronghold.distributed.table import partition_lines, partition_table, sizes_of
 from stronghold.lab.models.gpt import GPT
 from stronghold.lab.models.layered_gpt import LayeredGPT
-from stronghold.lab.outputs import check_file
+from stronghold.lab.outputs import check_apart, check_file
 from stronghold.lab.settings import ModelSettings
 from stronghold.planner.machine_rates import messages_s
 from stronghold.planner.partition import Partition, partition
@@ -107,6 +107,7 @@ class PartitionSettings:
             if not Path(self.output).absolute().parent.is_dir():
                 raise ValueError(f"output must be a file in a folder that is there (got {self.output!r}); pass another")
             check_file("output", self.output)
+            check_apart([("output", self.output)], inputs=[("machine", self.machine), ("file", self.file)])
 
 
 def partition_model(settings: PartitionSettings, console: Console) -> Partition:

@@ -15,6 +15,7 @@ from stronghold.errors import CheckpointError, StrongholdError
 from stronghold.formats.manifest import read_manifest
 from stronghold.formats.reader import verify
 from stronghold.formats.sync import sync_directory, sync_path
+from stronghold.lab.real_paths import as_named, real_paths
 from stronghold.trainer import FOLDER
 
 SEAL = "finetune.json"
@@ -22,17 +23,23 @@ SEAL = "finetune.json"
 _CHECKED = ("trainer_state.json", "scheduler.pt", "rng_state.pth", "optimizer.pt", "adapter_model.safetensors")
 """What a run goes on from beside KeepEverything's folder, which has checksums of its own."""
 
+_PLACES = ("model", "data", "eval_data", "path")
+"""What of a run's settings are paths of what it reads: the same where they lead to the same."""
 _NOTED_LATER = ("micro_batch", "activations")
 """What checkpoints of earlier versions do not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One that is whole: ``learned`` is what decided which numbers were learned, ``data`` the rows' fingerprint."""
+    """One that is whole: ``learned`` is what decided which numbers were learned, ``data`` the rows' fingerprint.
+
+    ``places`` are where its paths led then.
+    """
 
     path: Path
     step: int
     learned: dict[str, Any]
+    places: dict[str, str]
     data: int
 
 
@@ -43,6 +50,7 @@ def seal(path: Path, *, step: int, learned: Mapping[str, Any], data: int) -> Non
     sums = {name: _crc(path / name) for name in _CHECKED if (path / name).is_file()}
     partial = path / f".{SEAL}.partial"
     told = {"step": step, "learned": learned, "data": data, "files": sums, FOLDER: (path / FOLDER).is_dir()}
+    told["places"] = real_paths(learned, _PLACES)
     partial.write_text(json.dumps(told, default=str), encoding="utf-8")
     sync_path(partial)
     partial.replace(path / SEAL)
@@ -75,6 +83,7 @@ def check_same(found: Checkpoint, learned: Mapping[str, Any], data: int) -> None
     """Raises ValueError where a run with other settings, or on other data, would go on from ``found``."""
     here = json.loads(json.dumps(learned, default=str))
     there = {name: here[name] for name in _NOTED_LATER if name in here} | found.learned
+    there = as_named(here, there, found.places, _PLACES)
     others = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     if others:
         listed = ", ".join(f"{name}={here.get(name)!r}, which was {there.get(name)!r}" for name in others)
@@ -113,9 +122,15 @@ def prune(out: str | Path, step: int, keep: int, damaged: Collection[Path] = ())
 
 
 def remove_partial(out: str | Path) -> None:
-    """Removes what processes that were killed have left in ``out`` of checkpoints that never got their names."""
+    """Removes what processes that were killed have left in ``out`` of checkpoints that never got their names.
+
+    Files that have the name of one go, too.
+    """
     for stale in (*Path(out).glob(".checkpoint-*.partial"), *Path(out).glob(".checkpoint-*.removed")):
         shutil.rmtree(stale, ignore_errors=True)
+    for stray in _paths(out):
+        if not stray.is_dir():
+            stray.unlink()
 
 
 def _paths(out: str | Path) -> list[Path]:
@@ -134,6 +149,7 @@ def _read(path: Path) -> Checkpoint:
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
         step, learned, data, sums, kept = (told[name] for name in ("step", "learned", "data", "files", FOLDER))
+        places = told.get("places", {})  # checkpoints of earlier versions have none
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"its {SEAL} cannot be read ({error})") from error
     for name, crc in sums.items():
@@ -141,7 +157,7 @@ def _read(path: Path) -> Checkpoint:
             raise CheckpointError(f"its {name} is not what was written")
     if kept:
         verify(read_manifest(path / FOLDER))
-    return Checkpoint(path=path, step=step, learned=learned, data=data)
+    return Checkpoint(path=path, step=step, learned=learned, places=places, data=data)
 
 
 def _crc(file: Path) -> int:

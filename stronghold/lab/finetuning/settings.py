@@ -10,7 +10,7 @@ from typing import Any
 from stronghold.checkpoint.quantising import KINDS
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.tokens import LOSSES
-from stronghold.lab.outputs import check_apart, check_file, check_folder, check_save, checkpoints_over, own_files
+from stronghold.lab.outputs import check_apart, check_places, check_save, check_sources, checkpoints_over, own_files
 from stronghold.settings import OffloadSettings, check_one_of, check_optimizer, without_place
 
 SCHEDULERS = (
@@ -190,15 +190,16 @@ class FinetuneSettings:
 
     def check_outputs(self) -> None:
         """Raises ValueError for a place that the run is to write to and cannot. Leaves nothing there."""
-        check_folder("out", self.out)
-        if self.log is not None:
-            check_file("log", self.log)
+        check_places(folders=[("out", self.out)], files=[("log", self.log)])
         stores = [("store", path) for path in self.offload.directories]
-        inputs = [("model", self.model), ("data", self.data.data), ("eval_data", self.data.eval_data)]
+        data = [("data", self.data.data), ("eval_data", self.data.eval_data)]
+        inputs = [("model", self.model), *data, ("adapter", self.adapters.path if self.adapters else None)]
         outputs = [("log", self.log), ("save", self.save)]
         check_save(self.save, folders=[("out", self.out), *stores], files=[("log", self.log)])
         check_apart(outputs, kept=checkpoints_over(self.out, r"checkpoint-\d+", outputs))
         check_apart([("log", self.log)], kept=own_files(self.out)[:1], folders=stores, inputs=inputs)
+        lost = self.model if self.adapters is None else None  # adapters may be saved beside the model that they are of
+        check_sources([("out", self.out), *outputs, *stores], self.save, model=lost, data=data)
 
     def learned(self) -> dict[str, Any]:
         """Returns what decides which numbers the run learns: what a run that goes on must have as it began."""

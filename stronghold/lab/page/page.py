@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 
+from stronghold.lab.outputs import write_output
 from stronghold.lab.page.curves import loss_section, memory_section
 from stronghold.lab.page.reading import find_timeline, read_page_results
 from stronghold.lab.page.runs import machines_section, missing_notes, runs_section
@@ -42,13 +43,9 @@ def write_page(
     about = f"runs: {len(results.runs)}, from {folder}, read {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
     if notes:
         about += f"; notes on what is left out, at the end: {len(notes)}"
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A folder's name may have bytes that are no text.
-        path.write_bytes(to_html("stronghold: results", about, sections).encode("utf-8", "replace"))
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write the page ({error.strerror})", str(path)) from error
+    # A folder's name may have bytes that are no text.
+    page = to_html("stronghold: results", about, sections).encode("utf-8", "replace")
+    write_output("page", path, page)
     return notes
 
 

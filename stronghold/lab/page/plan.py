@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from stronghold.lab.outputs import write_output
 from stronghold.lab.page.page import to_html
 from stronghold.lab.page.section import Section, table
 from stronghold.lab.page.step import drawn_section
@@ -35,12 +36,8 @@ def write_plan_page(
     if drawn := list(_within(spans, step_s)):
         step, notes = drawn_section("One planned step", f"One step of <b>{escape(model)}</b> as it is planned", drawn)
         sections.append(step)
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(to_html("stronghold: a plan", f"for {machine}", sections).encode("utf-8", "replace"))
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write the page ({error.strerror})", str(path)) from error
+    page = to_html("stronghold: a plan", f"for {machine}", sections).encode("utf-8", "replace")
+    write_output("page", path, page)
     return tuple(notes)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stronghold.lab.outputs import LOG_NAME, TIMELINE_NAME
+from stronghold.lab.outputs import LOG_NAME, RUNS_NAME, TIMELINE_NAME
 from stronghold.lab.records.agreement import TOLERANCE, disagreements
 from stronghold.lab.records.hardware import hardware_of, moves_of
 from stronghold.lab.records.json_lines import Record, read_records
@@ -13,7 +13,6 @@ from stronghold.lab.records.runs import read_run, summarize, to_float
 from stronghold.lab.records.timeline import read_spans
 from stronghold.spans import Span
 
-RUNS_NAME = "runs.jsonl"
 _NAMED = 5
 """Runs that a note names; it counts the rest."""
 _ENDED = {True: "interrupted", False: "complete"}

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from stronghold.lab.outputs import LOG_NAME, TIMELINE_NAME
+from stronghold.lab.outputs import LOG_NAME, TIMELINE_NAME, write_output
 from stronghold.lab.page.reading import find_timeline, read_page_results
 from stronghold.lab.records.timeline import read_spans, to_chrome
 
@@ -14,7 +14,7 @@ def write_trace(folder: str | Path, path: str | Path) -> tuple[str, tuple[str, .
     Returns the run's name, and notes on timelines that could not be read. Raises ValueError if there is no timeline,
     and OSError where the trace cannot be written.
     """
-    folder, path = Path(folder), Path(path)
+    folder = Path(folder)
     notes: tuple[str, ...] = ()
     if (folder / TIMELINE_NAME).is_file():
         name, spans = folder.resolve().name, read_spans(folder / TIMELINE_NAME)
@@ -28,9 +28,6 @@ def write_trace(folder: str | Path, path: str | Path) -> tuple[str, tuple[str, .
             f"a trace must be of a run that has recorded the timeline of a step (got {str(folder)!r}, without a "
             f"{TIMELINE_NAME} to read); pass the folder of another run"
         )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(to_chrome(spans, f"stronghold: one step of {name}")) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write the trace ({error.strerror})", str(path)) from error
+    trace = json.dumps(to_chrome(spans, f"stronghold: one step of {name}")) + "\n"
+    write_output("trace", path, trace)
     return name, notes

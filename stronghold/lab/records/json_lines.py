@@ -31,11 +31,21 @@ def to_line(record: Mapping[str, Any]) -> str:
     return json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n"
 
 
+def check_records(path: str | Path | None) -> None:
+    """Raises ValueError, naming it, for a file at ``path`` that a record cannot follow, for its last line is no record.
+
+    None, and a file that is not there, are none. Nothing is changed. Raises OSError for a file that cannot be read.
+    """
+    if path is not None and os.path.isfile(path):
+        with open(path, "rb") as file:
+            _last_line(file)
+
+
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     """Appends one record to the file at ``path``, which it makes if need be with its folder.
 
-    A last line that a crash has cut off goes, as read_records leaves it out. Raises OSError with the file's
-    name where it cannot be written.
+    A last line that a crash has cut off goes, as read_records leaves it out. Raises ValueError as check_records does,
+    and OSError with the file's name where it cannot be written.
     """
     path = Path(path)
     try:
@@ -116,18 +126,35 @@ def describe_machine(packages: Sequence[str] = ()) -> Record:
 
 
 def _end_last_line(file: IO[bytes]) -> None:
+    begin, whole = _last_line(file)
+    if not whole:
+        file.truncate(begin)
+    elif begin is not None:
+        file.write(b"\n")
+
+
+def _last_line(file: IO[bytes]) -> tuple[int | None, bool]:
+    """Returns where the last line begins, None where it has its newline or there is none, and whether it is whole.
+
+    Raises ValueError for one that is no JSON, nor the beginning of an object.
+    """
     size = file.seek(0, os.SEEK_END)
     if not size or (file.seek(size - 1), file.read(1))[1] == b"\n":
-        return
+        return None, True
     file.seek(0)
-    begin = file.read().rfind(b"\n") + 1
-    file.seek(begin)
+    content = file.read()
+    begin = content.rfind(b"\n") + 1
+    line = content[begin:].strip()
     try:
-        json.loads(file.read())
-    except ValueError:
-        file.truncate(begin)
-    else:
-        file.write(b"\n")
+        json.loads(line)
+    except ValueError as error:
+        if line and not line.startswith(b"{"):
+            raise ValueError(
+                f"a file of records has one JSON object a line (got {str(file.name)!r}, whose last line is none: "
+                f"{error}); pass another file, or mend that line"
+            ) from error
+        return begin, False
+    return begin, True
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stronghold.formats.whole_file import write_whole
 from stronghold.planner.profiled.layouts import Share
 
 
@@ -91,8 +92,8 @@ class OperatorPlan:
         }
 
     def write(self, path: str | os.PathLike[str], **more: Any) -> None:
-        """Writes the plan as JSON, with ``more`` beside it. Raises OSError."""
-        Path(path).write_text(json.dumps({**self.to_dict(), **more}) + "\n", encoding="utf-8")
+        """Writes the plan as JSON, with ``more`` beside it, the file whole. Raises OSError."""
+        write_whole(path, json.dumps({**self.to_dict(), **more}) + "\n")
 
 
 def read_operator_plan(path: str | os.PathLike[str]) -> OperatorPlan:

@@ -321,7 +321,15 @@ def test_a_model_that_cannot_be_built_without_values_is_refused_in_one_line(tmp_
         ({"activations": 99}, r"no more layers than there are.*\(got 99\)"),
         ({"micro_batch": "some"}, "micro_batch must be"),
         ({"store": "/mnt/nowhere"}, "the machine must have the speed of each directory of the store"),
-        ({"device_memory": "lots"}, "lots"),
+        (
+            {"device_memory": "1GiB"},
+            r"device_memory is planned with where .* memory of its own \(got 1GiB on a processor\); pass host_memory",
+        ),
+        (
+            {"device_memory": "1GiB", "processes": 2},
+            "device_memory is planned with where a device has memory of its own",
+        ),
+        ({"device_memory": "lots", "given": machine()}, "lots"),
     ],
 )
 def test_what_cannot_be_planned_for_is_refused(change, message):

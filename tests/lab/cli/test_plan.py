@@ -115,6 +115,7 @@ def test_a_run_goes_on_in_the_directories_of_its_plan(capsys):
         (["plan", "nowhere/", "--machine", "gpu.json"], "nowhere"),
         (["plan", "text.txt", "-l", "3", "--machine", "gpu.json"], "a model from files has its own shape"),
         (["plan", *SHAPE, "--machine", "gpu.json", "--device-memory", "1KiB"], "nothing fits: device memory must hold"),
+        (["plan", *SHAPE, "--machine", "laptop.json", "--device-memory", "1GiB"], "a device has memory of its own"),
         (["plan", *SHAPE, "--machine", "gpu.json", "--disk", "elsewhere"], "speed of each directory"),
         (["plan", *SHAPE, "--machine", "gpu.json", "-o", "text.txt/plan.json"], "output must be a file that can be"),
         (["train", *SHAPE, "--plan", "text.txt"], "'text.txt' is no plan"),

@@ -273,6 +273,30 @@ def test_other_settings_or_data_are_refused(tmp_path: Path) -> None:
         runs.run(wanted)
 
 
+def test_the_same_files_by_other_paths_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run was refused that went on from another folder than it began in."""
+    wanted = runs.settings(tmp_path, checkpoint_every=6)
+
+    def named(place: str, model: str = "model") -> FinetuneSettings:
+        data = replace(wanted.data, data=f"{place}data.jsonl")
+        run, folder = f"{place}run", f"{place}{model}"
+        return replace(wanted, model=folder, data=data, out=run, save=f"{run}/model")
+
+    monkeypatch.chdir(tmp_path)
+    runs.run(replace(named(""), steps=12))
+    (tmp_path / "else" / "where").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("model")
+    shutil.copytree("model", "copied")
+    whole = runs.losses(named(""))
+    for path in (tmp_path / "run" / "checkpoint-12", tmp_path / "run" / "model"):
+        shutil.rmtree(path)
+    monkeypatch.chdir(tmp_path / "else" / "where")
+    runs.run(replace(named("../../", "link"), steps=12, resume=True))
+    assert runs.losses(named("../../")) == whole
+    told = refused(replace(named("../../", "copied"), steps=12))
+    assert "(got model='../../copied', which was '../../link', in " in told
+
+
 def test_to_resume_where_there_is_none_yet_begins(tmp_path: Path) -> None:
     wanted = runs.settings(tmp_path, resume=True)
     shown = runs.run(wanted)
@@ -423,6 +447,17 @@ def test_what_a_killed_process_wrote_of_a_checkpoint_goes_before_the_next_is_wri
     runs.run(replace(wanted, checkpoint_every=4))
     assert seen[0] == {"checkpoint-2", "checkpoint-of", ".mine"}
     assert {path.name for path in out.iterdir() if path.is_dir()} == seen[0] | {"checkpoint-4"}
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_stray_file_that_is_named_as_a_checkpoint_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """The run ended at its next checkpoint."""
+    wanted = stopped(runs.settings(tmp_path, steps=6, checkpoint_every=4), monkeypatch)
+    (Path(wanted.out) / f"checkpoint-{step}").write_text("notes")
+    runs.run(wanted)
+    assert {path.name for path in Path(wanted.out).glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
 
 
 def test_damaged_checkpoints_do_not_count_among_the_newest_that_stay(

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from stronghold.lab.records import json_lines
-from stronghold.lab.records.json_lines import append_record, describe_machine, read_records, to_line
+from stronghold.lab.records.json_lines import append_record, check_records, describe_machine, read_records, to_line
 
 
 def test_what_is_appended_is_read(tmp_path):
@@ -38,6 +38,29 @@ def test_a_line_cut_off_at_the_end_is_left_out_and_said(tmp_path, cut):
     assert found.truncated == f"{path}:2 was cut off and is left out"
     append_record(path, {"a": 3})
     assert read_records(path) == json_lines.Records(records=({"a": 1}, {"a": 3}))
+
+
+@pytest.mark.parametrize("last", [b"mine: the last line", b"[1, 2", b'"a"}', b"\xff\xfe", b" x"])
+@pytest.mark.parametrize("before", [b"", b'{"a": 1}\n', b"first\n"])
+def test_a_last_line_that_no_record_begins_is_not_dropped(tmp_path, before, last):
+    """Somebody's notes lost their last line, since their editor had written no newline behind it."""
+    path = tmp_path / "notes.txt"
+    path.write_bytes(before + last)
+    for attempt in (lambda: check_records(path), lambda: append_record(path, {"a": 2})):
+        with pytest.raises(ValueError, match=rf"one JSON object a line \(got '{path}', whose last line is none: "):
+            attempt()
+        assert path.read_bytes() == before + last
+
+
+def test_files_that_records_can_follow_pass_the_check_unchanged(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    check_records(None)
+    check_records(path)
+    check_records("/dev/null")
+    for content in (b"", b"\n", b'{"a": 1}\n', b'{"a": 1}', b'{"a": 1}\n{"b', b'{"a": 1}\n  ', b"notes\n"):
+        path.write_bytes(content)
+        check_records(path)
+        assert path.read_bytes() == content
 
 
 def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
