@@ -216,6 +216,11 @@ class RunCheckpoints:
                 "tenth of the rate"
             )
         say(f"resume     from {self._manifest.directory}, after step {self.step}")
+        if self._manifest.directory == self._store and begun.checkpoint_every is None:
+            say(
+                f"note       {self._store} is no checkpoint any more once its first layer is updated, until the run "
+                "ends: one that is killed before has none; pass --checkpoint-every N to keep others"
+            )
 
     def _consider(self, store: Path) -> None:
         """Chooses the run that the store has kept, unless a newer one is chosen or it is damaged."""

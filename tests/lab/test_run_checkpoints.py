@@ -505,10 +505,11 @@ def test_a_run_that_its_store_has_kept_goes_on_there(
     assert not os.path.exists(tmp_path / "other")
     _, shown = run(settings, resume=True, **wanted)
     assert f"from {tmp_path}/store, after step 4" in shown
+    assert f"note       {tmp_path}/store is no checkpoint any more once its first layer is updated" in shown
     assert losses(settings.out) == losses(str(tmp_path / "whole"))
     gc.collect()
-    _, shown = run(settings, resume=True, **{**wanted, "steps": 12})
-    assert f"from {tmp_path}/store, after step 9" in shown
+    _, shown = run(settings, resume=True, **{**wanted, "steps": 12, "checkpoint_every": 5})
+    assert f"from {tmp_path}/store, after step 9" in shown and "no checkpoint any more" not in shown
 
 
 @pytest.mark.parametrize("end", ["interrupted", "last step", "last step, to save elsewhere"])
