@@ -46,8 +46,9 @@ class Event:
         """Blocks the calling thread until the event has happened; raises what made it fail."""
         if not self.done:
             check_process(self._born)
+        if not self._happened.is_set():
             check_not_at_once()
-        self._happened.wait()
+            self._happened.wait()
         if isinstance(self._error, StrongholdError):
             raise self._error
         if (error := self._error) is not None:
