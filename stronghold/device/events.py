@@ -55,13 +55,13 @@ class Event:
             raise RuntimeError(f"a background copy or update failed: {str(error) or type(error).__name__}") from error
 
 
-at_once: set[int] = set()
+givers: set[int] = set()
 """The threads, by their numbers, that carry out a stream's work themselves, in which they wait for nothing."""
 
 
 def check_not_at_once() -> None:
     """Raises StrongholdError where a signal's handler would wait for the very work that the signal has interrupted."""
-    if threading.get_ident() in at_once:
+    if threading.get_ident() in givers:
         raise StrongholdError(
             "a signal's handler cannot wait for the model in the middle of a copy (it came there, and reads a weight, "
             "saves or computes); set a flag in the handler, and save when step() has returned"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from stronghold.device.events import at_once
+from stronghold.device.events import givers
 
 Task = Callable[[], None]
 Fail = Callable[[BaseException], None]
@@ -70,7 +70,7 @@ class WorkLine:
         try:  # before the lock is taken: a signal may come as soon as it is
             if not self._turn.acquire(blocking=False):
                 return False  # the thread is at it, and may have looked for the last time
-            at_once.add(threading.get_ident())
+            givers.add(threading.get_ident())
             with torch.no_grad():
                 while self.tasks:
                     if not self.tasks[0].at_once():
@@ -84,7 +84,7 @@ class WorkLine:
             self.wakes.put(True)
             raise
         finally:
-            at_once.discard(threading.get_ident())
+            givers.discard(threading.get_ident())
             if self._turn._is_owned():  # type: ignore[attr-defined]
                 self._turn.release()
 

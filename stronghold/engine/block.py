@@ -24,7 +24,7 @@ from stronghold.engine.forward_hooks import ForwardHooks
 from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import MicroBatches, batch_of
 from stronghold.engine.module_writes import ModuleWrites
-from stronghold.engine.packing import Run, pack, pack_input, pack_on_host, there, unpack, unpack_input
+from stronghold.engine.packing import Fetches, Run, pack, pack_input, pack_on_host, there, unpack, unpack_input
 from stronghold.engine.recorded import Recorded
 from stronghold.engine.replay import State, requiring_grad
 from stronghold.engine.saved import stale_error, unwritten
@@ -41,15 +41,13 @@ from stronghold.unit import (
     opaque,
     unit_of,
 )
-from stronghold.window import Accumulators, Activations, KeptInput, Window, accumulators_of
+from stronghold.window import Accumulators, KeptInput, accumulators_of
 
 
-class Runner(Protocol):
+class Runner(Fetches, Protocol):
     """What a block needs of the engine."""
 
     device: Device
-    window: Window
-    activations: Activations | None
     micro_batch: int | None
     turns: Turns
     compiling: Compiling
@@ -65,9 +63,6 @@ class Runner(Protocol):
 
     def begin_backward(self) -> None:
         """Called when a backward pass comes to a layer, before any that is within that one."""
-
-    def return_to(self, run: Run) -> None:
-        """Opens the backward pass of the layer of ``run``, where it is not open."""
 
     def refuse_changes(self) -> None:
         """Takes in what was added to the model, and raises OffloadedModelError for any other change of it."""

@@ -44,7 +44,9 @@ class SlotTensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Engine(Protocol):
+class Fetches(Protocol):
+    """Has what was saved on the device again."""
+
     window: Window
     activations: Activations | None
 
@@ -56,7 +58,7 @@ class Owner(Protocol):
     """Who computes the layer."""
 
     @property
-    def engine(self) -> _Engine: ...
+    def engine(self) -> Fetches: ...
 
 
 _T = TypeVar("_T")
