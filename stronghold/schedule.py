@@ -214,6 +214,11 @@ class Schedule:
         self._twice_round = 2 * tuple(computation.layer for computation in self._order)
         self._changes.clear()
 
+    def start_over(self) -> None:
+        """Forgets what the window holds, and a computation under way: moves were given up, which are made anew."""
+        self._held.clear()
+        self._computing = None
+
     @property
     def held(self) -> frozenset[int]:
         """The layers in the window, those on their way included."""

@@ -67,10 +67,11 @@ class WorkLine:
         """Carries out, in the giver's thread, the tasks before the first that takes time; returns whether all are."""
         if self._turn._is_owned():  # type: ignore[attr-defined]
             return False  # a signal came while this thread was at it, and what it called gives the stream work
+        giver = threading.get_ident()
         try:  # before the lock is taken: a signal may come as soon as it is
             if not self._turn.acquire(blocking=False):
                 return False  # the thread is at it, and may have looked for the last time
-            givers.add(threading.get_ident())
+            givers.add(giver)
             with torch.no_grad():
                 while self.tasks:
                     if not self.tasks[0].at_once():
@@ -84,9 +85,14 @@ class WorkLine:
             self.wakes.put(True)
             raise
         finally:
-            givers.discard(threading.get_ident())
-            if self._turn._is_owned():  # type: ignore[attr-defined]
-                self._turn.release()
+            # A signal is looked for behind a call: each of these has done its work by then, as a test before would not.
+            try:
+                givers.discard(giver)
+            finally:
+                try:  # noqa: SIM105 - a call for it would come first
+                    self._turn.release()
+                except RuntimeError:
+                    pass  # it was not taken
 
     def end(self, cause: BaseException) -> None:
         """Says that the thread has ended; what it has not carried out fails."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ from stronghold.engine.turns import Turns
 from stronghold.engine.updates import Updates, agree_on_step, update_now
 from stronghold.errors import OffloadedModelError
 from stronghold.formats.built_buffers import BuiltBuffers
-from stronghold.optim import HostAdamW, Threads, settings_now
+from stronghold.optim import HostAdamW, Threads
 from stronghold.planned import PlannedSteps
 from stronghold.settings import OffloadSettings, kept_layers
 from stronghold.store import Budget, DiskStore, RamStore, Store
@@ -374,7 +373,6 @@ class Engine:
                 assert optimizer is not None  # it has asked for them
                 done = update_now(self, optimizer, ready.unit, ready.gradients, ready.after)
                 ready.updated(done)
-                self.gradients.since_step.note(ready.unit, ready.gradients, partial(settings_now, optimizer))
         finally:  # an update may be refused
             self.window.end_backward(layer, failed=failed)
         if done is not None:
@@ -390,8 +388,8 @@ class Engine:
     def _end_backward(self, *, failed: bool = False) -> None:
         self._close_layer(failed=failed)
         if self._backward_open:
-            self._backward_open = False
             self.gradients.publish()
+            self._backward_open = False
         self.device_gradients.close()
         self.gradients.parts.forget()
 
@@ -466,6 +464,7 @@ class Engine:
     # Its own.
 
     def _alive(self) -> list[Run]:
+        self._runs = [reference for reference in self._runs if reference() is not None]
         return [run for reference in self._runs if (run := reference()) is not None]
 
     def _attach(self, unit: Unit) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stronghold.device import Device, Event, Wait, Waits, check_process, forks
@@ -69,10 +71,13 @@ def update_now(
     optimizer.check_settings(once=True)
     if unit.was_written():
         unit.take_writes()
-    (update,) = _prepared(engine, optimizer, {unit: gradients}, checked=True)
-    done = update.submit(1.0, after)
+    with _all_or_given_up(engine, [unit]) as prepared:
+        _prepare(engine, optimizer, {unit: gradients}, prepared, checked=True)
+        # Before: where Ctrl-C comes in between, the next pass is refused, and none updates the layer twice.
+        engine.gradients.since_step.note(unit, gradients, partial(settings_now, optimizer))
+        done = prepared[unit].submit(1.0, after)
     if done is None and not unit.weight[0].is_cpu:
-        optimizer.in_order.append(update.update)
+        optimizer.in_order.append(prepared[unit].update)
     return done
 
 
@@ -100,15 +105,34 @@ def _norm(engine: Engine, optimizer: HostAdamW, found: Found) -> float:
 
 
 def _update(engine: Engine, optimizer: HostAdamW, found: Found, scale: float) -> None:
-    updates = _prepared(engine, optimizer, found)
-    for one in updates:
-        one.submit(scale)
-    engine.changed([one.unit for one in updates])
-    for update in (one.update for one in updates):
-        if update.unit.is_aliased or _is_shared(update):
-            optimizer.wait()  # what the user can read or write unseen must be done by now
-            return
-        update.mark_pending()
+    with _all_or_given_up(engine, found) as prepared:
+        _prepare(engine, optimizer, found, prepared)
+        for one in prepared.values():
+            one.submit(scale)
+        engine.changed(list(prepared))
+        for update in (one.update for one in prepared.values()):
+            if update.unit.is_aliased or _is_shared(update):
+                optimizer.wait()  # what the user can read or write unseen must be done by now
+                return
+            update.mark_pending()
+
+
+@contextmanager
+def _all_or_given_up(engine: Engine, units: Iterable[Unit]) -> Iterator[dict[Unit, PreparedUpdate]]:
+    """Lends a block the place for its updates of ``units``; an error in it, such as Ctrl-C, gives up those left over.
+
+    Those that were submitted are complete then. The window has nothing from before an update, however it ends.
+    """
+    prepared: dict[Unit, PreparedUpdate] = {}
+    try:
+        if not all(unit.resident for unit in units):
+            engine.window.to_change()
+        yield prepared
+    except BaseException:
+        for one in prepared.values():
+            one.give_up()
+        wait_on_host(engine)
+        raise
 
 
 def _is_shared(update: Update) -> bool:
@@ -117,21 +141,22 @@ def _is_shared(update: Update) -> bool:
     return any(shared(change.index, change.gradient.of_user) for change in update.changes)
 
 
-def _prepared(engine: Engine, optimizer: HostAdamW, found: Found, *, checked: bool = False) -> list[PreparedUpdate]:
-    """Returns the updates of all units, which nothing refuses any more; where one is refused, nothing changes.
+def _prepare(
+    engine: Engine,
+    optimizer: HostAdamW,
+    found: Found,
+    prepared: dict[Unit, PreparedUpdate],
+    *,
+    checked: bool = False,
+) -> None:
+    """Makes the updates of all units ready, in the order in which they are to be submitted: nothing refuses one then.
 
-    They are in the order in which they are to be submitted.
+    Where one is refused, nothing has changed.
     """
-    prepared: dict[Unit, PreparedUpdate] = {}
-    try:
-        for update in updates_of(optimizer, found, checked=checked):
-            prepared[update.unit] = engine.updates.prepare(update)
-    except BaseException:
-        for one in prepared.values():
-            one.cancel()
-        raise
+    for update in updates_of(optimizer, found, checked=checked):
+        one = prepared[update.unit] = engine.updates.prepare(update)
+        one.begin()
     optimizer.begun(prepared[unit].update for unit in found)
-    return list(prepared.values())
 
 
 class Updates:
@@ -182,6 +207,16 @@ class Updates:
         done = self._store.written_back(unit, updates.record())
         if shared:
             done = self._written_back_everywhere(done, update)
+        return self._uploaded(unit, done)
+
+    def give_up(self, unit: Unit, update_io: UpdateIO) -> None:
+        """Gives up an update that is not in line in full; one that may be is complete behind ``unit.updated``."""
+        if not unit.resident:
+            self._device.updates.submit(update_io.cancel)  # which does nothing where it has run by then
+            unit.updated = self._uploaded(unit, self._store.written_back(unit, self._device.updates.record()))
+
+    def _uploaded(self, unit: Unit, done: Event) -> Event:
+        """Has what an update wrote, when it is ``done``, copied to where the unit is on the device as well."""
         if not unit.has_device_copy:
             return done
         root = self._device.root
@@ -239,6 +274,10 @@ class PreparedUpdate:
         self.unit.updated = self._updates.run(self.update, self._update_io, after)
         return self.unit.updated
 
-    def cancel(self) -> None:
-        """Gives it up; nothing has changed."""
-        self._update_io.cancel()
+    def begin(self) -> None:
+        """Has the store begin to read what the update needs."""
+        self._update_io.begin()
+
+    def give_up(self) -> None:
+        """Gives it up where it has not been submitted, or an error came before it was in full."""
+        self._updates.give_up(self.unit, self._update_io)

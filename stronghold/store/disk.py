@@ -229,6 +229,10 @@ class DiskStore(Store):
         if self._staging is not None:
             self._staging.drop(unit)
 
+    def start_over(self) -> None:
+        if self._staging is not None:
+            self._staging.start_over()
+
     def reading(self, unit: Unit) -> Event | None:
         return self._reading.get(unit)
 

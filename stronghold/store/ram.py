@@ -58,6 +58,9 @@ class RamStore(Store):
 class InPlace:
     """Of what lies in memory nothing is read or written back."""
 
+    def begin(self) -> None:
+        pass
+
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
 

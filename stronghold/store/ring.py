@@ -66,10 +66,12 @@ class Chunk:
 class Ring:
     """``SLOTS`` buffers. Chunks are read in the order in which they were added, as far ahead as buffers are free.
 
-    Chunks are added by the thread that computes; taken and given back, in the same order, by the one that updates.
+    Chunks are added by the thread that computes; read, taken and given back, in the same order, by the one that
+    updates, which no signal interrupts.
     """
 
     def __init__(self, device: Device) -> None:
+        self._updates = device.updates
         self._slots = [_RingSlot(device.host_buffer(SLOT_BYTES, pinned=False, private=True)) for _ in range(SLOTS)]
         self._waiting: deque[Chunk] = deque()
         self._lock = threading.Lock()
@@ -78,6 +80,10 @@ class Ring:
         """Has ``waiting`` read, behind all that were added before."""
         with self._lock:
             self._waiting.extend(waiting)
+        self._updates.submit(self._begin_to_read)
+
+    def _begin_to_read(self) -> None:
+        with self._lock:
             self._read_ahead()
 
     def take(self, chunk: Chunk) -> None:
@@ -101,14 +107,14 @@ class Ring:
             self._release(chunk)
 
     def cancel(self, given_up: Sequence[Chunk]) -> None:
-        """Gives back chunks that are not updated."""
+        """Gives back those chunks that were added, and have not been updated."""
         with self._lock:
             for chunk in given_up:
-                if chunk.slot is None:
+                if chunk in self._waiting:
                     self._waiting.remove(chunk)
-                    continue
-                chunk.file.wait(chunk.reads)
-                self._release(chunk)
+                elif chunk.slot is not None:
+                    chunk.file.wait(chunk.reads)
+                    self._release(chunk)
             self._read_ahead()
 
     def _release(self, chunk: Chunk) -> None:
@@ -190,7 +196,9 @@ class DiskUpdateIO:
             Chunk(file, update, not number, is_aliased, one, _packed(spans(one, arrays)))
             for number, one in enumerate(chunks(parts, arrays, SLOT_BYTES))
         ]
-        ring.add(self.chunks)
+
+    def begin(self) -> None:
+        self.ring.add(self.chunks)
 
     def run(self, segments: Sequence[Piece], kernel: Kernel) -> None:
         self._before()

@@ -31,8 +31,8 @@ def staging_bytes(units: Iterable[Unit], device: Device) -> int:
 @dataclass(eq=False)
 class _Buffer:
     host: HostBuffer
-    free: Event | None = None
-    """Nobody reads into it or copies from it any more."""
+    free: tuple[Event, ...] = ()
+    """Behind these nobody reads into it or copies from it any more."""
 
 
 class DiskStaging:
@@ -52,7 +52,8 @@ class DiskStaging:
         self.device = device
         self.waits = waits
         self._read = read
-        self._free = deque(_Buffer(device.host_buffer(length_bytes // BUFFERS, private=True)) for _ in range(BUFFERS))
+        self._all = [_Buffer(device.host_buffer(length_bytes // BUFFERS, private=True)) for _ in range(BUFFERS)]
+        self._free = deque(self._all)
         self._ahead: dict[Unit, tuple[_Buffer, Event]] = {}
         """What is there or on its way, and when it has been read."""
 
@@ -73,8 +74,15 @@ class DiskStaging:
         """Gives up what was read of a layer that is changing."""
         if unit in self._ahead:
             buffer, read = self._ahead.pop(unit)
-            buffer.free = read
+            buffer.free = (read,)
             self._free.append(buffer)
+
+    def start_over(self) -> None:
+        """Gives up all that was read; each buffer is free when both streams are done with what they were given."""
+        free = self.device.reads.record(), self.device.fetches.record()
+        for buffer in self._all:
+            buffer.free = free
+        self._ahead, self._free = {}, deque(self._all)
 
     def fetch(self, unit: Unit, target: Tensor) -> None:
         """Submits the copy of a layer to the device: of what was read ahead, or what it reads itself."""
@@ -87,11 +95,12 @@ class DiskStaging:
             buffer = self._take(fetches)
             self._read(fetches, unit, buffer.host.flat, Priority.FETCH)
         fetches.copy(target[:length], buffer.host.flat[:length])
-        buffer.free = fetches.record()
+        buffer.free = (fetches.record(),)
         self._free.append(buffer)
 
     def _take(self, stream: Stream) -> _Buffer:
         buffer = self._free.popleft()
         # A copy to the device may still read it, or a read that was given up fill it; the host is to fill it now.
-        self.waits.thread(stream, buffer.free, Wait.BUFFER_FREE)
+        for event in buffer.free:
+            self.waits.thread(stream, event, Wait.BUFFER_FREE)
         return buffer

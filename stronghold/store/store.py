@@ -40,11 +40,14 @@ Kernel = Callable[[list[Any]], None]
 class UpdateIO(Protocol):
     """Reads and writes what one update of a unit needs."""
 
+    def begin(self) -> None:
+        """Begins to read it; updates run in the order in which they were begun, or are given up."""
+
     def run(self, segments: Sequence[Piece], kernel: Kernel) -> None:
         """Calls ``kernel`` on its parts of ``segments``, in one piece or several, where it can read and write them."""
 
     def cancel(self) -> None:
-        """Gives the update up; nothing has changed."""
+        """Gives the update up, begun or not, where it has not run; nothing has changed. Called in the updates' turn."""
 
 
 class Store(ABC):
@@ -164,6 +167,9 @@ class Store(ABC):
     @abstractmethod
     def changed(self, unit: Unit) -> None:
         """Called when a unit's weights have changed: what the store holds of them beside their memory is stale."""
+
+    def start_over(self) -> None:  # noqa: B027
+        """Called where fetches, or what was expected, may not have been given to the device in full."""
 
     def reading(self, unit: Unit) -> Event | None:
         """Returns the event after which the unit's memory may be written: until then it is being read."""

@@ -44,6 +44,11 @@ class _Parameter(nn.Parameter):
         _end_failed_backward(self)
         set_gradient(self, value)
 
+    @grad.deleter
+    @opaque
+    def grad(self) -> None:
+        self.grad = None
+
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         _end_failed_backward(self)
         if (own := self.__dict__.get("_own_class")) is not None:

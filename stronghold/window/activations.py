@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,8 +60,8 @@ class Activations:
         self.shelf = shelf
         self._traffic = traffic
         self._outgrown: list[_InputSlot] = []
-        self._down: list[_InputSlot] = []
-        self._up: list[_InputSlot] = []
+        self._down: deque[_InputSlot] = deque()
+        self._up: deque[_InputSlot] = deque()
         self._runs: list[weakref.ref[Inputs]] = []
         self._slots: weakref.WeakKeyDictionary[Inputs, _InputSlot] = weakref.WeakKeyDictionary()
         """The slots that hold runs' inputs on the device, or soon will."""
@@ -176,12 +177,14 @@ class Activations:
         slot.inputs, slot.used_bytes, slot.version = weakref.ref(inputs), length, None
         self._slots[inputs] = slot
 
-    def _next(self, slots: list[_InputSlot], length: int) -> _InputSlot:
+    def _next(self, slots: deque[_InputSlot], length: int) -> _InputSlot:
         if not slots or slots[0].flat.numel() < length:
             # Copies may still be under way in those that are too short now.
-            self._outgrown = [slot for slot in self._outgrown + slots if slot.event and not slot.event.done]
-            slots[:] = [_InputSlot(self.device.buffer(length)) for _ in range(SLOTS)]
-        slots.append(slots.pop(0))
+            self._outgrown = [slot for slot in (*self._outgrown, *slots) if slot.event and not slot.event.done]
+            longer = deque(_InputSlot(self.device.buffer(length)) for _ in range(SLOTS))
+            slots.clear()
+            slots.extend(longer)
+        slots.rotate(-1)  # in one go: where Ctrl-C came between a slot's way out and in, there would be one less
         return slots[-1]
 
 

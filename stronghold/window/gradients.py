@@ -92,6 +92,8 @@ class Gradients:
         self._stand_ins = StandIns()
         self._done: list[tuple[int, tuple[int, ...]]] = []
         """The layers of the backward pass so far, with what had gradients: what replicas must have in common."""
+        self._met = False
+        """Whether the replicas have met over it."""
         self._found_inf = torch.zeros((), dtype=torch.float64, device=device.torch_device)
         device.copied(self._found_inf)  # where there are replicas, their gradients' stream works on it
         self._unseen = False
@@ -129,9 +131,9 @@ class Gradients:
         unit = self.units[layer]
         if unit.gradients.fit():  # a frozen parameter is trained now
             self.grad_offload.fit()
-        self._layer, self._written = layer, set()
-        self._fresh = {}
         held, known = self._held.setdefault(layer, {}), self._known.setdefault(layer, {})
+        self._written, self._fresh = set(), {}
+        self._layer = layer
         if not (there := present_gradients(unit.parameters)):
             return
         taken = [] if self.summed else self._taken(unit, range(len(unit.parameters)))
@@ -292,13 +294,17 @@ class Gradients:
             self._down = slot.drained = down.record()
 
     def publish(self) -> None:
-        """Ends the backward pass: waits for all gradients and makes them the parameters' ``.grad``."""
+        """Ends the backward pass: waits for all gradients and makes them the parameters' ``.grad``.
+
+        Where Ctrl-C comes it is called again; the replicas meet once.
+        """
         # The user, a clipping function or an optimizer reads them next.
         self.waits.host(self._down, Wait.GRADIENT_READ)
         self.waits.host(self._added, Wait.GRADIENT_ADDED)
         self._down = self._added = None
-        self.batches.agree(self._done)  # and what they see is there once all have brought their shares
-        self._done = []
+        if not self._met:
+            self._met = True
+            self.batches.agree(self._done)  # and what they see is there once all have brought their shares
         for layer, held in self._held.items():
             unit = self.units[layer]
             for index, gradient in held.items():
@@ -316,6 +322,7 @@ class Gradients:
         self._held.clear()
         self._known.clear()
         self._consumed.clear()
+        self._done, self._met = [], False
 
     def collect(self, gradients: dict[int, Tensor]) -> dict[int, HostGrad]:
         """Returns the gradients of a layer on the host, with their squares as they were gathered on the way.

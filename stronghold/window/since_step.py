@@ -30,7 +30,7 @@ class SinceStep:
         """The optimizer's, with which the first layer since the last step was updated."""
 
     def note(self, unit: Unit, gradients: Mapping[int, HostGrad], settings: Callable[[], Settings]) -> None:
-        """Called when the update of a layer with ``gradients``, by index, has been submitted.
+        """Called when the update of a layer with ``gradients``, by index, is to be submitted.
 
         ``settings`` tells with which of the optimizer, which are the same until ``step()``.
         """

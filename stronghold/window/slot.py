@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stronghold.device import Event
+from stronghold.unit import Unit
 
 
 @dataclass
@@ -35,3 +38,30 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.begin = self.flat.data_ptr()
+
+
+def lies_in(slots: Sequence[Slot], tensor: Tensor) -> bool:
+    """Whether a tensor on the slots' device lies in one of them."""
+    if tensor.layout != torch.strided or not torch._C._has_storage(tensor):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        address = tensor.data_ptr()
+    return any(slot.begin <= address < slot.begin + slot.flat.numel() for slot in slots)
+
+
+def kept_by_another(slot: Slot, unit: Unit) -> Tensor | None:
+    """Returns a tensor over a slot, which holds ``unit``, that another has, as far as Python knows of one.
+
+    No generator: among all objects it would find itself, and stay in the middle until the garbage collector comes.
+    """
+    own = {*map(id, slot.tensors), *map(id, unit.parameters)}
+    with torch._C.DisableTorchFunctionSubclass():
+        for found in gc.get_objects():
+            if type(found) not in (Tensor, nn.Parameter) or id(found) in own or found.device != slot.flat.device:
+                continue
+            if lies_in([slot], found):
+                memory, begin = found.untyped_storage()._cdata, found.data_ptr() - slot.begin
+                fetched = (begin, found.nbytes) == (0, unit.layout.total_bytes)
+                if memory == slot.flat.untyped_storage()._cdata and not fetched:
+                    return found
+    return None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stronghold.device import Device, Wait, Waits
 from stronghold.errors import OffloadedModelError
 from stronghold.schedule import Action, Computation, Move, Schedule
 from stronghold.store import Store
 from stronghold.unit import BoundParameter, OffloadedParameter, Unit, become, check_unmoved
-from stronghold.window.slot import Slot
+from stronghold.window.slot import Slot, kept_by_another, lies_in
 from stronghold.window.traffic import Traffic
 from stronghold.window.written import Written
 
@@ -46,6 +45,10 @@ class Window:
         """Those of the host weights, where the user may write them, of the layer of the backward pass under way."""
         self._begun: object = None
         """When the computation under way began."""
+        self._changing = False
+        """Whether layers are being updated, or have been, that :meth:`changed` has not been told of."""
+        self._moving = False
+        """Whether moves that the schedule counts on are not all made: under way, or given up where Ctrl-C came."""
 
     @property
     def size(self) -> int:
@@ -58,6 +61,7 @@ class Window:
 
     def begin_forward(self, layer: int, *, training: bool, behind: Sequence[int]) -> None:
         """Brings ``layer`` onto the device and points its parameters into its slot."""
+        self._check_ended()
         if (schedule := self._scheduled(layer)) is not None:
             moves = schedule.begin_forward(self._number[layer], training=training, behind=self._numbers(behind))
             self._carry_out(moves)
@@ -74,6 +78,7 @@ class Window:
                 self._carry_out(schedule.end_forward(returning=returning))
 
     def begin_backward(self, layer: int, remaining: Sequence[int]) -> None:
+        self._check_ended()
         if (schedule := self._scheduled(layer)) is not None:
             self._carry_out(schedule.begin_backward(self._number[layer], self._numbers(remaining)))
         self._digests = self.units[layer].computed_with.digests
@@ -90,22 +95,27 @@ class Window:
         if written is not None:
             written.take_over()
 
+    def to_change(self) -> None:
+        """Called before layers are updated: until :meth:`changed` has been, what the slots hold may be stale."""
+        self._changing = True
+
     def changed(self, layers: Iterable[int]) -> None:
         """Drops layers whose update is under way and begins to fetch what comes next."""
-        if self.schedule is not None:
+        if (schedule := self._asked()) is not None:
             numbers = self._numbers(layers)
             for number in numbers:
                 self.store.changed(self.units[self._streamed[number]])
-            self._carry_out(self.schedule.changed(numbers))
+            self._carry_out(schedule.changed(numbers))
+        self._changing = False
 
     def leave_out(self, layers: Iterable[int], among: Iterable[int]) -> None:
         """Fetches of the layers ``among``, which come next, all but ``layers``: these are not needed in this pass."""
-        if self.schedule is not None:
+        if (schedule := self._asked()) is not None:
             numbers = self._numbers(layers)
-            for number in set(numbers) - self.schedule.held:
+            for number in set(numbers) - schedule.held:
                 self.traffic.spared += 1
                 self.traffic.spared_bytes += self.units[self._streamed[number]].layout.total_bytes
-            self._carry_out(self.schedule.leave_out(numbers, self._numbers(among)))
+            self._carry_out(schedule.leave_out(numbers, self._numbers(among)))
 
     def follow(self, order: Iterable[Computation]) -> None:
         """Foresees the computations of ``order``, again and again; of resident layers nothing needs to be foreseen."""
@@ -114,7 +124,33 @@ class Window:
             self.schedule.follow([Computation(number[layer], back) for layer, back in order if layer in number])
 
     def _scheduled(self, layer: int) -> Schedule | None:
-        return None if self.units[layer].resident else self.schedule
+        return None if self.units[layer].resident else self._asked()
+
+    def _asked(self) -> Schedule | None:
+        """Returns the schedule to be asked for moves, which are to be carried out next."""
+        if self._moving:
+            self._start_over()
+        self._moving = self.schedule is not None
+        return self.schedule
+
+    def _check_ended(self) -> None:
+        """Starts over where an error, such as Ctrl-C, has left a layer in computation or moves half made."""
+        if self._moving or self._bound or self._changing:
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """Gives up what is in the slots. What was given to the fetches' stream comes before what they fetch next."""
+        for layer in list(self._bound):
+            self._point_back(layer)
+        self.store.start_over()
+        computed = self.device.record_event()
+        for slot in self.slots:
+            slot.read = computed
+        self._where = {layer: slot for layer, slot in self._where.items() if self.units[layer].resident}
+        self._free = list(reversed(self.slots))
+        if self.schedule is not None:
+            self.schedule.start_over()
+        self._moving = self._changing = False
 
     def _numbers(self, layers: Iterable[int]) -> list[int]:
         return [self._number[layer] for layer in layers if layer in self._number]
@@ -140,28 +176,11 @@ class Window:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in a slot."""
-        here = tensor.device.type == self.device.torch_device.type
-        if not here or tensor.layout != torch.strided or not torch._C._has_storage(tensor):
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            address = tensor.data_ptr()
-        return any(slot.begin <= address < slot.begin + slot.flat.numel() for slot in self.slots)
+        return tensor.device.type == self.device.torch_device.type and lies_in(self.slots, tensor)
 
     def kept_by_another(self, layer: int) -> Tensor | None:
-        """Returns a tensor over the slot that holds ``layer`` that another has, as far as Python knows of one.
-
-        No generator: among all objects it would find itself, and stay in the middle until the garbage collector comes.
-        """
-        slot, unit = self._where[layer], self.units[layer]
-        own = {*map(id, slot.tensors), *map(id, unit.parameters)}
-        with torch._C.DisableTorchFunctionSubclass():
-            for found in gc.get_objects():
-                if type(found) in (Tensor, nn.Parameter) and id(found) not in own and self.holds(found):
-                    memory, begin = found.untyped_storage()._cdata, found.data_ptr() - slot.begin
-                    fetched = (begin, found.nbytes) == (0, unit.layout.total_bytes)
-                    if memory == slot.flat.untyped_storage()._cdata and not fetched:
-                        return found
-        return None
+        """Returns a tensor over the slot that holds ``layer`` that another has, as far as Python knows of one."""
+        return kept_by_another(self._where[layer], self.units[layer])
 
     def users(self, layer: int) -> int:
         """Returns how many tensors, the engine's own among them, use the memory of the slot that holds ``layer``."""
@@ -202,6 +221,7 @@ class Window:
         if (count := self.store.lookahead) and self.schedule is not None:
             # By the schedule, for it knows what comes next; as soon as it is known, for a disk is slow.
             self.store.expect([self.units[self._streamed[number]] for number in self.schedule.ahead(count)])
+        self._moving = False
 
     def computed(self, layer: int, *, backward: bool) -> None:
         """Tells the device that the computation of ``layer`` has been issued in full."""
@@ -251,11 +271,12 @@ class Window:
 
     def _unbind(self, layer: int) -> None:
         unit = self.units[layer]
-        before, versions = self._bound.pop(layer, unit.versions), unit.versions_now()
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, weight in () if unit.resident else zip(unit.parameters, unit.weight, strict=True):
-                parameter.data = weight
-        become(OffloadedParameter, unit.parameters)
+        try:
+            before, versions = self._bound.get(layer, unit.versions), unit.versions_now()
+            self._point_back(layer)
+        except BaseException:  # Ctrl-C: what the user reads of the layer then is what the host has
+            self._point_back(layer)
+            raise
         if versions != before:
             if unit.versions == before:  # else the user has written them outside as well
                 unit.versions = versions
@@ -264,6 +285,14 @@ class Window:
                 "be lost, because the device holds a copy. Change parameters outside the layer's forward; an "
                 "optimizer's step comes when backward() has returned, or within it by AdamW(update='in_backward')"
             )
+
+    def _point_back(self, layer: int) -> None:
+        unit = self.units[layer]
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, weight in () if unit.resident else zip(unit.parameters, unit.weight, strict=True):
+                parameter.data = weight
+        become(OffloadedParameter, unit.parameters)
+        self._bound.pop(layer, None)
 
 
 def _own_slot(unit: Unit) -> Slot:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.errors import OffloadedModelError
 from stronghold.unit import OffloadedParameter, unit_of
 from tests.small import SIZE, Block, Residual, assert_close, numbers, pair
@@ -297,3 +298,22 @@ def test_a_transform_of_torch_func_is_refused_as_one(transform, root):
         TRANSFORMS[transform](model, batch)
     with torch.no_grad():
         assert model(batch).isfinite()
+
+
+def test_a_gradient_is_deleted_as_any_parameter_s():
+    model = stronghold.offload(Residual(), device="cpu", window=1)
+    for parameter in model.parameters():
+        model(numbers(1)[0]).backward()
+        del parameter.grad
+        assert parameter.grad is None
+    model(numbers(1)[0]).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_passes_that_no_backward_follows_leave_nothing_behind():
+    model = stronghold.offload(Residual(), device="cpu", window=1)
+    runs = []
+    for _ in range(4):
+        model(numbers(1)[0])
+        runs.append(len(engine_of(model)._runs))
+    assert runs[0] == runs[-1]
