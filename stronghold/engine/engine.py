@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -407,7 +407,7 @@ class Engine:
         if self.device.is_host and not self.store.paths and not optimizer.in_backward:
             keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 
-    def agree(self, optimizer: HostAdamW, given: Mapping[Unit, Collection[int]]) -> None:
+    def agree(self, optimizer: HostAdamW, given: Mapping[Unit, Mapping[int, Tensor]]) -> None:
         check_process(self._born)
         agree_on_step(self.replicas, optimizer, given)
 

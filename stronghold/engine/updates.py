@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from stronghold.device import Device, Event, Wait, Waits, check_process, forks
 from stronghold.optim import HostAdamW, Update, gradients_of, settings_in_common, settings_now, updates_of
 from stronghold.store import Store, UpdateIO
-from stronghold.unit import HostGrad, Replicas, Unit, sum_over
+from stronghold.unit import HostGrad, Replicas, Unit, grad_meta_of, sum_over
 
 if TYPE_CHECKING:
     from stronghold.engine.engine import Engine
@@ -81,15 +85,27 @@ def update_now(
     return done
 
 
-def agree_on_step(replicas: Replicas, optimizer: HostAdamW, given: Mapping[Unit, Collection[int]]) -> None:
+def agree_on_step(replicas: Replicas, optimizer: HostAdamW, given: Mapping[Unit, Mapping[int, Tensor]]) -> None:
     """Raises ParallelError where replicas are not ``given`` gradients at the same indices of the same units.
 
-    And where they would update with other settings, or parameters are in other groups.
+    And where they would update with other settings, parameters are in other groups, or gradients of layers that a loop
+    has assigned itself are not the same: each replica updates its share with its own.
     """
     if replicas.world_size > 1:
         number = optimizer.group_number
-        done = [(unit.name, tuple((i, number(unit, i)) for i in indices)) for unit, indices in given.items()]
+        done = [
+            (unit.name, tuple((i, number(unit, i), _assigned(unit, gradient)) for i, gradient in gradients.items()))
+            for unit, gradients in given.items()
+        ]
         replicas.agree(done, settings=settings_in_common(optimizer))
+
+
+def _assigned(unit: Unit, gradient: Tensor) -> int | None:
+    """Returns a checksum of a layer's gradient that is not one that its backward pass has published."""
+    if unit.is_root or unit.resident or grad_meta_of(gradient) is not None:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return zlib.crc32(gradient.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _norm(engine: Engine, optimizer: HostAdamW, found: Found) -> float:

@@ -122,8 +122,10 @@ class Replicas:
             if len(told) == group.world_size:  # else they are at different places
                 self._check_settings(told)
             raise ParallelError(
-                "replicas must compute the same layers in the same order, and have gradients for the same parameters "
-                f"(replica {self.rank}: {str(done)[:300]}); give each data that take the same way through the model",
+                "replicas must compute the same layers in the same order, have gradients for the same parameters, and "
+                "the same ones where a loop sets p.grad of a layer itself (those of backward() are the mean of all) "
+                f"(replica {self.rank}: {str(done)[:300]}); give each data that take the same way through the model, "
+                "and take the mean of what is set",
                 ours=self.rank == 0,
             )
         return -int(extremes[3]), int(extremes[2])

@@ -56,7 +56,10 @@ class SharedGradOffload(GradOffload):
     def send(self, unit: Unit, indices: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
         slot, lane = self.slot, unit.replicas.gradients
         gradients = [self._share(slot, unit, index, unit.replicas.local_rank) for index in indices]
-        squares = [self._square(slot, unit, index) for index in indices]
+        # All that are trained, whatever has a gradient here: where another replica has others, that is told at the end.
+        trained = unit.gradients.indices
+        places = None if len(indices) == len(trained) else [trained.index(index) for index in indices]
+        squares = [self._square(slot, unit, index) for index in trained]
         regions = self._regions_of(unit).of_dtype.items()
         flats = [slot.flat[begin : begin + length].view(dtype) for dtype, (begin, length) in regions]
 
@@ -64,6 +67,8 @@ class SharedGradOffload(GradOffload):
             for flat in flats:
                 lane.reduce_scatter_mean(flat)
             total = squares_of(gradients, threads)
+            if places is not None:
+                total = total.new_zeros(len(trained)).index_copy_(0, torch.tensor(places, device=total.device), total)
             lane.sum(total)
             spread(total, squares, found_inf)
 

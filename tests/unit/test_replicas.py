@@ -121,6 +121,56 @@ def test_replicas_that_would_update_with_other_settings_are_refused() -> None:
         torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_own_gradients_that_a_loop_sets_are_refused_and_common_ones_trained_with() -> None:
+    """Each replica updated its share of every layer with its own, and the model was no replica's."""
+    plain = trained_by_plain_pytorch(steps=1)
+
+    def run(model: nn.Module, one: Replicas) -> dict[str, torch.Tensor]:
+        optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.01)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for parameter, gradient in zip(
+            model.parameters(), torch.autograd.grad(model(batch(one.rank, 0)), list(model.parameters())), strict=True
+        ):
+            parameter.grad = gradient
+        with pytest.raises(ParallelError, match=r"the same ones where a loop sets p.grad of a layer itself"):
+            optimizer.step()
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+        optimizer.zero_grad()
+        model(batch(one.rank, 0)).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.clone()
+        optimizer.step()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    first, second = in_replicas({"window": 1}, run)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+class MayLeaveOut(Block):
+    """A layer that uses its norm, or does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x) if self.uses_norm else x))
+
+    uses_norm = True
+
+
+def test_a_parameter_of_a_layer_that_one_replica_does_not_use_is_told_of() -> None:
+    """The sums of squares had other lengths then, for which a process group ends its process."""
+    models = [Residual(block=lambda: MayLeaveOut(dropout=0.0)) for _ in range(2)]
+
+    def run(one: Replicas) -> None:
+        model = offload_shared(models[one.rank], one, device="cpu", window=1)
+        engine_of(model).join(one.everyone, shared={}, copies=(), model="Residual", passes=1, here=2)
+        model.layers[1].uses_norm = one.rank == 0
+        with pytest.raises(ParallelError, match=r"have gradients for the same parameters"):
+            model(batch(one.rank, 0)).backward()
+
+    in_threads(2, run)
+
+
 def test_replicas_at_different_places_are_not_told_of_their_settings() -> None:
     """One is at its step, and the other in a further backward pass, where nobody has asked for settings."""
 
