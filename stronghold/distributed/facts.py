@@ -11,7 +11,8 @@ from torch import nn
 
 
 def facts_of(model: nn.Module, dtype: torch.dtype | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns it, by name; stores may be each process's own."""
+    """Returns it, by name; stores may be each process's own. Raises ValueError for what is planned for one process."""
+    _check_for_several(settings)
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     fingerprint = zlib.crc32(repr(parameters).encode())
     return {
@@ -19,3 +20,14 @@ def facts_of(model: nn.Module, dtype: torch.dtype | None, settings: Mapping[str,
         "compute type": str(dtype),
         **{name: value for name, value in settings.items() if name != "store"},
     }
+
+
+def _check_for_several(settings: Mapping[str, Any]) -> None:
+    given = [name for name in ("plan", "inputs", "experts_per_part") if settings.get(name) is not None]
+    given += [name for name in ("activations", "micro_batch") if settings.get(name) == "auto"]
+    if given:
+        value = repr(settings[given[0]]) if isinstance(settings[given[0]], str) else type(settings[given[0]]).__name__
+        raise ValueError(
+            f"{given[0]}= is what offload() plans one process with (got {value}, and several processes); pass "
+            "**stronghold.plan(model, …, processes=N).settings, or values, and split experts by split_experts() before"
+        )
