@@ -39,6 +39,7 @@ class Hooks:
         self._hooks: dict[Unit, tuple[list[bool], list[tuple[dict[int, Any], dict[int, Any]]]]] = {}
         """Which parameters of a layer were trained, and PyTorch's own dictionaries of the hooks before and behind."""
         self._expect, self._expect_root = _parts(expect), _parts(device_gradients.expect)
+        self._show_sum = _weakly(gradients.show_sum)
         self._take, self._take_root = _weakly(gradients.take), _weakly(device_gradients.take)
 
     def on_layer(self, unit: Unit) -> bool:
@@ -82,12 +83,12 @@ class Hooks:
         assert unit.layer is not None
         before: dict[int, Any] = parameter._backward_hooks or {}
         behind: dict[int, Any] = parameter._post_accumulate_grad_hooks
-        for hooks, own in (before, 0), (behind, len(behind) - 1):
+        for hooks, own, first in (before, 0, None), (behind, len(behind) - 1, self._show_sum):
             if len(hooks) == 1:
                 continue
             for position, (number, hook) in enumerate(list(hooks.items())):
                 if position != own and not isinstance(hook, OfSums):
-                    hooks[number] = OfSums(hook, self._parts, (unit.layer, index))
+                    hooks[number] = OfSums(hook, self._parts, (unit.layer, index), first)
 
     def on_root(self, unit: Unit) -> None:
         """Has a root parameter's gradient summed in fp32, in its own memory, before the user's hooks see it."""

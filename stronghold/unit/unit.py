@@ -408,7 +408,7 @@ class Unit:
             raise OffloadedModelError(
                 f"{self.replicas.world_size} replicas have the weights and gradients of {self.name} in common, or must "
                 "have them alike, so that none may write them by itself; change weights before the model is offloaded, "
-                "update by stronghold.AdamW, clip by its max_grad_norm=..., load by checkpoint.load, zero_grad() to None"
+                "update by stronghold.AdamW, clip by its max_grad_norm=, load by checkpoint.load, zero_grad() to None"
             )
 
     def versions_now(self) -> list[int]:

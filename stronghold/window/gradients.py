@@ -148,6 +148,20 @@ class Gradients:
             held[index], known[index] = gradient, grad_meta_of(gradient)
             set_gradient(unit.parameters[index], None)
 
+    def show_sum(self, parameter: nn.Parameter) -> None:
+        """Adds what was in ``parameter.grad`` before to what autograd has just put there, for a hook of the user's.
+
+        As autograd does it: on the device, in the gradient's own type.
+        """
+        assert self._layer is not None
+        index, held = parameter.__dict__["_index"], self._held[self._layer]
+        if index in held and (gradient := gradient_of(parameter)) is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                total = torch.empty_like(gradient)
+                self.device.compute_copy(total, held.pop(index))
+                self._known[self._layer].pop(index, None)
+                set_gradient(parameter, total.add_(gradient))
+
     def take(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has just put into ``parameter.grad`` of the layer that is open."""
         assert self._layer is not None

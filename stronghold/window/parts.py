@@ -162,17 +162,23 @@ class Parts:
 
 
 class OfSums:
-    """A hook of the user's on a parameter of a layer, called with whole gradients alone.
+    """A hook of the user's on a parameter of a layer, called with whole gradients alone, and ``before`` it.
 
     It takes the hook's place among the parameter's, under its number, so that the user's handle still removes it.
     """
 
-    def __init__(self, hook: Callable[[Any], Any], parts: Parts, key: tuple[int, int]) -> None:
-        self._hook, self._parts, self._key = hook, parts, key
+    def __init__(
+        self, hook: Callable[[Any], Any], parts: Parts, key: tuple[int, int], before: Callable[[Any], None] | None
+    ) -> None:
+        self._hook, self._parts, self._key, self._before = hook, parts, key, before
 
     @opaque
     def __call__(self, value: Tensor | nn.Parameter) -> Any:
-        return None if self._parts.is_part(self._key) else self._hook(value)
+        if self._parts.is_part(self._key):
+            return None
+        if self._before is not None:
+            self._before(value)
+        return self._hook(value)
 
 
 def _heard_of(parameter: nn.Parameter) -> bool:

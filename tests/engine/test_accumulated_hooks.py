@@ -1,0 +1,67 @@
+"""A hook behind the accumulation of a layer's gradient sees, and may write, the sum over a step's backward passes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import stronghold
+from tests.gpu import DEVICE, needs_device
+from tests.small import SIZE, Residual
+
+PASSES = 3
+ON_A_DEVICE = pytest.param(DEVICE, marks=[pytest.mark.gpu, needs_device])
+
+
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    model = Residual()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def accumulated(model: nn.Module, device: str, *, write: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns what the hooks saw, pass by pass, and the gradients at the end."""
+    seen: list[torch.Tensor] = []
+
+    def hook(parameter: nn.Parameter) -> None:
+        seen.append(parameter.grad.cpu().clone())
+        if write:
+            parameter.grad = parameter.grad.clamp(-1e-3, 1e-3)
+
+    for block in model.layers:
+        block.up.weight.register_post_accumulate_grad_hook(hook)
+        block.norm.bias.register_post_accumulate_grad_hook(hook)
+    for number in range(PASSES):
+        x = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(number))
+        model(x.to(device)).backward()
+    return seen, [parameter.grad.cpu().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_A_DEVICE])
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window": 1},
+        {"window": 2, "activations": "keep"},
+        {"window": 1, "resident": 2},
+        {"window": 2, "micro_batch": 2},
+    ],
+    ids=["recomputed", "kept", "resident", "micro-batches"],
+)
+def test_it_sees_and_writes_the_sum(settings, write, device):
+    seen, gradients = accumulated(base().to(device), device, write=write)
+    model = stronghold.offload(copy.deepcopy(base()), device=device, **settings)
+    its, found = accumulated(model, device, write=write)
+    assert len(its) == len(seen) == PASSES * 2 * len(model.layers)
+    for one, other in zip([*its, *found], [*seen, *gradients], strict=True):
+        if "micro_batch" in settings:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(one, other)
