@@ -105,6 +105,17 @@ def manifest_of(
     )
 
 
+def check_name(processes: ProcessGroup, directory: Path) -> None:
+    """Raises ValueError unless all processes that write one checkpoint call it the same."""
+    names = processes.all_gather_object(directory.name)
+    for rank, name in enumerate(names):
+        if name != names[0]:
+            raise ValueError(
+                f"all processes that train a model save it in one directory, together (got {names[0]} in process 0 and "
+                f"{name} in process {rank}); pass the same one in each"
+            )
+
+
 def check_extra(processes: ProcessGroup, extra: Any) -> None:
     """Raises ValueError unless all processes that write one checkpoint have the same ``extra``, which is kept once."""
     everyone = processes.all_gather_object(extra)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -35,6 +36,7 @@ from stronghold.formats.reader import Checkpoint
 from stronghold.formats.reader import verify as verify_files
 from stronghold.optim.groups import check_saved_step, is_number
 from stronghold.optim.muon_groups import check_saved, is_muon
+from stronghold.unit import ProcessGroup
 
 if TYPE_CHECKING:
     from stronghold.formats.dcp import DistributedCheckpoint
@@ -98,6 +100,7 @@ def load(
     own = format == "safetensors" and holds(engine, directory)
     with nullcontext() if own else locked_to_read(directory):
         checkpoint = processes.run_on_all(lambda: _open(directory, format, forms, groups))
+        _check_same(checkpoint.manifest, processes)
         _check_model(checkpoint.manifest, *forms, engine.kind)
         _check_settings(checkpoint.manifest)
         _check_optimizer(checkpoint.manifest, optimizer, [set(group) for group in groups])
@@ -112,6 +115,18 @@ def _open(directory: Path, format: Format, forms: Forms, groups: list[list[str]]
     from stronghold.formats.dcp import DistributedCheckpoint  # which takes a while to import
 
     return DistributedCheckpoint(directory, *forms, groups)
+
+
+def _check_same(manifest: Manifest, processes: ProcessGroup) -> None:
+    """Raises CheckpointError unless all processes, each with a path of its own, have opened the same checkpoint."""
+    content = zlib.crc32(repr((manifest.model, manifest.step, manifest.parameters, manifest.buffers)).encode())
+    opened = processes.all_gather_object((str(manifest.directory), manifest.step, content))
+    for rank, (path, step, its) in enumerate(opened):
+        if its != opened[0][2]:
+            raise CheckpointError(
+                f"all processes that train a model load one checkpoint (got {opened[0][0]} of step {opened[0][1]:g} in "
+                f"process 0 and {path} of step {step:g} in process {rank}); pass the same one in each"
+            )
 
 
 def _load(

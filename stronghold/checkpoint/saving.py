@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stronghold.checkpoint.file_writing import (
     buffers_of,
     check_extra,
+    check_name,
     file_names,
     joined,
     manifest_of,
@@ -109,6 +110,7 @@ def save(
         return save_in_place(model, engine, optimizer, own_rest())
     partial = directory.with_name(f".{directory.name}.partial")
     rest = processes.run_on_all(own_rest)
+    check_name(processes, directory)
     check_extra(processes, rest["extra"])
     groups = all_groups(processes, optimizer, names_of(model))
     from_rank0(processes, lambda: _check_new(directory))
