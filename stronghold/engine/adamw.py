@@ -93,6 +93,12 @@ class AdamW(HostAdamW):
             raise ValueError(
                 f"threads must be a whole number of at least 1 (got {threads!r}); pass None for all usable cores"
             )
+        params = params if isinstance(params, Tensor) else list(params)  # torch says what is wrong with a tensor
+        if isinstance(params, list) and not params:
+            raise ValueError(
+                "optimizer got an empty parameter list; pass model.parameters(), of which frozen ones are left alone "
+                "(a process may have a stage in which all are)"
+            )
         super().__init__(params, defaults, update="deferred" if update == "auto" else update, **settings)
         engine = self._engine
         if update == "auto" and settings["max_grad_norm"] is None:

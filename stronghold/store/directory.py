@@ -104,6 +104,12 @@ class Directory:
         except FileNotFoundError:
             own = {LOCK, self._partial_path.name}  # the latter of a process that was killed, or a disk that was full
             foreign = sorted(p.name for path in self.paths for p in path.iterdir() if p.name not in own)
+            if foreign and all(name.startswith("process-") for name in foreign):
+                raise StoreError(
+                    f"the store at {self.paths[0]} holds what a run in several processes had there, which did not end "
+                    f"by itself ({', '.join(foreign[:3])}), and this one has another number of them; remove that "
+                    "directory, for a store is memory: checkpoints are elsewhere"
+                ) from None
             if foreign:
                 raise StoreError(
                     f"a store's directory must be new or empty, or hold a run (got {self.paths[0]} with "

@@ -83,6 +83,13 @@ def test_other_people_s_files_are_left_alone(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) in (["thesis.tex"], ["lock", "thesis.tex"])
 
 
+def test_what_another_number_of_processes_had_there_is_told_of(tmp_path):
+    (tmp_path / "process-0").mkdir()
+    with pytest.raises(StoreError, match=r"a run in several processes had there.*\(process-0\).*remove that directory"):
+        start(tmp_path)
+    assert (tmp_path / "process-0").is_dir()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [("{", "cannot be read"), ("{}", "cannot be read"), ('{"format": 99, "units": []}', "format 99, and this version")],
