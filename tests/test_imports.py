@@ -52,6 +52,7 @@ LAB = {
     "planning": 4,
     "methods": 2,
     "run_checkpoints": 2,
+    "run_folder": 0,
     "training": 3,
     "comparison": 4,
     "finetuning": 4,

@@ -46,6 +46,7 @@ from stronghold.lab.records.runs import Summary, summarize
 from stronghold.lab.records.stages_report import StagesReport
 from stronghold.lab.records.timeline import write_spans
 from stronghold.lab.run_checkpoints import RunCheckpoints
+from stronghold.lab.run_folder import taken
 from stronghold.lab.settings import OptimizerSettings, TrainSettings
 from stronghold.lab.stops import Output, Stop, taking_signals
 from stronghold.planner.training_plan import TrainingPlan
@@ -86,6 +87,11 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
     that cannot be written any more. Where the store cannot keep the run at its end, the model is saved all the same,
     and then that is raised.
     """
+    with taken(settings.out) if settings.resume and settings.parallel.alone else nullcontext():
+        return _train(settings, plan, console)
+
+
+def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console | None) -> Outcome:
     stop = Stop()
     console = console or Console(file=cast(TextIO, Output(stop)))
     method = find_method(settings.method)
@@ -126,7 +132,8 @@ def train(settings: TrainSettings, *, plan: TrainingPlan | None = None, console:
     after = checkpoints.step if settings.resume else None
     timelines: list[Timeline] = []
     signals = taking_signals(stop, first=processes.rank == 0, alone=processes.world_size == 1)
-    with signals, RunLog(run.out, text=run.log, after=after) as log:
+    # Before what is there is cut, and of a run that begins, when its folder is there.
+    with signals, taken(run.out), RunLog(run.out, text=run.log, after=after) as log, taken(run.out):
         log.start(start)
         steps, done = log.steps, checkpoints.step
         with StepDisplay(console, settings.steps) as display:

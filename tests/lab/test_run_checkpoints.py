@@ -11,7 +11,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +33,7 @@ from stronghold.lab.records.runs import read_run
 from stronghold.lab.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 from stronghold.lab.training import train
 from stronghold.settings import OffloadSettings
+from tests.lab.test_run_folder import in_another_process
 
 SHAPE: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 2, "vocabulary": 256, "dropout": 0.1}
 
@@ -162,6 +166,34 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_replaced(
     assert "resume     from" in shown and "after step 3" in shown
     assert losses(settings.out) == expected
     assert kept(settings.out) == [6, 9]
+
+
+def test_a_folder_that_another_run_writes_is_left_alone(
+    settings: TrainSettings, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each removed the other's checkpoints, and both ended with an error."""
+    crash(monkeypatch, settings, 5)
+    before = {path: path.read_bytes() for path in Path(settings.out).rglob("*") if path.is_file()}
+    with (
+        in_another_process(Path(settings.out)),
+        pytest.raises(ValueError, match=r"a run's folder is written by one run at a time \(got out="),
+    ):
+        run(settings, resume=True)
+    assert {path: path.read_bytes() for path in Path(settings.out).rglob("*") if path.is_file()} == before
+    run(settings, resume=True)
+    assert losses(settings.out) == expected
+
+
+def test_a_run_has_its_folder_while_it_trains(settings: TrainSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def look() -> None:
+        code = f"from stronghold.lab.run_folder import taken\nwith taken({settings.out!r}): pass"
+        found.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr)
+
+    stop_in(monkeypatch, 2, look)
+    run(settings)
+    assert len(found) == 1 and "one run at a time" in found[0]
 
 
 def test_none_intact_is_an_error_and_leaves_everything(

@@ -6,7 +6,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, TextIO, cast
@@ -28,6 +28,7 @@ from stronghold.lab.models.files import vocabulary_of
 from stronghold.lab.records.json_lines import describe_machine
 from stronghold.lab.records.runlog import RunLog, check_begins_anew, check_run_folder
 from stronghold.lab.records.runs import Summary, summarize
+from stronghold.lab.run_folder import taken
 from stronghold.lab.stops import Output, Stop, taking_signals
 from stronghold.lab.training import TrainingError
 from stronghold.tables import table
@@ -62,9 +63,10 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> O
     settings.check_outputs()
     check_save_folder(settings.save)
     _check_wandb(settings)
-    model = build_base(settings)
-    with _quiet():
-        return _finetune(settings, model, console, stop)
+    with taken(settings.out) if settings.resume else nullcontext():  # one that begins has no folder yet
+        model = build_base(settings)
+        with _quiet():
+            return _finetune(settings, model, console, stop)
 
 
 def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, stop: Stop) -> Outcome:
@@ -121,7 +123,7 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
 
     after = found.step if found else (0 if settings.resume else None)
     # A signal while the model is saved must not lose it: the save is waited for, as a step is.
-    with taking_signals(stop), RunLog(settings.out, text=settings.log, after=after) as log:
+    with taking_signals(stop), RunLog(settings.out, text=settings.log, after=after) as log, taken(settings.out):
         log.start(start)
         watch = Watch(
             settings,
