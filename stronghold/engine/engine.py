@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stronghold import native
 from stronghold.device import Device, Wait, Waits, check_process, forks, keep_freed_memory, return_free_memory
+from stronghold.engine.agreeing import agree_on_step
 from stronghold.engine.averaged import check_not_averaged
 from stronghold.engine.block import Block
 from stronghold.engine.closing import end_with
@@ -28,7 +29,7 @@ from stronghold.engine.stale import check_same
 from stronghold.engine.taking_in import Additions, take_in_additions
 from stronghold.engine.timing import Stopwatch
 from stronghold.engine.turns import Turns
-from stronghold.engine.updates import Updates, agree_on_step, update_now
+from stronghold.engine.updates import Updates, update_now
 from stronghold.errors import OffloadedModelError
 from stronghold.formats.built_buffers import BuiltBuffers
 from stronghold.optim import HostAdamW, Threads

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from stronghold.device import Device, Event, Wait, Waits, check_process, forks
-from stronghold.optim import HostAdamW, Update, gradients_of, settings_in_common, settings_now, updates_of
+from stronghold.optim import HostAdamW, Update, gradients_of, settings_now, updates_of
 from stronghold.store import Store, UpdateIO
-from stronghold.unit import HostGrad, Replicas, Unit, grad_meta_of, sum_over
+from stronghold.unit import HostGrad, Replicas, Unit, sum_over
 
 if TYPE_CHECKING:
     from stronghold.engine.engine import Engine
@@ -85,29 +81,6 @@ def update_now(
     return done
 
 
-def agree_on_step(replicas: Replicas, optimizer: HostAdamW, given: Mapping[Unit, Mapping[int, Tensor]]) -> None:
-    """Raises ParallelError where replicas are not ``given`` gradients at the same indices of the same units.
-
-    And where they would update with other settings, parameters are in other groups, or gradients of layers that a loop
-    has assigned itself are not the same: each replica updates its share with its own.
-    """
-    if replicas.world_size > 1:
-        number = optimizer.group_number
-        done = [
-            (unit.name, tuple((i, number(unit, i), _assigned(unit, gradient)) for i, gradient in gradients.items()))
-            for unit, gradients in given.items()
-        ]
-        replicas.agree(done, settings=settings_in_common(optimizer))
-
-
-def _assigned(unit: Unit, gradient: Tensor) -> int | None:
-    """Returns a checksum of a layer's gradient that is not one that its backward pass has published."""
-    if unit.is_root or unit.resident or grad_meta_of(gradient) is not None:
-        return None
-    with torch._C.DisableTorchFunctionSubclass():
-        return zlib.crc32(gradient.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
 def _norm(engine: Engine, optimizer: HostAdamW, found: Found) -> float:
     """Returns the norm of all gradients, here and of the model's other processes; not a number if one is not finite."""
     finite = not (optimizer.in_backward and engine.gradients.take_found_inf())
@@ -144,10 +117,13 @@ def _all_or_given_up(engine: Engine, units: Iterable[Unit]) -> Iterator[dict[Uni
         if not all(unit.resident for unit in units):
             engine.window.to_change()
         yield prepared
-    except BaseException:
+    except BaseException as error:
         for one in prepared.values():
             one.give_up()
-        wait_on_host(engine)
+        if not isinstance(error, Exception):  # Ctrl-C, and not a refusal: some may be on their way
+            with suppress(Exception):  # which the next use of the unit raises again
+                for unit in prepared:
+                    unit.wait_on_host()
         raise
 
 
@@ -225,10 +201,12 @@ class Updates:
             done = self._written_back_everywhere(done, update)
         return self._uploaded(unit, done)
 
-    def give_up(self, unit: Unit, update_io: UpdateIO) -> None:
-        """Gives up an update that is not in line in full; one that may be is complete behind ``unit.updated``."""
-        if not unit.resident:
-            self._device.updates.submit(update_io.cancel)  # which does nothing where it has run by then
+    def give_up(self, unit: Unit, update_io: UpdateIO, *, begun: bool) -> None:
+        """Gives up an update that is not in line in full; one that was ``begun`` is done behind ``unit.updated``."""
+        if unit.resident:
+            return
+        self._device.updates.submit(update_io.cancel)  # which does nothing where it has run by then
+        if begun:
             unit.updated = self._uploaded(unit, self._store.written_back(unit, self._device.updates.record()))
 
     def _uploaded(self, unit: Unit, done: Event) -> Event:
@@ -275,6 +253,7 @@ class PreparedUpdate:
 
     def __init__(self, updates: Updates, update: Update, update_io: UpdateIO) -> None:
         self._updates, self.update, self._update_io = updates, update, update_io
+        self._state = "prepared"
 
     @property
     def unit(self) -> Unit:
@@ -285,9 +264,10 @@ class PreparedUpdate:
 
         ``scale`` multiplies the gradients. The unit's weights are stale on the device from now on.
         """
-        self.update.scale = scale
+        self.update.scale, self._state = scale, "begun"
         self.unit.supersede()
         self.unit.updated = self._updates.run(self.update, self._update_io, after)
+        self._state = "submitted"
         return self.unit.updated
 
     def begin(self) -> None:
@@ -296,4 +276,5 @@ class PreparedUpdate:
 
     def give_up(self) -> None:
         """Gives it up where it has not been submitted, or an error came before it was in full."""
-        self._updates.give_up(self.unit, self._update_io)
+        if self._state != "submitted":
+            self._updates.give_up(self.unit, self._update_io, begun=self._state == "begun")

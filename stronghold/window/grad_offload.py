@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -59,8 +60,8 @@ class GradOffload:
         self.device = device
         self.waits = waits
         self.traffic = Traffic()
-        self.slots: list[DeviceSlot] = []
-        self._staging: list[GradStaging] = []
+        self.slots: deque[DeviceSlot] = deque()
+        self._staging: deque[GradStaging] = deque()
         self._outgrown: list[object] = []
         self.fit()
 
@@ -78,20 +79,20 @@ class GradOffload:
         longest = max((self.slot_bytes(unit) for unit in self.units), default=0)
         if longest > (self.slot.flat.numel() if self.slots else 0):
             self._outgrown += [*self.slots, *self._staging]  # copies may still be under way in them
-            self.slots = [DeviceSlot(self.device.buffer(longest)) for _ in range(RING)]
+            self.slots = deque(DeviceSlot(self.device.buffer(longest)) for _ in range(RING))
             staged = max(unit.gradients.layout.total_bytes for unit in self.units)
-            self._staging = [GradStaging(self.device.host_buffer(staged, private=True)) for _ in range(RING)]
+            self._staging = deque(GradStaging(self.device.host_buffer(staged, private=True)) for _ in range(RING))
 
     def drop_resident(self) -> None:
         """Takes out layers that have become resident; nothing is under way in the buffers."""
         self.units = [unit for unit in self.units if not unit.resident]
-        self.slots, self._staging, self._outgrown = [], [], []
+        self.slots, self._staging, self._outgrown = deque(), deque(), []
         self.fit()
 
     def give_back(self) -> None:
         """Gives slots and staging back, if no layer is trained any more; nothing is under way in them."""
         if not any(unit.gradients.indices for unit in self.units):
-            self.slots, self._staging, self._outgrown = [], [], []
+            self.slots, self._staging, self._outgrown = deque(), deque(), []
 
     def slot_bytes(self, unit: Unit) -> int:
         """Returns what the gradients of a layer take in a slot."""
@@ -114,7 +115,7 @@ class GradOffload:
         return self.slot.views.of(unit, lambda p: HostGrad(_gradient(flat, unit, p), _squares(flat, unit, p)))
 
     def _turn(self) -> None:
-        self.slots.append(self.slots.pop(0))
+        self.slots.rotate(-1)  # in one go: where Ctrl-C came between a slot's way out and in, there would be one less
         # The computation may lag behind the host, so that the slot is not filled yet when this is issued.
         self.waits.stream(self.device.gradients, self.device.record_event(), Wait.GRADIENT_WRITTEN)
 
@@ -133,7 +134,7 @@ class GradOffload:
     def stage(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> tuple[GradStaging, dict[int, HostGrad]]:
         """Sends gradients down into a staging buffer; returns it and what arrives there."""
         staging = self._staging[0]
-        self._staging.append(self._staging.pop(0))
+        self._staging.rotate(-1)
         # What was staged here before must have been added, or used for its update.
         self.waits.stream(self.device.gradients, staging.free, Wait.STAGING_FREE)
         self.copy(unit, slot, indices, staging.buffer)

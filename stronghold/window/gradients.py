@@ -37,7 +37,7 @@ from stronghold.window.grad_offload import DeviceSlot, GradOffload, GradStaging
 from stronghold.window.parts import Parts
 from stronghold.window.shared_grad_offload import SharedGradOffload, shared_slot_bytes
 from stronghold.window.since_step import SinceStep
-from stronghold.window.sums import apart, in_own_memory, noted, squares_of
+from stronghold.window.sums import apart, fits, in_own_memory, noted, raw, squares_of
 
 
 @dataclass
@@ -84,6 +84,8 @@ class Gradients:
         self._written: set[int] = set()
         self._fresh: dict[int, Tensor] = {}
         """The gradients of the open layer, if it is resident."""
+        self._shown: dict[int, tuple[Tensor, Tensor, int]] = {}
+        """Of which a hook was shown a sum: the gradient, the sum, and that one's version then."""
         self._held: dict[int, dict[int, Tensor]] = {}
         self._known: dict[int, dict[int, GradMeta | None]] = {}
         self._down: Event | None = None
@@ -132,7 +134,7 @@ class Gradients:
         if unit.gradients.fit():  # a frozen parameter is trained now
             self.grad_offload.fit()
         held, known = self._held.setdefault(layer, {}), self._known.setdefault(layer, {})
-        self._written, self._fresh = set(), {}
+        self._written, self._fresh, self._shown = set(), {}, {}
         self._layer = layer
         if not (there := present_gradients(unit.parameters)):
             return
@@ -149,25 +151,37 @@ class Gradients:
             set_gradient(unit.parameters[index], None)
 
     def show_sum(self, parameter: nn.Parameter) -> None:
-        """Adds what was in ``parameter.grad`` before to what autograd has just put there, for a hook of the user's.
+        """Has a hook of the user's see the sum with what was in ``parameter.grad`` before; one that it writes is taken.
 
-        As autograd does it: on the device, in the gradient's own type.
+        It is the sum as autograd has it: on the device, in the gradient's own type.
         """
         assert self._layer is not None
         index, held = parameter.__dict__["_index"], self._held[self._layer]
-        if index in held and (gradient := gradient_of(parameter)) is not None:
+        if index in held and index not in self._shown and (gradient := gradient_of(parameter)) is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 total = torch.empty_like(gradient)
-                self.device.compute_copy(total, held.pop(index))
-                self._known[self._layer].pop(index, None)
+                self.device.compute_copy(total, held[index])
                 set_gradient(parameter, total.add_(gradient))
+                self._shown[index] = gradient, total, total._version
+
+    def _unseen_of(self, unit: Unit, index: int, gradient: Tensor | None) -> Tensor | None:
+        """Returns what autograd gave where a hook that was shown a sum, ``gradient`` now, has only looked at it."""
+        if (shown := self._shown.pop(index, None)) is None:
+            return gradient
+        fresh, total, version = shown
+        if gradient is total and total._version == version:
+            return fresh
+        unit.check_own()  # the other replicas have another sum
+        for values in (self._held, self._known):
+            values[unit.layer].pop(index, None)  # type: ignore[attr-defined, index]
+        return gradient
 
     def take(self, parameter: nn.Parameter) -> None:
         """Takes the gradient that autograd has just put into ``parameter.grad`` of the layer that is open."""
         assert self._layer is not None
         unit = self.units[self._layer]
         index = parameter.__dict__["_index"]
-        gradient = take_gradient(parameter)
+        gradient = self._unseen_of(unit, index, take_gradient(parameter))
         if gradient is None:  # a function's backward gave none
             self.parts.keep(unit, index, None)
             return
@@ -318,7 +332,12 @@ class Gradients:
         self._down = self._added = None
         if not self._met:
             self._met = True
-            self.batches.agree(self._done)  # and what they see is there once all have brought their shares
+            try:
+                self.batches.agree(self._done)  # and what they see is there once all have brought their shares
+            except Exception:  # what has come are means of unlike gradients
+                for gradients in (self._held, self._known, self._consumed):
+                    gradients.clear()
+                raise
         for layer, held in self._held.items():
             unit = self.units[layer]
             for index, gradient in held.items():
@@ -382,7 +401,7 @@ class Gradients:
         assert unit.layer is not None
         held, known = self._held[unit.layer], self._known[unit.layer]
         staging, arrived = self.grad_offload.stage(unit, slot, indices)
-        plain = [p for p in indices if p not in blank and not _fits(held[p], unit.dtypes[p])]
+        plain = [p for p in indices if p not in blank and not fits(held[p], unit.dtypes[p])]
         if plain:
             unit.check_own()
         sums = [p for p in indices if p not in blank and p not in plain]
@@ -394,7 +413,7 @@ class Gradients:
         threads = self._host_threads
         additions = [
             native.Addition(
-                target=unit.own(p, _raw(held[p])),
+                target=unit.own(p, raw(held[p])),
                 remainder=None if (low := known[p].remainder) is None else unit.own(p, low),  # type: ignore[union-attr]
                 source=unit.own(p, arrived[p].values),
             )
@@ -454,14 +473,3 @@ class Gradients:
 def gradient_slot_bytes(unit: Unit) -> int:
     """Returns what the gradients of a layer take on the device, on their way down."""
     return shared_slot_bytes(unit) if unit.replicas.world_size > 1 else unit.gradients.layout.total_bytes
-
-
-def _raw(gradient: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return gradient.detach()
-
-
-def _fits(gradient: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a gradient that the user may have put there is one that the host's kernel adds to."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return gradient.is_cpu and gradient.dtype == dtype and gradient.is_contiguous()

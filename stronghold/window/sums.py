@@ -80,3 +80,14 @@ def apart(gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
             result[index] = gradients[index].clone()
         reached = max(reached, begin + gradients[index].nbytes)
     return result
+
+
+def raw(gradient: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient.detach()
+
+
+def fits(gradient: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a gradient that the user may have put there is one that the host's kernel adds to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient.is_cpu and gradient.dtype == dtype and gradient.is_contiguous()

@@ -65,3 +65,38 @@ def test_it_sees_and_writes_the_sum(settings, write, device):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
         else:
             assert torch.equal(one, other)
+
+
+def sums(dtype: torch.dtype, *, looks: bool) -> list[torch.Tensor]:
+    """Returns the masters behind a step with the sum of many gradients, at which a hook has looked or not."""
+    model = stronghold.offload(base(), device="cpu", dtype=dtype, window=1)
+    optimizer = stronghold.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.1)
+    first = None
+    for block in model.layers if looks else ():
+        for parameter in block.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    for number in range(16):
+        model(torch.randn(4, SIZE, generator=torch.Generator().manual_seed(number)).to(dtype)).backward()
+        first = first if number else model.layers[0].up.weight.grad
+    assert model.layers[0].up.weight.grad is first
+    optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_that_only_looks_changes_nothing(dtype):
+    """Neither the sum, in fp32 whatever the compute type is, nor which tensor has it."""
+    assert all(map(torch.equal, sums(dtype, looks=True), sums(dtype, looks=False)))
+
+
+@pytest.mark.parametrize("settings", [{"window": 1}, {"window": 1, "resident": 2}])
+def test_one_may_drop_the_sum(settings):
+    def trained(model: nn.Module) -> list[bool]:
+        weight = model.layers[0].up.weight
+        for number in range(2):
+            if number:
+                weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            model(torch.randn(4, SIZE, generator=torch.Generator().manual_seed(number))).backward()
+        return [parameter.grad is None for parameter in model.parameters()]
+
+    assert trained(stronghold.offload(base(), device="cpu", **settings)) == trained(base())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import stronghold
+from stronghold.engine import engine_of
 from stronghold.errors import OffloadedModelError
 from tests.ctrl_c import CtrlC
 from tests.gpu import DEVICE, needs_device
@@ -42,7 +43,9 @@ class Case(NamedTuple):
 CASES = {
     "forward": Case("forward", ("window/", "schedule.py", "unit/users.py"), 9, {"activations": "recompute"}),
     "inputs-down": Case("forward", ("window/activations.py", "window/shelves.py"), 3, {"activations": "host"}),
-    "backward": Case("backward", ("window/window.py", "window/gradients.py", "engine/engine.py"), 7, {}),
+    "backward": Case(
+        "backward", ("window/window.py", "window/gradients.py", "window/grad_offload.py", "engine/engine.py"), 7, {}
+    ),
     "inputs-up": Case("backward", ("window/activations.py", "window/shelves.py"), 2, {"activations": "host"}),
     "in-backward": Case("backward", ("engine/updates.py", "window/window.py", "store/"), 11, {}, "in_backward"),
     "step": Case("step", ("engine/updates.py", "device/", "window/window.py"), 17, {}),
@@ -99,8 +102,10 @@ class Loop:
 @contextmanager
 def opened(base: nn.Module, case: Case, device: str, directory: Path) -> Iterator[Loop]:
     loop = Loop(base, case, device, directory if case.on_disk else None)
+    way_down = engine_of(loop.model).gradients.grad_offload
     try:
         yield loop
+        assert len(way_down.slots) == len(way_down._staging) == 2
     finally:
         stronghold.close(loop.model)
 

@@ -148,6 +148,40 @@ def test_own_gradients_that_a_loop_sets_are_refused_and_common_ones_trained_with
         torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_hook_of_one_replica_looks_at_sums() -> None:
+    """As the first one logs norms."""
+    plain = built()
+    for rank, number in ((rank, number) for number in range(2) for rank in range(2)):
+        (plain(batch(rank, number)) / 2).backward()
+
+    def run(model: nn.Module, one: Replicas) -> dict[str, torch.Tensor]:
+        if one.rank == 0:
+            model.layers[0].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        for number in range(2):
+            model(batch(one.rank, number)).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if name.startswith("layers")}
+
+    for gradients in in_replicas({"window": 1}, run):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_of_a_refused_pass_train_nothing() -> None:
+    """They are sums of one replica's gradients with another's of other parameters."""
+    models = [Residual(block=lambda: MayLeaveOut(dropout=0.0)) for _ in range(2)]
+
+    def run(one: Replicas) -> None:
+        model = offload_shared(models[one.rank], one, device="cpu", window=1)
+        engine_of(model).join(one.everyone, shared={}, copies=(), model="Residual", passes=1, here=2)
+        model.layers[1].uses_norm = one.rank == 0
+        with pytest.raises(ParallelError, match=r"have gradients for the same parameters"):
+            model(batch(one.rank, 0)).backward()
+        one.everyone.barrier()
+        assert all(parameter.grad is None for parameter in model.layers.parameters())
+
+    in_threads(2, run)
+
+
 class MayLeaveOut(Block):
     """A layer that uses its norm, or does not."""
 
