@@ -85,7 +85,8 @@ class WorkLine:
             self.wakes.put(True)
             raise
         finally:
-            # A signal is looked for behind a call: each of these has done its work by then, as a test before would not.
+            # Python looks for signals behind a call, and these calls have had their effect by then. To ask first
+            # whether the turn was taken would be one more: a signal behind that would leave the turn taken for good.
             try:
                 givers.discard(giver)
             finally:

@@ -93,8 +93,7 @@ class AdamW(HostAdamW):
             raise ValueError(
                 f"threads must be a whole number of at least 1 (got {threads!r}); pass None for all usable cores"
             )
-        params = params if isinstance(params, Tensor) else list(params)  # torch says what is wrong with a tensor
-        if isinstance(params, list) and not params:
+        if not isinstance(params, Tensor) and not (params := list(params)):  # of a tensor torch says what is wrong
             raise ValueError(
                 "optimizer got an empty parameter list; pass model.parameters(), of which frozen ones are left alone "
                 "(a process may have a stage in which all are)"

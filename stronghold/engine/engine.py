@@ -465,8 +465,9 @@ class Engine:
     # Its own.
 
     def _alive(self) -> list[Run]:
-        self._runs = [reference for reference in self._runs if reference() is not None]
-        return [run for reference in self._runs if (run := reference()) is not None]
+        if len(alive := [run for reference in self._runs if (run := reference()) is not None]) < len(self._runs):
+            self._runs = [weakref.ref(run) for run in alive]
+        return alive
 
     def _attach(self, unit: Unit) -> None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -15,7 +15,8 @@ _taken: dict[str, int] = {}
 def taken(out: str | os.PathLike[str]) -> Iterator[None]:
     """Keeps other processes from taking a run's folder, where it is there, until the block ends.
 
-    Raises ValueError where another one has it. Where the file system has no locks nothing is kept.
+    Raises ValueError where another one has it. Where the file system has no locks nothing is kept. The folder itself is
+    locked, and not a file in it as in a store's: what a run leaves there are its results.
     """
     path = os.path.realpath(out)
     if not os.path.isdir(path):

@@ -58,11 +58,11 @@ class RamStore(Store):
 class InPlace:
     """Of what lies in memory nothing is read or written back."""
 
-    def begin(self) -> None:
-        pass
-
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
+
+    def begin(self) -> None:
+        pass
 
     def run(self, segments: Sequence[Piece], kernel: Kernel) -> None:
         own = [_cut(segments[part.number], part) for part in self.parts]

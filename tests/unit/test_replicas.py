@@ -94,6 +94,12 @@ def trained_by_plain_pytorch(steps: int) -> nn.Module:
     return plain
 
 
+def assert_trained_as(plain: nn.Module, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_replicas_that_would_update_with_other_settings_are_refused() -> None:
     """Each updated its share of every layer with its own rate, as ReduceLROnPlateau's over its own part had set it."""
     plain = trained_by_plain_pytorch(steps=2)
@@ -115,10 +121,7 @@ def test_replicas_that_would_update_with_other_settings_are_refused() -> None:
         optimizer.step()
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    first, second = in_replicas({"window": 1}, run)
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+    assert_trained_as(plain, *in_replicas({"window": 1}, run))
 
 
 def test_own_gradients_that_a_loop_sets_are_refused_and_common_ones_trained_with() -> None:
@@ -142,10 +145,7 @@ def test_own_gradients_that_a_loop_sets_are_refused_and_common_ones_trained_with
         optimizer.step()
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    first, second = in_replicas({"window": 1}, run)
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+    assert_trained_as(plain, *in_replicas({"window": 1}, run))
 
 
 def test_a_hook_of_one_replica_looks_at_sums() -> None:
@@ -166,22 +166,6 @@ def test_a_hook_of_one_replica_looks_at_sums() -> None:
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_of_a_refused_pass_train_nothing() -> None:
-    """They are sums of one replica's gradients with another's of other parameters."""
-    models = [Residual(block=lambda: MayLeaveOut(dropout=0.0)) for _ in range(2)]
-
-    def run(one: Replicas) -> None:
-        model = offload_shared(models[one.rank], one, device="cpu", window=1)
-        engine_of(model).join(one.everyone, shared={}, copies=(), model="Residual", passes=1, here=2)
-        model.layers[1].uses_norm = one.rank == 0
-        with pytest.raises(ParallelError, match=r"have gradients for the same parameters"):
-            model(batch(one.rank, 0)).backward()
-        one.everyone.barrier()
-        assert all(parameter.grad is None for parameter in model.layers.parameters())
-
-    in_threads(2, run)
-
-
 class MayLeaveOut(Block):
     """A layer that uses its norm, or does not."""
 
@@ -192,7 +176,10 @@ class MayLeaveOut(Block):
 
 
 def test_a_parameter_of_a_layer_that_one_replica_does_not_use_is_told_of() -> None:
-    """The sums of squares had other lengths then, for which a process group ends its process."""
+    """The sums of squares had other lengths then, for which a process group ends its process.
+
+    What has come is published by none: sums of one replica's gradients with another's of other parameters.
+    """
     models = [Residual(block=lambda: MayLeaveOut(dropout=0.0)) for _ in range(2)]
 
     def run(one: Replicas) -> None:
@@ -201,6 +188,8 @@ def test_a_parameter_of_a_layer_that_one_replica_does_not_use_is_told_of() -> No
         model.layers[1].uses_norm = one.rank == 0
         with pytest.raises(ParallelError, match=r"have gradients for the same parameters"):
             model(batch(one.rank, 0)).backward()
+        one.everyone.barrier()
+        assert all(parameter.grad is None for parameter in model.layers.parameters())
 
     in_threads(2, run)
 
