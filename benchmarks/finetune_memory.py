@@ -25,7 +25,7 @@ KINDS = ("lora", "flux")
 
 
 def resident_bytes() -> int:
-    from stronghold.device import return_free_memory
+    from stronghold.native import return_free_memory
 
     gc.collect()
     return_free_memory()

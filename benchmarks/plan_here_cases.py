@@ -1,4 +1,4 @@
-"""The models of plan_here.py, planned and then trained as planned."""
+"""The models of plan_here.py and tensor_heap.py; planned, and then trained as planned."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _trained(case: Case, plan: Any) -> dict[str, Any]:
         taken.append(now_s - last_s)
         last_s = now_s
         if len(taken) == WARM_UP:
-            _reset_peak()
+            reset_peak()
             begin_s = now_s
     report = stronghold.report(model)
     counted = sorted(taken[WARM_UP:])
@@ -155,16 +155,16 @@ def _trained(case: Case, plan: Any) -> dict[str, Any]:
         "measured_s": statistics.median(counted),
         "least_s": counted[0],
         "steps": len(counted),
-        "peak_bytes": _peak_bytes(),
+        "peak_bytes": peak_bytes(),
         "measured_waits_s": {name: getattr(report.step, f"{name}_wait_s") for name in ("fetch", "update", "disk")},
     }
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     with open("/proc/self/status") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))

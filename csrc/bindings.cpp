@@ -117,4 +117,5 @@ PYBIND11_MODULE(_C, module) {
   module.def("available_isas", &stronghold::available_isas);
   module.def("best_isa", &stronghold::best_isa);
   stronghold::bind_disk(module);
+  stronghold::bind_heap(module);
 }

@@ -31,4 +31,7 @@ void unlocked(const Work& work) {
 // Adds what disk.h, disk_file.h, faults.h and crc32c.h have.
 void bind_disk(pybind11::module_& module);
 
+// Adds what tensor_heap.h and best_fit.h have.
+void bind_heap(pybind11::module_& module);
+
 }  // namespace stronghold

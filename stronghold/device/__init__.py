@@ -8,7 +8,6 @@ from stronghold.device.cuda import Cuda
 from stronghold.device.device import Device
 from stronghold.device.events import Event
 from stronghold.device.forks import check_process, forks
-from stronghold.device.heap import keep_freed_memory
 from stronghold.device.memory import (
     Buffer,
     Common,
@@ -17,7 +16,6 @@ from stronghold.device.memory import (
     available_host_bytes,
     over,
     resident_host_bytes,
-    return_free_memory,
 )
 from stronghold.device.slow_products import tell_of_slow_products
 from stronghold.device.streams import Stream, finish_streams
@@ -46,12 +44,10 @@ __all__ = [
     "check_process",
     "finish_streams",
     "forks",
-    "keep_freed_memory",
     "limit_memory",
     "open_device",
     "over",
     "resident_host_bytes",
-    "return_free_memory",
     "tell_of_slow_products",
 ]
 

@@ -172,10 +172,3 @@ def resident_host_bytes() -> int:
     with open("/proc/self/status", encoding="ascii") as status:
         lines = (line.split() for line in status)
         return 1024 * sum(int(line[1]) for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
-
-
-def return_free_memory() -> None:
-    """Lets the C library give memory back to the system that was freed and that it holds for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
-    if trim is not None:
-        trim(0)

@@ -12,6 +12,7 @@ import torch
 
 from stronghold.device import Stream
 from stronghold.errors import OffloadedModelError
+from stronghold.native import hold_tensor_heap
 from stronghold.store import Store
 
 if TYPE_CHECKING:
@@ -22,18 +23,20 @@ def end_with(engine: Engine, *, own: bool) -> weakref.finalize:
     """Returns what ends the streams of ``engine`` and closes its store when it is called, or ``engine`` is gone.
 
     What was given to the streams is carried out before. Those of a device that is not the engine's ``own`` go on. A
-    replica does not wait for others that may be gone: its threads end by themselves.
+    replica does not wait for others that may be gone: its threads end by themselves. Until then the memory of tensors
+    on the CPU is from our own heap, where they are what layers compute with.
     """
     streams: list[Stream] = []
     if engine.replicas.world_size == 1:
         streams = [*engine.device.streams, *engine.updates.streams]
         streams += engine.activations.streams if engine.activations else []
-    end = weakref.finalize(engine, _end, streams, engine.store, own, os.getpid())
+    heap = hold_tensor_heap(engine) if engine.device.is_host else None
+    end = weakref.finalize(engine, _end, streams, engine.store, heap, own, os.getpid())
     end.atexit = False  # then the streams and the store see to it themselves
     return end
 
 
-def _end(streams: Sequence[Stream], store: Store, own: bool, process: int) -> None:
+def _end(streams: Sequence[Stream], store: Store, heap: weakref.finalize | None, own: bool, process: int) -> None:
     if os.getpid() != process:
         return  # a child of fork has neither the threads nor the directory
     for stream in streams:
@@ -43,6 +46,8 @@ def _end(streams: Sequence[Stream], store: Store, own: bool, process: int) -> No
         for stream in streams:
             stream.drain()
     store.close()
+    if heap is not None:
+        heap()
 
 
 def close_engine(engine: Engine) -> None:

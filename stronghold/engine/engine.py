@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold import native
-from stronghold.device import Device, Wait, Waits, check_process, forks, keep_freed_memory, return_free_memory
+from stronghold.device import Device, Wait, Waits, check_process, forks
 from stronghold.engine.agreeing import agree_on_step
 from stronghold.engine.averaged import check_not_averaged
 from stronghold.engine.block import Block
@@ -139,7 +139,7 @@ class Engine:
             else:
                 for number, values in weights.units([unit.parameters for unit in self.units], placement.modules):
                     store.place(self.units[number], values)
-                    return_free_memory()  # what was read and quantised; else it adds up, unit by unit
+                    native.return_free_memory()  # what was read and quantised; else it adds up, unit by unit
         except BaseException:
             store.close()
             raise
@@ -406,7 +406,7 @@ class Engine:
         self.gradients.since_step.clear()  # it begins without states
         self.gradients.optimizer = self.optimizers.newest
         if self.device.is_host and not self.store.paths and not optimizer.in_backward:
-            keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
+            native.keep_freed_memory(optimizer)  # the others are there to take little memory, not to be fast
 
     def agree(self, optimizer: HostAdamW, given: Mapping[Unit, Mapping[int, Tensor]]) -> None:
         check_process(self._born)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.device import Device, Timeline, open_device, return_free_memory, tell_of_slow_products
+from stronghold.device import Device, Timeline, open_device, tell_of_slow_products
 from stronghold.engine.arranging import Asked
 from stronghold.engine.closing import close_engine
 from stronghold.engine.compiled import uncompiled
@@ -22,6 +22,7 @@ from stronghold.engine.reopening import Reopened
 from stronghold.engine.taking_in import live
 from stronghold.errors import OffloadedModelError
 from stronghold.formats.kept_in_fp32 import keep_in_fp32
+from stronghold.native import return_free_memory
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.settings import OffloadSettings
 from stronghold.unit import ONE_REPLICA, Replicas, unit_of

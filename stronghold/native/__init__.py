@@ -17,6 +17,11 @@ from stronghold.native.disk_io import (
     crc32c,
 )
 from stronghold.native.faults import Fault
+from stronghold.native.heap import (
+    hold_tensor_heap,
+    keep_freed_memory,
+    return_free_memory,
+)
 from stronghold.native.host_memory import host_bytes, most_host_bytes
 from stronghold.native.kernels import (
     BLOCK,
@@ -57,10 +62,13 @@ __all__ = [
     "best_isa",
     "checksums",
     "crc32c",
+    "hold_tensor_heap",
     "host_bytes",
+    "keep_freed_memory",
     "most_host_bytes",
     "muon_momentum",
     "muon_move",
+    "return_free_memory",
     "squared_norms",
     "stream",
     "usable_cores",

@@ -11,7 +11,8 @@ from datetime import datetime, timezone
 
 import torch
 
-from stronghold.device import Device, keep_freed_memory, open_device, return_free_memory
+from stronghold.device import Device, open_device
+from stronghold.native import hold_tensor_heap, keep_freed_memory, return_free_memory
 from stronghold.planner.machine_file import DISK, DISK_BESIDE_COMPUTE, LINK, UPDATE, MachineFile, Spread
 from stronghold.planner.step_bytes import MUON
 from stronghold.probing.caches import cache_bytes
@@ -129,7 +130,8 @@ def _sampled(
     formats = list(itertools.product(dtypes, states))
     with disk_measures(clock, directories) as disks:
         if device.is_host:
-            keep_freed_memory(clock)  # as the optimizer does
+            hold_tensor_heap(clock)  # as an offloaded model does
+            keep_freed_memory(clock)  # and its optimizer
         measures = [
             *Link(device).measures(),
             *operator_measures(clock, dtypes),

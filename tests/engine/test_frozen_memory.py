@@ -34,7 +34,7 @@ PROGRAM = """
 import json, os, sys
 import peft, torch
 import stronghold
-from stronghold.device import return_free_memory
+from stronghold.native import return_free_memory
 
 torch.set_num_threads(1)
 

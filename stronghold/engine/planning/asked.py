@@ -8,10 +8,10 @@ from typing import Any
 import psutil
 from torch import nn
 
-from stronghold.device import return_free_memory
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.searched import PlannedModel
+from stronghold.native import return_free_memory
 from stronghold.planner.machine_file import MachineFile
 from stronghold.settings import check_activations, check_one_of, kept_layers
 from stronghold.unit import all_parameters

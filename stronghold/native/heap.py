@@ -1,0 +1,78 @@
+"""The memory of tensors where the CPU is the device: what a step frees, the next one allocates again."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+import torch
+
+from stronghold.native.extension import _C
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # mallopt's numbers, as in malloc.h
+_USUAL = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
+"""What glibc's own thresholds have come to once a block as large as its largest threshold was freed."""
+
+_holders = _owners = 0
+_own = False
+"""Whether large tensors have their memory from our own heap."""
+
+
+def hold_tensor_heap(holder: object) -> weakref.finalize:
+    """Has large tensors' memory from our own heap, until ``holder`` is gone or what is returned was called.
+
+    It ends with the last of all holders, and what is free there goes back to the system. In glibc's heap small objects
+    lie between large tensors, in what these left free: tensors as large do not fit there any more, and the process
+    grows by a fifth beyond what it ever held at once. Where the memory of tensors is not glibc's it stays where it is.
+    """
+    global _holders, _own
+    if _holders == 0:
+        torch.empty(2**16, device="cpu")  # so that the linker has looked up whom PyTorch calls for memory
+        _own = _C.tensor_heap(True)
+    _holders += 1
+    end = weakref.finalize(holder, _end_holding)
+    end.atexit = False
+    return end
+
+
+def _end_holding() -> None:
+    global _holders, _own
+    _holders -= 1
+    if _holders == 0:
+        _C.tensor_heap(False)
+        _own = False
+
+
+def keep_freed_memory(owner: object) -> None:
+    """Lets glibc keep the memory that tensors free, until ``owner``, and all others that asked, are gone.
+
+    glibc gives each large tensor back to the system, which clears its pages when the next one is made: a twentieth to
+    a tenth of a training step's time. Where our own heap has them, which keeps all, nothing is to do; another C library
+    than glibc is left as it is.
+    """
+    global _owners
+    libc = ctypes.CDLL(None)
+    if _own or not hasattr(libc, "gnu_get_libc_version"):
+        return
+    if _owners == 0:
+        libc.mallopt(_MMAP_MAX, 0)  # the heap for blocks of all sizes
+        libc.mallopt(_TRIM_THRESHOLD, -1)
+    _owners += 1
+    weakref.finalize(owner, _give_back, libc).atexit = False
+
+
+def _give_back(libc: ctypes.CDLL) -> None:
+    global _owners
+    _owners -= 1
+    if _owners == 0:
+        for name, value in _USUAL.items():
+            libc.mallopt(name, value)
+        libc.malloc_trim(0)
+
+
+def return_free_memory() -> None:
+    """Gives memory back to the system that was freed and is held for later, by our own heap or the C library."""
+    _C.trim_tensor_heap()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+    if trim is not None:
+        trim(0)
