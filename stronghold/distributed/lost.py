@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable
 from types import TracebackType
 
 import psutil
 
+from stronghold.distributed.activity import known_process
 from stronghold.errors import LostProcessError, ParallelError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -31,22 +31,14 @@ def in_one_line(hook: Hook) -> Hook:
     return tell
 
 
-def identity(process: psutil.Process) -> tuple[int, float]:
-    """Returns what no other process of the machine has: the number and the time of its beginning."""
-    return process.pid, process.create_time()
-
-
 def kill_stopped(known: str | None) -> None:
-    """Kills a lost process of this machine that is stopped, by its :func:`identity` as text.
+    """Kills a lost process of this machine that is stopped, by its ``identity`` as text.
 
     It cannot end by itself, and torchrun, which ends all when the first has ended, waits half a minute for it.
     """
-    if known is None:
-        return
-    pid, begun = ast.literal_eval(known)
     try:
-        process = psutil.Process(pid)
-        if process.create_time() == begun and process.status() == psutil.STATUS_STOPPED:
+        process = known_process(known)
+        if process is not None and process.status() == psutil.STATUS_STOPPED:
             process.kill()
     except psutil.Error:  # it has ended, or is another user's: then it is the launcher's
         return

@@ -28,7 +28,7 @@ class Shapes:
                 memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
             for buffer in stage.buffers():
                 memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-        self._stages = [copy.deepcopy(stage, memo) for stage in stages]
+        self._stages = [_without_hooks(copy.deepcopy(stage, memo)) for stage in stages]
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
         """What was found, by the shape of the inputs: for a small model that takes longer than its steps."""
 
@@ -50,11 +50,14 @@ class Shapes:
         return self._known[kind]
 
     def _find(self, inputs: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(inputs, device="meta")]
+        with torch.inference_mode(False), torch.enable_grad():  # who evaluates first trains with them later
+            return self._run(torch.empty_like(inputs, device="meta"))
+
+    def _run(self, inputs: Tensor) -> list[Tensor]:
+        found = [inputs]
         for number, stage in enumerate(self._stages):
             try:
-                with torch.enable_grad():
-                    output = stage(found[-1])
+                output = stage(found[-1])
             except Exception as error:
                 raise ParallelError(
                     f"what stage {number} returns must follow from the shape of what it takes (got "
@@ -70,3 +73,17 @@ class Shapes:
                 output = output.contiguous()  # as it is sent
             found.append(output.detach().requires_grad_(output.requires_grad))
         return found
+
+
+def _without_hooks(stage: nn.Module) -> nn.Module:
+    """Returns ``stage`` without the user's hooks, which would look at tensors that have no values.
+
+    PyTorch's own stay: there are some that compute a weight. One of the user's that changes the shape or the type of
+    what a stage returns is noticed where that is sent.
+    """
+    for module in stage.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in list(hooks.items()):
+                if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                    del hooks[number]
+    return stage

@@ -20,8 +20,9 @@ import psutil
 import torch.distributed as dist
 
 from stronghold.device import finish_streams
+from stronghold.distributed.activity import Others, identity, spent, spent_by_children
 from stronghold.distributed.gloo_threads import wait_for_gloo
-from stronghold.distributed.lost import identity, in_one_line, kill_stopped
+from stronghold.distributed.lost import in_one_line, kill_stopped
 from stronghold.distributed.machine import this_machine
 from stronghold.errors import LostProcessError
 
@@ -29,7 +30,12 @@ BEAT_S = 1.0
 LOST_S = 20.0
 """Without a sign of life for so long a process is lost: killed, stopped, or its machine is gone."""
 STUCK_S = 40.0
-"""A process that others wait for, and that has not computed, read or written anything for so long, hangs."""
+"""A process that others wait for, and that has not computed, read or written anything for so long, hangs.
+
+Nor have its children, which load data or are waited for.
+"""
+STILL_S = 5.0
+"""One of this machine that is not heard of, for it holds Python's lock, computes if it has within so long."""
 ENDED_S = 3.0
 """A process that has waited for so long for one that has ended waits for nothing: what that one sent has arrived."""
 _IDLE = 0.02
@@ -93,6 +99,8 @@ class Watch:
         self._count_beats = 0
         self._last_active = time.monotonic()
         self._spent = 0.0, 0.0
+        self._spent_by_children: dict[int, tuple[float, float]] = {}
+        self._others = Others(STILL_S)
         self._store_gone_since: float | None = None
         self._set("who", f"{socket.gethostname()}, process id {os.getpid()}")
         self._set("process", repr(identity(self._process)))
@@ -144,8 +152,9 @@ class Watch:
         before, self._waiting = self._waiting, None
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.tell()
+            self.fail(str(error) or type(error).__name__)
             raise
         finally:
             self._waiting = None if before is None else replace(before, since=time.monotonic())
@@ -256,15 +265,16 @@ class Watch:
             beat = (self._get(rank, "beat") or "").split()
             if rank not in self._beats or (beat and beat != self._beats[rank][0]):
                 self._beats[rank] = beat, now
-        times = self._process.cpu_times()
-        spent = times.user + times.system - time.thread_time()
-        moved = 0.0
-        if hasattr(self._process, "io_counters"):
-            counters = self._process.io_counters()
-            moved = float(counters.read_bytes + counters.write_bytes)
-        if spent - self._spent[0] > _IDLE * BEAT_S or moved != self._spent[1]:
+        computed_s, moved = spent(self._process)
+        computed_s -= time.thread_time()
+        if computed_s - self._spent[0] > _IDLE * BEAT_S or moved != self._spent[1]:
             self._last_active = now
-        self._spent = spent, moved
+        elif now - self._last_active > STUCK_S / 4:  # to look for children takes longer
+            by_children = spent_by_children(self._process)
+            if by_children != self._spent_by_children:
+                self._last_active = now
+            self._spent_by_children = by_children
+        self._spent = computed_s, moved
 
     def _lost(self, limit_s: float) -> int | None:
         """Returns the first process that has not been heard of for so long, and has not ended by itself."""
@@ -274,13 +284,16 @@ class Watch:
             overdue = bool(self._waits()) and now - self._store_gone_since > limit_s
             return 0 if overdue and self._rank else None
         for rank, (_, seen) in sorted(self._beats.items()):
-            if now - seen > limit_s and not self._is_done(rank):
+            if now - seen > limit_s and not self._is_done(rank) and not self._is_at_work(rank, now):
                 return rank
         waits = self._waits()
         for rank, (_, seen) in sorted(self._beats.items()):
             if self._is_done(rank) and any(w.concerns(rank) and now - max(seen, w.since) > ENDED_S for w in waits):
                 return rank
         return None
+
+    def _is_at_work(self, rank: int, now: float) -> bool:
+        return rank in self._local_ranks and self._others.works(self._get(rank, "process"), now)
 
     def _is_stuck(self, now: float) -> bool:
         others_wait = any(beat[1:2] == ["1"] for beat, _ in self._beats.values())

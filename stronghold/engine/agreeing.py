@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stronghold.optim import HostAdamW, settings_in_common
-from stronghold.unit import Replicas, Unit, grad_meta_of
+from stronghold.unit import Replicas, Unit, grad_meta_of, gradient_name
 
 
 def agree_on_step(replicas: Replicas, optimizer: HostAdamW, given: Mapping[Unit, Mapping[int, Tensor]]) -> None:
@@ -24,7 +24,15 @@ def agree_on_step(replicas: Replicas, optimizer: HostAdamW, given: Mapping[Unit,
             (unit.name, tuple((i, number(unit, i), _assigned(unit, gradient)) for i, gradient in gradients.items()))
             for unit, gradients in given.items()
         ]
-        replicas.agree(done, settings=settings_in_common(optimizer))
+
+        def named() -> dict[str, object]:
+            return {
+                gradient_name(unit, index): (number(unit, index), _assigned(unit, gradient))
+                for unit, gradients in given.items()
+                for index, gradient in gradients.items()
+            }
+
+        replicas.agree(done, settings=settings_in_common(optimizer), named=named)
 
 
 def _assigned(unit: Unit, gradient: Tensor) -> int | None:

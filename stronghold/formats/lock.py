@@ -40,6 +40,17 @@ def unlock(descriptor: int) -> None:
         os.close(descriptor)
 
 
+def is_lock_of(directory: Path, descriptor: int) -> bool:
+    """Whether what is now at the directory's path has the lock that :func:`lock_to_change` took there.
+
+    Who removed the directory may have made another one, of which another run has the lock.
+    """
+    try:
+        return os.path.samestat(os.stat(directory / LOCK), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def locked_to_read(directory: Path) -> Iterator[None]:
     """Keeps runs from changing what is in a store's directory. Raises StoreError where one has it open.

@@ -14,7 +14,7 @@ from typing import Any
 
 from stronghold.errors import CheckpointError, StoreError
 from stronghold.formats.content import parsed
-from stronghold.formats.lock import LOCK, lock_to_change, unlock
+from stronghold.formats.lock import LOCK, is_lock_of, lock_to_change, unlock
 from stronghold.formats.manifest import NAME, PARTIAL, Manifest, put_partial, read_manifest, write_partial
 from stronghold.formats.sync import sync_directory
 from stronghold.units import format_bytes
@@ -176,17 +176,31 @@ class Directory:
 
     def remove(self, files: Iterable[Path]) -> None:
         """Removes ``files`` and what else the run has made, the directories with it if they were made for it."""
-        self.clear()
-        for path in [*files, self.inventory_path, self.inventory_path.with_suffix(".partial")]:
-            path.unlink(missing_ok=True)
-        for path in self.paths:
+        self.remove_files(files)
+        held = self._held()
+        if self.paths[0] in held:
+            self.clear()
+            for path in [self.inventory_path, self.inventory_path.with_suffix(".partial")]:
+                path.unlink(missing_ok=True)
+        for path in held:
             (path / LOCK).unlink(missing_ok=True)
         self.release()
 
+    def remove_files(self, files: Iterable[Path]) -> None:
+        """Removes those of ``files`` that are in directories which are still this run's."""
+        held = self._held()
+        for path in files:
+            if path.parent in held:
+                path.unlink(missing_ok=True)
+
+    def _held(self) -> set[Path]:
+        """Returns the directories whose lock this run has: another one may be at the same place meanwhile."""
+        return {path for path, lock in zip(self.paths, self._locks, strict=False) if is_lock_of(path, lock)}
+
     def release(self) -> None:
         """Lets other processes use the directories; those that were made for this run and are empty go."""
-        for path in self.paths[: len(self._locks)]:
-            if path in self._made and path.exists() and [p.name for p in path.iterdir()] == [LOCK]:
+        for path in self._held():
+            if path in self._made and [p.name for p in path.iterdir()] == [LOCK]:
                 (path / LOCK).unlink()
         for descriptor in self._locks:
             unlock(descriptor)

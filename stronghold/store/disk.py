@@ -405,6 +405,5 @@ def _close(
             return
         for file in units.values():
             if not file.kept_bytes:
-                for path in file.paths:
-                    path.unlink(missing_ok=True)
+                directory.remove_files(file.paths)
         directory.release()

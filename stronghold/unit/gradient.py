@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from stronghold.unit.calls import FACTS, hands_out, key_of, walk, written
+from stronghold.unit.calls import FACTS, asking_collective, hands_out, key_of, walk, written
 from stronghold.unit.compiler import opaque
 from stronghold.unit.consumed import Consumed, ConsumedNorm
 from stronghold.unit.unit import Unit
@@ -83,7 +83,9 @@ class OffloadedGradient(Tensor):
         kwargs = kwargs or {}
         key = key_of(func)
         seen = []
-        if key not in FACTS:
+        if key == "is_complex" and (collective := asking_collective()):
+            _reduced(args[0], collective)
+        elif key not in FACTS:
             seen = [v for v in walk((args, tuple(kwargs.values()))) if isinstance(v, OffloadedGradient)]
             targets = {id(target) for target in written(func, args, kwargs)}
             for value in seen:
@@ -125,6 +127,13 @@ def _settle(gradient: Tensor, *, forget: bool) -> None:
         gradient.__class__ = Tensor  # type: ignore[assignment]
 
 
+def _reduced(gradient: Tensor, collective: str) -> None:
+    """Called before a ``collective`` of the user's writes into a gradient, or reads it."""
+    if type(gradient) is OffloadedGradient and (unit := gradient._unit()) is not None and "reduce" in collective:
+        unit.check_own()
+    _settle(gradient, forget=True)
+
+
 def _is_of_replicas(gradient: OffloadedGradient) -> bool:
     unit = gradient._unit()
     return unit is not None and unit.replicas.world_size > 1
@@ -157,3 +166,9 @@ def grad_meta_of(gradient: Tensor | None) -> GradMeta | None:
     unit = gradient._unit()
     newest = unit.gradients.known.get(gradient.known.index) if unit is not None else None
     return gradient.known if newest is gradient.known else None
+
+
+def gradient_name(unit: Unit, index: int) -> str:
+    """Returns what an error calls a gradient: the unit's name, and which of its parameters it is of."""
+    which = "" if unit.is_root else f", parameter {index} of shape {list(unit.shapes[index])}"
+    return f"the gradient of {unit.name}{which}"

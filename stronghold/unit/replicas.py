@@ -104,12 +104,18 @@ class Replicas:
             self._opposite.broadcast(values)
 
     def agree(
-        self, done: object, *, settings: Mapping[str, Any] | None = None, here: bool = False, batch: int = 0
+        self,
+        done: object,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        named: Callable[[], Mapping[str, Any]] | None = None,
+        here: bool = False,
+        batch: int = 0,
     ) -> tuple[int, int]:
         """Raises ParallelError unless all replicas, or those ``here`` on this machine, have ``done`` the same.
 
-        They must have the same optimizer's ``settings``, too, by what each is called. Returns when they are here, with
-        the least and the greatest ``batch`` of them.
+        They must have the same optimizer's ``settings``, too, by what each is called; ``named`` says in the same way
+        what they have done, for the error. Returns when they are here, with the least and the greatest ``batch``.
         """
         group = self._local if here else self.everyone
         if group.world_size == 1:
@@ -118,14 +124,14 @@ class Replicas:
         extremes = torch.tensor([seen, -seen, batch, -batch])
         group.all_reduce(extremes, "max")
         if extremes[0] != -extremes[1]:  # which all of the group see
-            told = [one for one in group.all_gather_object(settings) if one is not None]
-            if len(told) == group.world_size:  # else they are at different places
-                self._check_settings(told)
+            told = group.all_gather_object((settings, {} if named is None else named()))
+            if all(one is not None for one, _ in told):  # else they are at different places
+                self._check_settings([one for one, _ in told if one is not None])
             raise ParallelError(
                 "replicas must compute the same layers in the same order, have gradients for the same parameters, and "
                 "the same ones where a loop sets p.grad of a layer itself (those of backward() are the mean of all) "
-                f"(replica {self.rank}: {str(done)[:300]}); give each data that take the same way through the model, "
-                "and take the mean of what is set",
+                f"(got {_difference([one for _, one in told]) or str(done)[:300]}); give each data that take the same "
+                "way through the model, and take the mean of what is set",
                 ours=self.rank == 0,
             )
         return -int(extremes[3]), int(extremes[2])
@@ -142,6 +148,20 @@ class Replicas:
                         "in all, such as the mean of all replicas' losses",
                         ours=self.rank == 0,
                     )
+
+
+def _difference(everyone: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the first thing that a replica has done in another way than the first one, or nothing."""
+    first = everyone[0]
+    for number, others in enumerate(everyone):
+        for name in {**first, **others}:
+            if name not in first or name not in others:
+                there, not_there = (number, 0) if name in others else (0, number)
+                return f"{name} in replica {there}, and not in replica {not_there}"
+        for name, ours in first.items():
+            if repr(ours) != repr(others[name]):
+                return f"{name} in another order or with other values in replica {number} than in replica 0"
+    return ""
 
 
 def _no_memory(processes: ProcessGroup, length_bytes: int) -> Common:

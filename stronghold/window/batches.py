@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
-from stronghold.unit import Replicas
+from stronghold.unit import Replicas, Unit, gradient_name
 
 
 class Batches:
@@ -22,10 +23,18 @@ class Batches:
         """Called when a layer's backward pass begins; its input had ``size`` samples."""
         self._most = max(self._most, size)
 
-    def agree(self, done: object) -> None:
-        """Meets the other replicas at the end of a backward pass; raises ParallelError unless they have ``done`` it."""
+    def agree(self, done: Sequence[tuple[int, tuple[int, ...]]], units: Sequence[Unit]) -> None:
+        """Meets the other replicas at the end of a backward pass; raises ParallelError unless they have ``done`` it.
+
+        That are layers, by number, in the order in which their gradients were made, with the indices of these.
+        """
+
+        def named() -> dict[str, int]:
+            each = ((units[layer], index) for layer, indices in done for index in indices)
+            return {gradient_name(*one): number for number, one in enumerate(each)}
+
         size, self._most = self._most, 0
-        least, most = self._replicas.agree(done, batch=size)
+        least, most = self._replicas.agree(done, named=named, batch=size)
         if least == most or self._warned:
             return
         self._warned = True

@@ -10,7 +10,8 @@ import sys
 import psutil
 import pytest
 
-from stronghold.distributed.lost import identity, in_one_line, kill_stopped
+from stronghold.distributed.activity import identity
+from stronghold.distributed.lost import in_one_line, kill_stopped
 from stronghold.errors import LostProcessError, ParallelError
 from tests.distributed.launched import start
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from stronghold.planner.link_bytes import all_reduce_bytes, reduce_scatter_bytes, share
@@ -32,7 +34,7 @@ def test_weights_gradients_and_states_are_there_once(replicas):
     assert 0 < staging < 0.1 * whole
 
 
-@pytest.mark.parametrize("what", ["write", "load", "clip", "keep"])
+@pytest.mark.parametrize("what", ["write", "load", "clip", "reduce", "keep"])
 def test_what_each_replica_would_write_is_refused(replicas, what):
     for found in replicas:
         assert "2 replicas have the weights and gradients of" in found["refused"][what]
@@ -42,6 +44,10 @@ def test_what_each_replica_would_write_is_refused(replicas, what):
 def test_replicas_that_go_another_way_through_the_model_are_told(replicas):
     for found in replicas:
         assert found["refused"]["other way"].startswith("ParallelError: replicas must compute the same layers")
+        assert re.search(
+            r"got the gradient of layers\.\d, parameter 0 of shape .* in replica [01], and not in replica [01]",
+            found["refused"]["other way"],
+        )
 
 
 def test_a_gradient_that_is_not_finite_in_one_replica_keeps_all_from_updating(replicas):

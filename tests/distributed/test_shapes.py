@@ -50,3 +50,24 @@ def test_a_shape_is_found_once(stages):
         for inputs in INPUTS:
             shapes.between(inputs)
     assert Counting.computed == [(4, 8), (2, 5, 8), (4, 8)]  # of them one by rows and one by columns
+
+
+def test_what_is_found_under_inference_mode_is_what_is_trained_with(stages):
+    shapes = Shapes(stages, None)
+    with torch.inference_mode():
+        evaluated = shapes.between(torch.randn(4, 8))
+    assert [one.requires_grad for one in evaluated] == [False, True, True]
+    assert not any(one.is_inference() for one in evaluated)
+    assert all(one is other for one, other in zip(shapes.between(torch.randn(4, 8)), evaluated, strict=True))
+
+
+def test_the_users_hooks_are_not_called_and_what_computes_a_weight_is(stages):
+    seen = []
+    for stage in stages:
+        stage.register_forward_hook(lambda module, inputs, output: seen.append(output.sum().item()))
+        stage.register_forward_pre_hook(lambda module, inputs: seen.append(inputs))
+    normed = nn.utils.spectral_norm(nn.Linear(3, 2))
+    found = Shapes([*stages, normed], None).between(torch.randn(4, 8))
+    assert found[-1].shape == (4, 2) and found[-1].requires_grad
+    assert seen == []
+    assert [len(stage._forward_hooks) for stage in stages] == [1, 1], "the model's own are gone"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from stronghold.distributed import watch
+from stronghold.distributed.activity import identity
 from stronghold.errors import LostProcessError
 
 
@@ -75,3 +80,80 @@ def test_of_several_that_are_lost_at_once_the_first_that_is_left_tells(monkeypat
     own._thread.join()
     own._beats = {rank: (["1", "0", "0", "0"], now if rank in alive else now - 60) for rank in range(3)}
     assert own._is_to_tell(0, 20.0) is tells
+
+
+COMPUTES = "while True: pass"
+SLEEPS = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def run():
+    """Starts programs, of which none is left."""
+    started = []
+
+    def start(code: str) -> subprocess.Popen:
+        started.append(subprocess.Popen([sys.executable, "-c", code]))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def silent(monkeypatch, process: subprocess.Popen, local_ranks: list[int]) -> watch.Watch:
+    """Returns the watch of process 0 for which process 1, that runs, has not been heard of for a minute."""
+    monkeypatch.setattr(watch, "STILL_S", 0.5)
+    own = watch.Watch(Kept(), 0, 2, local_ranks)
+    own._over.set()
+    own._thread.join()
+    own._store.set("process/1", repr(identity(psutil.Process(process.pid))))
+    own._beats = {1: (["1", "0", "0", "0"], time.monotonic() - 60)}
+    return own
+
+
+def lost_within(own: watch.Watch, seconds: float) -> int | None:
+    """Returns the process that is told to be lost as soon as there is one."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        if (lost := own._lost(20.0)) is not None:
+            return lost
+        time.sleep(0.05)
+    return None
+
+
+def test_a_process_that_computes_and_lets_no_thread_say_so_is_not_lost(monkeypatch, run):
+    process = run(COMPUTES)
+    own = silent(monkeypatch, process, [0, 1])
+    assert lost_within(own, 2.0) is None
+    process.send_signal(signal.SIGSTOP)
+    assert lost_within(own, 5.0) == 1
+    process.send_signal(signal.SIGCONT)
+    assert lost_within(own, 2.0) is None
+    process.kill()
+    process.wait()
+    assert lost_within(own, 5.0) == 1
+
+
+def test_one_that_does_nothing_is_lost_and_so_is_one_of_another_machine(monkeypatch, run):
+    assert lost_within(silent(monkeypatch, run(SLEEPS), [0, 1]), 10.0) == 1
+    assert lost_within(silent(monkeypatch, run(COMPUTES), [0]), 0.5) == 1
+
+
+@pytest.mark.parametrize(("code", "works"), [(COMPUTES, True), (SLEEPS, False)])
+def test_a_process_whose_children_compute_does_not_hang(monkeypatch, run, code, works):
+    """They load its data, or it waits for what they do between two steps."""
+    monkeypatch.setattr(watch, "STUCK_S", 1.0)
+    own = watch.Watch(Kept(), 0, 2, [0, 1])
+    own._over.set()
+    own._thread.join()
+    run(code)
+    time.sleep(1.0)  # until it has begun
+    monkeypatch.setattr(watch, "spent", lambda process: (0.0, 0.0))  # and this process does nothing else
+    hung = False
+    for _ in range(30):
+        own._beats = {1: (["1", "1", "0", "0"], time.monotonic())}  # another one waits
+        own._look(now := time.monotonic())
+        hung |= own._is_stuck(now)
+        time.sleep(0.1)
+    assert hung is not works

@@ -169,6 +169,29 @@ def test_files_go_with_the_model_and_directories_with_them_if_they_were_made_for
     assert torch.equal(kept, expected), "what somebody still holds stays readable"
 
 
+@pytest.mark.parametrize("made_again", (False, True))
+def test_a_model_that_goes_late_leaves_the_directory_to_another_that_is_there_by_then(tmp_path, made_again):
+    """The user has removed the first one's directory, or what was in it, and has begun anew."""
+    store = tmp_path / "store"
+    first = start(store)
+    if made_again:
+        shutil.rmtree(store)
+    else:
+        for path in store.iterdir():
+            path.unlink()
+    second = start(store)
+    names = sorted(path.name for path in store.iterdir())
+    del first
+    gc.collect()
+    assert sorted(path.name for path in store.iterdir()) == names
+    with pytest.raises(StoreError, match="is in use by another model of this process"):
+        start(store)
+    x = torch.ones(2, 8)
+    second(x).sum().backward()
+    stronghold.close(second)
+    assert not made_again or not store.exists()
+
+
 def test_a_directory_that_somebody_has_removed_is_no_error_when_the_model_goes(tmp_path):
     model = start(tmp_path / "s")
     shutil.rmtree(tmp_path / "s")

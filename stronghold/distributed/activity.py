@@ -1,0 +1,79 @@
+"""What processes of this machine have computed, read and written: how one that works is told from one that hangs."""
+
+from __future__ import annotations
+
+import ast
+
+import psutil
+
+Spent = tuple[float, float]
+"""Seconds of processors, and bytes read from and written to disks."""
+_ENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def identity(process: psutil.Process) -> tuple[int, float]:
+    """Returns what no other process of the machine has: the number and the time of its beginning."""
+    return process.pid, process.create_time()
+
+
+def known_process(known: str | None) -> psutil.Process | None:
+    """Returns the process whose :func:`identity` this is as text, or None where it has ended."""
+    if known is None:
+        return None
+    pid, begun = ast.literal_eval(known)
+    try:
+        process = psutil.Process(pid)
+        return process if process.create_time() == begun else None
+    except psutil.Error:
+        return None
+
+
+def spent(process: psutil.Process) -> Spent:
+    """Returns what a process has spent, of which threads do not tell apart."""
+    times, moved = process.cpu_times(), 0.0
+    if hasattr(process, "io_counters"):
+        counters = process.io_counters()
+        moved = float(counters.read_bytes + counters.write_bytes)
+    return times.user + times.system, moved
+
+
+def spent_by_children(process: psutil.Process) -> dict[int, Spent]:
+    """Returns what each living child of a process has spent, and each of theirs, by its number."""
+    found = {}
+    for child in process.children(recursive=True):
+        try:
+            found[child.pid] = spent(child)
+        except psutil.Error:  # it has ended meanwhile, or is another user's
+            continue
+    return found
+
+
+class Others:
+    """Which other processes of this machine work, though nothing is heard of them.
+
+    One that is in a long call which holds Python's lock has no thread that could say so.
+    """
+
+    def __init__(self, still_s: float) -> None:
+        self._still_s = still_s
+        self._before: dict[str, tuple[Spent, float]] = {}
+
+    def works(self, known: str | None, now_s: float) -> bool:
+        """Whether the process of this identity is neither stopped nor ended, and has spent anything in ``still_s``.
+
+        The first time that it is asked for it may have.
+        """
+        process = known_process(known)
+        if process is None or known is None:
+            return False
+        try:
+            found = None if process.status() in _ENDED else spent(process)
+        except psutil.Error:
+            found = None
+        if found is None:
+            return False
+        before, since_s = self._before.setdefault(known, (found, now_s))
+        if found != before:
+            self._before[known] = found, now_s
+            return True
+        return now_s - since_s < self._still_s
