@@ -19,6 +19,8 @@ def agree_on_step(replicas: Replicas, optimizer: HostAdamW, given: Mapping[Unit,
     has assigned itself are not the same: each replica updates its share with its own.
     """
     if replicas.world_size > 1:
+        for unit in given:
+            unit.handed_out.check(unit.name, gradients=True)
         number = optimizer.group_number
         done = [
             (unit.name, tuple((i, number(unit, i), _assigned(unit, gradient)) for i, gradient in gradients.items()))
@@ -33,6 +35,8 @@ def agree_on_step(replicas: Replicas, optimizer: HostAdamW, given: Mapping[Unit,
             }
 
         replicas.agree(done, settings=settings_in_common(optimizer), named=named)
+        for unit in given:
+            unit.handed_out.forget()
 
 
 def _assigned(unit: Unit, gradient: Tensor) -> int | None:

@@ -97,7 +97,7 @@ class OffloadedGradient(Tensor):
             result = func(*args, **kwargs)
         for value in seen:
             if type(value) is OffloadedGradient and hands_out(key, result, value):
-                _settle(value, forget=True)
+                _hand_out(value)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -125,6 +125,16 @@ def _settle(gradient: Tensor, *, forget: bool) -> None:
     if forget or (gradient.known is None and not _is_of_replicas(gradient)):
         gradient.__dict__.clear()
         gradient.__class__ = Tensor  # type: ignore[assignment]
+
+
+def _hand_out(gradient: OffloadedGradient) -> None:
+    """Called when the user has another way to a gradient's memory, by which he may write it."""
+    unit = gradient._unit()
+    if unit is None or unit.replicas.world_size == 1 or unit.is_root or unit.resident or gradient.known is None:
+        _settle(gradient, forget=True)
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        unit.handed_out.note(gradient.known.index, gradient.detach(), of_gradient=True)
 
 
 def _reduced(gradient: Tensor, collective: str) -> None:

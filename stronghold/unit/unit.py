@@ -17,6 +17,7 @@ from stronghold.layout import ALIGNMENT_BYTES, BLOCK, GRAIN, PAGE_BYTES, Layout,
 from stronghold.unit.attributes import raw_version, requires_grad, same_octets
 from stronghold.unit.computed_with import ComputedWith
 from stronghold.unit.gradient_memory import GradientMemory
+from stronghold.unit.handed_out import HandedOut
 from stronghold.unit.masters import Masters
 from stronghold.unit.packed import is_packed
 from stronghold.unit.replicas import ONE_REPLICA, Replicas
@@ -91,6 +92,7 @@ class Unit:
         self._aliased: list[int] = []
         """The parameters over whose memory the user held a tensor when this was last asked."""
         self.computed_with = ComputedWith()
+        self.handed_out = HandedOut()
         self.replicas: Replicas = ONE_REPLICA
         """The processes that train the unit; those of a machine have it in common, unless it is resident."""
         self.on_disk: frozenset[Kind] = frozenset()
@@ -188,8 +190,7 @@ class Unit:
             self.buffer.view(offset, shape, dtype)
             for offset, shape, dtype in zip(self.layout.offsets, self.shapes, self.dtypes, strict=True)
         ]
-        indices = self.master_places()
-        if indices:
+        if indices := self.master_places():
             self._place_remainders(indices)
         return indices
 
@@ -258,10 +259,7 @@ class Unit:
         return lay_out(sizes, self.alignment).total_bytes
 
     def shares(self, index: int) -> list[tuple[int, int]]:
-        """Returns which elements of a parameter each of the machine's replicas updates, (begin, end).
-
-        Of a resident unit each has all.
-        """
+        """Returns which elements each of the machine's replicas updates, (begin, end): if resident, all of them."""
         count = self.counts[index]
         if self.resident:
             return [(0, count)] * self.replicas.local_world_size
@@ -345,14 +343,14 @@ class Unit:
     @contextmanager
     def _waited(self) -> Iterator[Event | None]:
         """Counts the time of the block, which waits for the update; of one that is complete there is none to count."""
-        waits, event = self.waits, self.updated
-        assert waits is not None
+        event = self.updated
         if event is None or event.done:
             yield event
             return
-        begin = waits.device.stamp()
+        assert self.waits is not None
+        begin = self.waits.device.stamp()
         yield event
-        waits.for_updates.append((begin, waits.device.stamp()))
+        self.waits.for_updates.append((begin, self.waits.device.stamp()))
 
     @property
     def is_aliased(self) -> bool:
@@ -375,10 +373,10 @@ class Unit:
         self._told.add(index)
         if self.computed_with.runs:
             self._expect_unseen(index)
-        if self.is_common:
-            return  # nobody may write it
-        # Where there is a device copy the host has its own, to compare with. Marking reads the weight: without drop()
-        # a state_dict() would leave the whole model in the resident set.
+        if self.is_common:  # nobody may write it
+            self.handed_out.note(index, self.weight[index])
+            return self.drop()
+        # Where there is a device copy the host has its own, to compare with.
         if not self.has_device_copy and self.masters.mark_aliased(index, self.weight[index]):
             self.drop()
 
@@ -389,8 +387,7 @@ class Unit:
         self._told.add(index)
         if self.computed_with.runs:
             self._expect_unseen(index)
-        changes = not self.is_root or (not self.has_device_copy and index in self.masters.remainders)
-        if changes:
+        if not self.is_root or (not self.has_device_copy and index in self.masters.remainders):
             self.mark_dirty()
         if self.has_device_copy or index not in self.masters.remainders:
             return task()
@@ -451,6 +448,7 @@ class Unit:
         """Returns which parameters were written though nothing told of it, as far as their memory shows it."""
         if self.updated is not None and not self.updated.done:
             return []
+        self.handed_out.check(self.name, gradients=False)
         if self._samples is not None and self.device_copy is not None:  # the host's copy is the engine's alone
             return list(self._samples.differing(self.device_copy.flat))
         found = list(self._samples.written()) if self._samples is not None else []
@@ -476,5 +474,6 @@ class Unit:
     def rewritten(self) -> None:
         """Called when the engine has written the weights, not the user: an update, or what loads a checkpoint."""
         self._learned = True
+        self.handed_out.forget()
         self.masters.updated(self.weight, self.is_aliased_at)
         self.sample()

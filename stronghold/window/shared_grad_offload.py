@@ -55,6 +55,8 @@ class SharedGradOffload(GradOffload):
 
     def send(self, unit: Unit, indices: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
         slot, lane = self.slot, unit.replicas.gradients
+        unit.handed_out.check(unit.name, gradients=False)
+        unit.handed_out.forget()  # from here on other replicas may change both
         gradients = [self._share(slot, unit, index, unit.replicas.local_rank) for index in indices]
         # All that are trained, whatever has a gradient here: where another replica has others, that is told at the end.
         trained = unit.gradients.indices

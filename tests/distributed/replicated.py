@@ -153,6 +153,8 @@ def refused(folder: str) -> dict[str, str]:
     backward(1)
     optimizer.step()
     found["trained"] = str(not torch.equal(before, model[3].up.weight))
+    for way in BEHIND_ITS_BACK:
+        found[way] = behind_its_back(way)
     found["other way"] = error_of(other_way)
     found["not finite"] = error_of(not_finite)
     return found
@@ -171,6 +173,43 @@ class Fork(nn.Module):
             if number != 1 + dist.get_rank():
                 x = torch.tanh(layer(x))
         return x
+
+
+BEHIND_ITS_BACK: dict[str, Callable[[nn.Module], object]] = {
+    "data": lambda layer: layer.weight.data.add_(0.5),
+    "detach": lambda layer: layer.weight.detach()[0].fill_(0.5),
+    "view": lambda layer: layer.weight.view(-1)[3:4].data.add_(0.5),
+    "array": lambda layer: layer.bias.detach().numpy().__setitem__(0, 0.5),
+    "gradient's data": lambda layer: layer.weight.grad.data.mul_(0.5),
+    "gradient's view": lambda layer: layer.weight.grad.detach()[0].fill_(0.5),
+}
+"""Ways to write a weight or a gradient of which no call tells, and each replica's would come on top of the others'."""
+
+
+def behind_its_back(way: str) -> str:
+    """Returns what a step raises where a layer was written so, which has computed as ever where it was looked at so."""
+    model, untouched = residual(), residual()
+    for one in (model, untouched):
+        stronghold.replicate(one, device="cpu", window=1)
+    optimizers = [stronghold.AdamW(one.parameters(), lr=1e-2) for one in (model, untouched)]
+
+    def step(write: bool) -> None:
+        for one, optimizer in zip((model, untouched), optimizers, strict=True):
+            F.cross_entropy(one(batches(0, None)[dist.get_rank()][0]), batches(0, None)[0][1]).backward()
+            if one is model:
+                layer = one[3].up
+                looked = layer.weight.data, layer.bias.detach().numpy(), layer.weight.view(-1), layer.weight.grad.data
+                assert len(looked) == 4
+                dist.barrier()  # what one writes another one must not take for what was there
+                if write:
+                    BEHIND_ITS_BACK[way](layer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step(write=False)
+    step(write=False)
+    assert all(map(torch.equal, model.parameters(), untouched.parameters()))
+    return error_of(lambda: step(write=True))
 
 
 def other_way() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from stronghold.planner.link_bytes import all_reduce_bytes, reduce_scatter_bytes, share
 from tests.distributed.launched import launch
+from tests.distributed.replicated import BEHIND_ITS_BACK
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,16 @@ def test_what_each_replica_would_write_is_refused(replicas, what):
     for found in replicas:
         assert "2 replicas have the weights and gradients of" in found["refused"][what]
         assert found["refused"]["trained"] == "True"
+
+
+@pytest.mark.parametrize("way", BEHIND_ITS_BACK)
+def test_what_a_replica_writes_of_what_all_have_is_refused_by_whatever_way(replicas, way):
+    what = "gradient" if "gradient" in way else "weight"
+    for found in replicas:
+        assert re.match(
+            rf"OffloadedModelError: replicas have the weights and gradients of 3 in common.* \(got a {what} of shape",
+            found["refused"][way],
+        ), found["refused"][way]
 
 
 def test_replicas_that_go_another_way_through_the_model_are_told(replicas):
