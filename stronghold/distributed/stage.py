@@ -64,8 +64,8 @@ class Stage(PipelineStage):
         if kind != announced:
             raise ParallelError(
                 f"stage {self.stage_index} must return what stage {self.stage_index + 1} waits for, {announced[0]} of "
-                f"shape {announced[1]} (got {kind[0]} of shape {kind[1]}); instead of torch.autocast or a hook, which "
-                "change what stages return, pass dtype=torch.bfloat16 to stronghold.pipeline, or change it in a layer"
+                f"shape {announced[1]} (got {kind[0]} of shape {kind[1]}); instead of torch.autocast, which changes "
+                "what stages return, pass dtype=torch.bfloat16 to stronghold.pipeline; a hook must not change it either"
             )
         return output.contiguous()
 
