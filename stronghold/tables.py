@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table
+
+_BORDERS, _LEAST_VALUE = 10, 16
+"""Characters of a line: what rich puts around three columns, and what a value keeps before the names are folded."""
 
 
 class Shown(ABC):
@@ -22,21 +27,26 @@ class Shown(ABC):
     def __str__(self) -> str:
         return _in_lines(self.rows())
 
-    def __rich__(self) -> Table:
-        return table(self.title, self.rows())
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        yield table(self.title, self.rows(), options.max_width)
 
     def _repr_html_(self) -> str:
         return _in_html(self.rows())
 
 
-def table(title: str, rows: list[tuple[str, str, str]]) -> Table:
-    """Returns rows of (section, name, value) as a table, with a line above each section."""
+def table(title: str, rows: list[tuple[str, str, str]], width: int) -> Table:
+    """Returns rows of (section, name, value) as a table in ``width`` characters, with a line above each section.
+
+    Nothing is cut off: values are folded, and where next to nothing is left to them, sections and names as well.
+    """
     from rich.table import Table
 
+    section_width, name_width = _widths(rows)
+    whole = section_width + name_width + _BORDERS + _LEAST_VALUE <= width
     drawn = Table(title=title, show_header=False, title_justify="left")
-    drawn.add_column("section", style="bold", no_wrap=True)
-    drawn.add_column("name", no_wrap=True)
-    drawn.add_column("value")
+    drawn.add_column("section", style="bold", no_wrap=whole, overflow="fold")
+    drawn.add_column("name", no_wrap=whole, overflow="fold")
+    drawn.add_column("value", overflow="fold")
     for index, (section, name, value) in enumerate(rows):
         drawn.add_row(section, name, value, end_section=index + 1 < len(rows) and bool(rows[index + 1][0]))
     return drawn
@@ -53,6 +63,10 @@ def _in_html(rows: list[tuple[str, str, str]]) -> str:
 
 
 def _in_lines(rows: list[tuple[str, str, str]]) -> str:
-    section_width = max(len(section) for section, _, _ in rows)
-    name_width = max(len(name) for _, name, _ in rows)
+    section_width, name_width = _widths(rows)
     return "\n".join(f"{section:<{section_width}}  {name:<{name_width}}  {value}" for section, name, value in rows)
+
+
+def _widths(rows: list[tuple[str, str, str]]) -> tuple[int, int]:
+    """Returns the characters of the longest section and of the longest name."""
+    return max(len(section) for section, _, _ in rows), max(len(name) for _, name, _ in rows)

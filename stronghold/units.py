@@ -54,6 +54,12 @@ def format_bytes(count: int) -> str:
     return _scaled(float(count), 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
+def format_unequal(needed: int, limit: int) -> tuple[str, str]:
+    """Returns both as :func:`format_bytes` does, or in bytes, ``1,025 bytes`` and ``1,024``, where that is one text."""
+    texts = format_bytes(needed), format_bytes(limit)
+    return texts if texts[0] != texts[1] else (f"{needed:,} bytes", f"{limit:,}")
+
+
 def format_seconds(seconds: float) -> str:
     """Returns a duration to read at a glance: ``12.3 µs``, ``7.89 s``, ``2 min 05 s``, ``3 h 07 min``."""
     if seconds < 0:

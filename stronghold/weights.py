@@ -18,6 +18,7 @@ from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.formats.weight_files import WeightFiles, some
 from stronghold.unit import all_parameters, is_packed, pack, parts_of, unpacked
 
+MAY_HOLD, _MAY_LACK = "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing"
 Initialiser = Callable[[nn.Module], object]
 Weights = str | os.PathLike[str] | Initialiser
 Unit = tuple[int, Iterable[Tensor]]
@@ -198,7 +199,7 @@ class FromCheckpoint:
                 f"a checkpoint's tensors must have the shapes and kinds of the model's (got {where} with "
                 f"{some(misshapen)}); build the model from the checkpoint's own config.json"
             )
-        if surplus := _unless_ignored(model, surplus, "_keys_to_ignore_on_load_unexpected"):
+        if surplus := unless_ignored(model, surplus, MAY_HOLD):
             raise ValueError(
                 f"a checkpoint must not hold more than the model (got {where} with {some(surplus)}, which "
                 f"{type(model).__name__} lacks); build the model that it was saved from"
@@ -213,7 +214,7 @@ class FromCheckpoint:
             if id(tensor) not in self._found and (tensor.is_meta or not isinstance(tensor, nn.Parameter))
         ]
         needed = [name for name in lacking if named[name].is_meta]
-        missing = [*needed, *_unless_ignored(model, sorted(set(lacking) - set(needed)), _MAY_LACK)]
+        missing = [*needed, *unless_ignored(model, sorted(set(lacking) - set(needed)), _MAY_LACK)]
         if missing:
             raise ValueError(
                 f"a checkpoint must hold every tensor of the model (in {str(self._checkpoint.directory)!r} missing "
@@ -349,13 +350,13 @@ def _postorder(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     yield module
 
 
-_MAY_LACK = "_keys_to_ignore_on_load_missing"
+def unless_ignored(model: nn.Module, names: list[str], rule: str) -> list[str]:
+    """Returns ``names`` without those that a transformers model's own rule lets pass.
 
-
-def _unless_ignored(model: nn.Module, names: list[str], rule: str) -> list[str]:
-    """Returns ``names`` without those that a transformers model's own rule lets pass."""
+    By the ``rule`` MAY_HOLD they are of tensors that files may hold and the model does not have.
+    """
     patterns = list(getattr(model, rule, None) or ())
-    if rule != _MAY_LACK:  # buffers that were in files once
+    if rule == MAY_HOLD:  # buffers that were in files once
         ends = [name for name, _ in model.named_buffers()]
         patterns += [r"rotary_emb\.inv_freq"] if any(n.endswith("rotary_emb.inv_freq") for n in ends) else []
         patterns += [r"(^|\.)position_ids$"] if any(n.endswith("position_ids") for n in ends) else []

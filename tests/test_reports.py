@@ -123,9 +123,29 @@ def test_rich_draws_every_line():
         assert any(name in line and value in line for line in drawn.splitlines()), name
 
 
+def test_names_are_folded_only_where_they_leave_no_room_to_a_value():
+    row, drawn = ("section", 40 * "n", 60 * "v"), []
+    for width in (72, 73):
+        console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(table("title", [row], width))
+        drawn.append(console.export_text().splitlines()[2])
+    assert drawn == [f"│ section │ {28 * 'n'} │ {27 * 'v'} │", f"│ section │ {40 * 'n'} │ {16 * 'v'} │"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_a_narrow_table_has_every_character(width):
+    rows = [*report(step=STEP, disk_paths=("/mnt/" + 90 * "a",)).rows(), ("long", 40 * "n", 50 * "v")]
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table("title", rows, width))
+    lines = [line for line in console.export_text().splitlines() if line.startswith("│")]
+    columns = zip(*(line.strip("│").split("│") for line in lines), strict=True)
+    for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
+        assert re.sub(r"\s", "", "".join(column)) == re.sub(r"\s", "", "".join(cells))
+
+
 def test_a_table_has_a_line_above_each_section():
     console = Console(width=60, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table("title", [("a", "x", "1"), ("", "y", "2"), ("b", "z", "3")]))
+    console.print(table("title", [("a", "x", "1"), ("", "y", "2"), ("b", "z", "3")], 60))
     lines = console.export_text().splitlines()
     assert [line[0] for line in lines] == ["t", "┌", "│", "│", "├", "│", "└"]
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stronghold.units import format_bytes, format_count, format_seconds, parse_bytes
+from stronghold.units import format_bytes, format_count, format_seconds, format_unequal, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,11 @@ def test_a_count_reads_as_itself(count):
 )
 def test_bytes_are_written(count, text):
     assert format_bytes(count) == text
+
+
+def test_what_is_needed_reads_otherwise_than_what_there_is():
+    assert format_unequal(2 * 2**20, 2**20) == ("2.00 MiB", "1.00 MiB")
+    assert format_unequal(2**20 + 1, 2**20) == ("1,048,577 bytes", "1,048,576")
 
 
 @given(st.integers(0, 2**55))

@@ -22,7 +22,7 @@ from stronghold.engine.compiled import uncompiled
 from stronghold.engine.offload import offload
 from stronghold.errors import ParallelError
 from stronghold.formats.conversion import from_model
-from stronghold.formats.model_config import build, write_config
+from stronghold.formats.model_config import build, read_generation_config, write_config
 from stronghold.formats.mounts import check_no_mount
 from stronghold.formats.pieces import Group
 from stronghold.formats.quantised_files import QuantisedFiles
@@ -102,10 +102,7 @@ def load(
         ) from error
     checkpoint.check_in_place()  # the configuration is that of these weights
     model.eval()
-    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
-        from transformers import GenerationConfig
-
-        model.__dict__["generation_config"] = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    read_generation_config(model, folder)
     if checkpoint.kept:
         if quantize is not None:
             raise ValueError(

@@ -16,7 +16,7 @@ from stronghold.planner.partition_file import object_of
 from stronghold.planner.staged_search import StagedFound, StagedPlan, StagedRefusal, StagedSpace, search_stages
 from stronghold.planner.staged_step import spans_of, staged_step
 from stronghold.planner.training_plan import TrainingPlan
-from stronghold.units import format_bytes
+from stronghold.units import format_unequal
 
 _WORKS = dict(zip(RESOURCES, ("compute", "fetches", "gradients", "updates", "disk"), strict=True))
 _WAITED = dict(zip(RESOURCES[1:], ("fetch", "gradients", "update", "disk"), strict=True))
@@ -199,7 +199,7 @@ def _missing(found: StagedFound, replicas: int) -> list[str]:
     least = min(found.refused, key=lambda one: one.needed_bytes)
     place = least.place if least.place == "memory" else f"{least.place} memory"
     of = f" of {replicas} replicas" if replicas > 1 else ""
-    needed, limit = format_bytes(least.needed_bytes), format_bytes(least.limit_bytes)
+    needed, limit = format_unequal(least.needed_bytes, least.limit_bytes)
     return [f"{least.choice.stages} stages{of}: {place} of each process must hold {needed} (got {limit})"]
 
 

@@ -18,7 +18,7 @@ from stronghold.planner.step_bytes import (
 from stronghold.settings import STATES, OffloadSettings
 from stronghold.store import DISK_BUFFERS, RING_BYTES, staging_bytes
 from stronghold.unit import Unit
-from stronghold.units import format_bytes
+from stronghold.units import format_bytes, format_unequal
 from stronghold.window import RING, gradient_slot_bytes
 
 CUT_APART = ", or pass experts_per_part='auto', which cuts a layer's experts apart"
@@ -78,9 +78,10 @@ def keep_resident(
         layers = frozenset(spread(len(units), wanted))
         budget, needed = settings.device_memory, held_on_device(model, 0, layers, BUFFERS)
         if wanted and isinstance(budget, int) and needed > budget:
+            takes, given = format_unequal(needed, budget)
             raise BudgetError(
-                f"{wanted} resident layers need {format_bytes(needed)} on the device with the root and gradient slots, "
-                f"before any window and activations (got device_memory={format_bytes(budget)}); pass a smaller "
+                f"{wanted} resident layers need {takes} on the device with the root and gradient slots, "
+                f"before any window and activations (got device_memory={given}); pass a smaller "
                 "resident=, or 'auto'"
             )
     limit = settings.device_memory
@@ -144,9 +145,10 @@ def choose_window(
         window = min(window, layers)
         if budget is not None and fixed + window * slot > budget:
             fits = (budget - fixed) // slot
+            takes, given = format_unequal(fixed + window * slot, budget)
             raise BudgetError(
-                f"a window of {window} needs {format_bytes(fixed + window * slot)} on the device before activations "
-                f"(got device_memory={format_bytes(budget)}; {needed}); "
+                f"a window of {window} needs {takes} on the device before activations (got device_memory={given}; "
+                f"{needed}); "
                 + (
                     f"pass window={fits} or less"
                     if fits >= 1
@@ -157,9 +159,10 @@ def choose_window(
     if not layers:
         return 0
     if budget is not None and fixed + slot > budget:
+        takes, given = format_unequal(fixed + slot, budget)
         raise BudgetError(
-            f"a window of 1 needs {format_bytes(fixed + slot)} on the device before activations (got "
-            f"device_memory={format_bytes(budget)}; {needed}); raise device_memory, or use a smaller dtype" + smaller
+            f"a window of 1 needs {takes} on the device before activations (got device_memory={given}; {needed}); "
+            "raise device_memory, or use a smaller dtype" + smaller
         )
     limit = budget if budget is not None else device.free_bytes()
     if limit is None:
@@ -210,9 +213,9 @@ def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device)
     total = weights + gradients + states + ring + settings.inputs_host_bytes
     inputs = f", layers' inputs {format_bytes(settings.inputs_host_bytes)}" if settings.inputs_host_bytes else ""
     if total > budget:
+        needed, given = format_unequal(total, budget)
         raise BudgetError(
-            f"host memory must hold {format_bytes(total)} (got host_memory={format_bytes(budget)}): weights "
-            f"{format_bytes(weights)}{inputs}, gradients {format_bytes(gradients)} and AdamW's states "
-            f"{format_bytes(states + ring)}, with states='8bit' and update='in_backward'; raise host_memory, freeze "
-            "parameters, or train a smaller model"
+            f"host memory must hold {needed} (got host_memory={given}): weights {format_bytes(weights)}{inputs}, "
+            f"gradients {format_bytes(gradients)} and AdamW's states {format_bytes(states + ring)}, with states='8bit' "
+            "and update='in_backward'; raise host_memory, freeze parameters, or train a smaller model"
         )

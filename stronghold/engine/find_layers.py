@@ -87,7 +87,8 @@ def _found_containers(model: nn.Module) -> list[str]:
     if not candidates:
         raise ValueError(
             f"{type(model).__name__} has no repeated block: no ModuleList, Sequential or ModuleDict in it has two or "
-            "more children of one class with parameters; name the container of its layers with layers='...'"
+            "more children of one class with parameters; pass a model of two layers or more, or, in Python, name the "
+            "container of its layers with layers='...'"
         )
     sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in candidates}
     largest = max(candidates, key=lambda name: sizes[name])

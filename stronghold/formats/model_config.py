@@ -15,6 +15,8 @@ from torch import nn
 
 from stronghold.formats.kept_in_fp32 import keep_in_fp32
 
+_GENERATION = "generation_config.json"
+
 
 def build(
     file: Path,
@@ -67,6 +69,17 @@ def build_from_config(config: Any, *, dtype: torch.dtype | None = None, model_cl
     return model
 
 
+def read_generation_config(model: nn.Module, folder: Path) -> None:
+    """Has ``model`` generate as the generation_config.json of ``folder`` says, if there is one and it is one that does.
+
+    Raises whatever transformers raises for a file that it cannot read.
+    """
+    if (folder / _GENERATION).is_file() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        model.__dict__["generation_config"] = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+
+
 def write_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     """Writes config.json, and generation_config.json where the model has one, for weights of ``dtype``.
 
@@ -83,7 +96,8 @@ def write_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
         finally:
             config.dtype, config.architectures = before
         if (generation := getattr(model, "generation_config", None)) is not None:
-            generation.save_pretrained(str(folder))
+            # What save_pretrained writes, which refuses a file of which transformers warned, once anything changed it.
+            generation.to_json_file(str(folder / _GENERATION), keys_to_pop=["compile_config"])
 
 
 @contextmanager

@@ -20,6 +20,8 @@ LOG_NAME, TIMELINE_NAME = "log.jsonl", "timeline.json"
 RUNS_NAME, TRIALS_NAME, TEXTS = "runs.jsonl", "trials.jsonl", "log_*.txt"
 """What a folder of results has beside the runs' folders: records of runs, of trials, and logs of the artifact."""
 
+PICTURES = (".png", ".svg", ".pdf")
+"""What a picture of runs is called, by its kind."""
 _IMAGES = (".gif", ".jpeg", ".jpg", ".pdf", ".png", ".svg", ".webp")
 
 
@@ -67,6 +69,14 @@ def check_page(name: str, path: PathLike) -> None:
     stem, suffix = os.path.splitext(os.fspath(path))
     if suffix.lower() in _IMAGES:
         raise ValueError(f"{name} is a page in HTML (got {os.fspath(path)!r}); name it {stem + '.html'!r}")
+
+
+def check_picture(name: str, path: PathLike) -> None:
+    """Raises ValueError as :func:`check_file` does, and for a name that does not end in one of ``PICTURES``."""
+    check_file(name, path)
+    stem, suffix = os.path.splitext(os.fspath(path))
+    if suffix.lower() not in PICTURES:
+        raise ValueError(f"{name} is a picture in PNG, SVG or PDF (got {os.fspath(path)!r}); name it {stem + '.png'!r}")
 
 
 def check_folder(name: str, path: PathLike) -> None:

@@ -16,7 +16,7 @@ from stronghold.lab.models.gpt import GPT
 from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.outputs import check_file, check_page
 from stronghold.lab.page.plan import write_plan_page
-from stronghold.lab.settings import ModelSettings
+from stronghold.lab.settings import ModelSettings, check_batch
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.settings import check_one_of
@@ -70,6 +70,7 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
     Raises ValueError for a model or settings that cannot be planned for, BudgetError where nothing fits, OSError for a
     file that cannot be written.
     """
+    check_batch(settings.batch, settings.sequence, machine.host_memory_bytes)  # planning takes time for each token, too
     model, name = _built(settings)
     ids = torch.empty((settings.batch, settings.sequence), dtype=torch.int64, device="meta")
     found = plan(

@@ -289,9 +289,10 @@ def _check_device(name: str) -> None:
         )
 
 
-def check_batch(batch: int, sequence: int) -> None:
-    """Raises ValueError where the ids of a step's samples alone are more than this machine's memory, swap included."""
-    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+def check_batch(batch: int, sequence: int, memory: int | None = None) -> None:
+    """Raises ValueError where the ids of a step's samples alone are more than ``memory``, by default this machine's."""
+    if memory is None:
+        memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if (needed := 8 * batch * sequence) > memory:
         raise ValueError(
             f"the ids of a batch, 8 bytes for each token, must fit the memory (got batch={batch}, sequence={sequence}, "

@@ -194,9 +194,9 @@ def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console 
         }
         append_record(run.record, {**start, **found})
     console.print(prepared.report())
-    console.print(table("summary", summary.rows()))
+    console.print(table("summary", summary.rows(), console.width))
     if plan is not None:
-        console.print(table("plan", receipt_rows(plan, summary, steps)))
+        console.print(table("plan", receipt_rows(plan, summary, steps), console.width))
     exit_code = stop.exit_code if interrupted else 0
     return Outcome(summary=summary, interrupted=interrupted, saved=saved, exit_code=exit_code)
 
@@ -290,6 +290,11 @@ def _load_tokenizer(settings: TrainSettings, model: nn.Module) -> Tokenizer:
                 f"folder that has it, or {BYTES_NAME!r} to train on bytes"
             )
     if wanted is None or wanted == BYTES_NAME:
+        if separator is not None and separator < BYTES:
+            raise ValueError(
+                f"bytes are {BYTES} ids, which a model must take to be trained on them (got vocabulary={separator}); "
+                f"pass --vocabulary {BYTES} or more, or --tokenizer with one of as few ids"
+            )
         tokenizer: Tokenizer = ByteTokenizer(BYTES if separator is None else separator)
     else:
         tokenizer = load_tokenizer(wanted, separator=separator)

@@ -153,6 +153,18 @@ def test_the_generation_config_comes_along(tmp_path):
     assert again.generation_config.max_new_tokens == 7
 
 
+def test_a_generation_config_that_transformers_warns_of_is_saved_with_what_changed_since(tmp_path):
+    """Llama 2's had sampling values without do_sample: transformers reads those, and refused them at the save."""
+    CASES["llama"].model().save_pretrained(tmp_path / "hub")
+    unclean = {"do_sample": False, "temperature": 0.1, "top_p": 0.2}
+    (tmp_path / "hub" / "generation_config.json").write_text(json.dumps(unclean))
+    model = stronghold.load(tmp_path / "hub", device="cpu")
+    model.generation_config.pad_token_id = 1  # as TRL does
+    stronghold.save(model, tmp_path / "ours")
+    saved = json.loads((tmp_path / "ours" / "generation_config.json").read_text())
+    assert saved == unclean | {"pad_token_id": 1, "transformers_version": transformers.__version__}
+
+
 @pytest.mark.parametrize("resident", [0, 1])
 @pytest.mark.parametrize("shard", ["5GB", "10KB"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

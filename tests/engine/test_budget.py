@@ -2,7 +2,7 @@
 
 import copy
 import gc
-import re
+from bisect import bisect_left
 from itertools import pairwise
 
 import pytest
@@ -18,7 +18,7 @@ from stronghold.layout import ALIGNMENT_BYTES
 from stronghold.settings import OffloadSettings
 from stronghold.split import join
 from stronghold.unit import grad_meta_of
-from stronghold.units import parse_bytes
+from stronghold.units import format_bytes
 from tests.crossed import crossed
 from tests.reference import CASES, offloaded, ordinary, snapshot, train
 from tests.small import (
@@ -280,29 +280,28 @@ def test_with_all_layers_resident_there_is_nothing_of_them_on_the_host():
 
 
 def refused(build, message, **settings):
-    """Returns the sizes that the message tells."""
+    """Asserts that it is, by ``message``, and that the model is as it was."""
     torch.manual_seed(0)
     model = build()
     before = kept(model)
     objects = [(id(p), type(p)) for p in model.parameters()]
-    with pytest.raises(BudgetError, match=message) as caught:
+    with pytest.raises(BudgetError, match=message):
         stronghold.offload(model, device="cpu", **settings)
     assert_unchanged(before, model)
     assert [(id(p), type(p)) for p in model.parameters()] == objects
     assert "forward" not in vars(model.layers[0])
-    return re.findall(r"[\d.]+ [KMG]?i?B", str(caught.value))
 
 
 def test_resident_layers_that_do_not_fit_are_refused_with_the_numbers():
     needed = taken(Residual, resident=3, window=1) - stronghold.report(offload(resident=3, window=1)).slots_device_bytes
-    found = refused(
+    refused(
         Residual,
-        "3 resident layers need .* with the root and gradient slots.*pass a smaller resident=, or 'auto'",
+        rf"3 resident layers need {needed:,} bytes on the device with the root and gradient slots, .* "
+        rf"\(got device_memory={needed - 1:,}\); pass a smaller resident=, or 'auto'",
         resident=3,
         window=1,
         device_memory=needed - 1,
     )
-    assert [round(parse_bytes(size) / needed, 2) for size in found] == [1.0, 1.0]
     refused(Residual, "a window of 1 needs .* resident layers take", resident=3, window=1, device_memory=needed)
     refused(Residual, "4 resident layers need", resident=4, device_memory=0)
 
@@ -372,6 +371,21 @@ def test_resident_layers_do_not_count_on_the_host():
     optimizer = steps(model)
     assert budget < stronghold.report(model).host_bytes <= 5 * budget
     del optimizer
+
+
+def test_a_budget_that_lacks_a_byte_is_told_in_bytes():
+    """Both numbers were rounded to the same text: what is needed, and what was given."""
+
+    def told(budget):
+        try:
+            offload(host_memory=budget)
+        except BudgetError as error:
+            return str(error)
+        return ""
+
+    least = bisect_left(range(2**20), True, key=lambda budget: "host memory must hold" not in told(budget))
+    assert f"host memory must hold {least:,} bytes (got host_memory={least - 1:,}): weights" in told(least - 1)
+    assert f"host memory must hold {format_bytes(least)} (got host_memory=1.00 KiB): weights" in told(1024)
 
 
 # ---- what is kept ----

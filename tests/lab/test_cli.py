@@ -116,6 +116,7 @@ def test_on_disk_stronghold_and_no_peer_updates_layers_in_the_backward_pass(meth
         (["train", "--stages", "2", "--balance", "3,x"], "a partition, or numbers such as 26,23 (got '3,x'); see"),
         (["train", "--micro-batches", "3", "--batch", "4"], "got micro_batches=3, schedule=None and one stage); pass"),
         (["train", "--stages", "2", "--micro-batches", "0"], "micro_batches must be a whole number of at least 1"),
+        (["train", *TINY, "--vocabulary", "10"], "(got vocabulary=10); pass --vocabulary 256 or more, or --tokenizer"),
         (["plot"], "RUN"),
         (["plot", "/nowhere"], "a run must be a folder"),
     ],
@@ -170,6 +171,10 @@ def test_train_then_plot(capsys, text, tmp_path):
     assert cli.main(["plot", str(run), str(run / "log.jsonl"), "-o", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "was cut off and is left out" in capsys.readouterr().err
+    for name in ("p", "p.txt"):
+        assert cli.main(["plot", str(run), "-o", str(tmp_path / name)]) == 2
+        told = f"--output is a picture in PNG, SVG or PDF (got {str(tmp_path / name)!r}); name it {str(picture)!r}"
+        assert told in capsys.readouterr().err and not (tmp_path / name).exists()
     before = (run / "log.jsonl").read_bytes()
     assert cli.main(["plot", str(run), "-o", str(run / "log.jsonl")]) == 2  # it was the only record of the run
     assert "which is read, and would be lost" in capsys.readouterr().err

@@ -362,7 +362,7 @@ def test_a_model_without_a_tokenizer_or_with_a_larger_one_is_refused(settings, l
 
 def test_a_tokenizer_that_the_model_has_no_rows_for_is_refused_before_anything_is_written(settings):
     small = dataclasses.replace(settings.model, vocabulary=128)
-    with pytest.raises(ValueError, match="must not be a byte"):
+    with pytest.raises(ValueError, match=r"which a model must take to be trained on them \(got vocabulary=128\)"):
         run(dataclasses.replace(settings, model=small))
     assert not os.path.exists(settings.out)
 

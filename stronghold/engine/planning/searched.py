@@ -29,7 +29,7 @@ from stronghold.planner.step import step_time
 from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.unit import all_parameters, count_of
-from stronghold.units import format_bytes
+from stronghold.units import format_unequal
 
 BLOCK_BYTES = 512
 """What PyTorch's allocators for accelerators round a tensor's memory up to."""
@@ -257,9 +257,7 @@ def _nothing_fits(refused: Sequence[Refusal], *, has_experts: bool, on_disk: boo
     found = []
     for place, one in least.items():
         memory = place if place == "memory" else f"{place} memory"
-        needed, limit = format_bytes(one.needed_bytes), format_bytes(one.limit_bytes)
-        if needed == limit:
-            needed, limit = f"{one.needed_bytes:,} bytes", f"{one.limit_bytes:,}"
+        needed, limit = format_unequal(one.needed_bytes, one.limit_bytes)
         settings = ", ".join(f"{name}={value!r}" for name, value in one.choice._asdict().items() if name != "kept")
         found.append(f"{memory} must hold at least {needed} (got {limit}), with {settings}")
     apart = "cut a layer's experts apart (experts_per_part='auto'), " if has_experts else ""

@@ -85,7 +85,7 @@ def _finetune_settings(options: argparse.Namespace) -> FinetuneSettings:
             weight_decay=options.weight_decay,
             max_grad_norm=options.clip or None,
             states=options.states,
-            update=options.update,
+            update=None if options.update == "auto" else options.update,  # None: as the rest of the run has it
         ),
         offload=_offload(options, out),
         plans=options.window == "auto",
@@ -172,11 +172,16 @@ def _converted(action: argparse.Action, entry: Entry) -> Any:
     """Returns the value of a run's file as the option would have it. Raises ValueError, naming file and line."""
     value, flag = entry.value, action.dest.replace("_", "-")
     if value is None:
-        return None
+        raise ValueError(f"{flag} must have a value (at {entry.place}: got none); give it one, or leave the key out")
     if action.nargs == 0 or (isinstance(value, bool) and action.const is not None):
         if not isinstance(value, bool):
             raise ValueError(f"{flag} is true or false (at {entry.place}: got {value!r}); write one of them")
         return value if action.nargs == 0 else action.const if value else None
+    if isinstance(value, bool):
+        raise ValueError(
+            f"{flag} is not true or false (at {entry.place}: got {value}, which YAML also takes yes and no for); write "
+            "what it is, in quotes if need be"
+        )
     if isinstance(value, list):
         value = ",".join(map(str, value))
     elif isinstance(value, dict):

@@ -5,7 +5,7 @@ import argparse
 from stronghold.lab.cli.console import print_notes
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.cli.shared_arguments import path, source
-from stronghold.lab.outputs import check_apart, check_file, files_of
+from stronghold.lab.outputs import check_apart, check_picture, files_of
 
 
 def add_plot(commands: Commands) -> None:
@@ -33,8 +33,8 @@ def _run(options: argparse.Namespace) -> int:
     from stronghold.lab.records.figures import draw_runs
     from stronghold.lab.records.runs import read_run
 
-    check_file("--output", options.output)
     check_apart([("--output", options.output)], inputs=[("RUN", one) for run in options.runs for one in files_of(run)])
+    check_picture("--output", options.output)
     runs = [read_run(run) for run in options.runs]
     print_notes(run.truncated for run in runs if run.truncated)
     print(draw_runs(runs, options.output))

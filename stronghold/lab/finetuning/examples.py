@@ -57,17 +57,17 @@ def example_of(row: Row) -> Example:
     for name in ("conversations", "conversation"):
         if name in fields:
             return Chat(_conversation(_from_sharegpt(fields[name], name, row.place), name, row.place), _tools(row))
+    if "chosen" in fields and not fields.keys() & {"completion", "output", "text"}:
+        raise ValueError(
+            f"a row to fine-tune on has one completion (at {row.place}: a pair to choose from); examples/dpo.py trains "
+            "on such pairs"
+        )
     if "prompt" in fields or "completion" in fields:
         return _pair(row)
     if "instruction" in fields:
         return _alpaca(row)
     if "text" in fields:
         return Text(_text(fields["text"], "text", row.place))
-    if "chosen" in fields:
-        raise ValueError(
-            f"a row to fine-tune on has one completion (at {row.place}: a pair to choose from); examples/dpo.py trains "
-            "on such pairs"
-        )
     names = ", ".join(map(repr, list(fields)[:8])) or "none"
     raise ValueError(f"a row must have {FORMATS} (at {row.place}: its fields are {names}); rename them, or remove it")
 
@@ -148,6 +148,7 @@ def _message(message: Any, name: str, place: str) -> Message:
             f"a message's content must be text (at {place}: {name} has {_shown(message.get('content'))}); images and "
             "other parts cannot be trained on here"
         )
+    _check_unicode(found.get("content", ""), name, place)
     return found
 
 
@@ -156,7 +157,19 @@ def _text(value: Any, name: str, place: str, *, empty: bool = False) -> str:
         raise ValueError(f'"{name}" must be text (at {place}: it is {_shown(value)}); mend or remove the row')
     if not value.strip() and not empty:
         raise _without_completion(place, name)
+    _check_unicode(value, f'"{name}"', place)
     return value
+
+
+def _check_unicode(text: str, name: str, place: str) -> None:
+    """Raises ValueError for what no tokenizer takes, and JSON can write: one half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text must be Unicode (at {place}: {name} has {text[error.start]!r}, one half of a surrogate pair, as its "
+            f"character {error.start + 1}); mend or remove the row"
+        ) from error
 
 
 def _says_something(message: Message) -> bool:

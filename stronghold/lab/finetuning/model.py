@@ -18,14 +18,14 @@ from stronghold.checkpoint.quantising import quantise
 from stronghold.engine import offload, report
 from stronghold.engine.offload import known_engine
 from stronghold.engine.taking_in import unmark_quantised
-from stronghold.formats.model_config import build
+from stronghold.formats.model_config import build, read_generation_config
 from stronghold.formats.quantised_files import QuantisedFiles
 from stronghold.lab.finetuning.adapters import add_adapters
 from stronghold.lab.finetuning.settings import FinetuneSettings
 from stronghold.lab.models.files import longest_sequence_of
 from stronghold.lab.models.gpt import MODEL_TYPE
 from stronghold.unit import check_packed
-from stronghold.weights import give_values
+from stronghold.weights import MAY_HOLD, give_values, unless_ignored
 
 _COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -58,20 +58,16 @@ def build_base(settings: FinetuneSettings) -> nn.Module:
     files = QuantisedFiles(folder)
     if config.get("quantization_config") or files.kept:
         _check_quantised(config, files, settings)
-    for name, entry in files.entries.items():
-        if name.rsplit(".", 1)[-1] in ("weight", "bias") and not (files.is_floating(name) or files.is_kept(name)):
-            raise ValueError(
-                f"weights must be of a type that is computed with here, float32, bfloat16 or float16 (at {entry.file}: "
-                f"{name} is {entry.dtype}); convert the model, or pass it in one of them"
-            )
     try:
         dtype = _COMPUTES[settings.dtype] if settings.adapters else torch.float32
         model = build(file, dtype=dtype, unquantised=bool(files.kept), name=settings.model).train()
+        read_generation_config(model, folder)
     except Exception as error:  # transformers raises all kinds for what it cannot read
         raise ValueError(
             f"a model must be one that transformers knows (at {file}: {' '.join(str(error).split())[:300]}); pass "
             "another, or mend its config.json"
         ) from error
+    _check_types(model, files)
     if files.kept:
         keep_quantised(model, files, config["quantization_config"])
     longest = longest_sequence_of(model)
@@ -80,10 +76,6 @@ def build_base(settings: FinetuneSettings) -> nn.Module:
             f"a sequence must not be longer than the model takes (got --seq {settings.sequence}, at {file}: {longest}"
             "); pass a shorter one"
         )
-    if (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        model.__dict__["generation_config"] = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     return model
 
 
@@ -161,6 +153,20 @@ def _check_quantised(config: dict[str, Any], files: QuantisedFiles, settings: Fi
         raise ValueError(
             f"--quantize is for weights in 16 or 32 bits (got {settings.adapters.quantize}, at {where}: {name} is "
             f"{kept.kind}); leave it out"
+        )
+
+
+def _check_types(model: nn.Module, files: QuantisedFiles) -> None:
+    other = [
+        name
+        for name in files.entries
+        if name.rsplit(".", 1)[-1] in ("weight", "bias") and not (files.is_floating(name) or files.is_kept(name))
+    ]
+    for name in unless_ignored(model, other, MAY_HOLD):  # causal masks were once saved as attention.bias
+        entry = files.entries[name]
+        raise ValueError(
+            f"weights must be of a type that is computed with here, float32, bfloat16 or float16 (at {entry.file}: "
+            f"{name} is {entry.dtype}); convert the model, or pass it in one of them"
         )
 
 

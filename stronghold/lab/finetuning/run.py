@@ -119,7 +119,7 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
     done = found.step if found else 0
 
     def begin(steps: int) -> None:
-        console.print(table("plan", before_rows(settings, placed, steps=steps, done=done)))
+        console.print(table("plan", before_rows(settings, placed, steps=steps, done=done), console.width))
 
     after = found.step if found else (0 if settings.resume else None)
     # A signal while the model is saved must not lose it: the save is waited for, as a step is.
@@ -163,7 +163,7 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
         summary = _summary(start, watch.steps, losses[-1] if losses else None)
         log.end({"interrupted": interrupted, "saved": saved}, summary)
     console.print(report(model))
-    console.print(table("summary", summary.rows()))
+    console.print(table("summary", summary.rows(), console.width))
     exit_code = stop.exit_code if interrupted else 0
     return Outcome(summary=summary, interrupted=interrupted, saved=saved, exit_code=exit_code)
 

@@ -32,10 +32,7 @@ def read_run_file(path: str, names: Collection[str]) -> dict[str, Entry]:
     except OSError as error:
         raise ValueError(f"a run's file must be readable (got {path!r}: {error.strerror}); pass another") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark is not None else path
-        problem = getattr(error, "problem", None) or str(error)
-        raise ValueError(f"a run's file must be YAML (at {place}: {problem}); mend it") from error
+        raise _no_yaml(path, path, error) from error
     if not isinstance(root, yaml.MappingNode):
         raise ValueError(
             f"a run's file must have the options' names as keys (got {path!r}, which has none); write them"
@@ -56,8 +53,20 @@ def read_run_file(path: str, names: Collection[str]) -> dict[str, Entry]:
             )
         # A number stays as it is written: YAML 1.1 takes 2e-4 for text.
         scalar = isinstance(value, yaml.ScalarNode) and value.tag in (f"tag:yaml.org,2002:{kind}" for kind in _NUMBERS)
-        found[name] = Entry(value.value if scalar else loader.construct_object(value, deep=True), place)
+        try:
+            found[name] = Entry(value.value if scalar else loader.construct_object(value, deep=True), place)
+        except (yaml.YAMLError, ValueError) as error:  # a tag that is not YAML's own, a date that there is not
+            raise _no_yaml(path, place, error) from error
     return found
+
+
+def _no_yaml(path: str, place: str, error: Exception) -> ValueError:
+    """Returns what is wrong with the file at ``path``: in the line that YAML says, or else at ``place``."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        place = f"{path}:{mark.line + 1}"
+    problem = getattr(error, "problem", None) or str(error)
+    return ValueError(f"a run's file must be YAML (at {place}: {problem}); mend it")
 
 
 _NUMBERS = ("int", "float")

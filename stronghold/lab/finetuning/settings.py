@@ -161,6 +161,10 @@ class FinetuneSettings:
             _check_whole("experts_per_part", self.experts_per_part, at_least=1)
         _check_whole("sequence", self.sequence, at_least=2)
         _check_whole("seed", self.seed, at_least=0)
+        if self.seed >= 2**32:
+            raise ValueError(
+                f"seed must be below 2**32, for NumPy takes no other (got {self.seed}); pass one such as 4"
+            )
         if not 0 < self.epochs < math.inf:
             raise ValueError(f"epochs must be a positive number (got {self.epochs}); pass 1, or 0.5 for half the data")
         check_one_of("dtype", self.dtype, DTYPES)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stronghold.formats.model_config import build
+from stronghold.formats.model_config import build, read_generation_config
 from stronghold.formats.weight_files import INDEX, SINGLE, WeightFiles
 from stronghold.lab.models.gpt import GPT, MODEL_TYPE, GPTConfig
 from stronghold.weights import Weights, fill
@@ -43,6 +43,8 @@ def build_model(path: str | Path) -> tuple[nn.Module, Weights | None, bool]:
         if not with_weights and path.is_dir() and any(path.glob("pytorch_model*.bin")):
             return _load_whole(path), None, True
         model = build(file, dtype=torch.float32, model_class=_class_of(file)).train()
+        if path.is_dir():
+            read_generation_config(model, path)
         if with_weights:
             WeightFiles(path)
     except Exception as error:  # transformers raises all kinds for what it cannot read

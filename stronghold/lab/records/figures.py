@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stronghold.lab.outputs import PICTURES
 from stronghold.lab.records.runs import WARM_UP_STEPS, Run, to_float
 
 # Okabe and Ito's palette: told apart by people of every colour vision; further runs change the dashes.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":", "-.")
-_KINDS = ("png", "svg", "pdf")
 _SMOOTHED_FROM = 30
 """Steps from which a running mean is drawn over the faint single losses."""
 
@@ -51,7 +51,7 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(runs), 3), frameon=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, format=kind if (kind := path.suffix.lower()[1:]) in _KINDS else "png")
+            figure.savefig(path, format=kind[1:] if (kind := path.suffix.lower()) in PICTURES else "png")
         except OSError as error:
             raise OSError(error.errno, f"cannot write the figure ({error.strerror})", str(path)) from error
     return path

@@ -87,6 +87,12 @@ def test_options_are_settings(place: Path) -> None:
     assert settings("model", "chats.jsonl", "--adapter", "model").adapters.path == "model"  # type: ignore[union-attr]
 
 
+def test_an_update_that_is_left_open_is_that_of_the_default(place: Path) -> None:
+    for words, resolved in [("", "deferred"), ("--clip 0", "auto"), ("--clip 0 --window 2", "deferred")]:
+        for more in ("", "--update auto"):
+            assert settings("model", "chats.jsonl", *words.split(), *more.split()).update == resolved, (words, more)
+
+
 FILE = """\
 model: model
 data: chats.jsonl
@@ -102,7 +108,7 @@ checkpoint-every: 7
 out: o
 window: auto
 compile: true
-wandb: null
+seed: 0
 """
 
 
@@ -140,6 +146,14 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (FILE.replace("packing: true", "packing: 3"), "packing is true or false (at run.yaml:8: got '3')"),
         (FILE.replace("cosine_with_min_lr", "cosinus"), "run.yaml:9: got 'cosinus'"),
         (FILE.replace("[q_proj", "[q_proj,"), "run.yaml:4: "),
+        *(
+            (f"model: model\n{key}:\n", f"{key} must have a value (at run.yaml:2: got none); give it one")
+            for key in ("clip", "epochs", "warmup", "weight-decay", "packing", "lora", "store", "wandb")
+        ),
+        (FILE.replace("out: o", "out: yes"), "out is not true or false (at run.yaml:12: got True, which YAML"),
+        (FILE + "log: false\n", "log is not true or false (at run.yaml:16: got False, which YAML"),
+        (FILE.replace("2e-4", "!!python/name:os.system 3"), "must be YAML (at run.yaml:7: could not determine"),
+        (FILE.replace("2e-4", "2026-13-01"), "must be YAML (at run.yaml:7: month must be in 1..12"),
         ("- model\n", "must have the options' names as keys (got 'run.yaml'"),
         ("", "must have the options' names as keys (got 'run.yaml'"),
         ("lr: 1\n", "must name a model"),
@@ -178,6 +192,10 @@ def test_a_runs_file_that_is_wrong_is_told_with_its_line(
         ("model chats.jsonl --held-out 12 --seq 32", "got 12 of 12"),
         ("model chats.jsonl --held-out 2 --eval-data chats.jsonl", "rows of its own file or on rows that are held out"),
         ("model chats.jsonl --batch 0", "batch must be a whole number of at least 1"),
+        (
+            "model nowhere.jsonl --seed 4294967296",
+            "seed must be below 2**32, for NumPy takes no other (got 4294967296)",
+        ),
         ("model chats.jsonl --epochs 0", "epochs must be a positive number"),
         ("model chats.jsonl --lr nan", "lr must be a positive number"),
         ("model chats.jsonl --warmup 1.5", "warmup must be whole steps, or a share below 1"),

@@ -114,6 +114,8 @@ def test_a_run_goes_on_in_the_directories_of_its_plan(capsys):
         (["plan", *SHAPE, "--machine", "text.txt"], "file of the machine file text.txt must be JSON"),
         (["plan", "nowhere/", "--machine", "gpu.json"], "nowhere"),
         (["plan", "text.txt", "-l", "3", "--machine", "gpu.json"], "a model from files has its own shape"),
+        (["plan", *SHAPE, "-l", "1", "--machine", "gpu.json"], "pass a model of two layers or more, or, in Python, "),
+        (["plan", *SHAPE, "--machine", "gpu.json", "--batch", str(10**10)], "the ids of a batch, 8 bytes for each"),
         (["plan", *SHAPE, "--machine", "gpu.json", "--device-memory", "1KiB"], "nothing fits: device memory must hold"),
         (["plan", *SHAPE, "--machine", "laptop.json", "--device-memory", "1GiB"], "a device has memory of its own"),
         (["plan", *SHAPE, "--machine", "gpu.json", "--disk", "elsewhere"], "speed of each directory"),

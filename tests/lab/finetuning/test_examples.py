@@ -30,6 +30,7 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
         ({"instruction": "w1", "input": "w3", "output": "w2", "system": "be kind"},
          Chat([SYSTEM, {"role": "user", "content": "w1\n\nw3"}, ANSWER])),
         ({"prompt": "w1", "completion": "w2"}, Pair("w1", "w2")),
+        ({"prompt": "w1", "completion": "w2", "chosen": "w3"}, Pair("w1", "w2")),
         ({"prompt": "", "completion": "w2"}, Pair("", "w2")),
         ({"prompt": [USER], "completion": [ANSWER]}, Pair([USER], [ANSWER])),
         ({"text": "w1", "id": 3}, Text("w1")),
@@ -65,6 +66,12 @@ def test_a_row_of_each_format(fields: dict[str, Any], expected: Any) -> None:
         ({"prompt ": "w1", "answer": "w2"}, "its fields are 'prompt ', 'answer'"),
         ({}, "its fields are none"),
         ({"chosen": "w1", "rejected": "w2"}, "a pair to choose from.*examples/dpo.py"),
+        ({"prompt": "w0", "chosen": "w1", "rejected": "w2"}, "a pair to choose from.*examples/dpo.py"),
+        ({"instruction": "w0", "chosen": "w1", "rejected": "w2"}, "a pair to choose from.*examples/dpo.py"),
+        ({"prompt": "w1 \ud800", "completion": "w2"}, r""""prompt" has '\\ud800', one half.*its character 4"""),
+        ({"prompt": "w1", "completion": "\udc00"}, r""""completion" has '\\udc00', one half"""),
+        ({"text": "w1\ud800\ud800"}, r""""text" has '\\ud800', one half.*its character 3"""),
+        ({"messages": [USER, {"role": "assistant", "content": "\ud800"}]}, r""""messages", message 2 has '\\ud800'"""),
     ],
 )
 def test_a_row_that_cannot_be_learned_is_told_with_its_place(fields: dict[str, Any], message: str) -> None:

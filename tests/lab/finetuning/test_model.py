@@ -12,7 +12,7 @@ import peft
 import pytest
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaPreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTNeoXConfig, LlamaPreTrainedModel
 
 from stronghold.engine import report
 from stronghold.lab.finetuning.model import build_base, place
@@ -123,6 +123,22 @@ def test_weights_that_cannot_be_computed_with_or_are_cut_short_are_refused_with_
     assert f"cannot read {str(file)!r}" in refused(wanted)
     file.unlink()
     assert "a checkpoint must be a folder with model.safetensors" in refused(wanted)
+
+
+def test_what_transformers_passes_over_in_the_files_may_be_of_any_type(tmp_path: Path) -> None:
+    """Files of Pythia hold the causal masks of its layers, called attention.bias, as booleans."""
+    wanted = runs.settings(tmp_path)
+    config = GPTNeoXConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = safetensors.torch.load(file.read_bytes())
+    masks = {f"gpt_neox.layers.{layer}.attention.bias": torch.ones(1, 1, 4, 4).bool() for layer in range(2)}
+    safetensors.torch.save_file(tensors | masks, file)
+    plain: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for (name, found), expected in zip(made(wanted).named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.detach(), expected), name
 
 
 def test_a_type_that_no_kernel_has_is_refused(tmp_path: Path) -> None:

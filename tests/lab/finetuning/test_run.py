@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -199,6 +200,16 @@ def test_what_is_saved_of_a_model_is_what_it_is_and_its_tokenizer(
     tokenizer = AutoTokenizer.from_pretrained(wanted.save)
     assert tokenizer.get_vocab() == small.tokenizer().get_vocab()
     assert tokenizer.chat_template == small.TEMPLATE
+
+
+def test_a_generation_config_that_transformers_warns_of_ends_no_run_at_its_save(tmp_path: Path) -> None:
+    """TRL gives it the tokenizer's pad_token_id, and transformers then refused to save it, after the last step."""
+    wanted = runs.settings(tmp_path, epochs=0.5)
+    unclean = {"do_sample": False, "temperature": 0.1, "top_p": 0.2}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(unclean))
+    runs.run(wanted)
+    found = json.loads((Path(wanted.save) / "generation_config.json").read_text())
+    assert {name: found.get(name) for name in unclean} == unclean
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -1,7 +1,10 @@
 """Models from files: bit for bit, and built without values."""
 
+import json
+
 import pytest
 import torch
+import transformers
 
 from stronghold.checkpoint.pretrained import save
 from stronghold.lab.models.files import (
@@ -115,6 +118,21 @@ def test_a_model_is_built_without_values_but_with_buffers_and_ties(tmp_path, kin
     assert same(model, whole)
     for (name, buffer), (_, expected) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
         assert torch.equal(buffer, expected), name
+
+
+def test_a_model_generates_as_its_files_say_and_is_saved_so(tmp_path):
+    save(gpt2(), tmp_path / "from")
+    said = {
+        "transformers_version": transformers.__version__,
+        "do_sample": True,
+        "temperature": 0.6,
+        "eos_token_id": [0, 5],
+    }
+    (tmp_path / "from" / "generation_config.json").write_text(json.dumps(said))
+    model, weights, _ = build_model(tmp_path / "from")
+    fill(model, weights)
+    save(model, tmp_path / "to")
+    assert json.loads((tmp_path / "to" / "generation_config.json").read_text()) == said
 
 
 def test_weights_in_another_format_are_read_whole(tmp_path):
