@@ -80,11 +80,17 @@ def fill(model: nn.Module, weights: Weights | None) -> None:
 def give_values(parameter: nn.Parameter, memory: Tensor) -> None:
     """Makes ``memory`` the data of a parameter, which stays the same object: one on the meta device becomes real."""
     if parameter.is_meta:
-        real = nn.Parameter(torch.empty(0, dtype=memory.dtype), requires_grad=parameter.requires_grad)
-        real.__class__ = type(parameter)
-        real.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, real)
+        exchange(parameter, nn.Parameter(torch.empty(0, dtype=memory.dtype), requires_grad=parameter.requires_grad))
     parameter.data = memory
+
+
+def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Exchanges the tensors of two parameters, which keep their classes, their attributes, and who refers to them.
+
+    ``torch.utils.swap_tensors`` exchanges classes and attributes as well, and so refuses what is referred to weakly:
+    nn.RNNBase refers to its weights so.
+    """
+    torch._C._swap_tensor_impl(parameter, other)
 
 
 class Own:
@@ -304,14 +310,12 @@ def _in_memory(parameters: Sequence[nn.Parameter]) -> Iterator[dict[int, Tensor]
         for parameter in parameters:
             memory = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device="cpu")
             other = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-            other.__class__ = type(parameter)
-            other.__dict__.update(parameter.__dict__)
-            torch.utils.swap_tensors(parameter, other)
+            exchange(parameter, other)
             others.append(other)
         yield values
     finally:
         for parameter, other in zip(parameters, others, strict=False):
-            torch.utils.swap_tensors(parameter, other)
+            exchange(parameter, other)
             values[id(parameter)] = other.detach()
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import stronghold
@@ -9,7 +10,7 @@ from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.unit import unit_of
 from stronghold.weights import fill
 from tests.reference import CASES, decay_groups, train
-from tests.small import Residual
+from tests.small import SIZE, Residual, numbers
 
 CONFIG = GPTConfig(layers=3, hidden=32, heads=2, sequence=16, vocabulary=300)
 
@@ -152,6 +153,47 @@ def test_filling_a_model_gives_what_offloading_it_gives():
     model = on_meta(lambda: GPT(CONFIG))
     stronghold.offload(model, device="cpu", weights=model.initialize_module)
     assert same(model, whole)
+
+
+class Recurrent(nn.Module):
+    """A layer around ``kind``, a module of torch's that refers weakly to its weights."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn = kind(SIZE, SIZE, batch_first=True)
+
+    def forward(self, x):
+        return x + self.rnn(x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("source", ["initialiser", "files"])
+def test_recurrent_modules_get_their_values_and_train_as_in_plain_pytorch(tmp_path, kind, source):
+    def build():
+        return Residual(block=lambda: Recurrent(kind))
+
+    torch.manual_seed(4)
+    plain = build()
+    torch.manual_seed(4)
+    model = on_meta(build)
+    weights = reset
+    if source == "files":
+        weights = tmp_path
+        save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    stronghold.offload(model, device="cpu", window=2, weights=weights)
+    assert same(model, plain)
+    losses = []
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, foreach=False)
+        losses.append([])
+        for x in numbers(3):
+            loss = one(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    assert same(model, plain)
 
 
 def test_a_write_into_one_parameter_leaves_the_masters_of_the_others():

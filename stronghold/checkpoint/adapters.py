@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 CONFIG = "adapter_config.json"
 
@@ -55,7 +56,7 @@ def save_adapters(model: Any, folder: Path, value: Callable[[Tensor], Tensor], d
     """
     tensors = dict(_state_of(model))
     wanted = _wanted(model, tensors, dtype)
-    state = {name: value(tensor) if name in wanted else _stand_in(tensor) for name, tensor in tensors.items()}
+    state = {name: value(tensor) if name in wanted else _without_values(tensor) for name, tensor in tensors.items()}
     config = getattr(model, "config", None)
     before = {name: getattr(config, name) for name in ("dtype", "architectures") if hasattr(config, name)}
     try:
@@ -65,22 +66,44 @@ def save_adapters(model: Any, folder: Path, value: Callable[[Tensor], Tensor], d
             setattr(config, name, kept)
 
 
+class _StandIn(Tensor):
+    """Stands for tensors of the model, by their names in ``state_dict()``, without their values.
+
+    So does what PEFT computes of it. It has one number in the place of all: on the meta device there would be none, and
+    AdaLoRA's mask of ranks, of which it takes the rows, could not be counted there.
+    """
+
+    stands_for: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> _StandIn:
+        stand_in = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(cls)
+        stand_in.stands_for = frozenset([name])
+        return stand_in
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        sources = [one.stands_for for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
+        for made in tree_leaves(found):
+            if isinstance(made, cls):
+                made.stands_for = frozenset().union(*sources)
+        return found
+
+
 def _wanted(model: Any, tensors: dict[str, Tensor], dtype: torch.dtype | None) -> set[str]:
     """Returns the names, in ``state_dict()``, of what belongs to the adapters of ``model``: PEFT chooses."""
     from peft import get_peft_model_state_dict
 
-    stand_ins = {name: _stand_in(tensor) for name, tensor in tensors.items()}
-    names = {id(one): name for name, one in stand_ins.items()}
+    stand_ins = {name: _StandIn.of(name, tensor) for name, tensor in tensors.items()}
     found: set[str] = set()
     for adapter in _configs(model):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come again when it saves
             chosen = get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter)
         for name, tensor in chosen.items():
-            if id(tensor) in names:
-                found.add(names[id(tensor)])
-            elif tensor.is_meta:
-                return set(tensors)  # computed from some of them
+            if isinstance(tensor, _StandIn):
+                found |= tensor.stands_for
             elif dtype not in (None, tensor.dtype):
                 raise ValueError(
                     f"dtype must be None where PEFT computes what it saves by the model itself (got {dtype} for {name} "
@@ -93,7 +116,7 @@ def _configs(model: Any) -> dict[str, Any]:
     return model.peft_config
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
+def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

@@ -173,7 +173,7 @@ class Block:
         except RuntimeError as error:
             inputs: list[Tensor] = []
             flatten((args, kwargs), inputs)
-            check_mixed(error, self.unit.name, self.unit.dtype, inputs)
+            check_mixed(error, self.unit.name, self.unit.dtype, inputs, self.module.buffers())
             raise
         finally:
             engine.window.end_forward(self.layer, returning=returning)

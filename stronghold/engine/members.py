@@ -117,4 +117,5 @@ def _kind(value: Any) -> str:
 
 
 def _ids(values: Mapping[str, object]) -> list[int]:
-    return list(map(id, values.values()))
+    """Returns the ids of ``values``, and None's for a parameter on the meta device: with values it is another."""
+    return [id(None if isinstance(value, nn.Parameter) and value.is_meta else value) for value in values.values()]

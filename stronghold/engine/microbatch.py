@@ -38,7 +38,8 @@ class MicroBatches:
     are one function's for autograd, which puts their gradients together at once: cut one by one, each would be added to
     zeros as long as the batch. Autograd therefore refuses to write into one in place. Raises NotCutError for a tensor
     whose first dimension could as well be another, because the batch is as long as the sequence, or has as many samples
-    as the layer, ``module``, has heads; and for a mask of flex attention that was made for each sample.
+    as the layer, ``module``, has heads; for two that differ in the first dimension alone, as where it is the sequence;
+    and for a mask of flex attention that was made for each sample.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], size: int, module: nn.Module | None = None) -> None:
@@ -108,6 +109,9 @@ class _Cut:
     def __call__(self, tensor: Tensor) -> bool:
         batch, others = self._leader.shape[0], self._leader.shape[1:]
         if tensor.ndim == 0 or tensor.shape[0] != batch:
+            # XLNet's layers get positions beside the tokens so, of which there are others.
+            if tensor.ndim == 3 and tensor.shape[1:] == others and tensor.shape[0] > 1 and tensor.is_floating_point():
+                self._refuse(tensor, "the sequence, with the batch behind it", "give layers the batch first")
             return False
         if tensor.shape == self._leader.shape or tensor.ndim > 3:
             return True

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import nn
 
 from stronghold.engine.experts_part import ExpertsPart
 from stronghold.engine.find_layers import Layer, find_layers
-from stronghold.engine.parameters import check_parameters
+from stronghold.engine.parameters import check_memory_is_their_own, check_parameters
 from stronghold.formats.kept_in_fp32 import computes_in, mark_kept_in_fp32
 from stronghold.unit import Unit, all_parameters, is_packed, parameters_and_owners
 
@@ -64,7 +62,7 @@ def units_of(
     """
     check_parameters(model)
     found = find_layers(model, layers)
-    _check_memory_is_their_own(model)
+    check_memory_is_their_own(model)
     if dtype is not None and dtype not in COMPUTE_DTYPES:
         raise ValueError(
             f"dtype must be torch.float32 or torch.bfloat16 (got {dtype}); for float16 use torch.bfloat16, which needs "
@@ -114,37 +112,6 @@ def _few_trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in parameters)
     return trained if sum(parameter.numel() for parameter in trained) <= FEW * elements else []
-
-
-def _check_memory_is_their_own(model: nn.Module) -> None:
-    """Refuses parameters and buffers that share memory without being one: each would go its own way from here on."""
-    spans: list[tuple[int, int, str, torch.Tensor]] = []
-    for name, tensor in [*all_parameters(model), *model.named_buffers()]:
-        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
-            continue
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        if isinstance(tensor, nn.Parameter) and reach < tensor.numel():
-            raise ValueError(
-                f"every element of a parameter must have memory of its own (got {name} of shape {tuple(tensor.shape)} "
-                f"with strides {tensor.stride()}); make it a parameter of its own values (.clone())"
-            )
-        begin = tensor.data_ptr()
-        spans.append((begin, begin + reach * tensor.element_size(), name, tensor))
-    spans.sort(key=lambda span: span[:3])
-    for (_, end, one, first), (begin, _, other, second) in pairwise(spans):
-        if begin < end and any(isinstance(t, nn.Parameter) for t in (first, second)) and _share_memory(first, second):
-            raise ValueError(
-                f"parameters must not share memory unless they are one parameter (got {one} and {other}); assign the "
-                "same nn.Parameter to both, or clone one"
-            )
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose memory overlaps from first to last element have an element in common."""
-    if (one.is_contiguous() and other.is_contiguous()) or not one.is_cpu:
-        return True
-    first, second = (t.detach().view(torch.int16) if t.dtype == torch.bfloat16 else t.detach() for t in (one, other))
-    return np.shares_memory(first.numpy(), second.numpy())
 
 
 def check_micro_batch(layers: Sequence[Layer]) -> None:

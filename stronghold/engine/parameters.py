@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stronghold.unit import is_packed
+from stronghold.unit import all_parameters, is_packed
 
 _QUANTISED = (
     "quantised weights can be offloaded where they are bitsandbytes' in four or eight bits, or subclasses with "
@@ -39,6 +41,42 @@ def check_parameters(model: nn.Module, known: Collection[int] = ()) -> None:
                 f"a parameter must be a plain nn.Parameter of dense floating-point numbers (got {name}, {what}); "
                 f"{remedy}"
             )
+
+
+def check_memory_is_their_own(model: nn.Module) -> None:
+    """Refuses parameters and buffers that share memory without being one: each would go its own way from here on.
+
+    Some of them may have been offloaded already. Raises ValueError.
+    """
+    spans: list[tuple[int, int, str, Tensor]] = []
+    for name, tensor in [*all_parameters(model), *model.named_buffers()]:
+        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if isinstance(tensor, nn.Parameter) and reach < tensor.numel():
+            raise ValueError(
+                f"every element of a parameter must have memory of its own (got {name} of shape {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}); make it a parameter of its own values (.clone())"
+            )
+        with torch._C.DisableTorchFunctionSubclass():  # what is offloaded would take it for a use of its memory
+            begin = tensor.data_ptr()
+        spans.append((begin, begin + reach * tensor.element_size(), name, tensor))
+    spans.sort(key=lambda span: span[:3])
+    for (_, end, one, first), (begin, _, other, second) in pairwise(spans):
+        if begin < end and any(isinstance(t, nn.Parameter) for t in (first, second)) and _share_memory(first, second):
+            raise ValueError(
+                f"parameters must not share memory unless they are one parameter (got {one} and {other}); assign the "
+                "same nn.Parameter to both, or clone one"
+            )
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors whose memory overlaps from first to last element have an element in common."""
+    if (one.is_contiguous() and other.is_contiguous()) or not one.is_cpu:
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [t.detach().view(torch.int16) if t.dtype == torch.bfloat16 else t.detach() for t in (one, other)]
+        return np.shares_memory(found[0].numpy(), found[1].numpy())
 
 
 def _other_kind(parameter: Tensor) -> tuple[str, str] | None:

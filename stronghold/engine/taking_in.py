@@ -12,7 +12,7 @@ from torch import nn
 from stronghold.engine.budget import unit_bytes
 from stronghold.engine.find_layers import Layer
 from stronghold.engine.model_units import Owner, dtypes_of, share_out
-from stronghold.engine.parameters import check_parameters
+from stronghold.engine.parameters import check_memory_is_their_own, check_parameters
 from stronghold.errors import BudgetError
 from stronghold.unit import Unit, all_parameters, unit_of
 
@@ -79,9 +79,10 @@ def take_in_additions(engine: Engine) -> bool:
     """Takes in what was added to the model of ``engine``; returns whether nothing else of it has changed.
 
     A layer must still have all of its parameters, wherever in it, and the model those of the root. Not of a model that
-    several processes train, in which each would have added its own. Where no optimizer is left, what is frozen by now
-    gives back what it had for its training, but for remainders that training has written. Raises BudgetError and
-    ValueError for parameters that cannot be taken in, and nothing has changed.
+    several processes train, in which each would have added its own. What is on the meta device waits for its values, or
+    for others in its place, as PEFT's EVA makes them. Where no optimizer is left, what is frozen by now gives back what
+    it had for its training, but for remainders that training has written. Raises BudgetError and ValueError for
+    parameters that cannot be taken in, and nothing has changed.
     """
     model = engine.model()
     if model is None or engine.replicas.world_size > 1 or engine.processes.world_size > 1:
@@ -116,7 +117,9 @@ def _all_there(engine: Engine, there: set[int], within: Sequence[set[int]]) -> b
 def _found(engine: Engine, model: nn.Module, layers: Sequence[Layer]) -> Additions:
     """Makes units of what the model has that the engine does not know of."""
     known = {id(parameter) for unit in engine.units for parameter in unit.parameters}
+    known |= {id(parameter) for parameter in model.parameters() if parameter.is_meta}
     check_parameters(model, known)
+    check_memory_is_their_own(model)
     owned, root = share_out(model, layers)
     alignment, apart = engine.layers[0].alignment, not engine.device.is_host
     units: list[tuple[Unit, list[Owner]]] = []
@@ -141,15 +144,16 @@ def _found(engine: Engine, model: nn.Module, layers: Sequence[Layer]) -> Additio
         (module, name)
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.device != device
+        if buffer is not None and buffer.device != device and not buffer.is_meta
     ]
     root_units = [*(unit for unit in engine.units if unit.is_root), *(unit for unit, _ in units)]
-    taken = sum(buffer.nbytes for buffer in model.buffers())
+    taken = sum(buffer.nbytes for buffer in model.buffers() if not buffer.is_meta)
     taken += sum(unit_bytes(unit).on_device for unit in root_units if not unit.resident)
     more = max(0, taken - engine.held.root_bytes)
     on_host = sum(unit.layout.total_bytes + unit.remainder_bytes() for unit, _ in units if not unit.resident)
     engine.budget.check_budgets(host_bytes=on_host, device_bytes=more, what="what was added to the model")
-    return Additions([id(p) for _, p in all_parameters(model)], units, beside, buffers, taken)
+    order = [id(p) for _, p in all_parameters(model) if not p.is_meta]
+    return Additions(order, units, beside, buffers, taken)
 
 
 def _fits(engine: Engine, unit: Unit) -> bool:

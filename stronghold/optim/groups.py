@@ -151,6 +151,13 @@ def check_saved_step(step: Any, parameter: object) -> None:
         )
 
 
+_FIRST = "call stronghold.offload(model) first, and pass that model's parameters()"
+_OUTSIDE = (
+    f"{_FIRST}. What is put around an offloaded model is no part of it, such as the prompt encoders of PEFT: put it "
+    "there first and offload the whole, or have an optimizer of torch's train it"
+)
+
+
 def units_of(params: Sequence[Any], owner: object | None) -> list[Unit]:
     """Returns the unit of each of ``params``, which are parameters, or pairs of a name and one.
 
@@ -164,10 +171,12 @@ def units_of(params: Sequence[Any], owner: object | None) -> list[Unit]:
             raise TypeError(f"parameters must be tensors, or pairs of a name and one (got {type(item).__name__})")
         unit = unit_of(parameter) if isinstance(parameter, nn.Parameter) else None
         if unit is None or unit.owner is None or (owner is not None and unit.owner is not owner):
+            what, remedy = ("no offloaded model", _OUTSIDE) if unit is None else ("another", _FIRST)
+            if parameter.is_meta:
+                what, remedy = f"{what}, on the meta device", "give it values before it has an optimizer"
             raise OffloadedModelError(
                 f"every parameter must belong to one offloaded model (got one of shape {tuple(parameter.shape)} "
-                f"that belongs to {'no offloaded model' if unit is None else 'another'}); call "
-                "stronghold.offload(model) first, and pass that model's parameters()"
+                f"that belongs to {what}); {remedy}"
             )
         owner = unit.owner
         units.append(unit)

@@ -192,6 +192,32 @@ def test_in_bf16_the_masters_are_written_to_the_bit(tmp_path, own):
         )
 
 
+def test_adapters_whose_ranks_have_changed_are_saved_as_peft_saves_them(tmp_path):
+    """AdaLoRA gives up ranks as it trains, and saves those that are left."""
+    config = peft.AdaLoraConfig(
+        init_r=6, target_r=2, tinit=1, tfinal=1, deltaT=1, total_step=8, target_modules=TARGETS, task_type="CAUSAL_LM"
+    )
+    models = [adapted(config), stronghold.offload(adapted(config), device="cpu", window=2)]
+    for model in models:
+        model.train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+        for step, batch in enumerate(CASE.batches(3)):
+            torch.manual_seed(step)  # of dropout
+            model(**batch).loss.backward()
+            optimizer.step()
+            model.base_model.update_and_allocate(step)
+            optimizer.zero_grad()
+    stronghold.save(models[1], tmp_path / "ours")
+    models[1].save_pretrained(tmp_path / "theirs")
+    models[0].save_pretrained(tmp_path / "plain")
+    found = [load_file(tmp_path / of / "adapter_model.safetensors") for of in ("ours", "theirs", "plain")]
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+    assert any(len(tensor) < 6 for name, tensor in found[0].items() if name.endswith("lora_E"))
+    configs = [json.loads((tmp_path / of / "adapter_config.json").read_text()) for of in ("ours", "plain")]
+    assert configs[0]["rank_pattern"] == configs[1]["rank_pattern"] != {}
+
+
 def test_prompts_are_saved_as_peft_computes_them_or_refused_in_another_type(tmp_path):
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     torch.manual_seed(1)

@@ -95,6 +95,29 @@ def test_what_may_be_the_batch_or_the_sequence_is_refused(shape):
         split((torch.randn(4, 4, 2), torch.randn(*shape)), {}, 2)
 
 
+def test_what_has_the_sequence_first_is_refused_and_positions_for_all_samples_are_not():
+    x = torch.randn(6, 4, 2)
+    with pytest.raises(ValueError, match=r"\(12, 4, 2\) beside an input of shape \(6, 4, 2\): .* the sequence"):
+        split((x, torch.randn(12, 4, 2)), {}, 2)
+    ids, positions = torch.zeros(12, 4, 2, dtype=torch.long), torch.randn(1, 4, 2)
+    assert all(args[1] is ids and args[2] is positions for args, _ in split((x, ids, positions), {}, 2))
+
+
+def test_xlnet_whose_layers_have_the_sequence_first_is_refused_and_trains_whole():
+    config = transformers.XLNetConfig(vocab_size=48, d_model=16, n_layer=2, n_head=2, d_inner=32, dropout=0.0)
+    ids = torch.randint(5, 48, (4, 10), generator=torch.Generator().manual_seed(0))
+    plain, whole = pair(lambda: transformers.XLNetLMHeadModel(config).train())
+    for micro_batch in (1, 2):
+        _, model = pair(lambda: transformers.XLNetLMHeadModel(config).train(), micro_batch=micro_batch)
+        with pytest.raises(ValueError, match=r"\(20, 4, 16\) beside an input of shape \(10, 4, 16\): .* the sequence"):
+            model(input_ids=ids, labels=ids)
+    losses = [model(input_ids=ids, labels=ids).loss for model in (plain, whole)]
+    assert torch.equal(losses[0], losses[1])
+    for loss in losses:
+        loss.backward()
+    assert_close([p.grad for p in whole.parameters()], [p.grad for p in plain.parameters()])
+
+
 class Biased(nn.Module):
     """Attention with a bias of its scores for each head, as ALiBi has it: one for all samples."""
 

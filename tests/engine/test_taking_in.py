@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,34 @@ def test_an_optimizer_over_another_model_s_parameters_says_so() -> None:
         stronghold.AdamW(trained(adapted(WITHOUT_DROPOUT)))
 
 
+PROMPTS = [
+    peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+]
+
+
+@pytest.mark.parametrize("config", PROMPTS, ids=lambda config: config.peft_type.value)
+def test_encoders_of_prompts_around_an_offloaded_model_are_refused_with_what_works(config: peft.PeftConfig) -> None:
+    def prompted(model: nn.Module) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config)
+
+    around = prompted(stronghold.offload(base(torch.float32), device="cpu", window=2))
+    remedy = (
+        r"belongs to no offloaded model\); .* put it there first and offload the whole, or have an optimizer of torch"
+    )
+    with pytest.raises(OffloadedModelError, match=remedy):
+        stronghold.AdamW(trained(around))
+    plain, whole = prompted(base(torch.float32)), stronghold.offload(prompted(base(torch.float32)), device="cpu")
+    expected = train(plain, torch.optim.AdamW(trained(plain), lr=1e-2, foreach=False))
+    assert train(around, torch.optim.AdamW(trained(around), lr=1e-2, foreach=False)) == expected
+    assert train(whole, stronghold.AdamW(trained(whole), lr=1e-2)) == pytest.approx(expected, rel=1e-6)
+    for one, two, three in zip(trained(plain), trained(around), trained(whole), strict=True):
+        assert torch.equal(one, two)
+        torch.testing.assert_close(three.detach(), one.detach())
+
+
 def test_replicas_are_refused_what_each_would_have_added_for_itself() -> None:
     def run(replicas: Any) -> None:
         model = offload_shared(base(), replicas, device="cpu", window=1)
@@ -165,3 +194,73 @@ def test_masters_that_were_trained_are_kept_when_an_adapter_is_added_behind_thei
     found = {name: p for name, p in model.get_base_model().named_parameters() if "lora" not in name}
     for (name, master), p in zip(learned.items(), found.values(), strict=True):
         assert torch.equal(unit_of(p).master(p._index), master), name
+
+
+def test_adapters_that_share_memory_are_refused_as_before_offload() -> None:
+    """PEFT ties an output layer's adapter to the embedding's by views of one memory, which plain PyTorch trains so."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True)
+    tied = peft.get_peft_model(base(torch.float32, tie_word_embeddings=True), config).base_model.model
+    before, beside = tied.model.embed_tokens.lora_embedding_A, tied.lm_head.lora_B
+    assert before["default"].data_ptr() == beside["default"].weight.data_ptr()
+
+    message = r"must not share memory unless they are one parameter \(got (base_model\.model\.)?lm_head\.lora_"
+    with pytest.raises(ValueError, match=message):
+        stronghold.offload(
+            peft.get_peft_model(base(torch.float32, tie_word_embeddings=True), config), device="cpu", window=2
+        )
+    inner = stronghold.offload(base(torch.float32, tie_word_embeddings=True), device="cpu", window=2)
+    model = peft.get_peft_model(inner, config)
+    report, units = stronghold.report(inner), list(engine_of(inner).units)
+    with pytest.raises(ValueError, match=message):
+        stronghold.AdamW(trained(model))
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=batches(1)[0])
+    assert stronghold.report(inner) == report
+    assert engine_of(inner).units == units
+    assert not any(unit.is_aliased or unit.touched for unit in units)
+
+
+def test_what_shares_memory_with_a_parameter_that_is_offloaded_is_refused() -> None:
+    model = stronghold.offload(Residual(), device="cpu", window=2)
+    model.again = nn.Parameter(model.layers[1].up.weight.data)
+    with pytest.raises(ValueError, match=r"share memory .*\(got again and layers.1.up.weight\)"):
+        model(numbers(1)[0])
+
+
+def test_adapters_without_values_are_waited_for_until_they_have_some() -> None:
+    """PEFT's EVA runs the model before it makes the weights of its adapters, in the place of those on the meta device.
+
+    It has none of them compute meanwhile.
+    """
+    settings = peft.EvaConfig(rho=2.0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="eva", eva_config=settings)
+    data = [{"input_ids": ids} for ids in batches(6)]
+    rows, models = [], []
+    for model in (base(torch.float32), stronghold.offload(base(torch.float32), device="cpu", window=2)):
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, copy.deepcopy(config), low_cpu_mem_usage=True)  # it notes ranks there
+        if models:
+            units = list(engine_of(model).units)
+            with adapted.disable_adapter():
+                assert torch.equal(adapted(**data[0]).logits, base(torch.float32)(**data[0]).logits)
+            assert engine_of(model).units == units
+            with pytest.raises(OffloadedModelError, match=r"on the meta device\); give it values"):
+                stronghold.AdamW(trained(adapted))
+        peft.initialize_lora_eva_weights(adapted, data, show_progress_bar=False)
+        rows.append(train(adapted, torch.optim.AdamW(trained(adapted), lr=1e-2, foreach=False)))
+        models.append(adapted)
+    assert rows[1] == rows[0]
+    for (key, parameter), other in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(parameter, other), key
+    assert all(unit_of(p) in engine_of(model).units for p in trained(models[1]))
+
+
+def test_what_gets_its_values_in_its_place_is_taken_in() -> None:
+    model = stronghold.offload(Residual(), device="cpu", window=2)
+    model.layers[1].register_parameter("scale", nn.Parameter(torch.ones(1, device="meta")))
+    model.layers[1].register_buffer("mask", torch.ones(1, device="meta"))
+    model(numbers(1)[0])
+    assert unit_of(model.layers[1].scale) is None
+    torch.utils.swap_tensors(model.layers[1].scale, nn.Parameter(torch.ones(1)))
+    model(numbers(1)[0])
+    assert unit_of(model.layers[1].scale).name == "layers.1 (added)"

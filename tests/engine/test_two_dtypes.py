@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 
@@ -292,3 +293,32 @@ def test_each_is_saved_in_its_own_dtype(tmp_path):
     another = stronghold.AdamW(again.parameters(), lr=1e-2)
     stronghold.checkpoint.load(tmp_path / "dcp", again, another, format="dcp")
     assert differences(snapshot(again, another), kept) == []
+
+
+def test_a_router_that_converts_itself_is_told_its_dtype_by_the_configuration():
+    """Switch Transformers' routers compute in fp32 by ``self.classifier.to()``, in every forward pass."""
+
+    def build(**router):
+        torch.manual_seed(0)
+        config = transformers.SwitchTransformersConfig(
+            vocab_size=48, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, num_experts=4, dropout_rate=0.0,
+            num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0, router_jitter_noise=0.0,
+            **router,
+        )  # fmt: skip
+        return transformers.SwitchTransformersForConditionalGeneration(config).train()
+
+    ids = torch.randint(5, 48, (4, 8), generator=torch.Generator().manual_seed(0))
+    model = stronghold.offload(build(), device="cpu", window=2, dtype=torch.bfloat16)
+    with pytest.raises(
+        OffloadedModelError, match=r"got a move to cpu, torch.float32\); .*configuration .*router_dtype="
+    ):
+        model(input_ids=ids, labels=ids)
+    plain = build(router_dtype="bfloat16").to(torch.bfloat16)
+    model = stronghold.offload(build(router_dtype="bfloat16"), device="cpu", window=2, dtype=torch.bfloat16)
+    losses = [one(input_ids=ids, labels=ids).loss for one in (plain, model)]
+    assert torch.equal(losses[0], losses[1])
+    for loss in losses:
+        loss.backward()
+    for (name, p), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (other.grad is None), name
+        assert p.grad is None or torch.equal(p.grad, other.grad), name

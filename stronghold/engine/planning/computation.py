@@ -48,10 +48,11 @@ class LayerRun:
 class ModelComputation:
     """What ``model`` computes in a step: ``inputs`` are its arguments, tensors on any device, of which sizes count.
 
-    ``modules`` are its layers in order; those of one class and shape are run once. ``dtype`` is the compute type, None
-    for each parameter's own. The model's output must be a loss, have one (``loss``), or be made one by ``loss``.
-    ``block_bytes`` is what the device's allocator rounds each tensor's memory up to; ``fused`` tells that dropout is
-    one kernel there. What is in ``traces`` of layers that are alike is not run again, and what is run is put there.
+    ``modules`` are its layers in order; those of one class and shape with inputs alike are run once. ``dtype`` is the
+    compute type, None for each parameter's own. The model's output must be a loss, have one (``loss``), or be made one
+    by ``loss``. ``block_bytes`` is what the device's allocator rounds each tensor's memory up to; ``fused`` tells that
+    dropout is one kernel there. What is in ``traces`` of layers that are alike is not run again, and what is run is put
+    there.
 
     Raises ValueError where the model cannot be run without values.
     """
@@ -77,7 +78,7 @@ class ModelComputation:
         self._modules = list(modules)
         self._kinds: dict[Any, int] = {}
         self.group_of = [-1] * len(self._modules)
-        """For each layer, the number of the first one like it."""
+        """For each layer, the number of the first one like it, with inputs alike."""
         self._calls: dict[int, tuple[tuple, dict[str, Any]]] = {}
         self._alike: dict[int, Hashable] = {}
         """What the layer and its call have in common with others, in this computation or another."""
@@ -134,10 +135,6 @@ class ModelComputation:
                     runs.append(input_sizes(tensors))
                 found.append(runs)
         return found
-
-    def kind_of(self, number: int, differentiable: tuple[bool, ...]) -> int:
-        """Returns the first layer that computes the same, of whose inputs the same ones get gradients."""
-        return self._kinds.setdefault((likeness(self._modules[number]), differentiable), number)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
@@ -228,7 +225,8 @@ class ModelComputation:
     def output_of(self, number: int, inputs: Sequence[Tensor], args: tuple, kwargs: dict, forward: Any) -> Any:
         """Returns what the layer returns, of whose kind the first one is run: called in its stead."""
         if self.group_of[number] < 0:
-            self.group_of[number] = self.kind_of(number, tuple(t.requires_grad for t in inputs))
+            kind = likeness(self._modules[number]), tuple((t.shape, t.dtype, t.requires_grad) for t in inputs)
+            self.group_of[number] = self._kinds.setdefault(kind, number)
         group, leader = self.group_of[number], batch_of(args, kwargs)
         if leader is not None:
             self.leaders.add(tuple(leader.shape))

@@ -25,7 +25,7 @@ from stronghold.lab.finetuning.settings import FinetuneSettings
 from stronghold.lab.models.files import longest_sequence_of
 from stronghold.lab.models.gpt import MODEL_TYPE
 from stronghold.unit import check_packed
-from stronghold.weights import MAY_HOLD, give_values, unless_ignored
+from stronghold.weights import MAY_HOLD, exchange, give_values, unless_ignored
 
 _COMPUTES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -197,6 +197,4 @@ def _weightless(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in parameters:
             empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            empty.__class__ = type(parameter)
-            empty.__dict__.update(parameter.__dict__)
-            torch.utils.swap_tensors(parameter, empty)
+            exchange(parameter, empty)

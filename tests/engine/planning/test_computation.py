@@ -163,6 +163,34 @@ def test_layers_alike_are_run_once_and_others_for_themselves():
     ]
 
 
+def test_layers_of_one_class_and_size_that_get_other_inputs_are_run_for_themselves():
+    """As an encoder's layers and a decoder's of the same sizes, which gets other positions."""
+
+    class TwoRows(Mlp):
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers[:2]:
+                x = layer(x)
+            x = x[:, :3].contiguous()
+            for layer in self.layers[2:]:
+                x = layer(x)
+            return self.last(x).square().mean()
+
+    torch.manual_seed(0)
+    model, x = TwoRows(layers=4), torch.randn(6, 7, 8)
+    losses = []
+    forward, backward = counted(lambda: losses.append(model(x))), counted(lambda: losses[0].backward())
+    found = ModelComputation(model, list(model.layers), (x,))
+    assert found.group_of == [0, 0, 2, 2]
+    layers, root = [found.layer(number) for number in range(4)], found.root
+    assert sum(flops(layer.forward) for layer in layers) + flops(root.before) + flops(root.behind) == forward
+    of_layers = sum(flops(layer.backward) for layer in layers)
+    assert of_layers + flops(root.before_backward) + flops(root.behind_backward) == backward
+    for number, length in ((1, 7), (3, 3)):
+        kept, output = saved_bytes(model.layers[number], torch.randn(6, length, 24, requires_grad=True))
+        assert found.passes(number, None, kept=True).left_bytes == kept - output
+
+
 def test_a_loss_that_is_recomputed_counts_twice():
     class Recomputed(Mlp):
         def forward(self, x):
