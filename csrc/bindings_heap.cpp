@@ -34,6 +34,7 @@ void bind_heap(py::module_& module) {
       .def("taken_bytes", &BestFit::taken_bytes)
       .def("free_ranges", &free_ranges);
   module.def("tensor_heap", &tensor_heap, py::arg("on"));
+  module.def("tensor_heap_keeps", &tensor_heap_keeps, py::arg("large"));
   module.def("trim_tensor_heap", &trim_tensor_heap);
   module.def("tensor_heap_bytes", &tensor_heap_bytes);
 }

@@ -23,6 +23,7 @@ constexpr char kLibrary[] = "libc10.so";
 constexpr std::int64_t kLeast = 1 << 16;
 constexpr std::int64_t kLine = 64;
 constexpr std::int64_t kGrowth = 1 << 25;
+constexpr std::int64_t kLarge = 1 << 25;  // what glibc has from the system, and gives back, one by one
 constexpr std::int64_t kPage = 4096;  // what is given back of a block is whole in pages of any size
 
 std::int64_t rounded_up(std::int64_t bytes, std::int64_t to) { return (bytes + to - 1) / to * to; }
@@ -33,6 +34,7 @@ struct Heap {
   char* const base;
   const std::int64_t capacity;
   std::atomic<bool> on{false};
+  std::atomic<bool> keeps{false};  // large blocks that are free, too
   std::mutex lock;
   // Of all below:
   BestFit blocks;
@@ -61,8 +63,9 @@ struct Heap {
   void give(void* memory) noexcept {
     const std::lock_guard<std::mutex> locked(lock);
     try {
+      const std::int64_t before = blocks.taken_bytes();
       const Range whole = blocks.give(static_cast<char*>(memory) - base);
-      if (!on) return_to_system(whole);
+      if (!on || (!keeps && before - blocks.taken_bytes() >= kLarge)) return_to_system(whole);
     } catch (const std::bad_alloc&) {  // it stays taken
     }
   }
@@ -91,7 +94,8 @@ int (*libc_posix_memalign)(void**, std::size_t, std::size_t) = nullptr;
 void (*libc_free)(void*) = nullptr;
 
 int allocate(void** memory, std::size_t alignment, std::size_t bytes) {
-  if (heap->on.load(std::memory_order_relaxed) && bytes >= kLeast && bytes < std::size_t{1} << 62 && alignment <= kLine)
+  const bool fits = bytes >= kLeast && bytes <= static_cast<std::size_t>(heap->capacity / 2);  // else it is refused
+  if (heap->on.load(std::memory_order_relaxed) && fits && alignment <= kLine)
     if (void* const block = heap->take(static_cast<std::int64_t>(bytes))) {
       *memory = block;
       return 0;
@@ -106,7 +110,7 @@ void release(void* memory) {
     libc_free(memory);
 }
 
-// Returns addresses for more than all memory has, or null where they are limited.
+// Returns twice as many addresses as there is memory, or null where they are limited.
 Heap* reserved() {
   rlimit limit = {};
   if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return nullptr;
@@ -151,6 +155,10 @@ bool tensor_heap(bool on) {
   heap->on = on;
   if (!on) heap->trim();
   return true;
+}
+
+void tensor_heap_keeps(bool large) {
+  if (heap != nullptr) heap->keeps = large;
 }
 
 void trim_tensor_heap() {

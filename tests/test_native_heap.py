@@ -72,7 +72,7 @@ def test_what_is_not_a_blocks_begin_is_not_given_back():
 
 
 PROGRAM = """
-    import ctypes, gc, os, random, resource, sys, threading
+    import contextlib, ctypes, gc, os, random, resource, sys, threading
     import torch
     from torch import nn
     import stronghold
@@ -146,11 +146,47 @@ def test_large_tensors_are_in_our_own_heap_while_one_of_its_holders_lives():
 
 
 @glibc
+def test_the_largest_are_kept_while_somebody_wants_to_be_fast():
+    run("""
+        holder, owner = Owner(), Owner()
+        hold_tensor_heap(holder)
+
+        def kept(bytes):
+            before, tensor = resident(), torch.ones(bytes, dtype=torch.uint8)
+            del tensor
+            return resident() - before > bytes / 2
+
+        assert kept(2**24)
+        return_free_memory()
+        assert not kept(2**26)
+        keep_freed_memory(owner)
+        assert kept(2**26)
+        del owner
+        assert not kept(2**27)
+    """)
+
+
+@glibc
+def test_where_pytorch_asks_for_huge_pages_tensors_stay_where_they_are():
+    run(
+        """
+        holder, owner = Owner(), Owner()
+        hold_tensor_heap(holder)
+        keep_freed_memory(owner)
+        large = torch.ones(2**20)
+        assert taken() == 0 and keeps()
+        """,
+        THP_MEM_ALLOC_ENABLE="1",
+    )
+
+
+@glibc
 def test_what_is_free_in_it_goes_back_to_the_system():
     run("""
         near = 2**24  # the rest of the process has some free memory of its own
         holder = Owner()
         end = hold_tensor_heap(holder)
+        keep_freed_memory(holder)
         tensors = [torch.ones(2**24), torch.ones(2**24)]
         full = resident()
         tensors.pop(0)
@@ -243,6 +279,10 @@ def test_memory_that_is_not_there_is_told_as_ever():
     run("""
         holder = Owner()
         hold_tensor_heap(holder)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with contextlib.suppress(RuntimeError):  # whether the system gives more than it has is a setting of its own
+            large = torch.empty(memory + 2**30, dtype=torch.uint8)
+        assert taken() == 0
         for bytes in (2**50, 2**62, 2**63 - 64):
             try:
                 torch.empty(bytes, dtype=torch.uint8)

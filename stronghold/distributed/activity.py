@@ -8,6 +8,8 @@ import psutil
 
 Spent = tuple[float, float]
 """Seconds of processors, and bytes read from and written to disks."""
+_WORKS = 0.1
+"""The share of a core that works: the process that has the store serves the others', whatever it does itself."""
 _ENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
@@ -48,6 +50,11 @@ def spent_by_children(process: psutil.Process) -> dict[int, Spent]:
     return found
 
 
+def has_worked(before: Spent, now: Spent, seconds: float) -> bool:
+    """Whether what was spent in so many ``seconds`` is more than what goes on beside all work: a tenth of a core."""
+    return now[0] - before[0] > _WORKS * seconds or now[1] != before[1]
+
+
 class Others:
     """Which other processes of this machine work, though nothing is heard of them.
 
@@ -57,9 +64,10 @@ class Others:
     def __init__(self, still_s: float) -> None:
         self._still_s = still_s
         self._before: dict[str, tuple[Spent, float]] = {}
+        self._worked_s: dict[str, float] = {}
 
     def works(self, known: str | None, now_s: float) -> bool:
-        """Whether the process of this identity is neither stopped nor ended, and has spent anything in ``still_s``.
+        """Whether the process of this identity is neither stopped nor ended, and has worked in the last ``still_s``.
 
         The first time that it is asked for it may have.
         """
@@ -73,7 +81,9 @@ class Others:
         if found is None:
             return False
         before, since_s = self._before.setdefault(known, (found, now_s))
-        if found != before:
+        worked_s = self._worked_s.setdefault(known, now_s)
+        if now_s - since_s >= self._still_s / 5:
+            if has_worked(before, found, now_s - since_s):
+                worked_s = self._worked_s[known] = now_s
             self._before[known] = found, now_s
-            return True
-        return now_s - since_s < self._still_s
+        return now_s - worked_s < self._still_s

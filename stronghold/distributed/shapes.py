@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ class Shapes:
                 memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
             for buffer in stage.buffers():
                 memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-        self._stages = [_without_hooks(copy.deepcopy(stage, memo)) for stage in stages]
+            for module in stage.modules():
+                for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                    memo[id(hooks)] = _of_torch(hooks)
+        self._stages = [copy.deepcopy(stage, memo) for stage in stages]
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
         """What was found, by the shape of the inputs: for a small model that takes longer than its steps."""
 
@@ -75,15 +79,11 @@ class Shapes:
         return found
 
 
-def _without_hooks(stage: nn.Module) -> nn.Module:
-    """Returns ``stage`` without the user's hooks, which would look at tensors that have no values.
+def _of_torch(hooks: Mapping[int, Callable[..., Any]]) -> OrderedDict[int, Callable[..., Any]]:
+    """Returns PyTorch's own of a module's ``hooks``: there are some that compute a weight.
 
-    PyTorch's own stay: there are some that compute a weight. One of the user's that changes the shape or the type of
-    what a stage returns is noticed where that is sent.
+    The user's would look at tensors that have no values. One that changes the shape or the type of what a stage returns
+    is noticed where that is sent.
     """
-    for module in stage.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number, hook in list(hooks.items()):
-                if not (getattr(hook, "__module__", None) or "").startswith("torch."):
-                    del hooks[number]
-    return stage
+    own = {n: hook for n, hook in hooks.items() if (getattr(hook, "__module__", None) or "").startswith("torch.")}
+    return OrderedDict(own)

@@ -20,7 +20,7 @@ import psutil
 import torch.distributed as dist
 
 from stronghold.device import finish_streams
-from stronghold.distributed.activity import Others, identity, spent, spent_by_children
+from stronghold.distributed.activity import Others, Spent, has_worked, identity, spent, spent_by_children
 from stronghold.distributed.gloo_threads import wait_for_gloo
 from stronghold.distributed.lost import in_one_line, kill_stopped
 from stronghold.distributed.machine import this_machine
@@ -99,7 +99,8 @@ class Watch:
         self._count_beats = 0
         self._last_active = time.monotonic()
         self._spent = 0.0, 0.0
-        self._spent_by_children: dict[int, tuple[float, float]] = {}
+        self._by_children: tuple[dict[int, Spent], float] = {}, 0.0
+        """What each child had spent, and when that was seen."""
         self._others = Others(STILL_S)
         self._store_gone_since: float | None = None
         self._set("who", f"{socket.gethostname()}, process id {os.getpid()}")
@@ -270,10 +271,10 @@ class Watch:
         if computed_s - self._spent[0] > _IDLE * BEAT_S or moved != self._spent[1]:
             self._last_active = now
         elif now - self._last_active > STUCK_S / 4:  # to look for children takes longer
-            by_children = spent_by_children(self._process)
-            if by_children != self._spent_by_children:
+            before, self._by_children = self._by_children, (spent_by_children(self._process), now)
+            both = [(before[0][child], own) for child, own in self._by_children[0].items() if child in before[0]]
+            if any(has_worked(one, other, now - before[1]) for one, other in both):
                 self._last_active = now
-            self._spent_by_children = by_children
         self._spent = computed_s, moved
 
     def _lost(self, limit_s: float) -> int | None:

@@ -102,6 +102,8 @@ def _update(engine: Engine, optimizer: HostAdamW, found: Found, scale: float) ->
         for update in (one.update for one in prepared.values()):
             if update.unit.is_aliased or _is_shared(update):
                 optimizer.wait()  # what the user can read or write unseen must be done by now
+                for unit in prepared:
+                    unit.handed_out.check_weights(unit)
                 return
             update.mark_pending()
 

@@ -23,16 +23,27 @@ def hold_tensor_heap(holder: object) -> weakref.finalize:
 
     It ends with the last of all holders, and what is free there goes back to the system. In glibc's heap small objects
     lie between large tensors, in what these left free: tensors as large do not fit there any more, and the process
-    grows by a fifth beyond what it ever held at once. Where the memory of tensors is not glibc's it stays where it is.
+    grows by a tenth to a quarter beyond what it ever held at once. Where the memory of tensors is not glibc's, or
+    PyTorch was told to ask for huge pages, it stays where it is.
     """
     global _holders, _own
     if _holders == 0:
         torch.empty(2**16, device="cpu")  # so that the linker has looked up whom PyTorch calls for memory
-        _own = _C.tensor_heap(True)
+        _own = _C.tensor_heap(True) and _has_tensors()
+        if not _own:
+            _C.tensor_heap(False)
     _holders += 1
     end = weakref.finalize(holder, _end_holding)
     end.atexit = False
     return end
+
+
+def _has_tensors() -> bool:
+    """Whether a large tensor lies in our own heap."""
+    _, before = _C.tensor_heap_bytes()
+    tensor = torch.empty(2**22, dtype=torch.uint8, device="cpu")
+    _, with_it = _C.tensor_heap_bytes()
+    return with_it >= before + tensor.nbytes
 
 
 def _end_holding() -> None:
@@ -44,17 +55,18 @@ def _end_holding() -> None:
 
 
 def keep_freed_memory(owner: object) -> None:
-    """Lets glibc keep the memory that tensors free, until ``owner``, and all others that asked, are gone.
+    """Lets the heap keep all memory that tensors free, until ``owner``, and all others that asked, are gone.
 
-    glibc gives each large tensor back to the system, which clears its pages when the next one is made: a twentieth to
-    a tenth of a training step's time. Where our own heap has them, which keeps all, nothing is to do; another C library
-    than glibc is left as it is.
+    Else the largest tensors give theirs back to the system, and with glibc many others do, which clears the pages when
+    the next one is made: a twentieth to a tenth of a training step's time. Another C library than glibc is left as it
+    is.
     """
     global _owners
     libc = ctypes.CDLL(None)
-    if _own or not hasattr(libc, "gnu_get_libc_version"):
+    if not hasattr(libc, "gnu_get_libc_version"):
         return
     if _owners == 0:
+        _C.tensor_heap_keeps(True)
         libc.mallopt(_MMAP_MAX, 0)  # the heap for blocks of all sizes
         libc.mallopt(_TRIM_THRESHOLD, -1)
     _owners += 1
@@ -65,9 +77,10 @@ def _give_back(libc: ctypes.CDLL) -> None:
     global _owners
     _owners -= 1
     if _owners == 0:
+        _C.tensor_heap_keeps(False)
         for name, value in _USUAL.items():
             libc.mallopt(name, value)
-        libc.malloc_trim(0)
+        return_free_memory()
 
 
 def return_free_memory() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from stronghold.errors import OffloadedModelError
 from stronghold.unit.computed_with import digest
+
+if TYPE_CHECKING:
+    from stronghold.unit.unit import Unit
 
 
 class HandedOut:
@@ -37,6 +42,17 @@ class HandedOut:
                     "before the model is offloaded, update by stronghold.AdamW, and clip by its max_grad_norm="
                 )
 
-    def forget(self) -> None:
-        """Called before replicas change it together."""
-        self._digests.clear()
+    def check_weights(self, unit: Unit) -> None:
+        """Does so for its weights, and goes on with those that the user still holds: no update writes them now."""
+        if unit.replicas.world_size == 1:
+            return
+        self.check(unit.name, gradients=False)
+        held = [index for index in range(len(unit.weight)) if unit.is_aliased_at(index)]
+        for key in [key for key in self._digests if not key[0] and key[1] not in held]:
+            del self._digests[key]
+        for index in held:
+            self.note(index, (unit.on_device or unit.weight)[index])
+
+    def forget(self, *, weights: bool = True) -> None:
+        """Called before replicas change the gradients together, and the ``weights``."""
+        self._digests = {} if weights else {key: known for key, known in self._digests.items() if not key[0]}

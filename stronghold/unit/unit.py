@@ -373,8 +373,9 @@ class Unit:
         self._told.add(index)
         if self.computed_with.runs:
             self._expect_unseen(index)
-        if self.is_common:  # nobody may write it
-            self.handed_out.note(index, self.weight[index])
+        if self.replicas.world_size > 1:  # nobody may write it
+            self.handed_out.note(index, (self.on_device or self.weight)[index])
+        if self.is_common:
             return self.drop()
         # Where there is a device copy the host has its own, to compare with.
         if not self.has_device_copy and self.masters.mark_aliased(index, self.weight[index]):
@@ -448,7 +449,7 @@ class Unit:
         """Returns which parameters were written though nothing told of it, as far as their memory shows it."""
         if self.updated is not None and not self.updated.done:
             return []
-        self.handed_out.check(self.name, gradients=False)
+        self.handed_out.check_weights(self)
         if self._samples is not None and self.device_copy is not None:  # the host's copy is the engine's alone
             return list(self._samples.differing(self.device_copy.flat))
         found = list(self._samples.written()) if self._samples is not None else []

@@ -333,9 +333,8 @@ class Gradients:
         if not self._met:
             self._met = True
             try:
-                self.batches.agree(
-                    self._done, self.units
-                )  # and what they see is there once all have brought their shares
+                # What they see is there once all have brought their shares.
+                self.batches.agree(self._done, self.units)
             except Exception:  # what has come are means of unlike gradients
                 for gradients in (self._held, self._known, self._consumed):
                     gradients.clear()

@@ -56,7 +56,7 @@ class SharedGradOffload(GradOffload):
     def send(self, unit: Unit, indices: Sequence[int], threads: int, found_inf: Tensor | None) -> DeviceSlot:
         slot, lane = self.slot, unit.replicas.gradients
         unit.handed_out.check(unit.name, gradients=False)
-        unit.handed_out.forget()  # from here on other replicas may change both
+        unit.handed_out.forget(weights=found_inf is not None)  # which others may update from here on, in_backward
         gradients = [self._share(slot, unit, index, unit.replicas.local_rank) for index in indices]
         # All that are trained, whatever has a gradient here: where another replica has others, that is told at the end.
         trained = unit.gradients.indices

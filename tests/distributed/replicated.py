@@ -155,6 +155,7 @@ def refused(folder: str) -> dict[str, str]:
     found["trained"] = str(not torch.equal(before, model[3].up.weight))
     for way in BEHIND_ITS_BACK:
         found[way] = behind_its_back(way)
+    found["resident"] = behind_its_back("data", resident=6)
     found["other way"] = error_of(other_way)
     found["not finite"] = error_of(not_finite)
     return found
@@ -180,17 +181,22 @@ BEHIND_ITS_BACK: dict[str, Callable[[nn.Module], object]] = {
     "detach": lambda layer: layer.weight.detach()[0].fill_(0.5),
     "view": lambda layer: layer.weight.view(-1)[3:4].data.add_(0.5),
     "array": lambda layer: layer.bias.detach().numpy().__setitem__(0, 0.5),
+    "kept": lambda layer: KEPT[-1].mul_(0.5),
     "gradient's data": lambda layer: layer.weight.grad.data.mul_(0.5),
     "gradient's view": lambda layer: layer.weight.grad.detach()[0].fill_(0.5),
 }
 """Ways to write a weight or a gradient of which no call tells, and each replica's would come on top of the others'."""
+KEPT: list[Tensor] = []
+"""Memory of the layer that is written, from before the first step."""
 
 
-def behind_its_back(way: str) -> str:
+def behind_its_back(way: str, *, resident: int = 0) -> str:
     """Returns what a step raises where a layer was written so, which has computed as ever where it was looked at so."""
     model, untouched = residual(), residual()
     for one in (model, untouched):
-        stronghold.replicate(one, device="cpu", window=1)
+        stronghold.replicate(one, device="cpu", window=1, resident=resident)
+    if way == "kept":
+        KEPT.append(model[3].up.weight.data)
     optimizers = [stronghold.AdamW(one.parameters(), lr=1e-2) for one in (model, untouched)]
 
     def step(write: bool) -> None:
@@ -198,8 +204,9 @@ def behind_its_back(way: str) -> str:
             F.cross_entropy(one(batches(0, None)[dist.get_rank()][0]), batches(0, None)[0][1]).backward()
             if one is model:
                 layer = one[3].up
-                looked = layer.weight.data, layer.bias.detach().numpy(), layer.weight.view(-1), layer.weight.grad.data
-                assert len(looked) == 4
+                if way != "kept":
+                    looked = layer.weight.data, layer.bias.detach().numpy(), layer.weight.view(-1)
+                    assert len((*looked, layer.weight.grad.data)) == 4
                 dist.barrier()  # what one writes another one must not take for what was there
                 if write:
                     BEHIND_ITS_BACK[way](layer)

@@ -42,7 +42,7 @@ def test_what_each_replica_would_write_is_refused(replicas, what):
         assert found["refused"]["trained"] == "True"
 
 
-@pytest.mark.parametrize("way", BEHIND_ITS_BACK)
+@pytest.mark.parametrize("way", [*BEHIND_ITS_BACK, "resident"])
 def test_what_a_replica_writes_of_what_all_have_is_refused_by_whatever_way(replicas, way):
     what = "gradient" if "gradient" in way else "weight"
     for found in replicas:

@@ -84,6 +84,8 @@ def test_of_several_that_are_lost_at_once_the_first_that_is_left_tells(monkeypat
 
 COMPUTES = "while True: pass"
 SLEEPS = "import time; time.sleep(60)"
+TICKS = "import time\nwhile True: sum(range(100_000)); time.sleep(0.5)"
+"""As what logs, or looks after something, beside a run."""
 
 
 @pytest.fixture
@@ -140,7 +142,7 @@ def test_one_that_does_nothing_is_lost_and_so_is_one_of_another_machine(monkeypa
     assert lost_within(silent(monkeypatch, run(COMPUTES), [0]), 0.5) == 1
 
 
-@pytest.mark.parametrize(("code", "works"), [(COMPUTES, True), (SLEEPS, False)])
+@pytest.mark.parametrize(("code", "works"), [(COMPUTES, True), (SLEEPS, False), (TICKS, False)])
 def test_a_process_whose_children_compute_does_not_hang(monkeypatch, run, code, works):
     """They load its data, or it waits for what they do between two steps."""
     monkeypatch.setattr(watch, "STUCK_S", 1.0)
@@ -150,7 +152,7 @@ def test_a_process_whose_children_compute_does_not_hang(monkeypatch, run, code, 
     run(code)
     time.sleep(1.0)  # until it has begun
     monkeypatch.setattr(watch, "spent", lambda process: (0.0, 0.0))  # and this process does nothing else
-    hung = False
+    own._last_active, hung = time.monotonic(), False
     for _ in range(30):
         own._beats = {1: (["1", "1", "0", "0"], time.monotonic())}  # another one waits
         own._look(now := time.monotonic())
