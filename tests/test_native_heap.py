@@ -244,10 +244,8 @@ def test_no_two_tensors_share_bytes_whoever_makes_and_frees_them():
 
 @glibc
 def test_steps_among_small_objects_take_no_more_than_they_hold_at_once():
-    """In glibc's heap, where the addresses are limited, the same steps come to a third more."""
-    steps = """
-        if sys.argv[1] == "glibc":
-            limit_addresses()
+    """In glibc's heap the same steps take 1.10 to 1.36 times as much, from run to run."""
+    run("""
         holder = Owner()
         hold_tensor_heap(holder)
         keep_freed_memory(holder)
@@ -267,11 +265,8 @@ def test_steps_among_small_objects_take_no_more_than_they_hold_at_once():
                 del held[-1]
                 small = [one for one in small if draw.random() < 0.9]
         grown = resident() - before
-        print(grown / most, file=sys.stderr)
-        assert (grown < 1.2 * most) == (sys.argv[1] == "own"), grown / most
-    """
-    run(steps, "own")
-    run(steps, "glibc")
+        assert grown < 1.15 * most, grown / most
+    """)
 
 
 @glibc
