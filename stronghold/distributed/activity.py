@@ -9,7 +9,7 @@ import psutil
 Spent = tuple[float, float]
 """Seconds of processors, and bytes read from and written to disks."""
 _WORKS = 0.1
-"""The share of a core that works: the process that has the store serves the others', whatever it does itself."""
+"""The share of a core above which a process works: the one that has the store serves the others, whatever it does."""
 _ENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
@@ -31,7 +31,7 @@ def known_process(known: str | None) -> psutil.Process | None:
 
 
 def spent(process: psutil.Process) -> Spent:
-    """Returns what a process has spent, of which threads do not tell apart."""
+    """Returns what a process has spent, all its threads together."""
     times, moved = process.cpu_times(), 0.0
     if hasattr(process, "io_counters"):
         counters = process.io_counters()
