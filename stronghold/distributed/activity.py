@@ -79,6 +79,8 @@ class Others:
         except psutil.Error:
             found = None
         if found is None:
+            self._before.pop(known, None)  # one that goes on begins anew
+            self._worked_s.pop(known, None)
             return False
         before, since_s = self._before.setdefault(known, (found, now_s))
         worked_s = self._worked_s.setdefault(known, now_s)

@@ -343,14 +343,13 @@ class Unit:
     @contextmanager
     def _waited(self) -> Iterator[Event | None]:
         """Counts the time of the block, which waits for the update; of one that is complete there is none to count."""
-        event = self.updated
-        if event is None or event.done:
+        waits, event = self.waits, self.updated
+        if waits is None or event is None or event.done:
             yield event
             return
-        assert self.waits is not None
-        begin = self.waits.device.stamp()
+        begin = waits.device.stamp()
         yield event
-        self.waits.for_updates.append((begin, self.waits.device.stamp()))
+        waits.for_updates.append((begin, waits.device.stamp()))
 
     @property
     def is_aliased(self) -> bool:
