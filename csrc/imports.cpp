@@ -39,7 +39,7 @@ void look_into(const Table& table, const ElfW(Sym)* symbols, const char* names, 
     if (std::strcmp(names + symbols[ELF64_R_SYM(entry.r_info)].st_name, wanted.function) != 0) continue;
     const bool read_only = relro != nullptr && entry.r_offset >= relro->p_vaddr &&
                            entry.r_offset < relro->p_vaddr + relro->p_memsz;
-    wanted.found.emplace_back(reinterpret_cast<void**>(info.dlpi_addr + entry.r_offset), read_only);
+    wanted.found.emplace_back(reinterpret_cast<void**>(info.dlpi_addr + entry.r_offset), type == kSlots[0], read_only);
   }
 }
 

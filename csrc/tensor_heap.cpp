@@ -121,10 +121,13 @@ Heap* reserved() {
   return base == MAP_FAILED ? nullptr : new Heap(static_cast<char*>(base), bytes);
 }
 
-// Whether all of `imports`, and there are some, are glibc's `function`, and not that of an allocator in its place.
+// Whether what is called by `imports`, and there is some, is glibc's `function`, and not that of an allocator in its
+// place.
 bool are(const std::vector<Import>& imports, void* function) {
-  return !imports.empty() && function != nullptr &&
-         std::all_of(imports.begin(), imports.end(), [&](const Import& one) { return one.now() == function; });
+  const auto is_called = [](const Import& one) { return one.is_called(); };
+  const auto is_other = [&](const Import& one) { return one.is_called() && one.now() != function; };
+  return function != nullptr && std::any_of(imports.begin(), imports.end(), is_called) &&
+         std::none_of(imports.begin(), imports.end(), is_other);
 }
 
 bool installed() {

@@ -206,6 +206,7 @@ def test_what_is_free_in_it_goes_back_to_the_system():
 @glibc
 def test_no_two_tensors_share_bytes_whoever_makes_and_frees_them():
     run("""
+        torch.set_num_threads(1)  # in a child of fork OpenMP has no others
         holder, failed = Owner(), []
         hold_tensor_heap(holder)
 
