@@ -84,7 +84,7 @@ bool Import::replace(void* function) const {
   void* const begin = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(slot_) & ~(page - 1));
   if (read_only_ && mprotect(begin, page, PROT_READ | PROT_WRITE) != 0) return false;
   __atomic_store_n(slot_, function, __ATOMIC_RELEASE);
-  if (read_only_) mprotect(begin, page, PROT_READ);
+  if (read_only_) mprotect(begin, page, PROT_READ);  // or else it stays as it was while the library was loaded
   return true;
 }
 

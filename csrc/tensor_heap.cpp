@@ -24,7 +24,6 @@ constexpr std::int64_t kLeast = 1 << 16;
 constexpr std::int64_t kLine = 64;
 constexpr std::int64_t kGrowth = 1 << 25;
 constexpr std::int64_t kLarge = 1 << 25;  // what glibc has from the system, and gives back, one by one
-constexpr std::int64_t kPage = 4096;  // what is given back of a block is whole in pages of any size
 
 std::int64_t rounded_up(std::int64_t bytes, std::int64_t to) { return (bytes + to - 1) / to * to; }
 
@@ -71,9 +70,10 @@ struct Heap {
   }
 
   void return_to_system(const Range& range) const {
-    const std::int64_t page = std::max<std::int64_t>(kPage, sysconf(_SC_PAGESIZE));
+    const std::int64_t page = sysconf(_SC_PAGESIZE);
     const std::int64_t begin = rounded_up(range.begin, page), end = range.end / page * page;
-    if (begin < end) madvise(base + begin, static_cast<std::size_t>(end - begin), MADV_DONTNEED);
+    if (begin < end)  // where the system refuses, as for memory that is locked, the pages stay
+      madvise(base + begin, static_cast<std::size_t>(end - begin), MADV_DONTNEED);
   }
 
   void trim() {

@@ -14,8 +14,6 @@ _USUAL = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2
 """What glibc's own thresholds have come to once a block as large as its largest threshold was freed."""
 
 _holders = _owners = 0
-_own = False
-"""Whether large tensors have their memory from our own heap."""
 
 
 def hold_tensor_heap(holder: object) -> weakref.finalize:
@@ -26,11 +24,10 @@ def hold_tensor_heap(holder: object) -> weakref.finalize:
     grows by a tenth to a quarter beyond what it ever held at once. Where the memory of tensors is not glibc's, or
     PyTorch was told to ask for huge pages, it stays where it is.
     """
-    global _holders, _own
+    global _holders
     if _holders == 0:
         torch.empty(2**16, device="cpu")  # so that the linker has looked up whom PyTorch calls for memory
-        _own = _C.tensor_heap(True) and _has_tensors()
-        if not _own:
+        if not (_C.tensor_heap(True) and _has_tensors()):
             _C.tensor_heap(False)
     _holders += 1
     end = weakref.finalize(holder, _end_holding)
@@ -47,11 +44,10 @@ def _has_tensors() -> bool:
 
 
 def _end_holding() -> None:
-    global _holders, _own
+    global _holders
     _holders -= 1
     if _holders == 0:
         _C.tensor_heap(False)
-        _own = False
 
 
 def keep_freed_memory(owner: object) -> None:
