@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import ast
+from typing import NamedTuple
 
 import psutil
 
-Spent = tuple[float, float]
-"""Seconds of processors, and bytes read from and written to disks."""
+
+class Spent(NamedTuple):
+    """What a process has spent up to now, all its threads together."""
+
+    computed_s: float
+    moved_bytes: float = 0.0
+    """Read from and written to disks."""
+    runs: bool = False
+    """Whether it has a processor, or waits for one, at this moment: it works, however little a busy machine gives."""
+
+
 _WORKS = 0.1
 """The share of a core above which a process works: the one that has the store serves the others, whatever it does."""
 _ENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -31,12 +41,12 @@ def known_process(known: str | None) -> psutil.Process | None:
 
 
 def spent(process: psutil.Process) -> Spent:
-    """Returns what a process has spent, all its threads together."""
+    """Returns what a process has spent."""
     times, moved = process.cpu_times(), 0.0
     if hasattr(process, "io_counters"):
         counters = process.io_counters()
         moved = float(counters.read_bytes + counters.write_bytes)
-    return times.user + times.system, moved
+    return Spent(times.user + times.system, moved, process.status() == psutil.STATUS_RUNNING)
 
 
 def spent_by_children(process: psutil.Process) -> dict[int, Spent]:
@@ -51,8 +61,8 @@ def spent_by_children(process: psutil.Process) -> dict[int, Spent]:
 
 
 def has_worked(before: Spent, now: Spent, seconds: float) -> bool:
-    """Whether what was spent in so many ``seconds`` is more than what goes on beside all work: a tenth of a core."""
-    return now[0] - before[0] > _WORKS * seconds or now[1] != before[1]
+    """Whether it runs, or spent in so many ``seconds`` more than what goes on beside all work: a tenth of a core."""
+    return now.runs or now.computed_s - before.computed_s > _WORKS * seconds or now.moved_bytes != before.moved_bytes
 
 
 class Others:
@@ -84,7 +94,7 @@ class Others:
             return False
         before, since_s = self._before.setdefault(known, (found, now_s))
         worked_s = self._worked_s.setdefault(known, now_s)
-        if now_s - since_s >= self._still_s / 5:
+        if found.runs or now_s - since_s >= self._still_s / 5:
             if has_worked(before, found, now_s - since_s):
                 worked_s = self._worked_s[known] = now_s
             self._before[known] = found, now_s

@@ -98,7 +98,7 @@ class Watch:
         """What the store is known to have."""
         self._count_beats = 0
         self._last_active = time.monotonic()
-        self._spent = 0.0, 0.0
+        self._spent = Spent(0.0)
         self._by_children: tuple[dict[int, Spent], float] = {}, 0.0
         """What each child had spent, and when that was seen."""
         self._others = Others(STILL_S)
@@ -266,16 +266,17 @@ class Watch:
             beat = (self._get(rank, "beat") or "").split()
             if rank not in self._beats or (beat and beat != self._beats[rank][0]):
                 self._beats[rank] = beat, now
-        computed_s, moved = spent(self._process)
-        computed_s -= time.thread_time()
-        if computed_s - self._spent[0] > _IDLE * BEAT_S or moved != self._spent[1]:
+        own = spent(self._process)
+        own = own._replace(computed_s=own.computed_s - time.thread_time())
+        before_s, before_bytes, _ = self._spent
+        if own.computed_s - before_s > _IDLE * BEAT_S or own.moved_bytes != before_bytes:
             self._last_active = now
         elif now - self._last_active > STUCK_S / 4:  # to look for children takes longer
             before, self._by_children = self._by_children, (spent_by_children(self._process), now)
-            both = [(before[0][child], own) for child, own in self._by_children[0].items() if child in before[0]]
+            both = [(before[0][child], found) for child, found in self._by_children[0].items() if child in before[0]]
             if any(has_worked(one, other, now - before[1]) for one, other in both):
                 self._last_active = now
-        self._spent = computed_s, moved
+        self._spent = own
 
     def _lost(self, limit_s: float) -> int | None:
         """Returns the first process that has not been heard of for so long, and has not ended by itself."""

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from stronghold.distributed import watch
-from stronghold.distributed.activity import identity
+from stronghold.distributed import activity, watch
+from stronghold.distributed.activity import Others, Spent, identity
 from stronghold.errors import LostProcessError
 
 
@@ -137,6 +137,15 @@ def test_a_process_that_computes_and_lets_no_thread_say_so_is_not_lost(monkeypat
     assert lost_within(own, 5.0) == 1
 
 
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_process_that_waits_for_a_processor_works(monkeypatch, runs):
+    """A machine that is overloaded, or stood still itself, lets it compute nothing for a while."""
+    monkeypatch.setattr(activity, "spent", lambda process: Spent(1.0, runs=runs))
+    others, known = Others(5.0), repr(identity(psutil.Process()))
+    assert others.works(known, 0.0)
+    assert others.works(known, 60.0) is runs
+
+
 def test_one_that_does_nothing_is_lost_and_so_is_one_of_another_machine(monkeypatch, run):
     assert lost_within(silent(monkeypatch, run(SLEEPS), [0, 1]), 10.0) == 1
     assert lost_within(silent(monkeypatch, run(COMPUTES), [0]), 0.5) == 1
@@ -151,7 +160,7 @@ def test_a_process_whose_children_compute_does_not_hang(monkeypatch, run, code, 
     own._thread.join()
     run(code)
     time.sleep(1.0)  # until it has begun
-    monkeypatch.setattr(watch, "spent", lambda process: (0.0, 0.0))  # and this process does nothing else
+    monkeypatch.setattr(watch, "spent", lambda process: Spent(0.0))  # and this process does nothing else
     own._last_active, hung = time.monotonic(), False
     for _ in range(30):
         own._beats = {1: (["1", "1", "0", "0"], time.monotonic())}  # another one waits
