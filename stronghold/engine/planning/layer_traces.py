@@ -16,7 +16,8 @@ from stronghold.engine.planning.fakes import Fakes
 class LayerTraces:
     """Kept traces, by what a layer has in common with those that compute the same, and what it is called with.
 
-    ``outputs`` are tensors without memory of ``mode``, in which every computation that is given these traces runs.
+    ``outputs``, each with what is passed on beside it, are tensors without memory of ``mode``, in which every
+    computation that is given these traces runs.
     """
 
     mode: Fakes = field(default_factory=Fakes)
@@ -26,9 +27,13 @@ class LayerTraces:
 
 
 def likeness(module: nn.Module) -> Hashable:
-    """Returns what layers have in common that compute the same."""
+    """Returns what layers have in common that compute the same.
+
+    What they are called by, their numbers, say may differ; switches do not, for some layers hand on keys and values.
+    """
+    switches = [(name, value) for m in module.modules() for name, value in vars(m).items() if type(value) is bool]
     parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
-    return type(module), repr(module), tuple(parameters)
+    return type(module), repr(module), tuple(parameters), tuple(switches)
 
 
 def call_of(args: Any, kwargs: Any) -> Hashable:

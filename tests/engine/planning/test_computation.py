@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -189,6 +190,35 @@ def test_layers_of_one_class_and_size_that_get_other_inputs_are_run_for_themselv
     for number, length in ((1, 7), (3, 3)):
         kept, output = saved_bytes(model.layers[number], torch.randn(6, length, 24, requires_grad=True))
         assert found.passes(number, None, kept=True).left_bytes == kept - output
+
+
+def test_layers_that_use_keys_and_values_of_others():
+    """Gemma 3n's last layers do, of the last one before them of their own attention, by a mapping."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=32,
+        vocab_size_per_layer_input=32,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=48,
+        num_hidden_layers=9,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=4,
+        laurel_rank=4,
+        layer_types=3 * kinds,
+        num_kv_shared_layers=3,
+        activation_sparsity_pattern=[0.0] * 9,
+        attn_implementation="eager",
+    )
+    model, ids = transformers.Gemma3nForCausalLM(config), torch.randint(32, (2, 7))
+    forward = counted(lambda: model(input_ids=ids, labels=ids, use_cache=False))
+    layers = list(model.model.layers)
+    found = ModelComputation(model, layers, {"input_ids": ids, "labels": ids, "use_cache": False})
+    assert found.group_of == [0, 0, 2, 0, 4, 5, 6, 6, 8]
+    of_layers = sum(flops(found.layer(number).forward) for number in range(9))
+    assert of_layers + flops(found.root.before) + flops(found.root.behind) == forward
 
 
 def test_a_loss_that_is_recomputed_counts_twice():
