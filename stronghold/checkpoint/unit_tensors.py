@@ -51,7 +51,7 @@ def engine_for(model: nn.Module, optimizer: AdamW) -> Engine:
 def names_of(model: nn.Module) -> Names:
     """Returns the names of all parameters, as ``model.named_parameters()`` of the whole model in one process has them.
 
-    Raises OffloadedModelError for one that was added after ``offload``.
+    Raises OffloadedModelError for one that was added after ``offload``, and where one was taken away.
     """
     indices: dict[Unit, dict[int, str]] = {}
     for name, parameter in all_parameters(model):
@@ -63,6 +63,9 @@ def names_of(model: nn.Module) -> Names:
             )
         whole = unit.owner.whole_names.get(id(parameter), name)
         indices.setdefault(unit, {})[parameter.__dict__["_index"]] = whole
+    for engine in {unit.owner for unit in indices}:
+        if any(len(indices.get(unit, ())) < len(unit.parameters) for unit in engine.units):
+            engine.refuse_changes()
     return {unit: [named[index] for index in range(len(named))] for unit, named in indices.items()}
 
 

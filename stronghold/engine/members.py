@@ -47,8 +47,8 @@ class Members:
                 kept = {name: parameter for name, parameter in parameters.items() if name in module._parameters}
                 module._parameters.update(kept)
 
-    def changes(self) -> Iterator[str]:
-        """Yields what was added, removed or replaced, by its qualified name."""
+    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yields what was added, removed or replaced: its qualified name, what was there, and what is."""
         for prefix, reference, references, parameters in self._before:
             if (module := reference()) is None:
                 continue
@@ -57,19 +57,40 @@ class Members:
                 for name in [*now, *(name for name in before if name not in now)]:
                     then, there = before.get(name), now.get(name)
                     if then is not there:
-                        yield f"{prefix}.{name} {_change(then, there)}" if prefix else f"{name} {_change(then, there)}"
+                        yield (f"{prefix}.{name}" if prefix else name), then, there
 
 
 def refuse_changes(parts: Iterable[Members]) -> None:
-    """Raises OffloadedModelError, which names the first changes in ``parts`` and counts the others."""
+    """Raises OffloadedModelError, which names the first changes in ``parts``, counts the others and has the remedy."""
     changes = [change for part in parts for change in part.changes()]
+    told = "; ".join(f"{name} {_change(then, there)}" for name, then, there in changes[:_NAMED])
     more = f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
     raise OffloadedModelError(
         "an offloaded model must keep the parameters that it had at offload(): what is added is taken in, where one "
-        f"process trains the model, but nothing may go or be replaced (got: {'; '.join(changes[:_NAMED])}{more}). "
-        "Change it first (peft.get_peft_model, then offload), or have the trainer change it (peft_config=...), then "
-        "offload(trainer.model) and set trainer.optimizer"
+        f"process trains the model, but nothing may go or be replaced (got: {told}{more}). {_remedy(changes)}"
     )
+
+
+def _remedy(changes: Iterable[tuple[str, Any, Any]]) -> str:
+    """Returns what to do instead of ``changes``: of several kinds, instead of the first that is no addition."""
+    then, there = next(((then, there) for _, then, there in changes if then is not None), (None, None))
+    if then is None:
+        return (
+            "Change it first (peft.get_peft_model, then offload), or have the trainer change it (peft_config=...), "
+            "then offload(trainer.model) and set trainer.optimizer"
+        )
+    if there is None:
+        return (
+            "Change it first, then offload; an adapter that is not needed any more may stay, with another one made "
+            "active by PEFT's set_adapter() instead of delete_adapter()"
+        )
+    if isinstance(then, nn.Parameter):
+        return (
+            "Write into the parameters (p.data.copy_(...)). PEFT's load_adapter(), by which Trainer resumes, makes "
+            "fp32 adapters in the place of bf16 ones: give Trainer optimizers=(stronghold.AdamW(...), None) and "
+            "callbacks=[stronghold.trainer.KeepEverything()], or keep the adapters in fp32, as PEFT makes them"
+        )
+    return "Change it first, then offload; adapters are merged by merge_adapter() instead of merge_and_unload()"
 
 
 def check_held(name: str, owners: Iterable[tuple[nn.Module, str, nn.Parameter]]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from stronghold.formats.mounts import check_no_mount
@@ -19,6 +20,9 @@ LOG_NAME, TIMELINE_NAME = "log.jsonl", "timeline.json"
 """What a run writes into its folder."""
 RUNS_NAME, TRIALS_NAME, TEXTS = "runs.jsonl", "trials.jsonl", "log_*.txt"
 """What a folder of results has beside the runs' folders: records of runs, of trials, and logs of the artifact."""
+
+_IN_FOLDERS = {"out": [LOG_NAME, TIMELINE_NAME], "save": ["config.json"], "store": []}
+"""Files that a run writes into its folders, by their settings' names; its other outputs are files themselves."""
 
 PICTURES = (".png", ".svg", ".pdf")
 """What a picture of runs is called, by its kind."""
@@ -165,10 +169,12 @@ def check_sources(
 ) -> None:
     """Raises ValueError for outputs that would be read as ``data``, and a model saved over the ``model`` that it was.
 
-    Of data's folders all is read but what is called ``.name``: a run that goes on would be refused as one on other
-    data. ``model`` is a folder, or the config.json in it.
+    Of data's folders all is read but what is called ``.name``, and of a pattern what it matches: a run that goes on
+    would be refused as one on other data. ``model`` is a folder, or the config.json in it.
     """
-    folders = [(name, path, os.path.realpath(path)) for name, path in data if path is not None and os.path.isdir(path)]
+    known = [(name, path) for name, path in data if path is not None]
+    folders = [(name, path, os.path.realpath(path)) for name, path in known if os.path.isdir(path)]
+    patterns = [(name, path) for name, path in known if not os.path.exists(path)]
     given = [(name, path) for name, path in outputs if path is not None]
     for name, path in given:
         for other_name, other, place in folders:
@@ -179,6 +185,15 @@ def check_sources(
                     f"{other_name}={os.fspath(other)!r}: a run that goes on would read its own files); pass another "
                     "path, or data by a pattern"
                 )
+        written = [os.path.join(path, one) for one in _IN_FOLDERS[name]] if name in _IN_FOLDERS else [os.fspath(path)]
+        for other_name, pattern in patterns:
+            for file in written:
+                if _matches(_parts(pattern), _parts(file)):
+                    raise ValueError(
+                        f"{name} must have no file that is read as data (got {name}={os.fspath(path)!r}, and "
+                        f"{other_name}={os.fspath(pattern)!r} matches {file!r}: a run that goes on would read its own "
+                        "files); pass another path, or a pattern that leaves it out"
+                    )
     if model is None:
         return
     folder = model if os.path.isdir(model) else os.path.dirname(os.path.abspath(model))
@@ -196,6 +211,21 @@ def _holds(known: PathLike, file: str) -> bool:
         return os.path.commonpath([place, file]) == place
     found = [known] if os.path.exists(known) else glob.iglob(os.fspath(known), recursive=True)
     return any(os.path.samefile(one, file) for one in found)
+
+
+def _parts(path: PathLike) -> list[str]:
+    return os.path.abspath(path).split(os.sep)
+
+
+def _matches(pattern: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether glob would find the path of ``names``, there or not, by ``pattern``, whose ``**`` is any folders."""
+    if not pattern or not names:
+        return not names and all(part == "**" for part in pattern)
+    first, name = pattern[0], names[0]
+    found = (first.startswith(".") or not name.startswith(".")) and fnmatch.fnmatchcase(name, first)
+    if first == "**":
+        return _matches(pattern[1:], names) or (found and _matches(pattern, names[1:]))
+    return found and _matches(pattern[1:], names[1:])
 
 
 def write_output(what: str, path: PathLike, content: str | bytes) -> None:

@@ -63,6 +63,7 @@ class RunCheckpoints:
         self, settings: TrainSettings, say: Callable[[str], None], processes: ProcessGroup = ONE_PROCESS
     ) -> None:
         self._settings = settings
+        self._say = say
         self._processes = processes
         self._folder = Path(settings.checkpoints_folder)
         self._manifest: Manifest | None = None
@@ -77,6 +78,8 @@ class RunCheckpoints:
         found = from_rank0(self._processes, lambda: self._look(say))
         self.step, self._manifest, self._skipped, self._superseded = found
         self._settings = settings.begun(None if self._manifest is None else _settings_of(self._manifest))
+        self._newest = step_path(self._folder, self.step)
+        """What this run would go on from, if it is there."""
 
     @property
     def settings(self) -> TrainSettings:
@@ -155,12 +158,23 @@ class RunCheckpoints:
         return every is not None and (last or step % every == 0)
 
     def save(self, step: int) -> Path:
-        """Saves the checkpoint of ``step`` and then removes those that are too many. Raises what :func:`save` does."""
+        """Saves the checkpoint of ``step`` and then removes those that are too many. Raises what :func:`save` does.
+
+        Before it raises an OSError, of a full disk say, it says which checkpoint the run goes on from.
+        """
         path = step_path(self._folder, step)
         # A damaged one, for the run would have gone on from it, or a stray file. One process looks: it may be gone for
         # the next.
         from_rank0(self._processes, lambda: remove(path) if path.exists() else None)
-        self._save(path, step)
+        try:
+            self._save(path, step)
+        except OSError:
+            if self._newest.exists():
+                self._say(
+                    f"kept       {self._newest}; to go on: the same command with --resume --out {self._settings.out}"
+                )
+            raise
+        self._newest = path
         self._skipped.pop(path, None)
         keep = self._settings.keep_checkpoints
         from_rank0(self._processes, lambda: prune(self._folder, step, keep, self._skipped))

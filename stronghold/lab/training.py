@@ -41,7 +41,7 @@ from stronghold.lab.outputs import TIMELINE_NAME
 from stronghold.lab.receipt import receipt_rows
 from stronghold.lab.records.json_lines import Record, append_record, check_records, describe_machine
 from stronghold.lab.records.progress import StepDisplay
-from stronghold.lab.records.runlog import RunLog, check_run_folder
+from stronghold.lab.records.runlog import RunLog, check_run_folder, check_told
 from stronghold.lab.records.runs import Summary, summarize
 from stronghold.lab.records.stages_report import StagesReport
 from stronghold.lab.records.timeline import write_spans
@@ -101,6 +101,7 @@ def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console 
         run, console = records_of(processes.rank, settings), Console(quiet=True)
     if isinstance(settings.device_limit, int):
         limit_memory(settings.device, settings.device_limit)
+    check_told(run.flat())
     run.check_outputs()
     check_records(run.record)
     check_save_folder(run.save_folder)

@@ -2,6 +2,7 @@
 
 import gc
 
+import peft
 import pytest
 from torch import nn
 
@@ -49,4 +50,40 @@ def test_a_checkpoint_leaves_nothing_out(tmp_path):
     model.extra = nn.Linear(2, 2)
     with pytest.raises(OffloadedModelError, match=r"got extra\.weight, which a checkpoint would leave out"):
         stronghold.checkpoint.save(tmp_path / "kept", model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+def with_two_adapters():
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(CASE.model(), lora)
+    model.add_adapter("other", lora)
+    return stronghold.offload(model, device="cpu", window=2)
+
+
+def by_delete_adapter(model):
+    model.delete_adapter("other")
+
+
+def by_merging(model):
+    model.merge_and_unload()
+
+
+TAKEN_AWAY = {
+    by_delete_adapter: r"other was removed; .*may stay, with another one made active by PEFT's set_adapter\(\)",
+    by_merging: r"was another module and is Linear; .*merged by merge_adapter\(\) instead of merge_and_unload\(\)",
+}
+
+
+@pytest.mark.parametrize("taken_away", TAKEN_AWAY, ids=lambda change: change.__name__)
+def test_the_remedy_is_that_for_what_was_taken_away(tmp_path, taken_away):
+    """Of adapters, too: behind ``delete_adapter()`` it was ``get_peft_model``, and of a checkpoint a KeyError."""
+    model = with_two_adapters()
+    optimizer = stronghold.AdamW([p for name, p in model.named_parameters() if "lora_" in name])
+    taken_away(model)
+    with pytest.raises(OffloadedModelError, match=TAKEN_AWAY[taken_away]) as error:
+        model(**CASE.batches(1)[0])
+    assert "peft_config" not in str(error.value)
+    for format in ("safetensors", "dcp"):
+        with pytest.raises(OffloadedModelError):
+            stronghold.checkpoint.save(tmp_path / format, model, optimizer, format=format)
     assert not list(tmp_path.iterdir())

@@ -476,9 +476,12 @@ def test_a_full_disk_ends_the_run_and_the_last_checkpoint_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
+        file = io.StringIO()
         with pytest.raises(OSError, match="No space left"):
-            run(settings)
+            train(settings, console=Console(file=file, width=200))
     assert os.listdir(os.path.join(settings.out, "checkpoints")) == ["step-000003"]
+    told = f"kept       {settings.out}/checkpoints/step-000003; to go on: the same command with --resume --out "
+    assert f"{told}{settings.out}\n" in file.getvalue()
     run(settings, resume=True)
     assert losses(settings.out) == expected
 

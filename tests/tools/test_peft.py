@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import stronghold
+from stronghold.errors import OffloadedModelError
 from stronghold.trainer import KeepEverything
 from tests.reference import CASES, differences, snapshot, train
 from tests.test_trainer import Samples
@@ -86,3 +87,27 @@ def test_a_run_of_the_trainer_with_adapters_resumes_to_the_bit(tmp_path: Path) -
     whole = snapshot(*run())  # Trainer loads adapters by load_adapter(), which makes new parameters
     assert (tmp_path / "checkpoint-3" / "adapter_model.safetensors").is_file()
     assert differences(snapshot(*run(str(tmp_path / "checkpoint-3"))), whole) == []
+
+
+def test_a_resumed_run_with_adapters_in_bf16_names_what_keeps_them(tmp_path: Path) -> None:
+    """PEFT's ``load_adapter``, by which Trainer resumes, makes fp32 adapters in the place of those in bf16."""
+
+    def run(resume: str | None = None, kept: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = peft.get_peft_model(CASE.model().bfloat16(), CONFIGS["lora"], autocast_adapter_dtype=False)
+        model = stronghold.offload(model, device="cpu", window=2)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, save_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
+        )
+        more: dict[str, Any] = {"optimizer_cls_and_kwargs": (stronghold.AdamW, {"lr": 1e-2})}
+        if kept:
+            more = {"optimizers": (stronghold.AdamW(trained(model), lr=1e-2), None), "callbacks": [KeepEverything()]}
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Samples(CASE, 16), **more)
+        trainer.train(resume_from_checkpoint=resume)
+        return model, trainer.optimizer.optimizer
+
+    run()
+    with pytest.raises(OffloadedModelError, match=r"give Trainer optimizers=\(stronghold\.AdamW.*KeepEverything\(\)\]"):
+        run(str(tmp_path / "checkpoint-2"))
+    whole = snapshot(*run(kept=True))
+    assert differences(snapshot(*run(str(tmp_path / "checkpoint-2"), kept=True)), whole) == []

@@ -1,6 +1,7 @@
 """`stronghold plan`: what fits a machine, how fast, and with which settings."""
 
 import argparse
+import os
 
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.cli.profiled import add_profile, check_no_profile, run_profiled
@@ -156,12 +157,26 @@ def _run(options: argparse.Namespace) -> int:
         output=options.output,
         picture=options.picture,
     )
-    check_apart(
-        [("--output", options.output), ("--picture", options.picture)],
-        inputs=[("MODEL", options.model), ("--machine", options.machine)],
-    )
+    outputs = [("--output", options.output), ("--picture", options.picture)]
+    check_apart(outputs, inputs=[("--machine", options.machine)])
+    # In a model's folder, too, an earlier plan is written anew.
+    check_apart([one for one in outputs if not _is_plan(one[1])], inputs=[("MODEL", options.model)])
     plan_run(settings, machine_of(options.machine, options.device, options.disk or ()), Console())
     return 0
+
+
+def _is_plan(file: str | None) -> bool:
+    """Whether ``file`` is what this command has written: a plan, or its page."""
+    from stronghold.lab.page.plan import is_plan_page
+    from stronghold.planner.training_plan import TrainingPlan
+
+    if file is None or not os.path.isfile(file):
+        return False
+    try:
+        TrainingPlan.read(file)
+    except (OSError, ValueError):
+        return is_plan_page(file)
+    return True
 
 
 def _tokens(text: str) -> int:

@@ -26,7 +26,7 @@ from stronghold.lab.finetuning.shown import before_rows, data_line
 from stronghold.lab.finetuning.tokens import Encoder, load_chat_tokenizer
 from stronghold.lab.models.files import vocabulary_of
 from stronghold.lab.records.json_lines import describe_machine
-from stronghold.lab.records.runlog import RunLog, check_begins_anew, check_run_folder
+from stronghold.lab.records.runlog import RunLog, check_begins_anew, check_run_folder, check_told
 from stronghold.lab.records.runs import Summary, summarize
 from stronghold.lab.run_folder import taken
 from stronghold.lab.stops import Output, Stop, taking_signals
@@ -60,6 +60,7 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> O
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     stop = Stop()
     console = console or Console(file=cast(TextIO, Output(stop)))
+    check_told(settings.flat())
     settings.check_outputs()
     check_save_folder(settings.save)
     _check_wandb(settings)
@@ -139,6 +140,9 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
         try:
             trainer.train(resume_from_checkpoint=None if found is None else str(found.path))
         except Exception as error:
+            kept = watch.saved or (found.path if found else None)
+            if isinstance(error, OSError) and kept is not None:
+                say(f"kept       {kept}; to go on: the same command with --resume --out {settings.out}")
             if isinstance(error, OSError) or not watch.total:  # nothing was trained yet
                 raise
             what = str(error) or type(error).__name__

@@ -14,6 +14,7 @@ from stronghold.spans import Span
 
 _LANES = {"host": "launches", "reads": "disk reads"}
 """What recorded timelines call the planner's resources, where that is another name."""
+_TITLE = "stronghold: a plan"
 
 
 def write_plan_page(
@@ -36,9 +37,15 @@ def write_plan_page(
     if drawn := list(_within(spans, step_s)):
         step, notes = drawn_section("One planned step", f"One step of <b>{escape(model)}</b> as it is planned", drawn)
         sections.append(step)
-    page = to_html("stronghold: a plan", f"for {machine}", sections).encode("utf-8", "replace")
+    page = to_html(_TITLE, f"for {machine}", sections).encode("utf-8", "replace")
     write_output("page", path, page)
     return tuple(notes)
+
+
+def is_plan_page(path: str | Path) -> bool:
+    """Whether the file at ``path`` is a page that :func:`write_plan_page` wrote. Raises OSError for one not to read."""
+    with open(path, "rb") as file:
+        return f"<title>{_TITLE}</title>".encode() in file.read(4096)
 
 
 def _within(spans: Iterable[Span], step_s: float) -> Iterable[Span]:

@@ -28,16 +28,19 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
         got = f"none in {', '.join(map(repr, empty))}" if runs else "no run"
         raise ValueError(f"there must be at least one step to draw in each run (got {got}); pass other runs")
     path = Path(path)
-    with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+    style: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    style["text.parse_math"] = False  # the $ in a run's name is one
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=(11.0, 4.4), dpi=150, layout="constrained")
         loss, speed = figure.subplots(1, 2)
-        for index, (run, label) in enumerate(zip(runs, _labels(runs), strict=True)):
-            style: dict[str, Any] = {
+        lines = []
+        for index, run in enumerate(runs):
+            look: dict[str, Any] = {
                 "color": _COLOURS[index % len(_COLOURS)],
                 "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
             }
-            _draw_loss(loss, run, label, style)
-            _draw_speed(speed, run, label, style)
+            lines.append(_draw_loss(loss, run, look))
+            _draw_speed(speed, run, look)
         loss.set(title="Training loss", xlabel="step", ylabel="loss (nats per token)")
         speed.set(title="Throughput", xlabel="step", ylabel="tokens per second")
         speed.set_ylim(bottom=0)
@@ -47,8 +50,8 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
             axes.set_axisbelow(True)
             axes.margins(x=0.02)
             axes.xaxis.get_major_locator().set_params(integer=True)
-        handles, labels = loss.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(runs), 3), frameon=False)
+        # Not by the lines' own labels: Matplotlib leaves out those that begin with _.
+        figure.legend(lines, _labels(runs), loc="outside lower center", ncols=min(len(runs), 3), frameon=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, format=kind[1:] if (kind := path.suffix.lower()) in PICTURES else "png")
@@ -57,24 +60,24 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
     return path
 
 
-def _draw_loss(axes: Any, run: Run, label: str, style: dict[str, Any]) -> None:
+def _draw_loss(axes: Any, run: Run, style: dict[str, Any]) -> Any:
+    """Draws a run's losses, and returns the line of its legend."""
     steps = [step["step"] for step in run.steps]
     losses = [to_float(step["loss"]) for step in run.steps]
     if len(steps) < _SMOOTHED_FROM:
-        axes.plot(steps, losses, label=label, linewidth=1.6, marker="o" if len(steps) < 3 else None, **style)
-        return
+        return axes.plot(steps, losses, linewidth=1.6, marker="o" if len(steps) < 3 else None, **style)[0]
     axes.plot(steps, losses, linewidth=0.7, alpha=0.3, **style)
-    axes.plot(steps, _running_mean(losses, max(3, len(losses) // 20)), label=label, linewidth=1.6, **style)
+    return axes.plot(steps, _running_mean(losses, max(3, len(losses) // 20)), linewidth=1.6, **style)[0]
 
 
-def _draw_speed(axes: Any, run: Run, label: str, style: dict[str, Any]) -> None:
+def _draw_speed(axes: Any, run: Run, style: dict[str, Any]) -> None:
     settings = run.start["settings"]
     tokens = settings["batch"] * settings["sequence"]
     timed = run.steps[WARM_UP_STEPS:] if len(run.steps) > 2 * WARM_UP_STEPS else run.steps
     steps = [step["step"] for step in timed]
     rates = [tokens / step["iteration_s"] for step in timed]
     marker = "o" if len(steps) < 3 else None
-    axes.plot(steps, rates, label=label, linewidth=1.1, marker=marker, **style)
+    axes.plot(steps, rates, linewidth=1.1, marker=marker, **style)
 
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:
@@ -84,8 +87,8 @@ def _running_mean(values: Sequence[float], width: int) -> list[float]:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Returns the runs' names, numbered where two are the same."""
-    names = [run.name for run in runs]
+    """Returns the runs' names, numbered where two are the same, with ? for what is not UTF-8 in a folder's name."""
+    names = [run.name.encode("utf-8", "replace").decode() for run in runs]
     return [
         name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
         for index, name in enumerate(names)

@@ -135,6 +135,16 @@ def check_run_folder(folder: str | Path) -> None:
         )
 
 
+def check_told(settings: Mapping[str, Any]) -> None:
+    """Raises ValueError for one of the ``settings`` that is, or has, a path that is not UTF-8, as a run's log is."""
+    for value in settings.values():
+        for text in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(text, str) and not _is_utf_8(text):
+                raise ValueError(
+                    f"a run's paths must be UTF-8, for its log tells them (got {text!r}); rename that file or folder"
+                )
+
+
 def check_begins_anew(folder: str | Path) -> None:
     """Raises ValueError where ``folder``, without a whole checkpoint, holds a run that is complete or never kept any.
 
@@ -149,6 +159,14 @@ def check_begins_anew(folder: str | Path) -> None:
             f"a run goes on from a checkpoint (got {str(folder)!r}, which has a {LOG_NAME} and no whole checkpoint, so "
             "that its run would be overwritten); pass another folder, or remove that one"
         )
+
+
+def _is_utf_8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a name of other bytes, which Python has as surrogates
+        return False
+    return True
 
 
 def _open(path: Path, mode: str) -> IO[str]:

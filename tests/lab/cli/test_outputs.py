@@ -145,9 +145,69 @@ def test_a_run_does_not_write_into_the_folder_that_it_reads(here, capsys, argume
     assert files_in(here) == before
 
 
+@pytest.mark.parametrize(
+    ("pattern", "arguments", "told"),
+    [
+        (
+            "texts/**/*.[jt]*",
+            ["--out", "texts/run"],
+            "out='texts/run', and data='texts/**/*.[jt]*' matches 'texts/run/",
+        ),
+        ("**/*.[jt]*", [], "out='out', and data='**/*.[jt]*' matches 'out/log.jsonl'"),
+        ("./t*s/**", ["--out", "texts/below/run"], "data='./t*s/**' matches 'texts/below/run/log.jsonl'"),
+        (
+            "texts/**/*.json",
+            ["--save", "texts/model"],
+            "save='texts/model', and data='texts/**/*.json' matches 'texts/m",
+        ),
+        (
+            "texts/*.txt",
+            ["--log", "texts/log.txt"],
+            "log='texts/log.txt', and data='texts/*.txt' matches 'texts/log.txt':",
+        ),
+        (
+            "texts/*.txt",
+            ["--record", "texts/r.txt"],
+            "record='texts/r.txt', and data='texts/*.txt' matches 'texts/r.txt':",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_run_writes_nothing_that_its_pattern_matches(here, capsys, pattern, arguments, told):
+    """With --resume it was refused as one on other data, or for the fields of its own log."""
+    before = files_in(here)
+    error = refused(capsys, *TRAIN, "--data", pattern, *arguments)
+    assert "must have no file that is read as data (got " in error and told in error
+    if "--record" not in arguments:
+        told = told.replace("data=", "eval_data=").replace("out='out'", "out='run'").replace("'out/", "'run/")
+        assert told in refused(capsys, *FINETUNE, "--eval-data", pattern, *arguments)
+    assert files_in(here) == before
+
+
+@pytest.mark.parametrize("option", ["--out", "--save", "--log", "--store", "--data", "--model"])
+def test_a_path_that_is_not_utf_8_is_refused_before_anything_is_written(here, capsys, option):
+    """A log was left that was cut short, so that the same command was refused from then on, and a codec was named."""
+    read = {"--data": "texts", "--model": "base"}.get(option)
+    name = f"{read or 'new'}\udcfc"  # a byte that is no UTF-8, as Python has it
+    if read:
+        (here / read).rename(here / name)
+    before = files_in(here)
+    told = f"a run's paths must be UTF-8, for its log tells them (got {name!r}); rename that file or folder"
+    assert told in refused(capsys, *(TRAIN_MODEL if option == "--model" else TRAIN), option, name)
+    given = {"--data": ["model", name], "--model": [name, "rows.jsonl"]}.get(option)
+    assert told in refused(capsys, *(["finetune", *given, *FINETUNE[3:]] if given else [*FINETUNE, option, name]))
+    assert files_in(here) == before
+
+
 def test_a_run_goes_on_where_its_files_are_no_data(here):
     """Beside the folder that is read, where readers pass by, and beside what a pattern matches."""
-    for data, out in (("texts", "texts.run"), ("texts", "texts/.run"), ("texts/*.txt", "texts/run")):
+    for data, out in (
+        ("texts", "texts.run"),
+        ("texts", "texts/.run"),
+        ("texts/*.txt", "texts/run"),
+        ("texts/**/*.txt", "texts/another"),
+        ("texts/o**", "texts/one.run"),  # a folder is no data
+    ):
         run = [*TRAIN, "--data", data, "--out", out, "--checkpoint-every", "1"]
         assert cli.main(run) == 0
         assert cli.main([*run, "--steps", "3", "--resume"]) == 0
@@ -163,11 +223,14 @@ def test_a_file_of_something_else_is_refused_before_records_go_there(here, capsy
 
 
 def test_pages_and_plans_are_written_anew_where_they_were(here):
-    """In the folder of what they are of, too, but for that of a model, all of which counts."""
+    """In the folder of what they are of, too; in a model's they were refused the second time."""
+    (here / "shape").mkdir()  # a model without weights
+    (here / "shape" / "config.json").write_text(json.dumps(CONFIG))
     for arguments in (
         ["report", "results", "-o", "results/report.html"],
         [*PLAN, "-o", "plan.json", "--picture", "plan.html"],
         [*PROFILED, "-o", "profiled/plan.json"],
+        ["plan", "shape", "--seq", "32", *PLAN[-2:], "-o", "shape/plan.json", "--picture", "shape/plan.html"],
     ):
         assert cli.main(arguments) == 0
         assert cli.main(arguments) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -13,6 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stronghold.engine.planning import auto
@@ -488,3 +491,25 @@ def test_pruning_counts_what_is_whole_up_to_the_step(tmp_path: Path) -> None:
             (tmp_path / f"checkpoint-{step}" / SEAL).touch()
     prune(tmp_path, 40, 2, {tmp_path / "checkpoint-20"})
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10", "checkpoint-40", "checkpoint-100"}
+
+
+def test_on_a_full_disk_it_says_which_checkpoint_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line told of a file in the checkpoint that was not to be, and nothing of the one before."""
+    whole = runs.settings(tmp_path)
+    runs.run(whole)
+    wanted = replace(whole, out=str(tmp_path / "out"), save=str(tmp_path / "saved"), checkpoint_every=4)
+    write, shown = os.pwrite, io.StringIO()
+
+    def full(file: int, data: Any, offset: int) -> int:
+        if "/checkpoint-8/" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            runner.finetune(wanted, console=Console(file=shown, width=120))
+    told = f"kept       {wanted.out}/checkpoint-4; to go on: the same command with --resume --out {wanted.out}\n"
+    assert told in shown.getvalue()
+    runs.run(replace(wanted, resume=True))
+    assert runs.losses(wanted) == runs.losses(whole)

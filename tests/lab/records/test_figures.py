@@ -1,6 +1,7 @@
 """Figures: they show every run, and their running mean is one."""
 
 import math
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -38,6 +39,17 @@ def test_one_png_shows_the_colours_of_all_runs(tmp_path):
 @pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.PDF", b"%PDF"), ("a.tmp", b"\x89PNG")])
 def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path, name, begins):
     assert draw_runs([run("one", 5)], tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_every_name_is_in_the_legend_as_it_is(tmp_path):
+    """A $ began a formula, a name with _ in front was left out, and one that is not UTF-8 was a TypeError."""
+    import matplotlib
+
+    names = ["_under", "a$\\frac$b", "<b>&", "r\udcfcn"]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text
+        drawn = draw_runs([run(name, 40) for name in names], tmp_path / "a.svg").read_text(encoding="utf-8")
+    found = [element.text for element in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert found[-4:] == [*names[:3], "r?n"]
 
 
 def test_a_single_step_and_a_nan_are_drawn(tmp_path):
