@@ -33,6 +33,7 @@ class CtrlC:
     def comes(self) -> Iterator[CtrlC]:
         """Has it come in the block, out of which it goes."""
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 has opcodes traced where a frame had asked before
         sys.settrace(self._called)
         try:
             yield self
