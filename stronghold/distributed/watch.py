@@ -272,9 +272,9 @@ class Watch:
         if own.computed_s - before_s > _IDLE * BEAT_S or own.moved_bytes != before_bytes:
             self._last_active = now
         elif now - self._last_active > STUCK_S / 4:  # to look for children takes longer
-            before, self._by_children = self._by_children, (spent_by_children(self._process), now)
-            both = [(before[0][child], found) for child, found in self._by_children[0].items() if child in before[0]]
-            if any(has_worked(one, other, now - before[1]) for one, other in both):
+            (before, since), found = self._by_children, spent_by_children(self._process)
+            self._by_children = found, now
+            if any(has_worked(before[child], found[child], now - since) for child in found.keys() & before.keys()):
                 self._last_active = now
         self._spent = own
 

@@ -21,7 +21,7 @@ from stronghold.formats.reader import verify
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.tokens import Tokenizer
 from stronghold.lab.real_paths import as_named, real_paths
-from stronghold.lab.records.runlog import check_begins_anew
+from stronghold.lab.records.runlog import check_begins_anew, to_go_on
 from stronghold.lab.settings import TrainSettings, micro_batches_of
 from stronghold.settings import without_place
 from stronghold.store import forget
@@ -170,9 +170,7 @@ class RunCheckpoints:
             self._save(path, step)
         except OSError:
             if self._newest.exists():
-                self._say(
-                    f"kept       {self._newest}; to go on: the same command with --resume --out {self._settings.out}"
-                )
+                self._say(f"kept       {self._newest}; {to_go_on(self._settings.out)}")
             raise
         self._newest = path
         self._skipped.pop(path, None)

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from stronghold.distributed import activity, watch
-from stronghold.distributed.activity import Others, Spent, identity
+from stronghold.distributed import watch
+from stronghold.distributed.activity import Spent, identity
 from stronghold.errors import LostProcessError
 
 
@@ -135,15 +135,6 @@ def test_a_process_that_computes_and_lets_no_thread_say_so_is_not_lost(monkeypat
     process.kill()
     process.wait()
     assert lost_within(own, 5.0) == 1
-
-
-@pytest.mark.parametrize("runs", [True, False])
-def test_a_process_that_waits_for_a_processor_works(monkeypatch, runs):
-    """A machine that is overloaded, or stood still itself, lets it compute nothing for a while."""
-    monkeypatch.setattr(activity, "spent", lambda process: Spent(1.0, runs=runs))
-    others, known = Others(5.0), repr(identity(psutil.Process()))
-    assert others.works(known, 0.0)
-    assert others.works(known, 60.0) is runs
 
 
 def test_one_that_does_nothing_is_lost_and_so_is_one_of_another_machine(monkeypatch, run):

@@ -22,7 +22,7 @@ from stronghold.engine.microbatch import batch_of, split
 from stronghold.engine.planning.even_routing import routed_evenly
 from stronghold.engine.planning.layer_passes import LayerPasses, LayerRecorder
 from stronghold.engine.planning.layer_traces import LayerTraces, call_of, likeness
-from stronghold.engine.planning.passed_on import output_of, pass_on
+from stronghold.engine.planning.passed_on import output_and_items, pass_on
 from stronghold.engine.planning.quantised_layers import quantised_layers, without_values
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
@@ -238,7 +238,7 @@ class ModelComputation:
             self.batch = self.batch or (1 if leader is None else leader.shape[0])
         outputs, alike = self._traces.outputs, self._alike[group]
         if alike not in outputs:
-            outputs[alike] = output_of(forward, args, kwargs)
+            outputs[alike] = output_and_items(forward, args, kwargs)
         output, passed_on = outputs[alike]
         pass_on(passed_on, args, kwargs)
         return output

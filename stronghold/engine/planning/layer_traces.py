@@ -29,7 +29,8 @@ class LayerTraces:
 def likeness(module: nn.Module) -> Hashable:
     """Returns what layers have in common that compute the same.
 
-    What they are called by, their numbers, say may differ; switches do not, for some layers hand on keys and values.
+    Names and numbers that they keep, such as their own place, may differ, and switches may not: by one of these some
+    layers pass keys and values on.
     """
     switches = [(name, value) for m in module.modules() for name, value in vars(m).items() if type(value) is bool]
     parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]

@@ -13,7 +13,7 @@ PassedOn = dict[int, dict[Any, Any]]
 """New items of mappings, by the argument's place."""
 
 
-def output_of(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, PassedOn]:
+def output_and_items(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, PassedOn]:
     """Returns what a layer returns and what it passes on, and leaves its arguments as they are."""
     given = structural_copy((args, kwargs))
     with torch.no_grad():

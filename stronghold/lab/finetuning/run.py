@@ -26,7 +26,7 @@ from stronghold.lab.finetuning.shown import before_rows, data_line
 from stronghold.lab.finetuning.tokens import Encoder, load_chat_tokenizer
 from stronghold.lab.models.files import vocabulary_of
 from stronghold.lab.records.json_lines import describe_machine
-from stronghold.lab.records.runlog import RunLog, check_begins_anew, check_run_folder, check_told
+from stronghold.lab.records.runlog import RunLog, check_begins_anew, check_run_folder, check_told, to_go_on
 from stronghold.lab.records.runs import Summary, summarize
 from stronghold.lab.run_folder import taken
 from stronghold.lab.stops import Output, Stop, taking_signals
@@ -139,11 +139,12 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
         trainer.add_callback(watch)
         try:
             trainer.train(resume_from_checkpoint=None if found is None else str(found.path))
+        except OSError:
+            if (kept := watch.saved or (found.path if found else None)) is not None:
+                say(f"kept       {kept}; {to_go_on(settings.out)}")
+            raise
         except Exception as error:
-            kept = watch.saved or (found.path if found else None)
-            if isinstance(error, OSError) and kept is not None:
-                say(f"kept       {kept}; to go on: the same command with --resume --out {settings.out}")
-            if isinstance(error, OSError) or not watch.total:  # nothing was trained yet
+            if not watch.total:  # nothing was trained yet
                 raise
             what = str(error) or type(error).__name__
             raise TrainingError(f"step {watch.done + 1} failed: {what}") from error
@@ -158,7 +159,7 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
         saved = None if interrupted else settings.save
         if interrupted:
             say(f"interrupted after step {watch.done} of {watch.total}; kept in {watch.saved}")
-            say(f"to go on: the same command with --resume --out {settings.out}")
+            say(to_go_on(settings.out))
         else:
             save_model(model, settings.save, tokenizer)
             what = "adapters" if settings.adapters else "model"

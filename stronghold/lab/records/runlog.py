@@ -161,6 +161,11 @@ def check_begins_anew(folder: str | Path) -> None:
         )
 
 
+def to_go_on(out: str | Path) -> str:
+    """Returns what is said of a run in the folder ``out`` that ends before its last step, and has a checkpoint."""
+    return f"to go on: the same command with --resume --out {out}"
+
+
 def _is_utf_8(text: str) -> bool:
     try:
         text.encode()
