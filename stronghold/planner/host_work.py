@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stronghold.planner.program import Kind
 from stronghold.planner.step_costs import HostWork, LayerWork, Machine, StepSettings
 
@@ -40,3 +42,19 @@ def issued_s(kind: Kind, layer: LayerWork, machine: Machine, settings: StepSetti
         passes_s += machine.launch_s + own.again_s
     handed_s = own.update_s if settings.in_backward and layer.elements and not resident else 0.0
     return settings.pieces * passes_s + handed_s
+
+
+def with_issuing(layer: LayerWork, machine: Machine, settings: StepSettings, *, resident: bool) -> LayerWork:
+    """Returns what a layer computes with what issuing it takes, where the thread that issues it computes it, too.
+
+    The update of a resident one counts in its backward pass.
+    """
+    if machine.runs_behind:
+        return layer
+    forward_s, backward_s, update_s = (
+        issued_s(kind, layer, machine, settings, resident=resident)
+        for kind in (Kind.LAUNCH, Kind.LAUNCH_BACKWARD, Kind.LAUNCH_UPDATE)
+    )
+    if resident and layer.elements:
+        backward_s += update_s
+    return replace(layer, forward_s=layer.forward_s + forward_s, backward_s=layer.backward_s + backward_s)

@@ -24,8 +24,8 @@ PROCESSES = ("message_s", "bytes_per_s")
 """What is measured of messages between processes: the seconds of a small one, and what large ones sustain."""
 SINCE = ("host_call_s",)
 """What files of older probes lack."""
-DISK_BESIDE_COMPUTE = ("slows_compute", "slowed_by_compute")
-"""How many times as long computing takes beside transfers, and transfers beside computing, where that was measured."""
+BESIDE_COMPUTE = ("slows_compute", "slowed_by_compute")
+"""How many times as long computing takes beside a disk's transfers, and those beside it, where that was measured."""
 
 
 class Spread(NamedTuple):

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from stronghold.planner.host_work import host_work_of
-from stronghold.planner.machine_file import DISK_BESIDE_COMPUTE, PROCESSES, MachineFile, Spread
+from stronghold.planner.machine_file import BESIDE_COMPUTE, PROCESSES, MachineFile, Spread
 from stronghold.planner.op_costs import OpRates, Rate
 from stronghold.planner.step_bytes import MUON
-from stronghold.planner.step_costs import DEVICE_IS_ONE, LINK_UP_IS_ONE, Machine, Resource
+from stronghold.planner.step_costs import CORES_ARE_ONE, DEVICE_IS_ONE, LINK_UP_IS_ONE, Machine, Resource
 
 Pace = Literal["slow", "likely", "fast"]
 """Which of what was measured: the quartile that makes a step longer, the median, or the one that makes it shorter."""
@@ -80,15 +80,16 @@ def machine_of(
         ((Resource.GRADIENTS, Resource.FETCHES), link["d2h"], link["d2h_beside_h2d"]),
     ):
         slowed[one, other] = max(1.0, measured.likely / under.likely)
-    slowed[Resource.UPDATES, Resource.COMPUTE] = max(1.0, beside / alone)
-    slowed[Resource.COMPUTE, Resource.UPDATES] = max(1.0, machine.compute_beside_update.likely)
+    if machine.is_host:
+        slowed |= CORES_ARE_ONE
+    else:
+        slowed[Resource.UPDATES, Resource.COMPUTE] = max(1.0, beside / alone)
+        slowed[Resource.COMPUTE, Resource.UPDATES] = max(1.0, machine.compute_beside_update.likely)
     if states == MUON:
         slowed |= DEVICE_IS_ONE
-        if machine.is_host:  # both compute on the same cores
-            slowed |= dict.fromkeys(((Resource.UPDATES, Resource.COMPUTE), (Resource.COMPUTE, Resource.UPDATES)), 2.0)
     disks = [machine.disks[path] for path in directories]
     for name, one, other in zip(
-        DISK_BESIDE_COMPUTE, (Resource.COMPUTE, Resource.DISK), (Resource.DISK, Resource.COMPUTE), strict=True
+        BESIDE_COMPUTE, (Resource.COMPUTE, Resource.DISK), (Resource.DISK, Resource.COMPUTE), strict=True
     ):
         slowed[one, other] = max([1.0, *(disk[name].likely for disk in disks if name in disk)])
     if machine.is_host:  # updates, too, share the cores with the disks' threads
@@ -97,13 +98,15 @@ def machine_of(
     on_device, muon_on_device = (machine.device_update_ns.get(name) for name in (form, muon_form))
     return Machine(
         h2d_bytes_per_s=_rate(link["h2d"], pace),
-        d2h_bytes_per_s=math.inf if machine.is_host else _rate(link["d2h"], pace),
+        d2h_bytes_per_s=_rate(link["d2h"], pace),
         copy_s=_time(link["copy_s"], pace),
         host_update_ns=alone,
         device_update_ns=alone if on_device is None else _time(on_device, pace),
         muon_host_ns=muon_ns,
         muon_device_ns=muon_ns if muon_ns is None or muon_on_device is None else _time(muon_on_device, pace),
-        launch_s=layer_ops * _time(machine.launch_s, pace),
+        launch_s=layer_ops * _time(machine.launch_s, pace)
+        if machine.runs_behind
+        else 0.0,  # else in an operator's time
         host_work=host_work_of(0.0 if machine.host_call_s is None else _time(machine.host_call_s, pace)),
         runs_behind=machine.runs_behind,
         iterates_beside=not machine.is_host,

@@ -24,6 +24,7 @@ def share_of(machine: Machine, processes: int, *, is_host: bool) -> Machine:
         muon_host_ns=None if machine.muon_host_ns is None else machine.muon_host_ns * processes,
         muon_device_ns=None if machine.muon_device_ns is None else machine.muon_device_ns * of_device,
         h2d_bytes_per_s=machine.h2d_bytes_per_s / of_device,
+        d2h_bytes_per_s=machine.d2h_bytes_per_s / of_device,
         disk_read_bytes_per_s=machine.disk_read_bytes_per_s / processes,
         disk_write_bytes_per_s=machine.disk_write_bytes_per_s / processes,
     )

@@ -121,8 +121,7 @@ class _Search:
             self._play_promising(count)
         if self._plans:
             self._descend(self._best().choice, self._played_s)
-        plans = sorted(self._plans.values(), key=lambda plan: plan.step.step_s)
-        return Found(plans=plans[:count], refused=[*self._refused(count)])
+        return Found(plans=sorted(self._plans.values(), key=self._place)[:count], refused=[*self._refused(count)])
 
     def _refused(self, count: int) -> Iterator[Refusal]:
         """Yields, for each place, the choices that lack the fewest bytes there and may be better than the best plan.
@@ -189,11 +188,14 @@ class _Search:
 
     def _is_no_shorter(self, least_s: float, count: int) -> bool:
         """Whether a step of ``least_s`` or more need not be played, where plans are known."""
-        known = len(self._plans) >= count and least_s >= (1 - ENOUGH) * self._best().step.step_s
-        return known or least_s >= self._rival_s
+        enough_s = (1 - ENOUGH) * self._best().step.step_s if len(self._plans) >= count else math.inf
+        return least_s >= min(enough_s, self._rival_s)
 
     def _best(self) -> Plan:
-        return min(self._plans.values(), key=lambda plan: plan.step.step_s)
+        return min(self._plans.values(), key=self._place)
+
+    def _place(self, plan: Plan) -> tuple[float, int]:
+        return float(f"{plan.step.step_s:.9g}"), self._space.updates.index(plan.choice.update)  # not by rounding
 
     def _descend(self, choice: Choice, seconds: Callable[[Choice], float]) -> Choice:
         """Moves from ``choice`` as long as that makes the step shorter; returns where it ends."""
@@ -269,8 +271,8 @@ class _Search:
 
     def _bound(self, choice: Choice) -> StepBound:
         if choice not in self._bounds:
-            work = self._work_of(choice)
-            self._bounds[choice] = step_bound(work.layers, work.machine, work.settings, work.root)
+            of = self._work_of(choice)
+            self._bounds[choice] = step_bound(of.layers, of.machine, of.settings, of.root)
         return self._bounds[choice]
 
     def _bound_s(self, choice: Choice) -> float:
@@ -279,9 +281,8 @@ class _Search:
     def _played_s(self, choice: Choice) -> float:
         """Returns the played step, or infinity where its bound says that it is no shorter than the best or a rival."""
         shorter_s = min((1 - ENOUGH) * self._best().step.step_s, self._rival_s)
-        if choice not in self._plans and self._bound(choice).step_s >= shorter_s:
-            return math.inf
-        return self._play(choice).step.step_s
+        may_be = choice in self._plans or self._bound_s(choice) < shorter_s
+        return self._play(choice).step.step_s if may_be else math.inf
 
     def _play(self, choice: Choice) -> Plan:
         if choice not in self._plans:

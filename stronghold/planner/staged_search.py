@@ -168,8 +168,11 @@ class _StagedSearch:
 
     def found(self, choices: Iterable[StagedChoice]) -> StagedFound:
         best: StagedPlan | None = None
-        for bound_s, choice in sorted(((self._bound_s(one), one) for one in choices), key=lambda each: each[0]):
+        bounds = sorted(((self._bound_s(one), one) for one in choices), key=lambda each: each[0])
+        slower: list[StagedChoice] = []
+        for number, (bound_s, choice) in enumerate(bounds):
             if best is not None and bound_s >= (1 - ENOUGH) * best.step.step_s:
+                slower = [one for _, one in bounds[number:]]
                 break
             work = self._work_of(choice)
             if not fits(work):
@@ -182,7 +185,7 @@ class _StagedSearch:
                     if tried is not None and (best is None or tried.step.step_s < best.step.step_s):
                         best = tried
         if best is not None and {False, True} <= {*self._space.kepts}:
-            best = self._filled(best)
+            best = self._filled(best, [one for one in slower if not one.is_kept])
         better = [one for bound_s, one in self._refused if best is None or bound_s < best.step.step_s]
         better.sort(key=lambda one: one.needed_bytes - one.limit_bytes)
         return StagedFound(plan=best, refused=better)
@@ -235,10 +238,11 @@ class _StagedSearch:
             self._recomputing.append(found)
         return found
 
-    def _filled(self, best: StagedPlan) -> StagedPlan:
+    def _filled(self, best: StagedPlan, slower: Sequence[StagedChoice]) -> StagedPlan:
         """Returns the best plan of those whose stages keep as many layers' activations as fit, if it is shorter.
 
-        Stages that a process has several of would each have to know what the others keep: those keep all, or none.
+        Those that were tried come first, and then ``slower`` ones, which were not. Stages that a process has several
+        of would each have to know what the others keep: those keep all, or none.
         """
         cuts: dict[StagedChoice, Sequence[int]] = {}
         for plan in sorted(self._recomputing, key=lambda plan: plan.step.step_s):
@@ -247,7 +251,13 @@ class _StagedSearch:
                 cuts.setdefault(
                     plan.choice._replace(window=first), [stage.layers for stage in plan.step.partition.stages]
                 )
-        for like, sizes in [*cuts.items()][: 1 if self._is_long(best.choice) else FILLED]:
+        is_long = self._is_long(best.choice)
+        found = [*cuts.items()][: 1 if is_long else FILLED]
+        if not is_long:
+            others = [one for one in slower if one.per_process == 1]
+            others.sort(key=lambda one: (self._bound_s(one._replace(is_kept=None)), one.window is not None))
+            found += [(one, ()) for one in others[:FILLED]]
+        for like, sizes in found:
             for one in [like] if like.window is None else self._windows(like):
                 choice = one._replace(is_kept=None)
                 if staged_bound_s(self._work_of(choice)) >= (1 - ENOUGH) * best.step.step_s:

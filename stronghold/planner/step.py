@@ -222,7 +222,7 @@ _SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
     Kind.BEFORE_GRADIENTS: lambda layer, *_: layer.first_gradient_s,
     Kind.BACKWARD: lambda unit, *_: unit.backward_s - unit.first_gradient_s,
     Kind.FETCH: lambda layer, machine, _: machine.copy_s + layer.weight_bytes / machine.h2d_bytes_per_s,
-    Kind.GRADIENTS: lambda layer, machine, _: machine.down_s(layer.gradient_bytes),
+    Kind.GRADIENTS: lambda unit, machine, _: machine.down_s(unit.gradient_bytes),
     Kind.INPUTS_DOWN: lambda layer, machine, settings: _inputs_s(layer, machine.d2h_bytes_per_s, machine, settings),
     Kind.INPUTS_UP: lambda layer, machine, settings: _inputs_s(layer, machine.h2d_bytes_per_s, machine, settings),
     Kind.MOMENTUM: lambda unit, machine, _: machine.parts_s(unit).first_s,
@@ -230,7 +230,7 @@ _SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
     Kind.UPDATE: lambda unit, machine, _: _update_s(unit, machine),
     Kind.STEP: lambda unit, machine, _: machine.parts_s(unit).last_s,
     Kind.UPDATE_ON_DEVICE: lambda layer, machine, _: machine.on_device_s(layer),
-    Kind.UPLOAD: lambda root, machine, _: machine.copy_s + root.weight_bytes / machine.h2d_bytes_per_s,
+    Kind.UPLOAD: lambda root, machine, _: machine.up_s(root.weight_bytes),
 }
 
 

@@ -58,7 +58,7 @@ def step_bound(
             continue
         if one.elements and not one.resident:
             first_updates_s = max(first_updates_s, machine.down_s(one.gradient_bytes)) + _update_s(one, machine)
-            computed_s = max(computed_s, first_updates_s + machine.copy_s + one.weight_bytes / h2d)
+            computed_s = max(computed_s, first_updates_s + machine.up_s(one.weight_bytes))
         computed_s += one.forward_s
     behind: list[UnitWork] = [*layers, *(one for one in root if not one.first)]
     forward = {Resource.COMPUTE: computed_s + sum(unit.forward_s for unit in behind)}

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +15,10 @@ import torch
 from stronghold.errors import DiskError, StoreError
 from stronghold.layout import PAGE_BYTES
 from stronghold.native import Disk, DiskFile, Priority, Transfer
-from stronghold.planner.machine_file import DISK_BESIDE_COMPUTE
+from stronghold.planner.machine_file import BESIDE_COMPUTE
+from stronghold.probing.beside import SmallLayer
 from stronghold.probing.rounds import Key, Measure
 from stronghold.probing.stopwatches import DeviceClock
-from stronghold.probing.update_speed import SmallLayer
 from stronghold.units import format_bytes
 
 CHUNK_BYTES = 16 * 2**20
@@ -121,27 +120,10 @@ class DiskSpeed:
 
     def _beside(self) -> Mapping[Key, float]:
         """How many times as long computing takes beside transfers, and transfers beside computing."""
-        count, taken_s, stopped = self._counts["both"], list[float](), threading.Event()
-        failed = list[BaseException]()
+        count = self._counts["both"]
         layer_s, alone_s = self._layer.timed(SAMPLE_S / 2), self._both(count)
-
-        def transfer() -> None:
-            try:
-                while not stopped.is_set():
-                    taken_s.append(self._both(count))
-            except BaseException as error:  # raised where it is waited for
-                failed.append(error)
-
-        thread = threading.Thread(target=transfer, name="stronghold-probe", daemon=True)
-        thread.start()
-        try:
-            beside_s = self._layer.timed(SAMPLE_S, until=lambda: bool(taken_s) or not thread.is_alive())
-        finally:
-            stopped.set()
-            thread.join()
-        if failed:
-            raise failed[0]
-        names = dict(zip(DISK_BESIDE_COMPUTE, (beside_s / layer_s, taken_s[0] / alone_s), strict=True))
+        beside_s, taken_s = self._layer.timed_beside(lambda: self._both(count), SAMPLE_S)
+        names = dict(zip(BESIDE_COMPUTE, (beside_s / layer_s, taken_s / alone_s), strict=True))
         return {("disk", self._directory, name): max(1.0, factor) for name, factor in names.items()}
 
     def _places(self, count: int) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ import torch
 
 from stronghold.device import Device, open_device
 from stronghold.native import hold_tensor_heap, keep_freed_memory, return_free_memory
-from stronghold.planner.machine_file import DISK, DISK_BESIDE_COMPUTE, LINK, UPDATE, MachineFile, Spread
+from stronghold.planner.machine_file import BESIDE_COMPUTE, DISK, LINK, UPDATE, MachineFile, Spread
 from stronghold.planner.step_bytes import MUON
 from stronghold.probing.caches import cache_bytes
 from stronghold.probing.call_speed import call_measures
@@ -175,6 +175,6 @@ def _filled(device: Device, facts: Facts, directories: Sequence[str], samples: S
         host_update_ns=kinds("update", list(formats), UPDATE),
         compute_beside_update=samples.spread(("compute_beside_update",)),
         device_update_ns=by("device_update"),
-        disks=kinds("disk", directories, (*DISK, *DISK_BESIDE_COMPUTE)),
+        disks=kinds("disk", directories, (*DISK, *BESIDE_COMPUTE)),
         processes=by("processes"),
     )

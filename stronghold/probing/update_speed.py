@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from stronghold.native import BLOCK, Blocks, Segment
 from stronghold.optim.adamw_on_device import adamw_on_device
 from stronghold.optim.muon_step import Direction, MomentumSegment, StepSegment
 from stronghold.planner.step_bytes import MUON
+from stronghold.probing.beside import SmallLayer
 from stronghold.probing.caches import all_cache_bytes
 from stronghold.probing.operator_speed import dtype_name
 from stronghold.probing.rounds import Key, Measure, Sample
@@ -29,8 +29,6 @@ SEGMENTS = 2
 STATES_BYTES = {"fp32": 8, "8bit": 2, MUON: 6}
 """Of a weight's states, and of Muon's step."""
 MOST_MEMORY = 1 / 16
-HOST_LAYER, DEVICE_LAYER = (512, 512), (4096, 2048)
-"""Rows and width of what is computed beside."""
 BESIDE_S = 0.15
 """How long both are at work."""
 
@@ -153,7 +151,7 @@ class HostUpdates:
             self._update(next(its))
             alone_s = (time.perf_counter() - begin_s) / 2
             layer_s = layer.timed(BESIDE_S / 2)
-            update_s, beside_s = self._together(its, layer)
+            beside_s, update_s = layer.timed_beside(lambda: self._update(next(its)), BESIDE_S, least=2)
             found: dict[Key, float] = {
                 ("update", format_name, "alone"): 1e9 * alone_s / ELEMENTS,
                 ("update", format_name, "beside_compute"): 1e9 * max(update_s, alone_s) / ELEMENTS,
@@ -168,52 +166,6 @@ class HostUpdates:
         if self._clock.device.is_host:  # else the device finds the gradients' squares
             native.squared_norms(its.grads, threads=self._threads)
         its.on_host(self._threads)
-
-    def _together(self, its: Iterator[AdamWUpdate | MuonUpdate], layer: SmallLayer) -> tuple[float, float]:
-        """Returns the seconds of one update and of one layer while both go on."""
-        ends: list[float] = []
-        stopped = threading.Event()
-
-        def update() -> None:
-            while not stopped.is_set():
-                ends.append(time.perf_counter())
-                self._update(next(its))
-            ends.append(time.perf_counter())
-
-        thread = threading.Thread(target=update, name="stronghold-probe", daemon=True)
-        thread.start()
-        try:
-            beside_s = layer.timed(BESIDE_S, until=lambda: len(ends) > 2)
-            done = len(ends)
-        finally:
-            stopped.set()
-            thread.join()
-        counted = ends[: max(2, done)]  # the last began beside the layer, and ended alone
-        return (counted[-1] - counted[0]) / (len(counted) - 1), beside_s
-
-
-class SmallLayer:
-    """What a layer computes, in small: two products and an activation."""
-
-    def __init__(self, dtype: torch.dtype, clock: DeviceClock) -> None:
-        self._clock = clock
-        rows, width = HOST_LAYER if clock.device.is_host else DEVICE_LAYER
-        device = clock.device.torch_device
-        self._x = torch.full((rows, width), 0.5, dtype=dtype, device=device)
-        self._up = torch.full((width, 4 * width), 1e-3, dtype=dtype, device=device)
-        self._down = torch.full((4 * width, width), 1e-3, dtype=dtype, device=device)
-
-    def compute(self) -> None:
-        torch.mm(torch.nn.functional.gelu(torch.mm(self._x, self._up)), self._down)
-
-    def timed(self, least_s: float, until=lambda: True) -> float:
-        """Returns the seconds of one layer, computed over and over for ``least_s`` and ``until`` that is true."""
-        calls, begin_s = 0, time.perf_counter()
-        while (taken_s := time.perf_counter() - begin_s) < least_s or not until():
-            self.compute()
-            self._clock.wait()
-            calls += 1
-        return taken_s / max(1, calls)
 
 
 class DeviceUpdates:

@@ -69,6 +69,25 @@ def test_disks_and_computing_slow_one_another_as_was_measured():
     assert isclose(found.disk_read_bytes_per_s, 3e9)
 
 
+def test_where_the_host_computes_a_layer_stands_still_as_long_as_updates_and_copies_take_alone():
+    """Whatever was measured of updates beside computing: it is of a device that computes by itself."""
+    measured = {"compute_beside_update": about(1.3), "disks": {"/d": {**DISK, "slows_compute": about(1.5)}}}
+    ns = {"float32+fp32": {"alone": about(0.5), "beside_compute": about(0.6)}}
+    host, device = (
+        machine_of(one(host_update_ns=ns, **measured), dtype="float32", states="fp32", directories=["/d"])
+        for one in (laptop, gpu)
+    )
+    assert host.d2h_bytes_per_s == laptop().link["d2h"].likely
+    assert (host.launch_s, device.launch_s > 0) == (0, False)  # of no operators
+    for other in (Resource.UPDATES, Resource.FETCHES, Resource.GRADIENTS):
+        slows, is_slowed = host.slowed[Resource.COMPUTE, other], host.slowed[other, Resource.COMPUTE]
+        assert is_slowed * (1 - 1 / slows) == 1
+    assert (Resource.COMPUTE, Resource.FETCHES) not in device.slowed
+    assert device.slowed[Resource.COMPUTE, Resource.UPDATES] == 1.3
+    assert device.slowed[Resource.UPDATES, Resource.COMPUTE] == pytest.approx(1.2)
+    assert host.slowed[Resource.COMPUTE, Resource.DISK] == device.slowed[Resource.COMPUTE, Resource.DISK] == 1.5
+
+
 def test_disks_together_are_as_fast_as_the_slowest_of_them_as_often_as_there_are_some():
     """Each has the same part of every unit."""
     slow = {name: about(measured.likely / 10) for name, measured in DISK.items()}

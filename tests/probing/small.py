@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from stronghold.probing import caches, disk_speed, link_speed, operator_speed, stopwatches, update_speed
+from stronghold.probing import beside, caches, disk_speed, link_speed, operator_speed, stopwatches, update_speed
 
 SIZES = ((16, 48), ((32, 32), (32, 64)), 5e9)
 ATTENTION = ((2, 2, 16, 16),)
@@ -25,7 +25,7 @@ def make_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_speed, "LEAST_S", 0.001)
     patch.setattr(disk_speed, "CHUNK_BYTES", 2**20)
     patch.setattr(disk_speed, "SAMPLE_S", 0.01)
-    patch.setattr(update_speed, "HOST_LAYER", (16, 32))
-    patch.setattr(update_speed, "DEVICE_LAYER", (16, 32))
+    patch.setattr(beside, "HOST_LAYER", (16, 32))
+    patch.setattr(beside, "DEVICE_LAYER", (16, 32))
     patch.setattr(stopwatches, "BUSY_SIZE", 64)
     patch.setattr(stopwatches, "LEAST_S", 0.001)

@@ -4,17 +4,15 @@ import math
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import stronghold
-from stronghold.errors import DiskError, StoreError, StrongholdError
+from stronghold.errors import StoreError, StrongholdError
 from stronghold.native import BufferedDiskWarning, Disk, Fault, disk_errors
-from stronghold.planner.machine_file import DISK, DISK_BESIDE_COMPUTE, LINK, MachineFile, Spread
+from stronghold.planner.machine_file import BESIDE_COMPUTE, DISK, LINK, MachineFile, Spread
 from stronghold.planner.machine_rates import machine_of, op_rates
 from stronghold.probing import disk_speed, kept_machine, rounds
 from stronghold.probing import probe as probing_probe
@@ -82,7 +80,7 @@ def test_every_field_is_filled_and_plausible(machine, directory):
     assert set(machine.host_update_ns) == FORMATS
     assert machine.device_update_ns == {}
     assert set(machine.disks) == {os.path.realpath(directory)}
-    assert all(set(measured) == {*DISK, *DISK_BESIDE_COMPUTE} for measured in machine.disks.values())
+    assert all(set(measured) == {*DISK, *BESIDE_COMPUTE} for measured in machine.disks.values())
     found = list(spreads_of([value for value in vars(machine).values()]))
     assert len(found) == 66
     for spread in found:
@@ -265,27 +263,6 @@ def test_the_table_has_what_was_measured(machine, directory):
 def test_the_probe_of_the_library_is_that_of_its_room():
     assert stronghold.probe is probing_probe
     assert rounds.LEAST_ROUNDS >= 3
-
-
-def test_a_disk_that_fails_beside_computing_says_why():
-    """As one that is full meanwhile: the transfers are another thread's."""
-    speed, asked = disk_speed.DiskSpeed.__new__(disk_speed.DiskSpeed), []
-
-    def both(count):
-        asked.append(count)
-        if len(asked) > 1:
-            raise DiskError("No space left on device")
-        return 1.0
-
-    speed._counts, speed._both, speed._layer = {"both": 2}, both, SimpleNamespace(timed=timed_until)
-    with pytest.raises(DiskError, match="No space left"):
-        speed._beside()
-
-
-def timed_until(_, until=lambda: True):
-    while not until():
-        time.sleep(0.001)
-    return 1.0
 
 
 def test_a_directory_is_on_the_disk_of_the_one_above_it_that_is_there(machine, directory, tmp_path):

@@ -28,7 +28,7 @@ from stronghold.planner.step_bytes import (
     spread,
     step_bytes,
 )
-from stronghold.unit import Unit
+from stronghold.unit import Unit, part_of
 
 
 class ModelMemory:
@@ -87,6 +87,13 @@ class ModelMemory:
             return model
         counted = [one.counted(own) for one, own in zip(muon_units(units), model.units, strict=True)]
         return replace(model, layers=counted[: len(units.layers)], root=counted[len(units.layers) :])
+
+    @cached_property
+    def dtype(self) -> str:
+        """What layers compute in, by its name: where all of their weights are packed, what those beside them do."""
+        units = [*self.units.layers[:1], *(unit for unit, _ in self.units.root)]
+        own = (unit.dtype for unit in units if any(part_of(parameter) is None for parameter in unit.parameters))
+        return str(next(own, torch.float32)).removeprefix("torch.")
 
     @cached_property
     def _on_disk(self) -> ModelBytes:

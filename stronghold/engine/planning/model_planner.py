@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from stronghold.engine.planning.kept_inputs import InputsOfLayers, KeptInputs
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
@@ -16,6 +14,7 @@ from stronghold.engine.planning.most_alive import most_alive
 from stronghold.engine.planning.muon_work import muon_assumed
 from stronghold.engine.planning.op_seconds import OpSeconds, computing_s
 from stronghold.planner.choices import Choice
+from stronghold.planner.host_work import with_issuing
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, carried_s, machine_of, message_rates
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
@@ -23,7 +22,6 @@ from stronghold.planner.model_bytes import ModelBytes
 from stronghold.planner.search import Work
 from stronghold.planner.step_bytes import MUON, Placed, StepBytes
 from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
-from stronghold.unit import part_of
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
@@ -54,6 +52,7 @@ class ModelPlanner:
         self._inputs = InputsOfLayers(computation, activations, memory.block_bytes)
         of_device = memory.replicas if memory.is_host else 1  # replicas there have its cores in common
         self._seconds = OpSeconds(machine, of_device)
+        self.dtype = memory.dtype
         self._layers: dict[tuple[Any, ...], LayerWork] = {}
         self._machines: dict[tuple[Any, ...], Machine] = {}
         self._activations: dict[tuple[int | None, int], int] = {}
@@ -124,8 +123,6 @@ class ModelPlanner:
     def assumed(self, choice: Choice) -> list[str]:
         """Returns what a plan of it rests on that was not measured, in words."""
         found = muon_assumed(self._machine, self.dtype) if choice.states == MUON else []
-        if self._inputs.off_device and self._machine.is_host:
-            found.append("layers' inputs take no time on their way to buffers on the host")
         if self._recompute == "disk" and choice.micro_batch is not None:
             found.append("a layer's inputs of all micro-batches go to disk and back at once")
         return found
@@ -174,19 +171,23 @@ class ModelPlanner:
 
     def work_of(self, choice: Choice, pace: Pace = "likely") -> Work:
         """Returns what a step of a choice consists of."""
-        of, (placed, _, _) = self._computation, self.placed(choice)
+        placed, _, _ = self.placed(choice)
         sizes, count = self._memory.of(choice), len(self._computation.group_of)
         return Work(
             layers=[self._layer_work(sizes, placed, choice, number, pace) for number in range(count)],
             machine=self._machine_of(choice, pace),
-            settings=StepSettings(
-                window=choice.window,
-                resident=sorted(number for number in placed.resident if number < count),
-                in_backward=choice.update == "in_backward",
-                pieces=-(-of.batch // of.layer(0, choice.micro_batch).samples),
-                staged=not self._memory.is_host,
-            ),
+            settings=self._settings(choice, sorted(number for number in placed.resident if number < count)),
             root=self._root(sizes, placed, choice, pace),
+        )
+
+    def _settings(self, choice: Choice, resident: Sequence[int] = ()) -> StepSettings:
+        of = self._computation
+        return StepSettings(
+            window=choice.window,
+            resident=resident,
+            in_backward=choice.update == "in_backward",
+            pieces=-(-of.batch // of.layer(0, choice.micro_batch).samples),
+            staged=not self._memory.is_host,
         )
 
     def computing_s(self, micro_batch: int | None) -> float:
@@ -199,7 +200,8 @@ class ModelPlanner:
         again = number < len(of.group_of) - choice.kept
         kind = of.group_of[number], sizes.kind_of(number), number if choice.states == MUON else None
         input_bytes = self._inputs.sent(choice.micro_batch, number)
-        key = *kind, resident, there, again, input_bytes, choice.micro_batch, choice.states, choice.store, pace
+        settings = choice.micro_batch, choice.states, choice.store, choice.update, pace
+        key = *kind, resident, there, again, input_bytes, *settings
         if key not in self._layers:
             run = of.layer(number, choice.micro_batch)
             scale = of.batch / run.samples
@@ -210,8 +212,10 @@ class ModelPlanner:
             # Each micro-batch but the first adds its gradients to those before.
             backward_s += (scale - 1) * self._seconds.of_sum(sizes.units[number].gradients, self.dtype, pace)
             backward_s += self._mean_s(sizes, placed, number)
+            if not resident:  # they go into a slot
+                backward_s += self._seconds.of_copy(sizes.units[number].gradients, self.dtype, pace)
             forward_s += scale * self._seconds.of_copy(round(input_bytes / scale), self.dtype, pace)
-            self._layers[key] = LayerWork(
+            work = LayerWork(
                 forward_s=forward_s,
                 backward_s=again_s + backward_s,
                 first_gradient_s=again_s + before_s,
@@ -221,6 +225,9 @@ class ModelPlanner:
                 inputs_on_disk=self._recompute == "disk",
                 **self._moved(sizes, placed, choice, number),
                 **self._iterations(number, pace, resident=resident),
+            )
+            self._layers[key] = with_issuing(
+                work, self._machine_of(choice, pace), self._settings(choice), resident=resident
             )
         return self._layers[key]
 
@@ -288,10 +295,3 @@ class ModelPlanner:
         if replicas == 1 or not unit.trained or not on_device:
             return 0.0
         return all_reduce_s(unit.gradients, replicas, **message_rates(self._machine))
-
-    @cached_property
-    def dtype(self) -> str:
-        """What layers compute in, by its name: where all of their weights are packed, what those beside them do."""
-        units = [*self._memory.units.layers[:1], *(unit for unit, _ in self._memory.units.root)]
-        own = (unit.dtype for unit in units if any(part_of(parameter) is None for parameter in unit.parameters))
-        return str(next(own, torch.float32)).removeprefix("torch.")

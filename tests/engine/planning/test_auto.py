@@ -378,10 +378,10 @@ def test_beside_a_store_on_disk_the_budget_leaves_room_for_layers_inputs(here, t
     assert found["recompute"].weights_on_disk == 0 < found["host"].weights_on_disk < 6
 
 
-def test_what_a_plan_assumes_of_compiled_layers_and_of_inputs_on_the_host_is_said(monkeypatch):
+def test_what_a_plan_assumes_of_compiled_layers_is_said(monkeypatch):
     monkeypatch.setattr("stronghold.engine.planning.auto.kept_machine", lambda device: laptop())
     reasons = []
-    for settings in ({}, {"compile": "aot_eager"}, {"activations": "host"}):
+    for settings in ({}, {"compile": "aot_eager"}):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
         model = stronghold.offload(model, device="cpu", inputs=(torch.empty(4, 16),), **settings)
         planned = stronghold.report(model).planned
@@ -390,4 +390,3 @@ def test_what_a_plan_assumes_of_compiled_layers_and_of_inputs_on_the_host_is_sai
         stronghold.close(model)
     assert "assumed" not in reasons[0]
     assert "assumed: layers take as long as eager ones" in reasons[1]
-    assert "assumed: layers' inputs take no time on their way to buffers on the host" in reasons[2]
