@@ -81,7 +81,7 @@ class CpuDevice(Device):
 _SMALL_BYTES = 64 * 1024
 """What is copied in less time than it takes to wake a thread, some 30 microseconds."""
 _FEW_CORES = 8
-"""With so many that compute at the most, one copies as fast as they need what is copied."""
+"""Up to so many, one thread copies. With many it may be too slow for what all of them compute; two were measured."""
 
 
 class _HostStream(Stream):
@@ -98,8 +98,7 @@ class _HostStream(Stream):
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         alike = target.dtype is source.dtype and target.shape == source.shape
-        whole = target.is_contiguous() and source.is_contiguous()
-        if alike and whole and torch.get_num_threads() <= _FEW_CORES:
+        if alike and target.is_contiguous() and source.is_contiguous() and torch.get_num_threads() <= _FEW_CORES:
             # PyTorch would have a team of OpenMP's threads for this one, too. Where there are more of them than cores,
             # none waits in a loop for the others of its team any more, and each of a layer's operators takes longer.
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)

@@ -94,6 +94,8 @@ def machine_of(
         slowed[one, other] = max([1.0, *(disk[name].likely for disk in disks if name in disk)])
     if machine.is_host:  # updates, too, share the cores with the disks' threads
         slowed[Resource.UPDATES, Resource.DISK] = slowed[Resource.COMPUTE, Resource.DISK]
+    # Where the thread that issues computes, too, each operator's time has it.
+    launch_s = layer_ops * _time(machine.launch_s, pace) if machine.runs_behind else 0.0
     muon_ns = _time(_update(machine, muon_form)["alone"], pace) if muon_form != form else None
     on_device, muon_on_device = (machine.device_update_ns.get(name) for name in (form, muon_form))
     return Machine(
@@ -104,9 +106,7 @@ def machine_of(
         device_update_ns=alone if on_device is None else _time(on_device, pace),
         muon_host_ns=muon_ns,
         muon_device_ns=muon_ns if muon_ns is None or muon_on_device is None else _time(muon_on_device, pace),
-        launch_s=layer_ops * _time(machine.launch_s, pace)
-        if machine.runs_behind
-        else 0.0,  # else in an operator's time
+        launch_s=launch_s,
         host_work=host_work_of(0.0 if machine.host_call_s is None else _time(machine.host_call_s, pace)),
         runs_behind=machine.runs_behind,
         iterates_beside=not machine.is_host,

@@ -195,7 +195,7 @@ class _Search:
         return min(self._plans.values(), key=self._place)
 
     def _place(self, plan: Plan) -> tuple[float, int]:
-        return float(f"{plan.step.step_s:.9g}"), self._space.updates.index(plan.choice.update)  # not by rounding
+        return float(f"{plan.step.step_s:.9g}"), self._space.updates.index(plan.choice.update)  # rounding apart
 
     def _descend(self, choice: Choice, seconds: Callable[[Choice], float]) -> Choice:
         """Moves from ``choice`` as long as that makes the step shorter; returns where it ends."""

@@ -106,8 +106,8 @@ CORES_ARE_ONE = {
 }
 """Where the host computes, layers share its cores with updates and copies: a layer stands still as long as they take.
 
-All of its threads wait for each one. Measured with two cores: 1.0 to 1.15 times what an update takes alone, and 0.9 to
-1.1 times a copy, each in pauses and without any, beside layers in fp32 and bf16 over 128 and 512 tokens.
+All of its threads wait for each one. With two cores it was 1.0 to 1.6 times what an update takes alone, and 0.7 to 1.3
+times a copy by one thread (benchmarks/NOTES.md).
 """
 LINK_UP_IS_ONE = {(Resource.FETCHES, Resource.ROOT): 2.0, (Resource.ROOT, Resource.FETCHES): 2.0}
 """Copies of layers and of root parameters share the link to the device."""
