@@ -19,6 +19,7 @@ import stronghold
 from benchmarks.throttled_disk import ThrottledDisk, updates_that_take
 from stronghold.device.throttled import Speed, ThrottledDevice
 from stronghold.engine.engine import Engine
+from stronghold.planner.machine_rates import ADDED_BYTES
 from stronghold.planner.step import StepTime, step_time
 from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
 from stronghold.spans import Span
@@ -52,6 +53,8 @@ class Case:
     """Whether Muon updates the layers."""
     tokens: int = 1
     """Of a step: the more, the less Muon's iterations take beside the layers."""
+    passes: int = 1
+    """Of a step, whose gradients are added up."""
     samples: int = 4
     """What layers' inputs have: the more, the longer they take on their way down and up."""
 
@@ -99,6 +102,11 @@ def with_inputs_on_host(case: Case) -> Case:
     weights = 2 * SIZE * sum(case.widths) / len(case.widths)
     samples = round(weights * math.exp(rng.uniform(math.log(0.2), math.log(3))))
     return replace(case, activations="host", micro_batch=None, samples=samples)
+
+
+def with_passes(case: Case, passes: int) -> Case:
+    """Returns the same with so many passes in a step, of deferred updates."""
+    return replace(case, passes=passes, update="deferred")
 
 
 def with_inputs_on_disk(case: Case) -> Case:
@@ -205,7 +213,8 @@ def _trained(case: Case, paced: bool) -> Iterator[tuple[Speed, Engine, list[floa
 
         def step() -> None:
             clock_s, wall_s = device.clock_s, time.perf_counter()
-            model(x).backward()
+            for _ in range(case.passes):
+                model(x).backward()
             optimizer.step()
             optimizer.zero_grad()
             clocks.append(device.clock_s - clock_s)
@@ -239,6 +248,8 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
     """Returns what the step model says of the case, from the units' bytes and the machine's rates alone."""
     itemsize, backward = case.dtype.itemsize, 4 if case.activations == "keep" else 6
     states_bytes = itemsize + (2 if itemsize == 2 else 0) + 8  # weight, remainder and two moments of an element
+    low_bytes = 2 if case.passes > 1 and case.dtype == torch.bfloat16 else 0  # an update reads those of sums, too
+    updated = moved_bytes(case.dtype) + low_bytes
     update_s = case.seconds["update"] / (2 * SIZE**2 * sum(case.widths) / len(case.widths))
     input_bytes = case.samples * SIZE * itemsize if case.activations in ("host", "disk") else 0
     layers = [
@@ -262,7 +273,7 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
             first=unit.name.startswith("first"),
             resident=unit.resident,
             weight_bytes=unit.layout.total_bytes,
-            gradient_bytes=itemsize * unit.elements,
+            gradient_bytes=(itemsize + low_bytes) * unit.elements,
             elements=unit.elements,
             ring_bytes=(states_bytes - itemsize) * unit.elements if case.on_disk else 0,
         )
@@ -273,8 +284,9 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
     machine = Machine(
         h2d_bytes_per_s=speed.up,
         d2h_bytes_per_s=speed.down,
-        host_update_ns=update_s * 1e9,
-        device_update_ns=moved_bytes(case.dtype) / speed.device * 1e9,
+        host_update_ns=updated / moved_bytes(case.dtype) * update_s * 1e9,
+        device_update_ns=updated / speed.device * 1e9,
+        host_add_ns=ADDED_BYTES[str(case.dtype).removeprefix("torch.")] / speed.host * 1e9,
         runs_behind=False,
         disk_read_bytes_per_s=weight_bytes / case.seconds["read"],
         disk_write_bytes_per_s=weight_bytes / case.seconds["write"],
@@ -284,6 +296,7 @@ def planned(case: Case, engine: Engine, speed: Speed) -> StepTime:
         window=case.window,
         resident=[layer for layer, unit in enumerate(engine.layers) if unit.resident],
         in_backward=case.update == "in_backward",
+        passes=case.passes,
     )
     return step_time(layers, machine, settings, root)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from stronghold.units import format_bytes, format_seconds
 
@@ -28,6 +28,8 @@ class PlannedStep:
     """What a step was planned to take, in seconds by part, and at most in bytes; ``chosen`` and ``reason`` are to read.
 
     The host's bytes are the whole process's. ``low_s`` and ``high_s`` are by the quartiles of what the machine does.
+    The step has so many ``passes``, whose gradients are added up, and each further one would take ``further_s``, by
+    part: empty where it is not known.
     """
 
     chosen: str
@@ -38,6 +40,24 @@ class PlannedStep:
     parts_s: Mapping[str, float]
     device_bytes: int
     host_bytes: int
+    passes: int = 1
+    further_s: Mapping[str, float] = field(default_factory=dict)
+
+    def of_passes(self, passes: int) -> PlannedStep:
+        """Returns what a step of so many takes, where that is known. Bytes are those of the step that was planned."""
+        more = max(1, passes) - self.passes
+        if not (more and self.further_s):
+            return self
+        parts_s = {part: seconds + more * self.further_s[part] for part, seconds in self.parts_s.items()}
+        longer = 1 + more * sum(self.further_s.values()) / self.likely_s
+        return replace(
+            self,
+            low_s=longer * self.low_s,
+            likely_s=longer * self.likely_s,
+            high_s=longer * self.high_s,
+            parts_s=parts_s,
+            passes=passes,
+        )
 
     def rows(
         self,

@@ -13,12 +13,11 @@ from stronghold.units import format_bytes, format_count, format_seconds
 class StepTimes:
     """One optimizer step: its time in seconds, and what crossed the link between host and device.
 
-    ``total_s`` is from the end of the step before. The waits are those of the computation: for a layer's
-    fetch from host memory, for a layer's update to complete before its fetch, for a fetch from disk; ``compute_s`` is
-    the rest. ``spared_fetches`` are parts of experts that no token needed, passed over and not fetched in the forward
-    pass. What the disk has read and written since the end of the step before belongs, in part, to the updates of
-    that step; ``disk_busy_s`` is how long it was at it. ``reduced_bytes`` of layers' gradients went to other replicas,
-    as a ring sends them.
+    ``total_s`` is from the end of the step before, with so many backward ``passes``. The waits are the computation's:
+    for a layer's fetch from host memory, for a layer's update before its fetch, for a fetch from disk; ``compute_s`` is
+    the rest. ``spared_fetches`` are parts of experts that no token needed, not fetched in the forward pass. What the
+    disk has read and written since the end of the step before belongs, in part, to the updates of that step;
+    ``disk_busy_s`` is how long it was at it. ``reduced_bytes`` of gradients went to other replicas, as by a ring.
     """
 
     total_s: float
@@ -36,6 +35,7 @@ class StepTimes:
     disk_busy_s: float = 0.0
     spared_fetches: int = 0
     spared_bytes: int = 0
+    passes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,7 @@ class Report(Shown):
         rows = [("plan", "settings", planned.chosen), ("", "why", planned.reason)]
         if (step := self.step) is not None:
             peaks = {"device": self.peak_device_bytes} if self.peak_device_bytes else {}
-            rows += planned.rows(step.total_s, vars(step), peaks)
+            rows += planned.of_passes(step.passes).rows(step.total_s, vars(step), peaks)
         return rows
 
     def _resident(self) -> str:

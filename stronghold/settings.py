@@ -36,6 +36,7 @@ class OffloadSettings:
     resident: int | str = 0
     device_memory: int | str | None = None
     host_memory: int | str | None = None
+    accumulate: int | None = None
     compile: bool | str | Mapping[str, Any] = False
 
     def __post_init__(self) -> None:
@@ -80,6 +81,7 @@ class OffloadSettings:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value))
+        check_accumulate(self.accumulate)
         compile_arguments(self.compile)
 
     def check_known(self) -> None:
@@ -90,6 +92,11 @@ class OffloadSettings:
                     f"{name}='auto' is chosen for the inputs of a step (got none); pass a batch such as the model will "
                     "be trained with as inputs=, or a value"
                 )
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether it is known that a step adds up the gradients of several batches."""
+        return self.accumulate not in (None, 1)
 
     @property
     def micro_batch_samples(self) -> int | None:
@@ -179,6 +186,12 @@ def check_optimizer(states: str, update: str, nonfinite: str, max_grad_norm: flo
             "update='in_backward', which updates each layer during the backward pass); use update='deferred', or no "
             "clipping"
         )
+
+
+def check_accumulate(accumulate: int | None) -> None:
+    """Raises ValueError for what is no number of batches whose gradients a step adds up, nor None."""
+    if accumulate is not None and (not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1):
+        raise ValueError(f"accumulate must be a number of batches, 1 or more (got {accumulate!r}); pass one, or None")
 
 
 def check_activations(activations: object) -> None:

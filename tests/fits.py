@@ -1,8 +1,8 @@
 """``python -m tests.fits``: whether plans that are said to fit do, and whether those refused would have.
 
-Random models, trained whole or in part, under random caps of a device's memory: each plan is run for two steps on the
-accelerator in software, where the peak of what was allocated is known to the byte, and so is the least that was refused
-where nothing was said to fit.
+Random models, trained whole or in part, in one pass a step or several, under random caps of a device's memory: each
+plan is run for two steps on the accelerator in software, where the peak of what was allocated is known to the byte, and
+so is the least that was refused where nothing was said to fit.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class Case:
             given["micro_batch"] = draw.choice([None, 1, 2])
         if draw.random() < 0.2:
             given["window"] = draw.randint(1, layers)
+        given["accumulate"] = draw.choice([1, 1, 2, 3]) if given.get("update") != "in_backward" else 1
         given["states"] = draw.choice(["fp32", "8bit", ("fp32", "8bit")])
         return cls(
             kind=kind,
@@ -137,9 +138,10 @@ class Case:
         adamw = stronghold.AdamW(model.parameters(), **optimizer)
         inputs = self.inputs("soft")
         for _ in range(2):
-            out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-            (out.loss if self.kind == "gpt" else out).backward()
-            del out
+            for _ in range(self.given.get("accumulate", 1)):
+                out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+                (out.loss if self.kind == "gpt" else out).backward()
+                del out
             adamw.step()
             adamw.zero_grad()
         torch.accelerator.synchronize()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stronghold.distributed.layered_model import LayeredModel, LayeredSequential
 from stronghold.distributed.process_plans import StagedModel, best_of
 from stronghold.distributed.staged_inputs import loss_of, part_of, staged_model, stages_refused, tensors_of
-from stronghold.engine.planning.asked import UPDATES, kepts, limits, micro_batches, one_of, sizes
+from stronghold.engine.planning.asked import kepts, limits, micro_batches, one_of, sizes, updates_asked
 from stronghold.engine.planning.given import machine_given, model_given, token_inputs
 from stronghold.engine.planning.in_parts import plan_in_parts
 from stronghold.engine.planning.kept_inputs import OFF_DEVICE
@@ -49,6 +49,7 @@ def plan(
     name: str | None = None,
     processes: int = 1,
     optimizer: str = "adamw",
+    accumulate: int | None = 1,
     experts_per_part: int | str | None = None,
     cores: int | None = None,
 ) -> TrainingPlan:
@@ -61,7 +62,7 @@ def plan(
             the folder that has it; or a row of layers (:class:`stronghold.distributed.LayeredModel`).
         machine: What ``stronghold.probe`` measured, or the path of its file, of this machine or another; by default
             what it has kept of this one.
-        batch: Samples of a step.
+        batch: Samples of a step, or of each of the batches that it accumulates.
         sequence: Tokens of a sample, for a model that takes ids of tokens (``input_ids``, and ``labels`` if it can).
         inputs: For any other model its arguments, tensors whose first dimension is the batch: by name, or in order.
         loss: What makes a loss of the model's output; by default its ``loss``, or the output itself.
@@ -91,6 +92,9 @@ def plan(
             than it has to be.
         optimizer: ``"adamw"``, or ``"muon"`` for ``stronghold.Muon``, of one process: it updates the matrices of the
             layers, but embeddings, and AdamW all else, with moments in fp32.
+        accumulate: Batches whose gradients a step adds up, each in passes of its own: with more than one, updates are
+            deferred, and of several processes each has the whole model. With None a step is of one batch, and the
+            device has room for gradients of earlier ones, as ``offload`` plans for a loop that it does not know.
         experts_per_part: As for ``offload``, in one process: into parts of how many experts a mixture is cut, or
             ``"auto"``, the parts with which a step is the shortest where whole layers do not fit.
         cores: How many the machine is to have, in place of those that were measured: what they do takes time in
@@ -103,6 +107,7 @@ def plan(
     """
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
         raise ValueError(f"processes must be a whole number of 1 or more (got {processes!r}); pass one")
+    updates = updates_asked(update, accumulate)
     machine, row = machine_given(machine), model if isinstance(model, LayeredModel) else None
     taken = []
     if cores is not None:
@@ -127,6 +132,7 @@ def plan(
             activations="recompute" if activations is None else activations,
             replicas=replicas,
             by_muon=by_muon,
+            accumulate=accumulate,
         )
         for text in taken:
             planned.assume(text)
@@ -136,7 +142,7 @@ def plan(
             **sizes(memory, window, resident),
             kepts=kepts(activations, count, may_keep=planned.may_keep, resident=resident),
             micro_batches=micro_batches(micro_batch, planned),
-            updates=UPDATES if update is None else (one_of("update", update, UPDATES),),
+            updates=updates,
             states=formats,
             stores=("disk",) if activations == "disk" else ("ram", "disk") if directories else ("ram",),
         )
@@ -176,7 +182,14 @@ def plan(
     most = limits(machine, model, device_memory, host_memory, processes)
     whole = tensors_of(given)
     staged: StagedModel | str = stages_refused(
-        model, row, whole, update=update, resident=resident, cut=micro_batch, activations=activations
+        model,
+        row,
+        whole,
+        update=update,
+        resident=resident,
+        cut=micro_batch,
+        activations=activations,
+        accumulate=accumulate,
     )
     if not staged:
         staged = staged_model(

@@ -55,6 +55,7 @@ def stages_refused(
     resident: int | None,
     cut: int | str | None,
     activations: int | str | None,
+    accumulate: int | None,
 ) -> str:
     """Returns why the model is not planned for in stages, nothing where it is."""
     if row is None and not isinstance(model, nn.Sequential):
@@ -67,6 +68,8 @@ def stages_refused(
         return f"of a stage all layers stay on the device in a plan, or none (got resident={resident})"
     if isinstance(activations, int):
         return f"how many layers of a stage keep their activations is chosen for each (got activations={activations})"
+    if (accumulate or 1) > 1:
+        return f"the micro-batches of stages are all of a step (got accumulate={accumulate})"
     if isinstance(cut, int):
         return f"micro-batches of a model in stages go through all of them (got micro_batch={cut})"
     return ""

@@ -26,18 +26,26 @@ CUT_APART = ", or pass experts_per_part='auto', which cuts a layer's experts apa
 BUFFERS = Buffers(gradient_slots=RING, disk_buffers=DISK_BUFFERS, ring_bytes=RING_BYTES)
 
 
-def model_bytes(layers: Sequence[Unit], root: Sequence[Unit], buffer_bytes: int, *, is_host: bool) -> ModelBytes:
-    """Returns what units take that are not placed yet."""
+def model_bytes(
+    layers: Sequence[Unit],
+    root: Sequence[Unit],
+    buffer_bytes: int,
+    *,
+    is_host: bool,
+    accumulates: bool = False,
+) -> ModelBytes:
+    """Returns what units take that are not placed yet, with sums of several gradients where a step ``accumulates``."""
     return ModelBytes(
-        layers=[unit_bytes(unit) for unit in layers],
-        root=[unit_bytes(unit) for unit in root],
+        layers=[unit_bytes(unit, accumulates=accumulates) for unit in layers],
+        root=[unit_bytes(unit, accumulates=accumulates) for unit in root],
         buffers=buffer_bytes,
         is_host=is_host,
     )
 
 
-def unit_bytes(unit: Unit) -> UnitBytes:
+def unit_bytes(unit: Unit, *, accumulates: bool = False) -> UnitBytes:
     weights, indices = unit.layout.total_bytes, unit.gradients.indices
+    sums = unit.gradients.sum_bytes() if accumulates else 0
     return UnitBytes(
         weights=weights,
         trained_elements=sum(unit.counts[index] for index in indices),
@@ -49,6 +57,7 @@ def unit_bytes(unit: Unit) -> UnitBytes:
         is_root=unit.is_root,
         is_copied=unit.has_device_copy,
         on_device=(unit.has_device_copy + unit.trainable) * weights if unit.is_root else 0,
+        sums=sums,
         root_gradient=sum(unit.layout.sizes[index] for index in indices) if unit.is_root else 0,
     )
 

@@ -45,9 +45,11 @@ class FirstPass:
     have all layers computed again, whose activations might not fit. A copy of the model has none of this.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, layers: str | Sequence[str] | None) -> None:
+    def __init__(
+        self, model: nn.Module, engine: Engine, layers: str | Sequence[str] | None, accumulate: int | None
+    ) -> None:
         self._engine = weakref.ref(engine)
-        self._layers = layers
+        self._layers, self._accumulate = layers, accumulate
         self._kept = self._most = 0
         """The layers that keep their activations, for a batch of so many elements at most."""
         first = engine.blocks[0].module
@@ -133,6 +135,7 @@ class FirstPass:
                 root=[unit.name for unit in engine.units if unit.is_root and unit.resident],
                 held_bytes=engine.held.allocated_bytes(),
                 process_bytes=engine.held.process_bytes,
+                accumulate=self._accumulate,
             )
 
 
@@ -173,10 +176,12 @@ class _Hook:
             self._call(module, args, kwargs)
 
 
-def await_inputs(model: nn.Module, engine: Engine, layers: str | Sequence[str] | None) -> None:
+def await_inputs(
+    model: nn.Module, engine: Engine, layers: str | Sequence[str] | None, accumulate: int | None = None
+) -> None:
     """Has a model planned at its first training pass, where the device has memory of its own."""
     if not engine.device.is_host:
-        _waiting[engine] = FirstPass(model, engine, layers)
+        _waiting[engine] = FirstPass(model, engine, layers, accumulate)
 
 
 def awaits_inputs(engine: Engine) -> bool:

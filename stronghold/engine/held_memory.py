@@ -58,8 +58,12 @@ class HeldMemory:
         return self.slots_bytes() + self.gradient_slots_bytes() + self.root_bytes + self.resident_bytes()
 
     def resident_bytes(self) -> int:
-        """Returns what resident units hold on the device, their gradients and states included."""
-        gradients = sum(unit.gradients.layout.total_bytes for unit in self._units if unit.resident)
+        """Returns what resident units hold on the device, their states included, and gradients that are kept."""
+        newest = None if self._gradients is None else self._gradients.optimizer
+        optimizer = None if newest is None else newest()
+        in_backward = optimizer is not None and optimizer.in_backward
+        kept = (unit for unit in self._units if unit.resident and (unit.is_root or not in_backward))
+        gradients = sum(unit.gradients.layout.total_bytes for unit in kept)
         return gradients + self._device.resident_bytes
 
     def allocated_bytes(self) -> int:

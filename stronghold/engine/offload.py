@@ -43,6 +43,7 @@ def offload(
     resident: int | str | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
+    accumulate: int | None = None,
     weights: Weights | None = None,
     compile: bool | str | Mapping[str, Any] = False,
     inputs: Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
@@ -96,8 +97,9 @@ def offload(
             here or when the optimizer is made. It counts slots, gradient slots, the root and resident layers;
             activations depend on the batch and come on top, but with ``inputs`` are known and count.
         host_memory: The same of weights, gradients, AdamW's states and, with ``activations="host"``, the layers' inputs
-            in host memory; these are known beforehand with ``inputs``, and else from the first forward pass on. With a
-            store on disk it is what may be kept in RAM.
+            in host memory, known beforehand with ``inputs``, and else from the first forward pass on. With a store on
+            disk it is what may be kept in RAM.
+        accumulate: Batches whose gradients a step adds up; budgets and plans then have room for the sums, in fp32.
         weights: What gives a model its values: the folder of a checkpoint (safetensors, sharded or not, as transformers
             writes it), whose tensors are converted to the parameters' dtypes (fp32 where transformers keeps that beside
             16 bits); or a function that initialises the module it is given in place, such as ``model._init_weights`` of
@@ -114,9 +116,8 @@ def offload(
         inputs: A batch such as the model will be trained with, its arguments by name or in order; sizes alone count,
             so that tensors may be on the meta device. What is ``"auto"`` is then planned, as by ``stronghold.plan``,
             for the machine that ``stronghold.probe`` has kept, or that is glanced at for some seconds, and for
-            ``stronghold.AdamW`` as it is by default, or, where the gradients do not all fit, with
-            ``update="in_backward"``: ``"auto"`` takes what was planned for. What was chosen, and why, is in the report,
-            and logged by the logger ``stronghold``.
+            ``stronghold.AdamW`` as it is by default, or, where gradients do not all fit, with ``update="in_backward"``:
+            ``"auto"`` takes what was planned for. The report, and the logger ``stronghold``, tell what and why.
         plan: What ``stronghold.plan`` has found, or its file: it has all the settings but ``dtype``, which must be as
             planned, and the report shows it beside what is measured.
 
@@ -142,12 +143,13 @@ def offload(
         resident=resident if resident is not None else "auto" if is_open else 0,
         device_memory=device_memory,
         host_memory=host_memory,
+        accumulate=accumulate,
         compile=compile,
     )
     beside = {"experts_per_part": experts_per_part, "inputs": inputs, "plan": plan}
     offloaded = _offload(model, settings, device, dtype, layers, weights, ONE_REPLICA, **beside)  # type: ignore[arg-type]
-    if not is_open and activations is resident is None and settings == OffloadSettings():
-        await_inputs(uncompiled(offloaded), known_engine(offloaded), layers)
+    if not is_open and activations is resident is None and settings == OffloadSettings(accumulate=accumulate):
+        await_inputs(uncompiled(offloaded), known_engine(offloaded), layers, accumulate)
     return offloaded
 
 

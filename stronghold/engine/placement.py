@@ -72,7 +72,7 @@ def plan(
     ids = {id(parameter) for parameter in root_on_host}
     root = [unit for unit, _ in of.root]
     on_host = {unit for unit in root if id(unit.parameters[0]) in ids}
-    sizes = model_bytes(of.layers, root, of.buffer_bytes, is_host=device.is_host)
+    sizes = model_bytes(of.layers, root, of.buffer_bytes, is_host=device.is_host, accumulates=settings.accumulates)
     resident = keep_resident(of.layers, root, on_host, sizes, settings, device)
     window = choose_window(of.layers, sizes, resident, settings, device)
     _refuse_kept(of.layers[len(of.layers) - kept_layers(settings.activations, len(of.layers)) :], settings.activations)

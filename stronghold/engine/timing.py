@@ -62,5 +62,6 @@ class Stopwatch:
                 disk_busy_s=disk.busy_s,
                 spared_fetches=traffic.spared,
                 spared_bytes=traffic.spared_bytes,
+                passes=max(1, gradients.passes),
             )
         return self._known

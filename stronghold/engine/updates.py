@@ -77,7 +77,7 @@ def update_now(
         engine.gradients.since_step.note(unit, gradients, partial(settings_now, optimizer))
         done = prepared[unit].submit(1.0, after)
     if done is None and not unit.weight[0].is_cpu:
-        optimizer.in_order.append(prepared[unit].update)
+        optimizer.in_order.append(prepared[unit].update.counted)  # not the update: it would keep the gradients
     return done
 
 

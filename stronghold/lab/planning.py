@@ -50,12 +50,13 @@ class PlanSettings:
     host_memory: int | str | None = None
     cores: int | None = None
     processes: int = 1
+    accumulate: int = 1
     tokens: int = 10**9
     output: str | None = None
     picture: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "sequence", "tokens", "processes"):
+        for name in ("batch", "sequence", "tokens", "processes", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more (got {getattr(self, name)}); pass a whole number")
         check_one_of("dtype", self.dtype, tuple(DTYPES))
@@ -94,6 +95,7 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
         tokens=settings.tokens,
         name=name,
         processes=settings.processes,
+        accumulate=settings.accumulate,
     )
     console.print(found)
     if settings.output is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,25 @@ if TYPE_CHECKING:
     from stronghold.optim.threads import Threads
 
 _Of = TypeVar("_Of")
+
+
+class Counted(NamedTuple):
+    """What is left of an update that is under way, without the gradients: they are free once it has read them."""
+
+    squares: Sequence[Tensor]
+    """Of each gradient, the sum."""
+    steps: Sequence[Tensor]
+    """The counts of the parameters' steps."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients are finite; waits for them."""
+        return all(bool(torch.isfinite(one)) for one in self.squares)
+
+    def take_back(self) -> None:
+        """Takes the step back from the counts: the gradients turned out not to be finite, and nothing was updated."""
+        for step in self.steps:
+            step -= 1
 
 
 class Update:
@@ -55,9 +74,9 @@ class Update:
         return sum(change.moved_bytes for change in self.changes)
 
     @property
-    def finite(self) -> bool:
-        """Whether all gradients are finite; waits for them."""
-        return all(bool(torch.isfinite(change.gradient.squares)) for change in self.changes)
+    def counted(self) -> Counted:
+        """What stays of it behind it."""
+        return Counted([c.gradient.squares for c in self.changes], [c.state["step"] for c in self.changes])
 
     def segments(self) -> list[Segment] | None:
         """Counts the step and returns what is to be updated, or None where a gradient is not finite.
@@ -65,7 +84,7 @@ class Update:
         Called in the update's turn. They are whole parameters, of which ``parts`` are to be updated.
         """
         note_squares(change.gradient for change in self.changes)
-        if self.checked and self.unit.weight[0].is_cpu and not self.finite:
+        if self.checked and self.unit.weight[0].is_cpu and not self.counted.finite:
             return None
         for change in self.changes:
             step = change.state["step"]
@@ -114,11 +133,6 @@ class Update:
                 gradient = gradient_of(self.unit.parameters[change.index])
                 if gradient is not None:
                     note_gradient(gradient, self.unit, known=grad_meta_of(gradient), pending=True)
-
-    def take_back(self) -> None:
-        """Takes the step back from the counts: the gradients turned out not to be finite, and nothing was updated."""
-        for change in self.changes:
-            change.state["step"] -= 1
 
 
 def gradients_of(optimizer: HostAdamW, unit: Unit) -> dict[int, Tensor]:

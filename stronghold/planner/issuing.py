@@ -13,14 +13,13 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from stronghold.planner.issued_inputs import IssuedInputs
+from stronghold.planner.issued_reads import AHEAD, IssuedReads
 from stronghold.planner.program import LAUNCHES, Kind, Operation, Program, Shape
 from stronghold.planner.step_costs import Resource
 from stronghold.schedule import Action, Move, Schedule
 
 GRADIENT_SLOTS = 2
 """On the device, and as many staging buffers on the host: ``RING`` of ``window/grad_offload.py``."""
-AHEAD = 2
-"""Layers that are read from disk before their fetch, and one buffer more: as in ``store/staging.py``."""
 STEPS = 4
 """Steps of a program. What the first one lacks, for there is no step before it, is over after the second: each step
 waits for all gradients of its own, so that nothing is carried further."""
@@ -72,18 +71,26 @@ class _Issuing:
         self._where: dict[int, _IssuedSlot] = {}
         self._updated: dict[int, int] = {}
         self._uploaded: dict[int, int] = {}
-        self._reading: dict[int, int] = {}
         self._drained: deque[int | None] = deque([None] * GRADIENT_SLOTS)
         self._staging_free: deque[int | None] = deque([None] * GRADIENT_SLOTS)
-        self._buffers: deque[int | None] = deque([None] * (AHEAD + 1))
-        self._ahead: dict[int, int] = {}
         self._down: int | None = None
+        self._added: int | None = None
+        self._reads = IssuedReads(shape.on_disk, self._issue, self._updated, staged=shape.staged)
         self._inputs = IssuedInputs(shape.inputs, self._issue, on_disk=shape.inputs_on_disk)
 
     def step(self) -> None:
-        """One step of the ordinary loop: forward pass, backward pass, the optimizer's step."""
+        """One step of the ordinary loop: forward and backward passes, the optimizer's step."""
         root = list(enumerate(self.shape.root_first, self.layers))
         first, last = [unit for unit, is_first in root if is_first], [unit for unit, is_first in root if not is_first]
+        for number in range(self.shape.passes):
+            if number:  # gradients of the pass before are published
+                self._issue(self._issuer, Kind.WAIT, after=[self._down, self._added])
+            self._pass(first, last, adds=number > 0)
+        self._take_step(first, last)
+        self.ends.append(self._issue(self._issuer, Kind.END))
+
+    def _pass(self, first: list[int], last: list[int], *, adds: bool) -> None:
+        """A forward and a backward pass; ``adds`` tells that there are gradients of one before."""
         for unit in first:
             self._compute(Kind.FORWARD, unit, [self._uploaded.get(unit)])
         for layer in range(self.layers):
@@ -94,13 +101,14 @@ class _Issuing:
             self._compute(Kind.BACKWARD, unit, [])
         for layer in reversed(range(self.layers)):
             if layer + 1 < self.layers:
-                self._close(layer + 1)
+                self._close(layer + 1, adds=adds)
             self._open(layer)
         for unit in reversed(first):
             self._compute(Kind.BACKWARD, unit, [])
-        self._close(0)  # at the very end of the backward pass, behind the root's
-        self._take_step(first, last)
-        self.ends.append(self._issue(self._issuer, Kind.END))
+        self._close(0, adds=adds)  # at the very end of the backward pass, behind the root's
+        for unit in [*first, *last]:
+            if adds and self.shape.root_updates[unit - self.layers] is not None:
+                self._compute(Kind.ADD_ON_DEVICE, unit, [])
 
     # As in window.py.
 
@@ -125,9 +133,9 @@ class _Issuing:
         # The copy down of the layer that used this gradient slot before must have read it.
         self._compute(Kind.BACKWARD, layer, drained)
 
-    def _close(self, layer: int) -> None:
+    def _close(self, layer: int, *, adds: bool) -> None:
         done = self._last[Resource.COMPUTE]
-        updated = self._gradients(layer, done) if self.shape.trained[layer] else False
+        updated = self._gradients(layer, done, adds=adds) if self.shape.trained[layer] else False
         if (schedule := self._scheduled(layer)) is None:
             return
         self._where[layer].read = done
@@ -144,7 +152,7 @@ class _Issuing:
     def _changed(self, layers: Iterable[int]) -> None:
         numbers = [self._number[layer] for layer in layers if layer in self._number]
         for number in numbers:
-            self._drop(self._streamed[number])
+            self._reads.drop(self._streamed[number])
         if self._schedule is not None:
             self._carry_out(self._schedule.changed(numbers))
 
@@ -155,52 +163,30 @@ class _Issuing:
                 self._free.append(self._where.pop(layer))
                 continue
             slot = self._where[layer] = self._free.pop()
-            slot.ready = self._fetch(layer, [slot.read], [self._updated.get(layer)])
-        if self._schedule is not None and self.shape.staged and any(self.shape.on_disk):
-            self._expect([self._streamed[number] for number in self._schedule.ahead(AHEAD)])
-
-    # As in staging.py.
-
-    def _fetch(self, layer: int, device: list[int | None], host: list[int | None]) -> int:
-        if not self.shape.on_disk[layer]:
-            return self._issue(Resource.FETCHES, Kind.FETCH, layer, after=device, blocking=host)
-        if layer in self._ahead:
-            read = self._ahead.pop(layer)
-        else:
-            free = self._buffers.popleft() if self.shape.staged else None
-            read = self._issue(Resource.FETCHES, Kind.READ, layer, after=[*device, free], blocking=host)
-            self._reading[layer] = read
-            if not self.shape.staged:
-                return read
-        done = self._issue(Resource.FETCHES, Kind.FETCH, layer, after=device, blocking=[*host, read])
-        self._buffers.append(done)
-        return done
-
-    def _expect(self, layers: list[int]) -> None:
-        layers = [layer for layer in layers if self.shape.on_disk[layer]]
-        for layer in set(self._ahead).difference(layers):
-            self._drop(layer)
-        for layer in layers:
-            if layer not in self._ahead:
-                after = [self._buffers.popleft(), self._updated.get(layer)]
-                self._ahead[layer] = self._reading[layer] = self._issue(Resource.READS, Kind.READ, layer, after=after)
-
-    def _drop(self, layer: int) -> None:
-        if layer in self._ahead:
-            self._buffers.append(self._ahead.pop(layer))
+            slot.ready = self._reads.fetch(layer, [slot.read], [self._updated.get(layer)])
+        if self._schedule is not None and self._reads.looks_ahead:
+            self._reads.expect([self._streamed[number] for number in self._schedule.ahead(AHEAD)])
 
     # As in gradients.py, grad_offload.py and updates.py.
 
-    def _gradients(self, layer: int, computed: int) -> bool:
-        """Sends a layer's gradients down; under in_backward it is updated behind them. Returns whether it is."""
+    def _gradients(self, layer: int, computed: int, *, adds: bool) -> bool:
+        """Sends a layer's gradients down; under in_backward it is updated behind them. Returns whether it is.
+
+        With ``adds`` the host adds them to those that it has.
+        """
         if layer in self.shape.resident:
             if self.shape.in_backward:
                 self._compute(Kind.UPDATE_ON_DEVICE, layer, [])
+            elif adds:
+                self._compute(Kind.ADD_ON_DEVICE, layer, [])
             return False
-        staging = self._staging_free.popleft() if self.shape.in_backward else None
+        staging = self._staging_free.popleft() if self.shape.in_backward or adds else None
         down = self._issue(Resource.GRADIENTS, Kind.GRADIENTS, layer, after=[computed], blocking=[staging])
         self._drained.popleft()
         self._drained.append(down)
+        if adds:
+            self._added = self._issue(Resource.UPDATES, Kind.ADD, layer, after=[down])
+            self._staging_free.append(self._added)
         if not self.shape.in_backward:
             self._down = down
             return False
@@ -211,7 +197,7 @@ class _Issuing:
     def _take_step(self, first: list[int], last: list[int]) -> None:
         # Published gradients are read on the host; in_backward waits for what was updated meanwhile. Of root parameters
         # the host reads the norms, which the computation is to have ended for.
-        awaited = list(self._updated.values()) if self.shape.in_backward else [self._down]
+        awaited = list(self._updated.values()) if self.shape.in_backward else [self._down, self._added]
         self._issue(self._issuer, Kind.WAIT, after=[*awaited, self._last[Resource.COMPUTE]])
         layers = [] if self.shape.in_backward else [n for n in range(self.layers) if self.shape.trained[n]]
         updated = [*first, *layers, *last]
@@ -240,7 +226,7 @@ class _Issuing:
             self._issue(self._issuer, Kind.PREPARE, unit)  # its chunks are read from now on, as the ring has room
 
     def _update(self, unit: int, after: list[int | None]) -> int:
-        after = [*after, self._reading.get(unit)]
+        after = [*after, self._reads.reading.get(unit)]
         done, iterated = self._update_by_muon(unit, after) if unit in self.shape.iterated else (None, None)
         if done is None:
             done = self._update_parts(unit, range(max(1, self.shape.chunks[unit])), after)

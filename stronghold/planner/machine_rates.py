@@ -15,6 +15,12 @@ from stronghold.planner.step_costs import CORES_ARE_ONE, DEVICE_IS_ONE, LINK_UP_
 Pace = Literal["slow", "likely", "fast"]
 """Which of what was measured: the quartile that makes a step longer, the median, or the one that makes it shorter."""
 
+ADDED_BYTES = {"float32": 12, "bfloat16": 10}
+"""What adding an element of a gradient to the sum of those before reads and writes: of bf16 the sum's low half, too."""
+_UPDATED_BYTES = {"float32": 28, "bfloat16": 26}
+"""The same of AdamW's update with moments in fp32, of one pass's gradients."""
+_LOW_HALF_BYTES = 2
+
 
 def op_rates(machine: MachineFile, pace: Pace = "likely") -> OpRates:
     """Returns what operators take on the machine's device."""
@@ -59,6 +65,7 @@ def machine_of(
     states: str,
     directories: Sequence[str] = (),
     layer_ops: float = 0.0,
+    adds: bool = False,
     pace: Pace = "likely",
 ) -> Machine:
     """Returns what the step model asks for of a machine that was measured.
@@ -66,7 +73,7 @@ def machine_of(
     ``dtype`` is that in which layers compute and ``states`` the format of the optimizer's moments. Muon's updates on
     the host move as many bytes as AdamW's with moments in fp32, and take as long where they were not measured.
     ``directories`` are those of the store, which layers are dealt out over, and ``layer_ops`` how many operators a
-    layer's computation issues.
+    layer's computation issues. With ``adds`` gradients are sums, of which an update in bf16 reads the low halves, too.
 
     Raises ValueError for what was not measured.
     """
@@ -74,6 +81,7 @@ def machine_of(
     link, muon_form = machine.link, update_form(machine, dtype, states)
     form = f"{dtype}+fp32" if states == MUON else muon_form  # of all that AdamW updates
     alone, beside = (_time(_update(machine, form)[name], pace) for name in ("alone", "beside_compute"))
+    moved = 1 + _LOW_HALF_BYTES / _UPDATED_BYTES[dtype] if adds and dtype == "bfloat16" else 1.0
     slowed = dict(LINK_UP_IS_ONE)
     for (one, other), measured, under in (
         ((Resource.FETCHES, Resource.GRADIENTS), link["h2d"], link["h2d_beside_d2h"]),
@@ -102,8 +110,9 @@ def machine_of(
         h2d_bytes_per_s=_rate(link["h2d"], pace),
         d2h_bytes_per_s=_rate(link["d2h"], pace),
         copy_s=_time(link["copy_s"], pace),
-        host_update_ns=alone,
-        device_update_ns=alone if on_device is None else _time(on_device, pace),
+        host_update_ns=moved * alone,
+        host_add_ns=alone * ADDED_BYTES[dtype] / _UPDATED_BYTES[dtype] if dtype in ADDED_BYTES else alone,
+        device_update_ns=moved * (alone if on_device is None else _time(on_device, pace)),
         muon_host_ns=muon_ns,
         muon_device_ns=muon_ns if muon_ns is None or muon_on_device is None else _time(muon_on_device, pace),
         launch_s=launch_s,

@@ -21,7 +21,8 @@ class UnitBytes:
     what Muon's of the unit's matrices take of the host while it is updated. ``on_device`` is what a root parameter that
     is not resident takes there: its copy, and its gradient until that is on the host; ``root_gradient`` what autograd
     holds of that. ``is_copied`` tells that its copy is apart from its host memory, ``is_shared`` that another process
-    has the parameter, too: all of them update it on the host.
+    has the parameter, too: all of them update it on the host. ``sums`` are the low halves of
+    gradients that are added up over several passes, where these are, and of a copied root parameter on the device, too.
     """
 
     weights: int
@@ -38,14 +39,24 @@ class UnitBytes:
     is_shared: bool = False
     on_device: int = 0
     root_gradient: int = 0
+    sums: int = 0
 
     @property
     def trained(self) -> bool:
         return self.gradients > 0
 
-    def resident(self, states: str = "fp32") -> int:
-        """Returns what the unit takes on the device if it is resident, its gradients and moments with it."""
-        return self.weights + self.remainders + self.gradients + self.moments.get(states, 0)
+    def resident(self, states: str = "fp32", *, in_backward: bool = False) -> int:
+        """Returns what the unit takes on the device if it is resident, its gradients and moments with it.
+
+        A layer that is updated ``in_backward`` has no gradients between steps.
+        """
+        gradients = 0 if in_backward and not self.is_root else self.gradients + self.sums
+        return self.weights + self.remainders + gradients + self.moments.get(states, 0)
+
+    @property
+    def beside(self) -> int:
+        """What there is of the unit on the device, beside its copy there, if it is not resident."""
+        return self.sums if self.is_root and self.is_copied else 0
 
     def part(self, name: Part, states: str) -> int:
         return (
@@ -65,7 +76,7 @@ class Streamed(NamedTuple):
     """Of a model of which some units are resident: how many ``layers`` are not, and the longest ``slot`` of one.
 
     ``root`` is what root parameters take on the device that are not, ``resident`` what those units do that are, with
-    moments in fp32.
+    moments in fp32, and what there is beside of those that are not.
     """
 
     layers: int
@@ -142,7 +153,7 @@ class ModelBytes:
                 slot=max((one.unit.slot for one in layers), default=0),
                 gradient_slot=max((one.unit.gradient_slot for one in layers), default=0),
                 root=sum(one.streamed * one.unit.on_device for one in counted if one.unit.is_root),
-                resident=sum(one.resident * one.unit.resident() for one in counted),
+                resident=sum(one.resident * one.unit.resident() + one.streamed * one.unit.beside for one in counted),
             )
         return self._streamed[key]
 

@@ -22,6 +22,8 @@ class Kind(Enum):
     FETCH = "fetch"
     READ = "read"
     GRADIENTS = "gradients"
+    ADD = "add gradients"
+    ADD_ON_DEVICE = "add gradients on the device"
     INPUTS_DOWN = "inputs down"
     INPUTS_UP = "inputs up"
     INPUTS_WRITE = "inputs to disk"
@@ -68,7 +70,8 @@ class Shape:
     ``RootWork``, which says where it is updated: ``UPDATE``, ``UPDATE_ON_DEVICE``, or None if it is not. ``chunks`` has
     one for each of both, in how many parts an update passes through the ring: 0 where it finds everything in memory.
     ``iterated`` are those of both that Muon updates, with iterations beside the computation. ``inputs`` are the layers
-    whose inputs wait for the backward pass beside the device, and ``inputs_on_disk`` tells that they do so on disk.
+    whose inputs wait for the backward pass beside the device, and ``inputs_on_disk`` tells that they do so on disk. A
+    step has so many ``passes``.
     """
 
     window: int
@@ -84,6 +87,7 @@ class Shape:
     iterated: frozenset[int] = frozenset()
     inputs: frozenset[int] = frozenset()
     inputs_on_disk: bool = False
+    passes: int = 1
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +16,7 @@ from stronghold.planner.program import LAUNCHES, Kind, Operation, Program, Shape
 from stronghold.planner.step_costs import LayerWork, Machine, Resource, RootWork, StepSettings, UnitWork
 from stronghold.spans import Span
 
+PLAYED_PASSES = 2
 STEADY_STEPS = 2
 """Steps at the end of a program that are averaged: buffers that take turns can make them differ by twos."""
 
@@ -23,6 +26,7 @@ CAUSES = {
     Kind.READ: "disk",
     Kind.SETTLE: "disk",
     Kind.GRADIENTS: "gradients",
+    Kind.ADD: "gradients",
     Kind.INPUTS_DOWN: "inputs",
     Kind.INPUTS_UP: "fetch",
     Kind.INPUTS_WRITE: "disk",
@@ -43,6 +47,8 @@ _WAIT_FOR_DISK = (Kind.READ, Kind.SETTLE, Kind.INPUTS_WRITE, Kind.INPUTS_READ)
 class StepTime:
     """One steady step, from the end of the optimizer's step before to the end of its own: ``step_s`` seconds.
 
+    Of many passes it has those in the middle in its seconds, and not in its ``spans``.
+
     ``busy_s`` is what each resource works in it, by the lower-case names of ``Resource``, and ``longest`` the one that
     works most: no step can be shorter. ``waits_s`` is what the computation stands still for, by the values of
     ``CAUSES``: together with what it computes it is the step. ``spans`` are what is under way in it, in seconds from
@@ -54,6 +60,16 @@ class StepTime:
         self._begin_s, self._end_s = (played.ends_s[end] for end in program.ends[-2:])
         before_s = played.ends_s[program.ends[-1 - STEADY_STEPS]]
         self.step_s = (self._end_s - before_s) / STEADY_STEPS
+
+    def with_more(self, more: int, shorter: StepTime) -> StepTime:
+        """Returns the step with so many passes ``more``, of which it has one more than the ``shorter`` one."""
+        longer = copy(self)
+        longer.step_s = self.step_s + more * (self.step_s - shorter.step_s)
+        longer.busy_s, longer.waits_s = (
+            {name: seconds + more * (seconds - less[name]) for name, seconds in of_self.items()}
+            for of_self, less in ((self.busy_s, shorter.busy_s), (self.waits_s, shorter.waits_s))
+        )
+        return longer
 
     @cached_property
     def busy_s(self) -> dict[str, float]:
@@ -145,11 +161,18 @@ def step_time(
 ) -> StepTime:
     """Returns what a steady step of a model takes on ``machine`` under ``settings``, and what happens in it.
 
-    The engine's own schedule says what moves when; clocks say how long. Not in it: evaluation, gradients that are
-    accumulated over several backward passes, replicas. A layer's inputs count as one run's, over all micro-batches.
+    The engine's own schedule says what moves when; clocks say how long. Not in it: evaluation and replicas. A layer's
+    inputs count as one run's, over all micro-batches. All passes of a step but the first are alike, for each ends when
+    its gradients are added up: two are played, beside one.
 
     Raises ValueError for settings that the engine would refuse.
     """
+    if settings.passes > PLAYED_PASSES:
+        more = settings.passes - PLAYED_PASSES
+        two, one = (
+            step_time(layers, machine, replace(settings, passes=n), root) for n in (PLAYED_PASSES, PLAYED_PASSES - 1)
+        )
+        return two.with_more(more, one)
     program = program_of(_shape(layers, machine, settings, root))
     work_s = _work_s(program, layers, root, machine, settings)
     disk = DiskPlay(program, *_disk_s(program, [*layers, *root], machine)) if program.on_disk else None
@@ -161,6 +184,11 @@ def _shape(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings
     if not layers or not resident <= frozenset(range(len(layers))):
         raise ValueError(
             f"resident must hold numbers of layers (got {sorted(resident)} of {len(layers)} layers); pass fewer"
+        )
+    if settings.passes > 1 and settings.in_backward:
+        raise ValueError(
+            f"layers that are updated in the backward pass accumulate no gradients (got passes={settings.passes} with "
+            "in_backward); plan with one pass, or for deferred updates"
         )
     streamed = len(layers) - len(resident)
     if not 1 <= settings.window <= max(1, streamed):
@@ -187,6 +215,7 @@ def _shape(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings
         ),
         inputs=frozenset(number for number, layer in enumerate(layers) if layer.input_bytes),
         inputs_on_disk=any(layer.inputs_on_disk for layer in layers),
+        passes=settings.passes,
     )
 
 
@@ -223,6 +252,8 @@ _SECONDS: dict[Kind, Callable[[Any, Machine, StepSettings], float]] = {
     Kind.BACKWARD: lambda unit, *_: unit.backward_s - unit.first_gradient_s,
     Kind.FETCH: lambda layer, machine, _: machine.copy_s + layer.weight_bytes / machine.h2d_bytes_per_s,
     Kind.GRADIENTS: lambda unit, machine, _: machine.down_s(unit.gradient_bytes),
+    Kind.ADD: lambda unit, machine, _: unit.elements * machine.host_add_ns * 1e-9,
+    Kind.ADD_ON_DEVICE: lambda unit, *_: unit.add_s,
     Kind.INPUTS_DOWN: lambda layer, machine, settings: _inputs_s(layer, machine.d2h_bytes_per_s, machine, settings),
     Kind.INPUTS_UP: lambda layer, machine, settings: _inputs_s(layer, machine.h2d_bytes_per_s, machine, settings),
     Kind.MOMENTUM: lambda unit, machine, _: machine.parts_s(unit).first_s,

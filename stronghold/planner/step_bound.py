@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from stronghold.planner.disk_play import CHUNK_BYTES
@@ -35,8 +36,14 @@ def step_bound(
     one that is not resident, for only then a slot is free, and before that of the last one. A window of one does not
     fetch while it computes. Inputs that wait beside the device go down in the forward pass, where a layer computes when
     a slot is free, and come up in the backward pass, each before its layer. Beyond that no resource does more than a
-    second's work in a second of the step.
+    second's work in a second of the step. Of several passes each that is not the first goes from one backward pass's
+    end to the next one's.
     """
+    if settings.passes > 1:
+        first = step_bound(layers, machine, replace(settings, passes=1), root)
+        others_s, resource = _pass_bound(layers, machine, settings, root)
+        others_s *= settings.passes - 1
+        return StepBound(first.step_s + others_s, resource if others_s > first.step_s else first.resource)
     resident, window = frozenset(settings.resident), settings.window
     streamed = [layer for number, layer in enumerate(layers) if number not in resident]
     trained = [layer for layer in streamed if layer.elements]
@@ -120,6 +127,25 @@ def step_bound(
         seconds - each[Resource.COMPUTE] for (seconds, _), each in zip(in_passes, (forward, backward), strict=True)
     ]
     return StepBound(passes_s, in_passes[held_up.index(max(held_up))][1])
+
+
+def _pass_bound(
+    layers: Sequence[LayerWork], machine: Machine, settings: StepSettings, root: Sequence[RootWork]
+) -> StepBound:
+    """Returns the same of a pass behind another one: nothing is updated, and gradients are added to those before."""
+    resident, window = frozenset(settings.resident), settings.window
+    streamed = [layer for number, layer in enumerate(layers) if number not in resident]
+    fetches_s = sorted(machine.copy_s + layer.weight_bytes / machine.h2d_bytes_per_s for layer in streamed)
+    units: list[UnitWork] = [*layers, *root]
+    there = [*(layers[number] for number in resident), *(one for one in root if one.elements)]
+    computed_s = sum(unit.forward_s + unit.backward_s for unit in units) + sum(unit.add_s for unit in there)
+    each = {
+        Resource.COMPUTE: computed_s,
+        Resource.FETCHES: 2 * sum(fetches_s[: max(0, len(streamed) - window)]),
+        Resource.GRADIENTS: sum(machine.down_s(layer.gradient_bytes) for layer in streamed if layer.elements),
+        Resource.UPDATES: sum(layer.elements for layer in streamed) * machine.host_add_ns * 1e-9,
+    }
+    return StepBound(*max((seconds, one) for one, seconds in each.items()))
 
 
 def _issued_s(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings) -> float:

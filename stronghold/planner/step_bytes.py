@@ -41,7 +41,8 @@ class Placed:
 class StepBytes:
     """What a model takes between steps, by the names of its report.
 
-    Activations, and ``root_gradients`` from a backward pass to the next ``zero_grad()``, come on top on the device.
+    Activations, and ``root_gradients`` from a backward pass to the next ``zero_grad()``, come on top on the device; and
+    gradients of resident layers that are updated in the backward pass, each until its layer is.
     """
 
     slots: int
@@ -125,7 +126,7 @@ def parts_on_disk(
     layers = [number for number in on_host if not units[number].is_root]
     staged = buffers.gradient_slots * max((units[number].gradients for number in layers), default=0)
     room = processes * (host_memory - buffers.ring_bytes - staged)
-    room -= sum(units[number].gradients for number in on_host)
+    room -= sum(units[number].gradients + units[number].sums for number in on_host)
     room -= sum(units[number].weights for number in on_host if units[number].is_root)
     if sum(units[number].weights for number in layers) > room and not model.is_host:  # some weights will be on disk
         room -= processes * buffers.disk_buffers * max((units[number].slot for number in layers), default=0)
@@ -178,6 +179,9 @@ def step_bytes(
     on_host = [one for one in counted if one.streamed]
     kept = [one for one in on_host if (one.unit.is_copied if one.unit.is_root else not in_backward)]
     gradients_kept = sum(one.streamed * one.unit.gradients for one in kept)
+    # Of a root parameter each replica has its own; processes that share one add up the sums anew.
+    own = [one for one in on_host if one.unit.is_root and not (one.unit.is_copied and one.unit.is_shared)]
+    sums = sum(one.streamed * one.unit.sums for one in on_host if not one.unit.is_root)
     streamed = [one.unit.gradients for one in on_host if not one.unit.is_root]
     staging = buffers.gradient_slots * max(streamed, default=0)
     if states == MUON:
@@ -188,10 +192,14 @@ def step_bytes(
         slots=slots,
         gradients=gradients,
         root=root,
-        resident=sum(one.resident * one.unit.resident(states) for one in counted),
+        resident=sum(
+            one.resident * one.unit.resident(states, in_backward=in_backward) + one.streamed * one.unit.beside
+            for one in counted
+        ),
         root_gradients=sum(unit.root_gradient for unit in model.root),
         pinned=(in_memory["weights"] + gradients_kept) // replicas + staging,
-        pageable=(in_memory["remainders"] + in_memory["moments"]) // replicas
+        pageable=(in_memory["remainders"] + in_memory["moments"] + sums) // replicas
+        + sum(one.streamed * one.unit.sums for one in own)
         + (buffers.ring_bytes if through_ring else 0),
         disk=on_disk // replicas,
     )

@@ -42,7 +42,8 @@ class UnitWork:
     each fetch, of a root parameter behind its update. ``gradient_bytes`` come down once a step, of a layer with its
     gradients' squares and of a root parameter before its update. ``elements`` are the trained ones, which it updates;
     ``ring_bytes`` is what that reads from disk and writes back, 0 where it finds everything in memory. ``matrices`` are
-    those that Muon updates, and ``iteration_s`` what the device takes for all their iterations.
+    those that Muon updates, and ``iteration_s`` what the device takes for all their iterations. ``add_s`` is what it
+    takes to add gradients to those of a pass before, where they stay there.
 
     Raises ValueError for a number that is negative or infinite.
     """
@@ -56,6 +57,7 @@ class UnitWork:
     ring_bytes: int = 0
     matrices: int = 0
     iteration_s: float = 0.0
+    add_s: float = 0.0
 
     def __post_init__(self) -> None:
         values = vars(self).values()
@@ -149,7 +151,8 @@ class Machine:
 
     ``h2d_bytes_per_s`` and ``d2h_bytes_per_s`` are the link's two ways, or the copies into slots and out of them where
     the device's memory is the host's; ``copy_s`` is what each copy takes beside its bytes. ``host_update_ns`` is per
-    element and update, with the threads and in the format at hand; ``device_update_ns`` the same for resident layers.
+    element and update, with the threads and in the format at hand, and ``host_add_ns`` per element of gradients that
+    are added to those of a pass before; ``device_update_ns`` is the update of resident layers.
     Units with matrices that Muon updates have ``muon_host_ns`` and ``muon_device_ns`` in their place, where given.
     ``reduce_s`` is what gradients take on their way down beside ``copy_s`` and their bytes, where replicas add them up.
     ``iterates_beside`` tells that the device iterates Muon's matrices while the host goes on with others; where the
@@ -165,6 +168,7 @@ class Machine:
     d2h_bytes_per_s: float
     host_update_ns: float
     device_update_ns: float = 0.0
+    host_add_ns: float = 0.0
     muon_host_ns: float | None = None
     muon_device_ns: float | None = None
     copy_s: float = 0.0
@@ -181,7 +185,7 @@ class Machine:
         for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"):
             if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name} must be more than 0 (got {value!r}); probe the machine again")
-        for name in ("host_update_ns", "device_update_ns", "copy_s", "reduce_s", "launch_s"):
+        for name in ("host_update_ns", "device_update_ns", "host_add_ns", "copy_s", "reduce_s", "launch_s"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be a number of 0 or more (got {value!r}); probe the machine again")
         if any(not 1 <= factor < math.inf for factor in self.slowed.values()):
@@ -224,7 +228,8 @@ class StepSettings:
     """The settings that decide what is issued when; those that change a layer's work alone are in ``LayerWork``.
 
     ``resident`` are the numbers of the layers that stay on the device. ``pieces`` is the number of micro-batches that
-    a layer runs over. ``staged`` tells that layers on disk pass through host memory on their way to the device.
+    a layer runs over. ``staged`` tells that layers on disk pass through host memory on their way to the device. A step
+    has so many ``passes``, forward and backward, whose gradients are added up, which ``in_backward`` does not take.
     """
 
     window: int
@@ -232,3 +237,4 @@ class StepSettings:
     in_backward: bool = False
     pieces: int = 1
     staged: bool = True
+    passes: int = 1

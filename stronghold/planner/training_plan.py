@@ -14,22 +14,13 @@ from stronghold.planned import PlannedStep
 from stronghold.planner.machine_file import Spread
 from stronghold.planner.other_plans import Alternative, LeftOut, Refused
 from stronghold.planner.plan_lines import BUDGETS, duration, section, shown, stages_shown
+from stronghold.planner.plan_table import busy_rows, memory_rows
 from stronghold.settings import OffloadSettings, check_one_of, check_optimizer
 from stronghold.spans import Span
 from stronghold.tables import Shown
 from stronghold.units import format_bytes, format_count, format_seconds
 
 VERSION = 1
-WAITS = {
-    "fetch": "a fetch",
-    "disk": "disk",
-    "gradients": "gradient slots",
-    "inputs": "inputs on their way down",
-    "update": "an update",
-    "launch": "a launch",
-    "stages": "other stages",
-}
-"""What the computation waits for, in words."""
 _WAITED = {"fetch": "fetch_wait_s", "update": "update_wait_s", "disk": "disk_wait_s"}
 """Those that a run tells apart, by its own names."""
 _FOLLOW = ("balance", "schedule")
@@ -47,7 +38,8 @@ class TrainingPlan(Shown):
     most, ``waits_s`` what the computation stands still for. Bytes are those of the report; ``activation_bytes``, with
     what updates take there (``update_bytes`` of them as the report says), and the root's gradients come on top of them
     in a step. ``process_bytes`` are the interpreter's and its libraries', ``written_bytes`` what a step writes to disk.
-    ``is_host`` tells that device and host are one memory.
+    ``is_host`` tells that device and host are one memory. ``further_s`` is what one
+    more batch takes whose gradients are added up, ``"step"`` and what of it are waits; nothing where none is.
 
     Of several ``processes`` on the machine bytes are those of the fullest one, in each place, and ``parallel`` is what
     ``stronghold.pipeline`` takes beside the settings: stages, replicas, micro-batches, schedule and the layers of each
@@ -95,6 +87,7 @@ class TrainingPlan(Shown):
     updated_by: str = "AdamW"
     update_bytes: int = 0
     assumed: Sequence[str] = ()
+    further_s: Mapping[str, float] = field(default_factory=dict)
     version: int = VERSION
 
     @property
@@ -102,6 +95,11 @@ class TrainingPlan(Shown):
         """Into parts of how many experts a mixture is cut, None for whole layers."""
         found: int | None = self.settings.get("experts_per_part")
         return found
+
+    @property
+    def accumulate(self) -> int:
+        """How many batches' gradients a step adds up."""
+        return self.settings.get("accumulate") or 1
 
     def offload_settings(self) -> OffloadSettings:
         """Returns the settings but for ``experts_per_part``. Raises TypeError and ValueError for what they are not."""
@@ -143,9 +141,18 @@ class TrainingPlan(Shown):
             likely_s=self.step_s.likely,
             high_s=self.step_s.high,
             parts_s={"compute_s": self.step_s.likely - sum(waits_s.values()), **waits_s},
+            passes=self.accumulate,
+            further_s=self._further_parts_s(),
             device_bytes=self.device_bytes,
             host_bytes=self.host_bytes,
         )
+
+    def _further_parts_s(self) -> dict[str, float]:
+        """Returns what one more batch takes, by the parts of a step that a run tells apart."""
+        if not self.further_s:
+            return {}
+        waits_s = {part: self.further_s.get(cause, 0.0) for cause, part in _WAITED.items()}
+        return {"compute_s": self.further_s["step"] - sum(waits_s.values()), **waits_s}
 
     def _reason(self) -> str:
         """Returns why these settings: what is longest under them, and what would be next, or what lacks for others."""
@@ -175,10 +182,14 @@ class TrainingPlan(Shown):
             *section("offload", {name: shown(name, value) for name, value in self.settings.items()}),
             *section(self.updated_by, {name: shown(name, value) for name, value in self.optimizer.items()}),
             ("step", "time", f"{format_seconds(step.likely)} ({between})"),
-            ("", "speed", f"{format_count(round(self.tokens_per_s))} tokens/s, {self.samples} samples a step"),
+            (
+                "",
+                "speed",
+                f"{format_count(round(self.tokens_per_s))} tokens/s, {self.samples} samples a step{self._batches()}",
+            ),
             ("", f"{format_count(self.asked_tokens)} tokens", duration(86400 * self.days(self.asked_tokens))),
-            *self._busy_rows(),
-            *self._memory_rows(),
+            *busy_rows(self),
+            *memory_rows(self),
         ]
         if self.disk_bytes:
             written = f"{format_bytes(self.written_bytes)} a step, {self.written_bytes / 1e9:.3g} TB in a thousand"
@@ -186,6 +197,12 @@ class TrainingPlan(Shown):
             rows += [("disk", "layers and states", format_bytes(self.disk_bytes) + of), ("", "written", written + of)]
         assumed = [("assumed" if not number else "", "", text) for number, text in enumerate(self.assumed)]
         return [*rows, *self._other_rows(), *assumed]
+
+    def _batches(self) -> str:
+        if self.accumulate == 1:
+            return ""
+        further = f", each further one {format_seconds(self.further_s['step'])}" if self.further_s else ""
+        return f" in {self.accumulate} batches{further}"
 
     def _other_rows(self) -> list[tuple[str, str, str]]:
         """Returns the lines of other settings, of which only what differs from those of the plan is told."""
@@ -229,38 +246,6 @@ class TrainingPlan(Shown):
         cut = one.parallel.get("balance")
         some = [f"of {stages_shown(cut)}"] if isinstance(cut, Mapping) else []  # where layers keep their activations
         return ", ".join([*(f"{name}={theirs.get(name)!r}" for name in names), *some]) or "the same"
-
-    def _busy_rows(self) -> list[tuple[str, str, str]]:
-        total_s = self.step_s.likely
-        longest = f"{self.longest}, {self.busy_s[self.longest] / total_s:.0%} of the step"
-        waits = [
-            ("", f"waiting for {WAITS[cause]}", f"{format_seconds(seconds)} ({seconds / total_s:.0%})")
-            for cause, seconds in self.waits_s.items()
-            if seconds > 0.005 * total_s
-        ]
-        return [("", "longest resource", longest), *waits]
-
-    def _memory_rows(self) -> list[tuple[str, str, str]]:
-        device = [
-            ("slots", self.slots_bytes),
-            ("gradients", self.gradient_bytes),
-            ("root", self.root_bytes),
-            ("resident", self.resident_bytes),
-            ("root's gradients", self.root_gradient_bytes),
-            ("activations", self.activation_bytes),
-            ("in a step at most", self.device_bytes),
-        ]
-        host = [
-            ("pinned", self.pinned_bytes if not self.is_host else 0),
-            ("pageable", self.pageable_bytes + (self.pinned_bytes if self.is_host else 0)),
-            ("process", self.process_bytes),
-            ("with the device's" if self.is_host else "together", self.host_bytes),
-        ]
-        return [
-            row
-            for title, found in (("device", device), ("host", host))
-            for row in section(title, {name: format_bytes(size) for name, size in found if size})
-        ]
 
     def to_json(self) -> str:
         found = asdict(self)

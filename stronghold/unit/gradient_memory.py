@@ -148,7 +148,8 @@ class GradientMemory:
         unit.check_memory(
             host_bytes=0 if on_device else size,
             device_bytes=size if on_device else 0,
-            what=f"adding up several gradients of {unit.name} in fp32, 2 bytes per parameter,",
+            what=f"adding up several gradients of {unit.name} in fp32, 2 bytes per parameter for which offload's "
+            "accumulate= leaves room,",
         )
         if on_device:
             return unit.memory.device.device_buffer(size)

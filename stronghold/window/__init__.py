@@ -6,6 +6,7 @@ from stronghold.window.device_gradients import DeviceGradients
 from stronghold.window.grad_offload import RING
 from stronghold.window.gradients import Gradients, gradient_slot_bytes
 from stronghold.window.parts import Accumulators, OfSums, Parts, accumulators_of
+from stronghold.window.sums import add_scratch_bytes
 from stronghold.window.traffic import Traffic
 from stronghold.window.window import Window
 
@@ -23,6 +24,7 @@ __all__ = [
     "Window",
     "accumulators_of",
     "activations_of",
+    "add_scratch_bytes",
     "gradient_slot_bytes",
     "input_sizes",
 ]

@@ -332,6 +332,7 @@ class Gradients:
         self._down = self._added = None
         if not self._met:
             self._met = True
+            self.grad_offload.traffic.passes += 1
             try:
                 # What they see is there once all have brought their shares.
                 self.batches.agree(self._done, self.units)
@@ -434,7 +435,10 @@ class Gradients:
                     held[index].add_(arrived[index].values)
 
         with self.device.noted(updates, f"add gradients {unit.name}"):
-            updates.run(add_up, moved_bytes=5 * sum(unit.layout.sizes[p] for p in indices))
+            # Of each element the sum and what is added, and the sum's low half.
+            low = sum(one.remainder.nbytes for one in additions if one.remainder is not None)
+            moved = 3 * sum(unit.layout.sizes[p] for p in indices) + 2 * low
+            updates.run(add_up, moved_bytes=moved)
         self._added = staging.free = updates.record()
 
     def _bring_down(self, unit: Unit, slot: DeviceSlot, indices: Sequence[int]) -> Ready:

@@ -8,8 +8,19 @@ import torch
 from torch import Tensor
 
 from stronghold import native
-from stronghold.split import join, split
+from stronghold.split import SPLIT, join, split
 from stronghold.unit import has_company
+
+PART = 4 * 2**20
+"""Elements of a sum in two halves that are added up at a time: what bounds the temporary memory."""
+_OF_EACH, _OF_SPLIT, _OF_NEXT = 4, 13, 4
+"""What that takes of each of these elements, and of those that are split at a time, of one part or of several."""
+
+
+def add_scratch_bytes(elements: int) -> int:
+    """Returns what :func:`add` takes on a device, beside its arguments, for so many elements in two halves."""
+    of_split = _OF_SPLIT + (_OF_NEXT if elements > SPLIT else 0)
+    return min(elements, PART) * _OF_EACH + min(elements, SPLIT) * of_split
 
 
 def write_squares(
@@ -56,12 +67,21 @@ def add(
     norms = []
     for target, remainder, source in together:
         if remainder is None:
-            total = target.add_(source)
+            norms.append(torch.linalg.vector_norm(target.add_(source), dtype=torch.float32))
         else:
-            total = join(target, remainder) + source
-            split(total, target, remainder)
-        norms.append(torch.linalg.vector_norm(total, dtype=torch.float32))
+            norms.append(_add_halves(target, remainder, source))
     return torch.stack(norms).double().square()
+
+
+def _add_halves(target: Tensor, remainder: Tensor, source: Tensor) -> Tensor:
+    """Adds ``source`` to the sum in two halves, part by part, for it takes memory in fp32; returns the sum's norm."""
+    norms = []
+    for high, low, more in zip(*(one.view(-1).split(PART) for one in (target, remainder, source)), strict=True):
+        total = join(high, low).add_(more)
+        split(total, high, low)
+        norms.append(torch.linalg.vector_norm(total, dtype=torch.float32))
+        del total
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def in_own_memory(gradient: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ class Traffic:
     """Of gradients, to this machine's other replicas."""
     crossed_bytes: int = 0
     """Of gradients, to replicas on other machines."""
+    passes: int = 0
+    """Backward passes that have ended."""
     fetch_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=KEPT_WAITS))
     update_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=KEPT_WAITS))
     disk_waits: deque[tuple[object, object]] = field(default_factory=lambda: deque(maxlen=KEPT_WAITS))

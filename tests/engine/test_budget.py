@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from bisect import bisect_left
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from stronghold.errors import BudgetError
 from stronghold.layout import ALIGNMENT_BYTES
 from stronghold.settings import OffloadSettings
 from stronghold.split import join
+from stronghold.store import RING_BYTES
 from stronghold.unit import grad_meta_of
 from stronghold.units import format_bytes
 from tests.crossed import crossed
@@ -451,6 +453,69 @@ def total(parameter):
     with torch._C.DisableTorchFunctionSubclass():
         shown = parameter.grad.detach().clone()
     return shown.float() if known is None or known.remainder is None else join(shown, known.remainder)
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_a_budget_of_a_loop_that_accumulates_has_room_for_its_sums(resident):
+    settings = {"resident": resident, "window": 1, "dtype": torch.bfloat16}
+    without = taken(Residual, **settings)
+    needed = {}
+    for accumulate in (None, 1, 2, 7):
+        with pytest.raises(BudgetError) as refused:
+            offload(**settings, device_memory=1, accumulate=accumulate)
+        needed[accumulate] = re.search(r"need.*? ([\d,.]+ \w+) on the device", str(refused.value)).group(1)
+    assert needed[None] == needed[1] != needed[2] == needed[7]
+    for accumulate, room in ((1, without), (2, with_sums(**settings))):
+        model = offload(**settings, device_memory=room, accumulate=accumulate)
+        optimizer = stronghold.AdamW(model.parameters())
+        for _ in range(2):
+            for batch in numbers(accumulate):
+                model(batch.bfloat16()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert stronghold.report(model).device_bytes == room
+        assert stronghold.report(model).step.passes == accumulate
+
+
+def with_sums(**settings):
+    """Returns what a model and its optimizer really hold on the device once two gradients have been added up."""
+    model = offload(**settings)
+    optimizer = stronghold.AdamW(model.parameters())
+    for batch in numbers(2):
+        model(batch.bfloat16()).sum().backward()
+    held = stronghold.report(model).device_bytes
+    optimizer.zero_grad()
+    return held
+
+
+def test_beside_a_disk_room_is_left_for_sums_in_ram(tmp_path):
+    settings = {"window": 1, "dtype": torch.bfloat16, "store": str(tmp_path)}
+    first, second = (batch.bfloat16() for batch in numbers(2))
+
+    def trained(accumulate, host_memory):
+        model = offload(**settings, accumulate=accumulate, host_memory=host_memory)
+        try:
+            optimizer = stronghold.AdamW(model.parameters())
+            for batch in (first, second)[:accumulate]:
+                model(batch).sum().backward()
+            optimizer.step()
+            return stronghold.report(model)
+        finally:
+            stronghold.close(model)
+
+    in_ram = trained(1, "1GiB")
+    assert in_ram.weights_on_disk == in_ram.states_on_disk == 0
+    rooms = range(in_ram.host_bytes + RING_BYTES, 2 * in_ram.host_bytes + RING_BYTES, 2**12)
+    room = next(room for room in rooms if trained(1, room).states_on_disk == 0)
+    beside = trained(2, room)
+    assert beside.host_bytes <= room
+    assert beside.states_on_disk + beside.weights_on_disk > 0
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, 1.5, True, "2"])
+def test_batches_of_a_step_that_cannot_be(accumulate):
+    with pytest.raises(ValueError, match=r"accumulate must be a number of batches, 1 or more \(got"):
+        offload(accumulate=accumulate)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,11 @@ def test_what_units_take_is_the_sum_over_them_one_by_one(seed):
         assert found.pinned == (held["weights"] + kept + copied) // replicas + staging
         assert found.pageable == (held["remainders"] + held["moments"]) // replicas + 1000 * ring
         assert found.disk == pages // replicas
-        assert found.resident == sum(model.units[number].resident(states) for number in resident)
+        assert found.resident == sum(
+            model.units[number].resident(states)
+            - (model.units[number].gradients if in_backward and not model.units[number].is_root else 0)
+            for number in resident
+        )
         assert found.slots == min(2, len(layers)) * max((unit.slot for unit in layers), default=0)
 
 

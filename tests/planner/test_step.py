@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.plan_cases import draw, run, slower, with_inputs_on_disk, with_inputs_on_host
+from benchmarks.plan_cases import draw, run, slower, with_inputs_on_disk, with_inputs_on_host, with_passes
 from stronghold.planner import issued_inputs
 from stronghold.planner.issuing import program_of
 from stronghold.planner.play import play
@@ -59,6 +59,20 @@ def test_a_step_is_the_engine_s_by_its_clocks_and_so_is_all_that_happens_in_it(c
             assert (begin_s, end_s) in [(exact(span.begin_s), exact(span.end_s)) for span in found]
         compared += 1
     assert compared > (4 if case.activations == "host" else 2) * len(case.widths)
+
+
+@pytest.mark.parametrize(
+    ("seed", "passes"),
+    [
+        pytest.param(seed, passes, marks=pytest.mark.long if (seed + passes) % 3 else ())
+        for seed in range(400, 420)
+        for passes in (2, 3, 5)
+    ],
+)
+def test_a_step_of_several_passes_is_the_engine_s_by_its_clocks(seed, passes):
+    case = with_passes(with_inputs_on_host(draw(seed)) if seed % 4 == 3 else draw(seed), passes)
+    outcome = run(case, paced=False)
+    assert outcome.planned.step_s == exact(outcome.clock_s)
 
 
 BY_THE_WALL = [
@@ -143,6 +157,21 @@ def test_what_it_computes_and_what_it_waits_for_is_the_step(seed, slowed):
     assert step.busy_s["compute"] + sum(step.waits_s.values()) == exact(step.step_s)
     assert step.busy_s[step.longest] <= step.step_s * (1 + 1e-9)
     assert all(waits_s >= 0 for waits_s in step.waits_s.values())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_step_of_several_passes_takes_no_less_than_its_bound_and_all_but_the_first_as_long(seed):
+    work, machine, settings, root = random_step_work(seed, slowed=LINK_UP_IS_ONE)
+    work = [replace(layer, add_s=0.5) for layer in work]
+    machine = replace(machine, host_add_ns=machine.host_update_ns / 3)
+    passes = [replace(settings, in_backward=False, passes=n) for n in (1, 2, 3, 4, 7)]
+    steps = [step_time(work, machine, one, root) for one in passes]
+    for step, one in zip(steps, passes, strict=True):
+        assert step_bound(work, machine, one, root).step_s <= step.step_s * (1 + 1e-9)
+        assert step.busy_s["compute"] + sum(step.waits_s.values()) == exact(step.step_s)
+    further_s = steps[1].step_s - steps[0].step_s
+    assert [step.step_s - steps[0].step_s for step in steps] == [exact(n * further_s) for n in (0, 1, 2, 3, 6)]
+    assert further_s < steps[0].step_s
 
 
 # Against closed formulas. Layers compute 1 s forward and 3 s backward, unless a test says otherwise.
@@ -346,6 +375,11 @@ def test_operations_that_slow_one_another_advance_at_the_lower_rate():
 def test_settings_out_of_range(window, resident, message):
     with pytest.raises(ValueError, match=message):
         step_time(alike(4), machine(), StepSettings(window=window, resident=resident))
+
+
+def test_what_is_updated_in_the_backward_pass_has_one_pass():
+    with pytest.raises(ValueError, match=r"accumulate no gradients \(got passes=2 with in_backward\)"):
+        step_time(alike(4), machine(), StepSettings(window=1, in_backward=True, passes=2))
 
 
 @pytest.mark.parametrize("changes", [{"forward_s": -1}, {"elements": float("inf")}, {"first_gradient_s": 4}])

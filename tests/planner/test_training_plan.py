@@ -73,6 +73,28 @@ def test_sums_and_rates():
     assert plan().days(2048 * 86400 * 3) == pytest.approx(3)
 
 
+def test_a_step_of_more_batches_takes_what_each_further_one_does():
+    further = {"step": 2.0, "update": 0.0, "fetch": 0.5, "gradients": 0.1}
+    planned = plan(further_s=further).planned()
+    assert planned.of_passes(1) is planned
+    longer = planned.of_passes(4)
+    assert (longer.low_s, longer.likely_s, longer.high_s) == (3.0 * 2.5, 4.0 + 3 * 2.0, 5.0 * 2.5)
+    assert longer.parts_s == {
+        "compute_s": planned.parts_s["compute_s"] + 3 * 1.5,
+        "fetch_wait_s": 0.01 + 3 * 0.5,
+        "update_wait_s": 1.0,
+        "disk_wait_s": 0.0,
+    }
+    assert sum(longer.parts_s.values()) == pytest.approx(longer.likely_s)
+    assert longer.of_passes(1).likely_s == pytest.approx(planned.likely_s)
+    of_four = plan(settings={**plan().settings, "accumulate": 4}, further_s=further)
+    assert of_four.planned().of_passes(4) == of_four.planned()
+    assert of_four.planned().of_passes(3).likely_s == pytest.approx(2.0)
+    assert plan().planned().of_passes(4) == plan().planned()  # nobody has said what one takes
+    lines = {(section, name): value for section, name, value in of_four.rows()}
+    assert lines["", "speed"].endswith("8 samples a step in 4 batches, each further one 2.00 s")
+
+
 def test_it_reads_as_a_table():
     lines = {(section, name): value for section, name, value in plan().rows()}
     assert lines["offload", "window"] == "4"

@@ -8,6 +8,7 @@ import torch
 
 from stronghold import native
 from stronghold.split import join, split
+from stronghold.window import sums
 from stronghold.window.sums import add, write_squares
 
 NAN, INFINITY = math.nan, math.inf
@@ -167,6 +168,18 @@ def test_bf16_gradients_are_added_in_fp32_bit_for_bit(shape, place):
         assert torch.equal(target, halves(total)[0]), "what is shown is the sum's nearest bf16 number"
         assert torch.equal(source, kept)
         assert squares.item() == pytest.approx(exact(total), rel=1e-12 if place(target).is_cpu else 3e-6)
+
+
+@pytest.mark.parametrize("shape", [(1000,), (7, 150), (64,), (65,)], ids=str)
+def test_a_sum_in_two_halves_is_the_same_in_parts_as_whole(shape, monkeypatch):
+    found = []
+    for part in (10**6, 64):
+        monkeypatch.setattr(sums, "PART", part)
+        target, remainder = (half.as_subclass(Elsewhere) for half in halves(spread(*shape)))
+        squares = add([target], [remainder], [spread(*shape, seed=1).bfloat16()], threads=1)
+        found.append((join(target, remainder), squares))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[1][1].item() == pytest.approx(exact(found[0][0]), rel=3e-6)
 
 
 @PLACES

@@ -13,7 +13,7 @@ from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.native import return_free_memory
 from stronghold.planner.machine_file import MachineFile
-from stronghold.settings import check_activations, check_one_of, kept_layers
+from stronghold.settings import check_accumulate, check_activations, check_one_of, kept_layers
 from stronghold.unit import all_parameters
 from stronghold.units import parse_bytes
 
@@ -110,6 +110,23 @@ def micro_batches(asked: int | str | None, planned: PlannedModel) -> tuple[int |
 def _is_batch_first(shape: Sequence[int], batch: int) -> bool:
     """Whether the first dimension alone can be that of the samples, so that no layer's sequence is taken for them."""
     return shape[0] == batch and batch not in shape[1:]
+
+
+def updates_asked(update: str | None, accumulate: int | None) -> tuple[str, ...]:
+    """Returns which updates may be chosen where a step adds up the gradients of so many batches.
+
+    Raises ValueError for no number of batches, and for updates that add up none.
+    """
+    check_accumulate(accumulate)
+    updates = UPDATES if update is None else (one_of("update", update, UPDATES),)
+    if accumulate in (None, 1):
+        return updates
+    if updates == ("in_backward",):
+        raise ValueError(
+            f"update='in_backward' updates each layer in every backward pass (got accumulate={accumulate}); pass "
+            "update='deferred', or a larger batch with micro_batch="
+        )
+    return ("deferred",)
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:

@@ -109,7 +109,14 @@ def _planned(
     directories = [os.path.realpath(path) for path in settings.directories]
     machine = machine_here(device, directories, dtypes_of(model, dtype))
     found = PlannedModel(
-        model, machine, inputs, layers=layers, dtype=dtype, directories=directories, activations=settings.activations
+        model,
+        machine,
+        inputs,
+        layers=layers,
+        dtype=dtype,
+        directories=directories,
+        activations=settings.activations,
+        accumulate=settings.accumulate,
     )
     if settings.compile:
         found.assume(COMPILED)

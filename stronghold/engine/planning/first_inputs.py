@@ -46,13 +46,14 @@ def plan_first_pass(
     root: Collection[str],
     held_bytes: int,
     process_bytes: int,
+    accumulate: int | None,
 ) -> FirstPlan:
     """Plans an offloaded model that nobody has made settings for, for its first inputs and the optimizer that it has.
 
-    It computes under ``autocast`` to that type, if any. Root parameters stay where they are, those of the names
-    ``root`` resident. All that the process has of the device's memory but for ``held_bytes`` of the model's stays as it
-    is, and so do ``process_bytes`` of the host's. Raises ValueError for a model that cannot be planned for, BudgetError
-    where nothing fits.
+    A step adds up the gradients of so many batches, ``accumulate``, if it is known. It computes under ``autocast`` to
+    that type, if any. Root parameters stay where they are, those of the names ``root`` resident. All that the process
+    has of the device's memory but for ``held_bytes`` of the model's stays as it is, and so do ``process_bytes`` of the
+    host's. Raises ValueError for a model that cannot be planned for, BudgetError where nothing fits.
     """
     plain = _without_values(model)
     dtypes = dtypes_of(plain, None)
@@ -68,7 +69,7 @@ def plan_first_pass(
         most = replace(most, held=int((1 - LEFT) * most.device))
     # Tensors without values are the CPU's, and so is the autocast that they see.
     with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        found = PlannedModel(plain, machine, inputs, layers=layers, dtype=None, directories=())
+        found = PlannedModel(plain, machine, inputs, layers=layers, dtype=None, directories=(), accumulate=accumulate)
         found.memory.place_root(root)
         space = space_of(found, OffloadSettings(resident="auto", activations="auto"))
         space = replace(space, updates=(update,), states=(states,))

@@ -29,6 +29,10 @@ from stronghold.planner.step_bytes import (
     step_bytes,
 )
 from stronghold.unit import Unit, part_of
+from stronghold.window import add_scratch_bytes
+
+_CHUNK = 65536
+"""Elements that a block of PyTorch's ``multi_tensor_apply`` works on (ATen/native/cuda/MultiTensorApply.cuh)."""
 
 
 class ModelMemory:
@@ -37,8 +41,8 @@ class ModelMemory:
     ``layers`` and ``dtype`` are as for ``offload``; ``is_host`` tells that the device's memory is the host's, and
     ``block_bytes`` is what its allocator rounds each buffer up to. Bytes are those of one of ``replicas`` on a machine,
     each of which counts its part of what all have in common; by how little more a gradient slot takes whose shares are
-    of equal length is not in them. ``by_muon`` tells that the optimizer is ``stronghold.Muon``. Raises ValueError for a
-    model that cannot be offloaded.
+    of equal length is not in them. ``by_muon`` tells that the optimizer is ``stronghold.Muon``, and ``accumulates``
+    that a step adds up several gradients. Raises ValueError for a model that cannot be offloaded.
     """
 
     def __init__(
@@ -51,8 +55,9 @@ class ModelMemory:
         replicas: int = 1,
         block_bytes: int = 1,
         by_muon: bool = False,
+        accumulates: bool = False,
     ) -> None:
-        self._by_muon = by_muon
+        self._by_muon, self._accumulates = by_muon, accumulates
         self._given = model, layers, dtype
         self.replicas = replicas
         self.is_host = is_host
@@ -64,6 +69,8 @@ class ModelMemory:
         self._rounding: dict[tuple[bool, str], tuple[list[int], list[int]]] = {}
         self._rounded: dict[tuple[bool, str, frozenset[int]], int] = {}
         self._most_scratch: dict[tuple[str, str, frozenset[int]], int] = {}
+        self._squares: dict[frozenset[int], int] = {}
+        self._adding: dict[frozenset[int], tuple[int, int]] = {}
         self._spread: dict[int, frozenset[int]] = {}
         self._root: list[int] | None = None
         """The root parameters that are resident whatever is chosen, by number; None where that is open."""
@@ -82,7 +89,13 @@ class ModelMemory:
         return True
 
     def _bytes(self, units: ModelUnits) -> ModelBytes:
-        model = model_bytes(units.layers, [u for u, _ in units.root], units.buffer_bytes, is_host=self.is_host)
+        model = model_bytes(
+            units.layers,
+            [unit for unit, _ in units.root],
+            units.buffer_bytes,
+            is_host=self.is_host,
+            accumulates=self._accumulates,
+        )
         if not self._by_muon:
             return model
         counted = [one.counted(own) for one, own in zip(muon_units(units), model.units, strict=True)]
@@ -178,6 +191,41 @@ class ModelMemory:
     def _rounding_of_buffers(self) -> int:
         found = (module._buffers[name] for module, name in self.units.buffers)
         return sum(-b.numel() * b.element_size() % self.block_bytes for b in found if b is not None)
+
+    def squares_bytes(self, resident: Collection[int]) -> int:
+        """Returns what the norm of gradients takes there, of units that are ``resident`` and of root parameters.
+
+        ``torch._foreach_norm`` gives each tensor's a block, behind sums of ``_CHUNK`` elements of each. With it go the
+        ends of root gradients' blocks.
+        """
+        if self.is_host:
+            return 0
+        if (key := frozenset(resident)) not in self._squares:
+            units = {*map(self._all.__getitem__, key), *(unit for unit, _ in self.units.root)}
+            sizes = [unit.counts[index] for unit in units for index in unit.gradients.indices]
+            sums = 4 * len(sizes) * -(-max(sizes, default=0) // _CHUNK)
+            root = [
+                unit for number, (unit, _) in enumerate(self.units.root, len(self.units.layers)) if number not in key
+            ]
+            ends = sum(-unit.layout.sizes[i] % self.block_bytes for unit in root for i in unit.gradients.indices)
+            self._squares[key] = self.block_bytes * (len(sizes) + 2) + sums + ends
+        return self._squares[key]
+
+    def adding_bytes(self, resident: Collection[int]) -> tuple[int, int]:
+        """Returns what sums of several gradients take there beside their bytes, and what adding one takes meanwhile.
+
+        That is of units that are ``resident`` and of root parameters. Each sum's squares have a block.
+        """
+        if self.is_host or not self._accumulates:
+            return 0, 0
+        if (key := frozenset(resident)) not in self._adding:
+            units = {*map(self._all.__getitem__, key), *(unit for unit, _ in self.units.root)}
+            sums = [(unit, index) for unit in units for index in unit.gradients.indices]
+            blocks = sum(-unit.gradients.sum_bytes() % self.block_bytes for unit in units)
+            halves = [unit.counts[index] for unit, index in sums if unit.dtypes[index] == torch.bfloat16]
+            scratch = max(map(add_scratch_bytes, halves), default=0)
+            self._adding[key] = self.block_bytes * len(sums) + blocks, scratch
+        return self._adding[key]
 
     def scratch(self, choice: Choice, numbers: frozenset[int], device_type: str) -> int:
         """Returns what updates of the units of these numbers take on the device while they run."""

@@ -41,8 +41,9 @@ class PlannedModel:
     ``directories`` are real paths that the machine was probed with, ``sequence`` the tokens of a sample. Of so many
     ``replicas`` on the machine it is one, and the ``inputs`` are its part of a step's. Layers that are recomputed have
     their inputs where ``activations`` says, ``"host"`` or ``"disk"`` as for ``offload``, else on the device. With
-    ``by_muon`` it is for ``stronghold.Muon``, and all choices must be of its momentum. Raises ValueError for a model
-    that cannot be planned for.
+    ``by_muon`` it is for ``stronghold.Muon``, and all choices must be of its momentum. A step adds up the gradients of
+    so many batches like the inputs, ``accumulate``, or of any number of them where that is None. Raises ValueError for
+    a model that cannot be planned for.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PlannedModel:
         replicas: int = 1,
         activations: int | str = "recompute",
         by_muon: bool = False,
+        accumulate: int | None = 1,
     ) -> None:
         # Here, since what it imports takes seconds that training does without.
         from stronghold.engine.planning.computation import ModelComputation
@@ -77,6 +79,7 @@ class PlannedModel:
         """Of the inputs, but for those that are the same for all samples."""
         self._model, self._directories = model, directories
         self._recompute = activations if isinstance(activations, str) and activations in OFF_DEVICE else "recompute"
+        self._accumulate = accumulate
         self._sequence, self._name = sequence, name or type(model).__name__
         is_host, block_bytes = machine.is_host, 1 if machine.is_host else BLOCK_BYTES
         memory_of = partial(
@@ -87,6 +90,7 @@ class PlannedModel:
             is_host=is_host,
             replicas=replicas,
             block_bytes=block_bytes,
+            accumulates=(accumulate or 1) > 1,
         )
         self.memory, self._memory_of = memory_of(by_muon=by_muon), memory_of
         modules = self.memory.units.modules
@@ -114,10 +118,10 @@ class PlannedModel:
     def best(self, space: Space, limits: Limits, *, tokens: int = 10**9, rival_s: float = math.inf) -> TrainingPlan:
         """Returns the plan of the shortest step, ``rival_s`` as for ``search``. Raises BudgetError where nothing fits.
 
-        Where device and host are one memory, a layer in RAM is computed with where it is. All are resident, but where
-        that does not fit: under ``in_backward`` layers that are not keep no gradients. Replicas, which have layers in
-        RAM in common, each keep a copy of what is resident. Where layers cannot run over micro-batches, and need not,
-        they run over the whole batch; where they must, that raises NotCutError.
+        Where device and host are one memory, a layer in RAM is computed with where it is: all are resident, for slots
+        would be a second copy. Replicas, which have layers in RAM in common, each keep a copy of what is resident.
+        Where layers cannot run over micro-batches, and need not, they run over the whole batch; where they must, that
+        raises NotCutError.
         """
         try:
             return self._best(space, limits, tokens, rival_s)
@@ -128,7 +132,13 @@ class PlannedModel:
 
     def _best(self, space: Space, limits: Limits, tokens: int, rival_s: float) -> TrainingPlan:
         planner = ModelPlanner(
-            self.memory, self.computation, self._machine, limits, self._directories, activations=self._recompute
+            self.memory,
+            self.computation,
+            self._machine,
+            limits,
+            self._directories,
+            activations=self._recompute,
+            accumulate=self._accumulate,
         )
         spaces = [space]
         alone = self.memory.replicas == 1
@@ -138,8 +148,8 @@ class PlannedModel:
             found = search(
                 one,
                 planner.work_of,
-                planner.bytes_of,
-                planner.limits,
+                planner.bytes.of,
+                planner.bytes.limits,
                 rival_s=rival_s,
                 least_s_of=planner.computing_s,
             )
@@ -154,16 +164,17 @@ class PlannedModel:
     def _told(self, planner: ModelPlanner, found: Found, limits: Limits, tokens: int) -> TrainingPlan:
         told = _Told(planner, self._directories, self.memory, self._recompute)
         best = found.plans[0]
-        _, taken, activation_bytes = planner.placed(best.choice)
+        _, taken, activation_bytes = planner.bytes.placed(best.choice)
         slow_s, fast_s = (told.step_s(best.choice, pace) for pace in ("slow", "fast"))
         parameters = list(self._model.parameters())
+        samples = self.computation.batch * self.memory.replicas * planner.bytes.passes(best.choice)
         return TrainingPlan(
             model=self._name,
             parameters=sum(count_of(p) for _, p in all_parameters(self._model)),
             trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             layers=len(self.memory.units.layers),
-            samples=self.computation.batch * self.memory.replicas,
-            tokens=self.computation.batch * self.memory.replicas * (self._sequence or 1),
+            samples=samples,
+            tokens=samples * (self._sequence or 1),
             dtype=planner.dtype,
             machine=self._machine.device_name,
             device=self._machine.device,
@@ -186,14 +197,15 @@ class PlannedModel:
             pageable_bytes=taken.pageable,
             process_bytes=limits.process,
             disk_bytes=taken.disk,
-            written_bytes=planner.written_bytes(best.choice),
+            written_bytes=planner.bytes.written_bytes(best.choice),
             asked_tokens=tokens,
             others=[told.alternative(other) for other in found.plans[1:]],
             refused=[told.refused(one) for one in found.refused],
             spans=best.step.spans,
             updated_by="AdamW" if best.choice.states != MUON else "Muon",
-            update_bytes=planner.update_bytes(best.choice),
+            update_bytes=planner.bytes.update_bytes(best.choice),
             assumed=[*self._assumed, *planner.assumed(best.choice)],
+            further_s=told.further_s(best),
         )
 
 
@@ -206,8 +218,8 @@ class _Told:
 
     def settings(self, choice: Choice) -> dict[str, Any]:
         layers = len(self._memory.units.layers)
-        placed, _, activations = self._planner.placed(choice)
-        device, host = self._planner.budgets(choice, activations)
+        placed, _, _ = self._planner.bytes.placed(choice)
+        device, host = self._planner.bytes.budgets(choice)
         found: dict[str, Any] = {"window": choice.window, "resident": choice.resident}
         found["activations"] = {0: self._recompute, layers: "keep"}.get(choice.kept, choice.kept)
         if choice.micro_batch is not None:
@@ -216,6 +228,8 @@ class _Told:
             found["store"] = self._directories
             if host is not None:
                 found["host_memory"] = host
+        if (passes := self._planner.bytes.passes(choice)) > 1:
+            found["accumulate"] = passes
         if device is not None:
             found["device_memory"] = self._memory.device_memory(choice, placed)
         return found
@@ -228,8 +242,22 @@ class _Told:
         work = self._planner.work_of(choice, pace)
         return step_time(work.layers, work.machine, work.settings, work.root).step_s
 
+    def further_s(self, plan: Plan) -> dict[str, float]:
+        """Returns what one more batch takes whose gradients are added up, ``"step"`` and waits; nothing where none is.
+
+        Layers that are updated in the backward pass add up none.
+        """
+        work = self._planner.work_of(plan.choice)
+        if work.settings.in_backward:
+            return {}
+        longer = step_time(
+            work.layers, work.machine, replace(work.settings, passes=work.settings.passes + 1), work.root
+        )
+        waits_s = {cause: max(0.0, longer.waits_s[cause] - less_s) for cause, less_s in plan.step.waits_s.items()}
+        return {"step": longer.step_s - plan.step.step_s, **waits_s}
+
     def alternative(self, plan: Plan) -> Alternative:
-        taken = self._planner.bytes_of(plan.choice)
+        taken = self._planner.bytes.of(plan.choice)
         return Alternative(
             settings=self.settings(plan.choice),
             optimizer=self.optimizer(plan.choice),

@@ -57,6 +57,9 @@ def add_plan(commands: Commands) -> None:
     step = command.add_argument_group("step")
     step.add_argument("--batch", type=whole, default=4, metavar="N", help="samples (default: 4)")
     step.add_argument("--seq", type=whole, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
+    step.add_argument(
+        "--accumulate", type=whole, metavar="N", help="batches whose gradients a step adds up (default: 1)"
+    )
     step.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute type (default: fp32)")
     step.add_argument(
         "--tokens", type=_tokens, default=10**9, metavar="N", help="say how long so many take (default: 1e9)"
@@ -153,6 +156,7 @@ def _run(options: argparse.Namespace) -> int:
         host_memory=options.host_memory,
         cores=options.cores,
         processes=1 if options.processes is None else options.processes,
+        accumulate=1 if options.accumulate is None else options.accumulate,
         tokens=options.tokens,
         output=options.output,
         picture=options.picture,

@@ -61,6 +61,11 @@ def settle(options: argparse.Namespace) -> None:
                 f"stronghold train has whole layers in its window (got {file}, a plan with parts of "
                 f"{plan.experts_per_part} experts); train by it in Python: offload(model, plan={file!r})"
             )
+        if plan.accumulate > 1:
+            raise ValueError(
+                f"stronghold train has one batch in a step (got {file}, a plan of steps that accumulate "
+                f"{plan.accumulate}); train by it in Python, offload(model, plan={file!r}), or leave out --accumulate"
+            )
         said = _said(plan)
     for name, default in DEFAULTS.items():
         given, planned = getattr(options, name), said.get(name, default)

@@ -8,7 +8,7 @@ from stronghold.lab.cli.shared_arguments import Group, given_shape, path, source
 
 _UNUSED = (
     *("machine", "device", "host_memory", "disk", "window", "resident", "micro_batch", "activations", "update"),
-    *("picture", "processes", "cores", "experts_per_part"),
+    *("picture", "processes", "cores", "experts_per_part", "accumulate"),
 )
 """Arguments of the command that say nothing of such a plan."""
 

@@ -48,7 +48,7 @@ def before_rows(settings: FinetuneSettings, placed: Report, *, steps: int, done:
     ]
     if planned is not None:
         between = f"{format_seconds(planned.low_s)} to {format_seconds(planned.high_s)}"
-        step_s = settings.accumulate * planned.likely_s
+        step_s = planned.of_passes(settings.accumulate).likely_s
         rows += [
             ("planner", "settings", planned.chosen),
             ("", "why", planned.reason),

@@ -80,7 +80,9 @@ def test_a_model_that_fits_stays_where_it_is_and_says_so(caplog):
 )
 def test_settings_are_those_of_the_plan_and_train_as_the_plain_model(here, budget):
     model = on_a_gpu(here, gpt(), inputs=inputs(), device_memory=budget)
-    plan = stronghold.plan(gpt(), machine=here[-1], inputs=inputs(), update="deferred", device_memory=budget)
+    plan = stronghold.plan(
+        gpt(), machine=here[-1], inputs=inputs(), update="deferred", device_memory=budget, accumulate=None
+    )
     report = stronghold.report(model)
     assert report.planned == plan.planned()
     assert report.resident == plan.settings["resident"] < 6
@@ -125,7 +127,7 @@ def test_where_the_gradients_do_not_all_fit_layers_are_updated_in_the_backward_p
     optimizer = stronghold.AdamW(model.parameters(), update="auto")
     assert optimizer.in_backward
     report = stronghold.report(model)
-    assert report.resident < 16
+    assert report.resident == 16  # no layer's gradient is kept there either
     held = report.slots_device_bytes + report.gradients_device_bytes + report.root_device_bytes
     held += report.resident_device_bytes + report.pinned_host_bytes + report.pageable_host_bytes
     assert held < least

@@ -56,5 +56,5 @@ def test_the_work_of_a_layer_is_what_it_is_where_each_is_asked_about_by_itself(o
         alone = ModelPlanner(one.memory, one.computation, given, limits, ["/d"])
         assert work == alone.work_of(choice)
         assert [layer.recomputed for layer in work.layers] == [n < LAYERS - choice.kept for n in range(LAYERS)]
-        assert planner.bytes_of(choice) == alone.bytes_of(choice)
+        assert planner.bytes.of(choice) == alone.bytes.of(choice)
     assert len({id(layer) for work in found for layer in work.layers}) < len(found) * LAYERS

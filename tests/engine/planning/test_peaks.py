@@ -16,11 +16,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def difference(kind: str, batch: int, *, dtype: torch.dtype | None = None, frozen: bool = False, **given: Any) -> int:
-    """Returns by how much what is planned, with nothing resident, is above the peak of two steps.
-
-    The root's gradients count twice in a plan, for a loop that accumulates has those of before beside new ones. This
-    one does not, so that they are taken off once.
-    """
+    """Returns by how much what is planned, with nothing resident, is above the peak of two steps."""
     from tests.fits import Case
 
     given = {"update": "deferred", "window": 1, "resident": 0, **given}
@@ -29,7 +25,7 @@ def difference(kind: str, batch: int, *, dtype: torch.dtype | None = None, froze
         case.planned(device_memory=1)
     plan = case.planned(device_memory=refused.value.needed["device"])  # no root parameter fits beside
     peak_bytes = case.peak_bytes(dict(plan.settings), dict(plan.optimizer))
-    return plan.device_bytes - plan.root_gradient_bytes - peak_bytes
+    return plan.device_bytes - peak_bytes
 
 
 @pytest.mark.gpu

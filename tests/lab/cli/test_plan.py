@@ -127,6 +127,9 @@ def test_a_run_goes_on_in_the_directories_of_its_plan(capsys):
         (["train", *SHAPE, "--plan", "elsewhere.json", "--data", "text.txt"], "a plan is of one machine"),
         (["train", *SHAPE, "--plan", "muon.json", "--data", "text.txt"], "stronghold train updates by AdamW"),
         (["train", *SHAPE, "--plan", "parts.json", "--data", "text.txt"], "with parts of 2 experts); train by it in"),
+        (["train", *SHAPE, "--plan", "sums.json", "--data", "text.txt"], "a plan of steps that accumulate 2); train"),
+        (["plan", *SHAPE, "--machine", "gpu.json", "--accumulate", "0"], "accumulate must be 1 or more"),
+        (["plan", *SHAPE, "--machine", "gpu.json", "--accumulate", "2", "--update", "in_backward"], "(got accumulate="),
         (["plan", *SHAPE, "--machine", "gpu.json", "--experts-per-part", "2"], "none in GPT"),
         (["plan", *SHAPE, "--machine", "gpu.json", "--experts-per-part", "most"], "must be a whole number or auto"),
     ],
@@ -137,6 +140,7 @@ def test_what_is_wrong_is_told_in_one_line(arguments, message, capsys):
     replace(TrainingPlan.read("plan.json"), updated_by="Muon", optimizer={"update": "deferred"}).write("muon.json")
     plan = TrainingPlan.read("plan.json")
     replace(plan, settings={**plan.settings, "experts_per_part": 2}).write("parts.json")
+    replace(plan, settings={**plan.settings, "accumulate": 2}).write("sums.json")
     replace(TrainingPlan.read("plan.json"), machine="a processor that nobody has").write("elsewhere.json")
     capsys.readouterr()
     assert message in refused(capsys, *arguments)
