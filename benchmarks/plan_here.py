@@ -3,9 +3,9 @@
     python -m benchmarks.plan_here [--rounds 3] [--seconds 20] [--only gpt] [--quick]
 
 Each round measures the machine anew (stronghold.probe) and then plans and trains each case in a process of its own: a
-reference GPT, a Llama of transformers and an MLP, in RAM and over a disk, with small and large batches, of shapes that
-the probe does not measure. Prints predicted and measured seconds of a step and peak resident memory, and appends a JSON
-line for each case and round to results/plan_here.jsonl.
+reference GPT, a Llama of transformers and an MLP, in RAM and over a disk, with small and large batches and several of
+them in a step, of shapes that the probe does not measure. Prints predicted and measured seconds of a step and peak
+resident memory, and appends a JSON line for each case and round to results/plan_here.jsonl.
 """
 
 from __future__ import annotations

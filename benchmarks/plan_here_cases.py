@@ -24,12 +24,13 @@ SHARE_IN_MEMORY = 0.6
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its inputs; ``on_disk`` has too little memory for it."""
+    """A model with a batch, of which a step accumulates so many; ``on_disk`` has too little memory for it."""
 
     model: Callable[[], nn.Module]
     inputs: dict[str, Tensor]
     dtype: torch.dtype
     on_disk: bool = False
+    accumulate: int = 1
 
 
 class Mlp(nn.Module):
@@ -92,6 +93,8 @@ CASES: dict[str, Case] = {
     "mlp fp32 ram large": _mlp(1500, dtype=FP32),
     "mlp bf16 ram large": _mlp(1500, dtype=BF16),
     "mlp fp32 disk small": _mlp(40, dtype=FP32, on_disk=True),
+    "gpt bf16 ram three": _gpt(2, 256, dtype=BF16, accumulate=3),
+    "mlp fp32 disk three": _mlp(300, dtype=FP32, on_disk=True, accumulate=3),
     "mlp bf16 disk large": _mlp(1500, layers=12, dtype=BF16, on_disk=True),
 }
 
@@ -101,7 +104,12 @@ def run(name: str, machine: str, folder: str) -> dict[str, Any]:
     case = CASES[name]
     with torch.device("meta"):
         empty = case.model()
-    settings: dict[str, Any] = {"machine": machine, "inputs": case.inputs, "dtype": case.dtype}
+    settings: dict[str, Any] = {
+        "machine": machine,
+        "inputs": case.inputs,
+        "dtype": case.dtype,
+        "accumulate": case.accumulate,
+    }
     with tempfile.TemporaryDirectory(prefix="store-", dir=folder) as store:
         if case.on_disk:
             in_memory = stronghold.plan(empty, **settings)
@@ -139,8 +147,8 @@ def _trained(case: Case, plan: Any) -> dict[str, Any]:
     taken: list[float] = []
     begin_s = last_s = time.perf_counter()
     while len(taken) < WARM_UP + LEAST_STEPS or last_s < begin_s + LEAST_S:
-        out = model(**case.inputs)
-        (out if isinstance(out, Tensor) else out.loss).backward()
+        for _ in range(case.accumulate):
+            _loss(model(**case.inputs)).backward()  # the logits are the model's alone
         optimizer.step()
         optimizer.zero_grad()
         now_s = time.perf_counter()
@@ -158,6 +166,11 @@ def _trained(case: Case, plan: Any) -> dict[str, Any]:
         "peak_bytes": peak_bytes(),
         "measured_waits_s": {name: getattr(report.step, f"{name}_wait_s") for name in ("fetch", "update", "disk")},
     }
+
+
+def _loss(out: Any) -> Tensor:
+    loss: Tensor = out if isinstance(out, Tensor) else out.loss
+    return loss
 
 
 def reset_peak() -> None:

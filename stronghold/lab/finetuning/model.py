@@ -101,7 +101,7 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
         unmark_quantised(model)  # the optimizer, which would do so, comes behind TRL's trainer
     given = {
         name: value for name, value in vars(settings.offload).items() if inputs is None or value not in _OPEN[name]
-    }
+    } | {"accumulate": settings.accumulate}
     return offload(
         model,
         device=settings.device,
@@ -128,6 +128,7 @@ _OPEN: dict[str, tuple[Any, ...]] = {
     "resident": ("auto",),
     "device_memory": (None,),
     "host_memory": (None,),
+    "accumulate": (None,),
     "compile": (),
 }
 """What of the settings leaves it to the planner."""

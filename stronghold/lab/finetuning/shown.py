@@ -47,13 +47,13 @@ def before_rows(settings: FinetuneSettings, placed: Report, *, steps: int, done:
         *([("", "disk", format_bytes(placed.disk_bytes))] if placed.disk_bytes else []),
     ]
     if planned is not None:
-        between = f"{format_seconds(planned.low_s)} to {format_seconds(planned.high_s)}"
-        step_s = planned.of_passes(settings.accumulate).likely_s
+        step = planned.of_passes(settings.accumulate)
+        between = f"{format_seconds(step.low_s)} to {format_seconds(step.high_s)}"
         rows += [
             ("planner", "settings", planned.chosen),
             ("", "why", planned.reason),
-            ("", "a full step", format_seconds(step_s) + (f" (a batch {between})" if between else "")),
-            ("", "all steps", f"{format_seconds((steps - done) * step_s)}, if all were full"),
+            ("", "a full step", f"{format_seconds(step.likely_s)} ({between})"),
+            ("", "all steps", f"{format_seconds((steps - done) * step.likely_s)}, if all were full"),
         ]
     rows.append(("output", "", settings.out))
     every = settings.checkpoint_every

@@ -53,3 +53,20 @@ def test_a_peak_is_at_most_what_is_planned_where_little_is_trained_of_layers(kin
     """A plan has the gradients of all that is trained beside layers; at the peak those of some are still to come."""
     told = difference(kind, 11, dtype=torch.bfloat16, frozen=True, micro_batch=2, activations="recompute")
     assert 0 < told < 5000
+
+
+@pytest.mark.gpu
+@needs_soft
+@pytest.mark.parametrize(
+    ("kind", "dtype", "passes"),
+    crossed(
+        list(MODELS),
+        [None, torch.bfloat16],
+        [*({"update": "deferred", "accumulate": n} for n in (1, 2, 3)), {"update": "in_backward"}],
+    ),
+    ids=str,
+)
+def test_gradients_of_resident_layers_count_when_they_are_there(kind, dtype, passes):
+    told = difference(kind, 4, dtype=dtype, resident=3, activations="keep", micro_batch=None, **passes)
+    one_layer = {"mlp": 96 * 160 * 2, "gpt": 12 * 64 * 64}[kind] * 4  # whose own may come behind its activations
+    assert 0 <= told < 3 * one_layer
