@@ -70,3 +70,25 @@ def test_gradients_of_resident_layers_count_when_they_are_there(kind, dtype, pas
     told = difference(kind, 4, dtype=dtype, resident=3, activations="keep", micro_batch=None, **passes)
     one_layer = {"mlp": 96 * 160 * 2, "gpt": 12 * 64 * 64}[kind] * 4  # whose own may come behind its activations
     assert 0 <= told < 3 * one_layer
+
+
+@pytest.mark.gpu
+@needs_soft
+def test_layers_that_are_updated_in_the_backward_pass_keep_no_gradients_on_the_device():
+    from tests.fits import Case
+
+    peaks, planned = {}, {}
+    for update in ("deferred", "in_backward"):
+        given = {"update": update, "window": 1, "resident": 8, "activations": "recompute", "micro_batch": None}
+        case = Case(
+            "mlp", {**MODELS["mlp"], "layers": 8}, 1, sequence=8, dtype=None, frozen=False, given=given, share=0
+        )
+        plan = case.planned()
+        peaks[update], planned[update] = (
+            case.peak_bytes(dict(plan.settings), dict(plan.optimizer)),
+            plan.device_bytes,
+        )
+    gradients = 4 * 2 * 96 * 160  # of one layer's matrices
+    assert peaks["deferred"] - peaks["in_backward"] > 6 * gradients
+    assert planned["deferred"] - planned["in_backward"] > 4 * gradients
+    assert all(peaks[update] <= planned[update] for update in peaks)
