@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -49,29 +50,49 @@ def newest(folder: str | Path) -> tuple[Manifest | None, dict[Path, str]]:
     return None, skipped
 
 
-def prune(folder: str | Path, step: int, keep: int, damaged: Collection[Path] = ()) -> None:
+def prune(folder: str | Path, step: int, keep: int, damaged: Collection[Path] = ()) -> dict[Path, str]:
     """Removes all but the ``keep`` newest checkpoints up to ``step``, and those known to be ``damaged``.
 
-    Each loses its name before its files: what is still called a checkpoint is whole.
+    Each loses its name before its files: what is still called a checkpoint is whole. Returns what cannot be removed,
+    with the reason: a file that another machine has open on a network's disk, say, which must end no run.
     """
-    folder = Path(folder)
-    for stale in (*folder.glob(".step-*.removed"), *folder.glob(".step-*.partial")):
-        _delete(stale)  # of a process that was killed
+    folder, left = Path(folder), dict[Path, str]()
+    stale = [*folder.glob(".step-*.removed"), *folder.glob(".step-*.partial")]  # of a process that was killed
     known = [path for number, path in steps_in(folder).items() if number <= step]
     intact = [path for path in known if path not in damaged]
-    for path in known:
-        if path not in intact[-keep:]:
-            remove(path)
+    for path in (*stale, *(path for path in known if path not in intact[-keep:])):
+        try:
+            _delete(path if path in stale else _hide(path))
+        except OSError as error:
+            left[path] = error.strerror or str(error)
+    return left
 
 
 def remove(path: Path) -> None:
     """Removes one checkpoint, or a file or a link that has its name."""
-    hidden = path.with_name(f".{path.name}.removed")
-    if os.path.lexists(hidden):  # of a process that was killed
+    _delete(_hide(path))
+
+
+def make_way(path: Path) -> None:
+    """Takes its name from what is called like a checkpoint, and leaves to :func:`prune` what cannot be removed."""
+    hidden = _hide(path)
+    with contextlib.suppress(OSError):
         _delete(hidden)
+
+
+def _hide(path: Path) -> Path:
+    """Renames a checkpoint, durably, to what none is called; returns that path."""
+    hidden = path.with_name(f".{path.name}.removed")
+    number = 1
+    while os.path.lexists(hidden):  # of a process that was killed
+        try:
+            _delete(hidden)
+        except OSError:
+            hidden = path.with_name(f".{path.name}.{number}.removed")
+            number += 1
     path.rename(hidden)
     sync_directory(path.parent)
-    _delete(hidden)
+    return hidden
 
 
 def _delete(path: Path) -> None:

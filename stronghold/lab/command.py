@@ -2,7 +2,9 @@
 
 import argparse
 import atexit
+import errno
 import gc
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +30,7 @@ def run_command(
     gone, are none. What ``run`` gets has the ``arguments`` themselves, too.
     """
     _open_missing()
+    _escape_what_cannot_be_written()
     atexit.register(_leave_garbage)
     options = parser.parse_args(arguments)
     options.arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -70,6 +73,17 @@ def _open_missing() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (until the process ends)
 
 
+def _escape_what_cannot_be_written() -> None:
+    """Has the standard output write what its encoding lacks as Python's standard error output does, by its number.
+
+    Else a run that trained for hours would end in an error over a "µ" of its summary where the locale has ASCII alone,
+    or over a path's other bytes where it has UTF-8.
+    """
+    output = sys.stdout
+    if isinstance(output, io.TextIOWrapper) and (output.errors == "strict" or output.encoding.lower() != "utf-8"):
+        output.reconfigure(errors="backslashreplace")
+
+
 def in_one_line(error: Exception) -> str:
     """Returns what an error says, with its kind where it is not one that says all by itself."""
     if isinstance(error, OSError) and error.filename is not None:
@@ -77,6 +91,8 @@ def in_one_line(error: Exception) -> str:
     else:
         text = str(error)
     text, kind = " ".join(text.split()), type(error).__name__
+    if isinstance(error, OSError) and ";" not in text and error.errno in _REMEDIES:
+        text += "; " + _REMEDIES[error.errno]
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "stronghold":
         return missing(error)
     if not text:
@@ -91,6 +107,16 @@ def missing(error: ModuleNotFoundError) -> str:
     return f"this needs {package or error}, which is not installed; pip install '.[{extra}]' in the project's root"
 
 
+_RIGHTS = "grant this user the rights to it and to the folders above it, or pass another path"
+_SPACE = "free space there, or pass a path on another disk"
+_REMEDIES = {
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: "pass a path on a file system that can be written",
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+}
+"""What is to be done about an error of the system's, wherever it arose, that does not say so itself."""
 _EXTRAS = {
     "baselines": ("deepspeed", "ninja", "torchao"),
     "examples": ("sklearn",),

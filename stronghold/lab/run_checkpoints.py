@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from stronghold.checkpoint.folder import newest, prune, remove, step_path, steps_in
+from stronghold.checkpoint.folder import make_way, newest, prune, step_path, steps_in
 from stronghold.checkpoint.in_place import check_space_beside
 from stronghold.checkpoint.loading import load
 from stronghold.checkpoint.plain import from_plain
@@ -68,6 +68,8 @@ class RunCheckpoints:
         self._folder = Path(settings.checkpoints_folder)
         self._manifest: Manifest | None = None
         self._skipped: dict[Path, str] = {}
+        self._left = set[Path]()
+        """What could not be removed, and was told."""
         self._data: dict[str, Any] | None = None
         self._superseded: Manifest | None = None
         """What the store has kept of this run, where it goes on from another."""
@@ -165,7 +167,7 @@ class RunCheckpoints:
         path = step_path(self._folder, step)
         # A damaged one, for the run would have gone on from it, or a stray file. One process looks: it may be gone for
         # the next.
-        from_rank0(self._processes, lambda: remove(path) if path.exists() else None)
+        from_rank0(self._processes, lambda: make_way(path) if path.exists() else None)
         try:
             self._save(path, step)
         except OSError:
@@ -175,7 +177,10 @@ class RunCheckpoints:
         self._newest = path
         self._skipped.pop(path, None)
         keep = self._settings.keep_checkpoints
-        from_rank0(self._processes, lambda: prune(self._folder, step, keep, self._skipped))
+        left = from_rank0(self._processes, lambda: prune(self._folder, step, keep, self._skipped))
+        for one in left.keys() - self._left:
+            self._say(f"note       {one} cannot be removed: {left[one]}; remove it where that can be done")
+        self._left |= left.keys()
         return path
 
     def keep(self, step: int) -> Path | None:

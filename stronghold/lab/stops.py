@@ -101,6 +101,29 @@ def taking_signals(stop: Stop, *, first: bool = True, alone: bool = True) -> Ite
             signal.signal(number, signal.SIG_IGN if hung_up and number == signal.SIGHUP else handler)
 
 
+@contextmanager
+def ending_at_signals() -> Iterator[None]:
+    """Has SIGTERM and, where it is not ignored as by nohup, SIGHUP leave the block by SystemExit, as Ctrl-C does.
+
+    For what is measured between processes of its own and in folders of its own: at the system's own end by these
+    signals the folders would stay.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may take signals
+        return
+
+    def end(number: int, _: Any) -> None:
+        sys.exit(HUNG_UP if number == signal.SIGHUP else INTERRUPTED)
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _silence(number: int) -> None:
     """Has what is written to a descriptor go nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

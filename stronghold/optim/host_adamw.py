@@ -17,7 +17,7 @@ from stronghold.optim.groups import check_group, check_groups, units_of
 from stronghold.optim.state_dicts import load, saved
 from stronghold.optim.states import Moment, Moments, ParameterState, as_state
 from stronghold.optim.threads import Threads
-from stronghold.optim.update import Counted, Update
+from stronghold.optim.update import CountedSteps, Update
 from stronghold.settings import check_optimizer
 from stronghold.unit import HostGrad, Need, Unit, check_room, closed_error, missing_remainders, unit_of
 
@@ -47,7 +47,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.nonfinite = nonfinite
         self.skipped_steps = 0
         self.kernel_threads = Threads(1)
-        self.in_order: list[Counted] = []
+        self.in_order: list[CountedSteps] = []
         """Updates of the backward pass that were issued to the device before the host saw their gradients."""
         self._owner: Any = None  # whose parameters these are: the same for all of them
         self._units: dict[Unit, None] = {}  # those of the parameters, each once

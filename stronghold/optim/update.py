@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _Of = TypeVar("_Of")
 
 
-class Counted(NamedTuple):
+class CountedSteps(NamedTuple):
     """What is left of an update that is under way, without the gradients: they are free once it has read them."""
 
     squares: Sequence[Tensor]
@@ -74,9 +74,9 @@ class Update:
         return sum(change.moved_bytes for change in self.changes)
 
     @property
-    def counted(self) -> Counted:
+    def counted(self) -> CountedSteps:
         """What stays of it behind it."""
-        return Counted([c.gradient.squares for c in self.changes], [c.state["step"] for c in self.changes])
+        return CountedSteps([c.gradient.squares for c in self.changes], [c.state["step"] for c in self.changes])
 
     def segments(self) -> list[Segment] | None:
         """Counts the step and returns what is to be updated, or None where a gradient is not finite.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,6 +16,8 @@ from stronghold.planner.machine_rows import machine_rows
 from stronghold.tables import Shown
 
 VERSION = 1
+_LARGEST, _MOST = sys.float_info.max, 2**63 - 1
+"""The largest numbers of a file: what a float takes, and of counts and bytes what 64 bits do."""
 REMEDY = "measure the machine again: stronghold probe -o machine.json"
 LINK = ("h2d", "d2h", "h2d_beside_d2h", "d2h_beside_h2d", "h2d_pageable", "copy_s")
 """What is measured of the link: bytes per second, alone and beside the other way, and seconds of a copy of nothing."""
@@ -163,8 +166,8 @@ class _Reading:
             read[name] = self._is(name, found[name], str, "a text")
         for name in ("is_host", "runs_behind"):
             read[name] = self._is(name, found[name], bool, "true or false")
-        for name in ("host_memory_bytes", "cores", "cache_bytes"):
-            read[name] = self._count(name, found[name])
+        for name, least in (("host_memory_bytes", 0), ("cores", 1), ("cache_bytes", 0)):
+            read[name] = self._count(name, found[name], least=least)
         if found["device_memory_bytes"] is not None:
             read["device_memory_bytes"] = self._count("device_memory_bytes", found["device_memory_bytes"])
         for name in ("op_s", "launch_s", "compute_beside_update"):
@@ -204,13 +207,14 @@ class _Reading:
     def _list(self, name: str, value: Any) -> list[Any]:
         return self._is(name, value, list, "a list")
 
-    def _count(self, name: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self._wrong(name, "a whole number of 0 or more", value)
+    def _count(self, name: str, value: Any, *, least: int = 0) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+            raise self._wrong(name, f"a whole number of {least} or more, which 64 bits hold", value)
         return value
 
     def _measured(self, name: str, value: Any, *, may_be_zero: bool = False) -> Spread:
-        numbers = isinstance(value, list) and all(type(one) in (int, float) and math.isfinite(one) for one in value)
+        # NaN is in no order, and a whole number may have more digits than a float takes.
+        numbers = isinstance(value, list) and all(type(one) in (int, float) and abs(one) <= _LARGEST for one in value)
         least = value[0] if numbers and len(value) == 3 and value == sorted(value) else -1.0
         if least < 0 or (least == 0 and not may_be_zero):
             above = "of 0 or more" if may_be_zero else "above 0"

@@ -15,7 +15,8 @@ from stronghold.planner.machine_file import Spread
 from stronghold.planner.other_plans import Alternative, LeftOut, Refused
 from stronghold.planner.plan_lines import BUDGETS, duration, section, shown, stages_shown
 from stronghold.planner.plan_table import busy_rows, memory_rows
-from stronghold.settings import OffloadSettings, check_one_of, check_optimizer
+from stronghold.planner.plan_values import check_plan_values
+from stronghold.settings import OffloadSettings
 from stronghold.spans import Span
 from stronghold.tables import Shown
 from stronghold.units import format_bytes, format_count, format_seconds
@@ -273,11 +274,10 @@ class TrainingPlan(Shown):
             found["left_out"] = tuple(LeftOut(**one) for one in found.get("left_out", ()))
             found["spans"] = [Span(lane, name, float(begin), float(end)) for lane, name, begin, end in found["spans"]]
             plan = cls(**found)
+            check_plan_values(found)
             plan.offload_settings()
-            check_one_of("updated_by", plan.updated_by, ("AdamW", "Muon"))
-            check_optimizer(plan.optimizer.get("states", "fp32"), plan.optimizer["update"], "raise", None)
             str(plan)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{os.fspath(path)!r} is no plan: {type(error).__name__}, {error}; make one: stronghold plan -o "
                 "plan.json"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stronghold.checkpoint.folder import newest, prune, remove, step_path, steps_in
+from stronghold.checkpoint.folder import make_way, newest, prune, remove, step_path, steps_in
 from tests.checkpoint.training import of_kind
 
 
@@ -98,3 +100,32 @@ def test_one_is_removed_where_a_process_was_killed_as_it_removed_another(tmp_pat
         (folder / "manifest.json").touch()
     remove(step_path(tmp_path, 10))
     assert not os.listdir(tmp_path)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder of step 10 can be deleted, as where another machine has a file of it open on a network's disk."""
+    rmtree = shutil.rmtree
+
+    def refuse(path: Any) -> None:
+        if "step-000010" in Path(path).name:
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+
+
+def test_what_cannot_be_removed_is_told_and_ends_nothing(saved: Any, held: None) -> None:
+    assert prune(saved, 30, 1) == {step_path(saved, 10): "Device or resource busy"}
+    left = saved / ".step-000010.removed"
+    assert sorted(os.listdir(saved)) == [left.name, "step-000030", "step-000040"]
+    assert prune(saved, 40, 1) == {left: "Device or resource busy"}, "it is tried again"
+    assert sorted(os.listdir(saved)) == [left.name, "step-000040"]
+
+
+def test_a_name_is_free_though_what_had_it_cannot_be_removed(tmp_path: Any, held: None) -> None:
+    for _ in range(3):
+        step_path(tmp_path, 10).mkdir()
+        make_way(step_path(tmp_path, 10))
+    assert sorted(os.listdir(tmp_path)) == [f".step-000010.{name}removed" for name in ("1.", "2.", "")]
+    assert len(prune(tmp_path, 10, 1)) == 3

@@ -183,6 +183,35 @@ def test_train_then_plot(capsys, text, tmp_path):
     assert (run / "log.jsonl").read_bytes() == before
 
 
+def test_of_several_runs_those_that_cannot_be_drawn_are_left_out_and_told(capsys, tmp_path):
+    step = {"event": "step", "step": 1, "loss": 2.0, "iteration_s": 0.5}
+    start = {"event": "start", "settings": {"batch": 2, "sequence": 8}}
+    odd = {
+        "whole": [start, step],
+        "killed": [start],
+        "other": [{"event": "start", "settings": "none"}, step],
+        "": [step],
+    }
+    for name, records in odd.items():
+        (tmp_path / f"{name or 'no-start'}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    picture, runs = tmp_path / "p.png", sorted(map(str, tmp_path.glob("*.jsonl")))
+    assert cli.main(["plot", *runs, "-o", str(picture)]) == 0
+    assert picture.exists()
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[2].split()[0].rpartition("/")[2] for line in told] == [
+        "killed.jsonl",
+        "no-start.jsonl",
+        "other.jsonl",
+    ]
+    assert "killed.jsonl is left out: there must be at least one step to draw" in told[0]
+    picture.unlink()
+    assert cli.main(["plot", *runs[:3], "-o", str(picture)]) == 2
+    assert "there must be a run to draw (got none: " in capsys.readouterr().err
+    assert cli.main(["plot", runs[0], "-o", str(picture)]) == 2
+    assert cli.main(["plot", *runs, str(tmp_path / "nowhere"), "-o", str(picture)]) == 2  # a slip of the pen
+    assert not picture.exists()
+
+
 def test_resume_goes_on_and_tells_what_it_skipped(capsys, text, tmp_path):
     run = tmp_path / "o"
     command = ["train", *TINY, "--data", text, "--device", "cpu", "--out", str(run)]

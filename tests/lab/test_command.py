@@ -68,6 +68,42 @@ def test_a_process_leaves_its_garbage_unless_triton_would_tell_of_it(loaded, col
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{collected}\n", "")
 
 
+SAYS = """
+import argparse, os, sys
+from stronghold.lab.command import run_command
+
+def run(options):
+    print("1 µs … " + os.fsdecode(b"a\\xff"))
+    return 0
+
+parser = argparse.ArgumentParser(description="a … description")
+parser.set_defaults(run=run)
+sys.exit(run_command(parser, sys.argv[1:], None))
+"""
+
+
+@pytest.mark.parametrize(
+    ("encoding", "told"),
+    [
+        ("ascii", rb"1 \xb5s \u2026 a\udcff"),  # as in the locale C where PYTHONCOERCECLOCALE=0
+        ("ascii:surrogateescape", rb"1 \xb5s \u2026 a\udcff"),
+        ("latin-1", b"1 \xb5s \\u2026 a\\udcff"),
+        ("utf-8", "1 µs … a\\udcff".encode()),
+        ("utf-8:surrogateescape", "1 µs … a".encode() + b"\xff"),  # Python's own choice in the locale C
+    ],
+)
+def test_what_the_output_s_encoding_lacks_is_escaped_and_no_error(encoding, told):
+    def output(*arguments):
+        command = [sys.executable, "-c", SAYS, *arguments]
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60)
+
+    done = output()
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, told, b"")
+    helped = output("--help")
+    assert helped.returncode == 0 and b"a " in helped.stdout and helped.stderr == b""
+
+
 @pytest.mark.parametrize("lines", [1, 9999])  # of which Python hears at its end, or while it prints
 def test_a_reader_who_has_gone_is_no_error(lines):
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -106,7 +142,16 @@ def test_streams_that_are_closed_from_the_beginning_lead_nowhere(tmp_path):
         (ValueError("one\n  and another"), "one and another"),
         (StrongholdError("no"), "no"),
         (FileNotFoundError(2, "No such file or directory", "x.txt"), "No such file or directory: x.txt"),
-        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (
+            OSError(28, "No space left on device"),
+            "[Errno 28] No space left on device; free space there, or pass a path on another disk",
+        ),
+        (
+            PermissionError(13, "Permission denied", "a/config.json"),
+            "Permission denied: a/config.json; grant this user the rights to it and to the folders above it, or pass "
+            "another path",
+        ),
+        (OSError(122, "Disk quota exceeded; have it raised", "x"), "Disk quota exceeded; have it raised: x"),
         (KeyError("a"), "KeyError: 'a'"),
         (ValueError(), "ValueError"),
         (AssertionError(), "AssertionError"),

@@ -168,6 +168,27 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason_and_replaced(
     assert kept(settings.out) == [6, 9]
 
 
+def test_a_checkpoint_that_cannot_be_removed_is_told_once_and_ends_no_run(
+    settings: TrainSettings, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash(monkeypatch, settings, 8)
+    damaged = Path(settings.out, "checkpoints", "step-000006")
+    os.truncate(damaged / "layer-00001.safetensors", 1000)
+    rmtree = shutil.rmtree
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> None:  # as of another user's
+        if Path(path).name == ".step-000006.removed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        rmtree(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    _, shown = run(settings, resume=True)
+    assert losses(settings.out) == expected
+    assert kept(settings.out) == [6, 9]
+    left = damaged.with_name(".step-000006.removed")
+    assert shown.count(f"note       {left} cannot be removed: Permission denied; remove it") == 1
+
+
 def test_a_folder_that_another_run_writes_is_left_alone(
     settings: TrainSettings, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

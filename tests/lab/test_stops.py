@@ -13,7 +13,7 @@ import pytest
 
 from stronghold.lab.models.files import load_model
 from stronghold.lab.records.runs import read_run
-from stronghold.lab.stops import HUNG_UP, Output, Stop, taking_signals
+from stronghold.lab.stops import HUNG_UP, Output, Stop, ending_at_signals, taking_signals
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ["-l", "2", "--hidden", "32", "--heads", "2", "--vocabulary", "256", "--seq", "32", "--batch", "2"]
@@ -116,6 +116,38 @@ def test_the_first_signal_decides_and_handlers_are_put_back():
         os.kill(os.getpid(), signal.SIGHUP)
     assert (stop.asked, stop.exit_code) == (True, 130)
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGHUP, HUNG_UP)])
+def test_a_signal_leaves_what_is_measured_by_its_end_and_handlers_are_put_back(number, code):
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(one, signal.SIG_DFL) for one in numbers]  # under nohup SIGHUP would be ignored
+    cleared = []
+    try:
+        with pytest.raises(SystemExit) as ended, ending_at_signals():
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                cleared.append(number)
+        assert (ended.value.code, cleared) == (code, [number])
+        assert [signal.getsignal(one) for one in numbers] == [signal.SIG_DFL] * 2
+    finally:
+        for one, handler in zip(numbers, before, strict=True):
+            signal.signal(one, handler)
+
+
+def test_a_probe_that_is_ended_leaves_no_folder_and_no_process(tmp_path):
+    """SIGTERM left /tmp/stronghold-probe-… behind."""
+    command = [sys.executable, "-m", "stronghold", "probe", "--no-keep", "--device", "cpu"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 60
+        while not list(tmp_path.glob("stronghold-probe-*/store")):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 130
+    assert not os.listdir(tmp_path)
 
 
 def test_an_output_that_fails_otherwise_is_an_error(monkeypatch):

@@ -1,6 +1,7 @@
 """What a plan says, and what its file may hold."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -200,7 +201,15 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
         (lambda found: json.dumps({**found, "settings": {"window": "wide"}}), "window must be"),
         (lambda found: json.dumps({**found, "settings": {"colour": 1}}), "colour"),
         (lambda found: json.dumps({**found, "optimizer": {"states": "fp64", "update": "deferred"}}), "fp64"),
-        (lambda found: json.dumps({**found, "slots_bytes": "many"}), "TypeError"),
+        (lambda found: json.dumps({**found, "slots_bytes": "many"}), "TypeError|slots_bytes must be a whole number"),
+        (lambda found: json.dumps({**found, "dtype": "bf16"}), "dtype must be .*float32.*bfloat16.*bf16"),
+        (lambda found: json.dumps({**found, "samples": 0}), "samples must be a whole number of 1 or more"),
+        (lambda found: json.dumps({**found, "samples": "4"}), "samples must be a whole number of 1 or more"),
+        (lambda found: json.dumps({**found, "tokens": 10**400}), "OverflowError|tokens must be a whole number"),
+        (lambda found: json.dumps({**found, "samples": 2, "tokens": 7}), "tokens must be a multiple of samples"),
+        (lambda found: json.dumps({**found, "device": ["cpu"]}), "device must be a text"),
+        (lambda found: json.dumps({**found, "step_s": [1, 0, 1]}), "step_s must be three numbers above 0"),
+        (lambda found: json.dumps({**found, "step_s": [1, math.nan, 1]}), "step_s must be three numbers above 0"),
         (lambda found: json.dumps({name: found[name] for name in found if name != "longest"}), "longest"),
         (lambda found: json.dumps({**found, "others": [{"settings": {}}]}), "TypeError"),
     ],

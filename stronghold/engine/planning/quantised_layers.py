@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from stronghold.planner.machine_file import MachineFile, Spread
 from stronghold.probing import facts_of
+from stronghold.probing.this_machine import device_given
 from stronghold.unit import all_parameters, part_of, stand_in
 
 ROUNDS = 3
@@ -138,7 +139,7 @@ def with_rates(
     """
     rates: dict[str, Spread] = {}
     assumed: list[str] = []
-    device = torch.device(machine.device)
+    device = device_given(machine.device)  # of a file, which may have any text there
     here = _is_here(machine, device)
     for title, one in {one.title: one for one in layers}.items():
         assumed.append(f"a product with weights {title} takes that in {_name(dtype)}, behind its dequantised weight's")

@@ -1,6 +1,7 @@
 """`stronghold plot`: loss and throughput of runs as a picture."""
 
 import argparse
+import os
 
 from stronghold.lab.cli.console import print_notes
 from stronghold.lab.cli.parser import Commands, Help
@@ -30,12 +31,24 @@ def add_plot(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from stronghold.lab.records.figures import draw_runs
-    from stronghold.lab.records.runs import read_run
+    from stronghold.lab.records.figures import check_drawable, draw_runs
+    from stronghold.lab.records.runs import Run, read_run
 
     check_apart([("--output", options.output)], inputs=[("RUN", one) for run in options.runs for one in files_of(run)])
     check_picture("--output", options.output)
-    runs = [read_run(run) for run in options.runs]
-    print_notes(run.truncated for run in runs if run.truncated)
+    runs, notes = list[Run](), list[str]()
+    for place in options.runs:
+        try:
+            run = read_run(place)
+            notes += [*filter(None, [run.truncated]), *check_drawable(run)]
+        except ValueError as error:  # one of runs/*, which was killed in its first step, say
+            if len(options.runs) == 1 or not os.path.exists(place):
+                raise
+            notes.append(f"{place} is left out: {error}")
+        else:
+            runs.append(run)
+    if not runs:
+        raise ValueError(f"there must be a run to draw (got none: {'; '.join(notes)}); pass other runs")
+    print_notes(notes)
     print(draw_runs(runs, options.output))
     return 0

@@ -110,10 +110,12 @@ def _probed(
     """Measures, and shows how far that is."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from stronghold.lab.stops import ending_at_signals
     from stronghold.probing import probe
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ending_at_signals())
         shown, task = Progress(*columns, console=console, transient=True), None
 
         def show(what: str, share: float) -> None:

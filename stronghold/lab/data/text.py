@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import stat
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,25 +24,50 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-package
 def find_files(source: str | Path) -> list[Path]:
     """Returns the files that ``source`` names, sorted by path: a file, all below a directory, or a glob's.
 
-    Of a directory, files and folders whose name begins with a dot are left out. Raises ValueError where
-    there is none.
+    Of a directory, files and folders whose name begins with a dot are left out, and links to folders are followed.
+    Raises ValueError where there is none, and where a directory has a part that cannot be looked at.
     """
     path = Path(source)
-    if path.is_dir():
-        files = [
-            file
-            for file in path.rglob("*")
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
-        rule = "a data directory must hold at least one file"
-    elif path.exists():
-        return [path]
-    else:
-        files = [Path(name) for name in glob.glob(str(source), recursive=True) if Path(name).is_file()]
-        rule = "data must be an existing file, a directory or a glob that matches at least one file"
+    try:
+        if path.is_dir():
+            files = list(_files_below(path))
+            rule = "a data directory must hold at least one file"
+        elif path.exists():
+            return [path]
+        else:
+            files = [Path(name) for name in glob.glob(str(source), recursive=True) if Path(name).is_file()]
+            rule = "data must be an existing file, a directory or a glob that matches at least one file"
+    except OSError as error:
+        raise ValueError(
+            f"data must be readable (got {error.strerror} for {os.fspath(error.filename or path)!r}); grant this user "
+            "the rights to it and to the folders above it, or leave it out with a glob such as 'folder/**/*.txt'"
+        ) from error
     if not files:
         raise ValueError(f"{rule} (got {str(source)!r}, which gives none); pass another path")
     return sorted(files)
+
+
+def _files_below(top: Path) -> Iterator[Path]:
+    """Yields the files of a directory and of those in it; of one that links lead to as well, once.
+
+    ``Path.rglob`` says nothing of what it may not look at, and goes into no link: a run would learn a part of its data.
+    Raises OSError.
+    """
+    seen = set[tuple[int, int]]()
+    folders, links = [top], list[Path]()  # links last, so that a file has the path that it has without them
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        found = folder.stat()
+        if (found.st_dev, found.st_ino) in seen:
+            continue
+        seen.add((found.st_dev, found.st_ino))
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("."):
+                continue
+            if stat.S_ISDIR(path.stat().st_mode):  # of a link to nothing too this is an error
+                (links if path.is_symlink() else folders).append(path)
+            elif path.is_file():
+                yield path
 
 
 def read_documents(source: str | Path) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import zlib
@@ -71,7 +72,7 @@ def newest(out: str | Path, say: Callable[[str], None]) -> tuple[Checkpoint | No
         except (StrongholdError, OSError) as error:
             problems[path] = f"{path}: {error}"
             say(f"skipped    {path}: {error}")
-    if any((path / SEAL).exists() for path in problems):
+    if any(os.path.exists(path / SEAL) for path in problems):
         raise CheckpointError(
             f"a run goes on from a whole checkpoint (got {len(problems)} in {out}, none of them whole: "
             f"{'; '.join(problems.values())}); restore one, or begin a run in another folder"
@@ -107,18 +108,24 @@ def check_empty(out: str | Path) -> None:
         )
 
 
-def prune(out: str | Path, step: int, keep: int, damaged: Collection[Path] = ()) -> None:
+def prune(out: str | Path, step: int, keep: int, damaged: Collection[Path] = ()) -> dict[Path, str]:
     """Removes all checkpoints in ``out`` up to ``step`` but the newest ``keep`` that are whole.
 
-    Those without a seal, of whatever step, and those known to be ``damaged`` are not whole.
+    Those without a seal, of whatever step, and those known to be ``damaged`` are not whole. Returns what cannot be
+    removed, with the reason, which must end no run.
     """
-    sealed = [path for path in _paths(out) if (path / SEAL).is_file()]
+    left = dict[Path, str]()
+    sealed = [path for path in _paths(out) if os.path.isfile(path / SEAL)]  # False where it may not be looked at
     later = [path for path in sealed if _step_of(path) > step]
     whole = [path for path in sealed if path not in later and path not in damaged]
     for path in _paths(out):
         if path not in later and path not in whole[-keep:]:
-            (path / SEAL).unlink(missing_ok=True)  # first: half of one must not look whole
-            shutil.rmtree(path)
+            try:
+                (path / SEAL).unlink(missing_ok=True)  # first: half of one must not look whole
+                shutil.rmtree(path)
+            except OSError as error:
+                left[path] = error.strerror or str(error)
+    return left
 
 
 def remove_partial(out: str | Path) -> None:

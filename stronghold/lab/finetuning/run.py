@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import statistics
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TextIO, cast
 
@@ -165,7 +164,7 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
             what = "adapters" if settings.adapters else "model"
             say(f"{what + ' saved in':<10} {saved}, with the tokenizer")
         losses = [one["loss"] for one in watch.evaluations]
-        summary = _summary(start, watch.steps, losses[-1] if losses else None)
+        summary = summarize(start, watch.steps, held_out_loss=losses[-1] if losses else None)
         log.end({"interrupted": interrupted, "saved": saved}, summary)
     console.print(report(model))
     console.print(table("summary", summary.rows(), console.width))
@@ -195,19 +194,6 @@ def _inputs(settings: FinetuneSettings, training: Encoded) -> dict[str, Any]:
         shape = (settings.batch, min(settings.sequence, training.longest))
     ids = torch.empty(shape, dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids, "use_cache": False}
-
-
-def _summary(start: dict[str, Any], steps: list[dict[str, Any]], evaluation: float | None) -> Summary:
-    """Returns the run's figures, with its speed by the tokens that it had: a batch is filled up to its longest row."""
-    summary = summarize(start, steps, held_out_loss=evaluation)
-    tokens_per_s = statistics.median(step["tokens"] for step in steps) / summary.iteration_s
-    share = tokens_per_s / summary.tokens_per_s
-    return replace(
-        summary,
-        tokens_per_s=tokens_per_s,
-        tflops=share * summary.tflops,
-        tflops_with_recomputation=share * summary.tflops_with_recomputation,
-    )
 
 
 def _check_wandb(settings: FinetuneSettings) -> None:

@@ -44,6 +44,7 @@ class Watch(TrainerCallback):
         self._settings = settings
         self._data = data
         self._damaged = set(damaged)
+        self._left = set[Path]()
         self._console = console
         self._log = log
         self._stop = stop
@@ -109,7 +110,12 @@ class Watch(TrainerCallback):
         self._log.sync()  # first: the records of all its steps are there whenever a checkpoint is
         seal(path, step=state.global_step, learned=self._settings.learned(), data=self._data)
         self._damaged.discard(path)
-        prune(args.output_dir, state.global_step, self._settings.keep_checkpoints, self._damaged)
+        left = prune(args.output_dir, state.global_step, self._settings.keep_checkpoints, self._damaged)
+        for one in left.keys() - self._left:
+            self._console.print(
+                f"note       {one} cannot be removed: {left[one]}; remove it where that can be done", soft_wrap=True
+            )
+        self._left |= left.keys()
         self.saved = path
         self._log.checkpoint({"step": state.global_step, "path": str(path), "save_s": time.perf_counter() - begin})
 

@@ -104,7 +104,7 @@ def _iteration(run: RecordedRun) -> str:
 
 def _steps(run: RecordedRun) -> str:
     settings = run.settings
-    return f"{run.summary['steps']} of {settings['batch']} x {settings['sequence']:,}"
+    return f"{run.summary['steps']} of {run.summary.get('batch', settings['batch'])} x {settings['sequence']:,}"
 
 
 def _device_memory(run: RecordedRun) -> str:

@@ -1,15 +1,18 @@
 """Figures drawn from runs' logs alone."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from stronghold.lab.outputs import PICTURES
-from stronghold.lab.records.runs import WARM_UP_STEPS, Run, to_float
+from stronghold.lab.records.runs import WARM_UP_STEPS, Run, to_float, tokens_of
 
 # Okabe and Ito's palette: told apart by people of every colour vision; further runs change the dashes.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":", "-.")
+_COLUMNS, _ROW_INCHES = 3, 0.21
+"""Of the legend."""
 _SMOOTHED_FROM = 30
 """Steps from which a running mean is drawn over the faint single losses."""
 
@@ -31,14 +34,19 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
     style: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
     style["text.parse_math"] = False  # the $ in a run's name is one
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(11.0, 4.4), dpi=150, layout="constrained")
+        rows = math.ceil(len(runs) / _COLUMNS)
+        height = 4.4 + _ROW_INCHES * max(0, rows - 3)  # the names of many runs take nothing from the curves
+        figure = Figure(figsize=(11.0, height), dpi=150, layout="constrained")
         loss, speed = figure.subplots(1, 2)
-        lines = []
+        lines, drawn, looks = [], list[list[float]](), list[tuple[str, str]]()
         for index, run in enumerate(runs):
-            look: dict[str, Any] = {
-                "color": _COLOURS[index % len(_COLOURS)],
-                "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)],
-            }
+            losses, colour = _losses(run), _COLOURS[index % len(_COLOURS)]
+            first = index // len(_COLOURS) + drawn.count(losses)  # of equal losses one lies on another, dashed
+            dashes = [_DASHES[(first + more) % len(_DASHES)] for more in range(len(_DASHES))]
+            dash = next((dash for dash in dashes if (colour, dash) not in looks), dashes[0])
+            drawn.append(losses)
+            looks.append((colour, dash))
+            look: dict[str, Any] = {"color": colour, "linestyle": dash}
             lines.append(_draw_loss(loss, run, look))
             _draw_speed(speed, run, look)
         loss.set(title="Training loss", xlabel="step", ylabel="loss (nats per token)")
@@ -50,8 +58,10 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
             axes.set_axisbelow(True)
             axes.margins(x=0.02)
             axes.xaxis.get_major_locator().set_params(integer=True)
+            if len({step["step"] for run in runs for step in run.steps}) == 1:  # else parts of a step are marked
+                axes.set_xlim(runs[0].steps[0]["step"] - 1, runs[0].steps[0]["step"] + 1)
         # Not by the lines' own labels: Matplotlib leaves out those that begin with _.
-        figure.legend(lines, _labels(runs), loc="outside lower center", ncols=min(len(runs), 3), frameon=False)
+        figure.legend(lines, _labels(runs), loc="outside lower center", ncols=min(len(runs), _COLUMNS), frameon=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, format=kind[1:] if (kind := path.suffix.lower()) in PICTURES else "png")
@@ -60,10 +70,38 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
     return path
 
 
+def check_drawable(run: Run) -> list[str]:
+    """Returns notes on what a picture does not show of a run.
+
+    Raises ValueError for one without a step, or with a log of another form.
+    """
+    if not run.steps:
+        raise ValueError(
+            f"there must be at least one step to draw in each run (got none in {run.name!r}); pass another"
+        )
+    for step in run.steps:
+        try:
+            is_one = type(step["step"]) is int and step["iteration_s"] > 0
+            to_float(step["loss"]), tokens_of(run.start, step) / step["iteration_s"]
+        except (ArithmeticError, KeyError, TypeError, ValueError):
+            is_one = False
+        if not is_one:
+            told = {name: step.get(name) for name in ("step", "loss", "iteration_s")}
+            raise ValueError(
+                f"its log must tell batch and sequence, and of each step its number, loss and seconds (got {told}); "
+                "pass the log of `stronghold train`"
+            )
+    broken = sum(not math.isfinite(loss) for loss in _losses(run))
+    return [f"{run.name}: the loss of {broken} of {len(run.steps)} steps is no finite number"] if broken else []
+
+
+def _losses(run: Run) -> list[float]:
+    return [to_float(step["loss"]) for step in run.steps]
+
+
 def _draw_loss(axes: Any, run: Run, style: dict[str, Any]) -> Any:
     """Draws a run's losses, and returns the line of its legend."""
-    steps = [step["step"] for step in run.steps]
-    losses = [to_float(step["loss"]) for step in run.steps]
+    steps, losses = [step["step"] for step in run.steps], _losses(run)
     if len(steps) < _SMOOTHED_FROM:
         return axes.plot(steps, losses, linewidth=1.6, marker="o" if len(steps) < 3 else None, **style)[0]
     axes.plot(steps, losses, linewidth=0.7, alpha=0.3, **style)
@@ -71,11 +109,9 @@ def _draw_loss(axes: Any, run: Run, style: dict[str, Any]) -> Any:
 
 
 def _draw_speed(axes: Any, run: Run, style: dict[str, Any]) -> None:
-    settings = run.start["settings"]
-    tokens = settings["batch"] * settings["sequence"]
     timed = run.steps[WARM_UP_STEPS:] if len(run.steps) > 2 * WARM_UP_STEPS else run.steps
     steps = [step["step"] for step in timed]
-    rates = [tokens / step["iteration_s"] for step in timed]
+    rates = [tokens_of(run.start, step) / step["iteration_s"] for step in timed]
     marker = "o" if len(steps) < 3 else None
     axes.plot(steps, rates, linewidth=1.1, marker=marker, **style)
 

@@ -96,13 +96,14 @@ def summarize(
 ) -> Summary:
     """Sums up a run by its first record and its steps' records, of which there must be one at least."""
     settings = start["settings"]
-    batch, sequence = settings["batch"], settings["sequence"]
+    tokens = statistics.median(tokens_of(start, step) for step in steps)
+    batch, sequence = steps[-1].get("batch", settings["batch"]), settings["sequence"]  # a step may accumulate several
     timed = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps[1:] or steps
     times = sorted(step["iteration_s"] for step in timed)
     iteration_s = statistics.median(times)
     # 2·N a token forward and 4·N backward, N every parameter once: a tied embedding counts for the head's product,
     # biases and norms as if they were matrices, attention's own products not at all.
-    flops = 6 * start["parameters"] * batch * sequence
+    flops = 6 * start["parameters"] * tokens
     return Summary(
         method=settings["method"],
         parameters=start["parameters"],
@@ -113,7 +114,7 @@ def summarize(
         iteration_s_p10=times[round(0.1 * (len(times) - 1))],
         iteration_s_p90=times[round(0.9 * (len(times) - 1))],
         samples_per_s=batch / iteration_s,
-        tokens_per_s=batch * sequence / iteration_s,
+        tokens_per_s=tokens / iteration_s,
         tflops=flops / iteration_s / 1e12,
         tflops_with_recomputation=flops * 8 / 6 / iteration_s / 1e12,
         device_bytes=max(step["device_bytes"] for step in steps),
@@ -125,6 +126,12 @@ def summarize(
         disk_bytes=max(step.get("disk_bytes", 0) for step in steps),
         disk_written_bytes=round(statistics.median(step.get("disk_written_bytes", 0) for step in timed)),
     )
+
+
+def tokens_of(start: Mapping[str, Any], step: Mapping[str, Any]) -> float:
+    """Returns the tokens of a step, which it tells where a batch is only filled up to its longest row."""
+    settings = start["settings"]
+    return float(step.get("tokens", settings["batch"] * settings["sequence"]))
 
 
 def read_run(path: str | Path) -> Run:

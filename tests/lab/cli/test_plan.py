@@ -144,3 +144,10 @@ def test_what_is_wrong_is_told_in_one_line(arguments, message, capsys):
     replace(TrainingPlan.read("plan.json"), machine="a processor that nobody has").write("elsewhere.json")
     capsys.readouterr()
     assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("device", ["", "xxxxx"])
+def test_a_machine_s_file_of_a_device_that_torch_does_not_know_is_refused(device, capsys):
+    replace(laptop(), device=device).write("odd.json")
+    assert cli.main(["plan", *SHAPE, *STEP, "--machine", "odd.json"]) == 2
+    assert f"device must be a name that torch knows (got {device!r})" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Files to documents, and what is said of files that give none."""
 
+import errno
 import json
 import os
 import sysconfig
@@ -24,6 +25,33 @@ def folder(tmp_path):
 
 def test_a_directory_is_all_its_files_in_order_without_hidden_ones(folder):
     assert list(read_documents(folder)) == ["first é", "second", "third", "fourth"]
+
+
+def test_a_directory_s_links_are_followed_and_a_folder_that_is_there_twice_is_read_once(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "d.txt").write_text("fifth")
+    (elsewhere / "back").symlink_to(folder)
+    (folder / "a-link").symlink_to(folder / "sub")
+    (folder / "z").symlink_to(elsewhere)
+    assert list(read_documents(folder)) == ["first é", "second", "third", "fourth", "fifth"]
+    assert folder / "sub" / "c.jsonl" in find_files(folder)
+
+
+def test_what_a_directory_has_and_cannot_be_read_is_refused_and_not_left_out(folder, monkeypatch):
+    (folder / "gone.txt").symlink_to(folder / "nowhere")
+    with pytest.raises(ValueError, match=r"No such file or directory for '.*gone\.txt'.*leave it out with a glob"):
+        find_files(folder)
+    (folder / "gone.txt").unlink()
+    iterdir = Path.iterdir
+
+    def closed(path):  # as for a user who has no right to look into it, which the tests' own user may have
+        if path.name == "sub":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(ValueError, match=r"Permission denied for '.*sub'.*grant this user the rights"):
+        find_files(folder)
 
 
 def test_a_path_is_one_file_and_a_glob_is_what_matches(folder):

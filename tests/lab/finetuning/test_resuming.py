@@ -493,6 +493,23 @@ def test_pruning_counts_what_is_whole_up_to_the_step(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10", "checkpoint-40", "checkpoint-100"}
 
 
+def test_what_cannot_be_pruned_is_told_and_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (5, 10, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / SEAL).touch()
+    rmtree = shutil.rmtree
+
+    def refuse(path: Path) -> None:  # as where another machine has a file of it open on a network's disk
+        if path.name == "checkpoint-5":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert prune(tmp_path, 20, 1) == {tmp_path / "checkpoint-5": "Device or resource busy"}
+    assert not (tmp_path / "checkpoint-5" / SEAL).exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5", "checkpoint-20"}
+
+
 def test_on_a_full_disk_it_says_which_checkpoint_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line told of a file in the checkpoint that was not to be, and nothing of the one before."""
     whole = runs.settings(tmp_path)

@@ -43,4 +43,4 @@ def test_a_report_and_a_trace_of_nothing_are_refused(capsys, tmp_path, monkeypat
 def test_a_page_that_cannot_be_written_is_a_failure(capsys, tmp_path):
     write_log(tmp_path, "a")
     assert cli.main(["report", str(tmp_path), "-o", "/dev/full"]) == cli.FAILED
-    assert "cannot write the page (No space left on device): /dev/full\n" in capsys.readouterr().err
+    assert "cannot write the page (No space left on device): /dev/full; free space there" in capsys.readouterr().err

@@ -1,12 +1,13 @@
 """Figures: they show every run, and their running mean is one."""
 
 import math
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from stronghold.lab.records.figures import _labels, _running_mean, draw_runs
+from stronghold.lab.records.figures import _labels, _running_mean, check_drawable, draw_runs
 from stronghold.lab.records.runs import Run
 
 
@@ -56,6 +57,64 @@ def test_a_single_step_and_a_nan_are_drawn(tmp_path):
     draw_runs([run("one", 1)], tmp_path / "one.png")
     draw_runs([run("nan", 5, loss=lambda step: "nan" if step == 3 else 1.0)], tmp_path / "nan.png")
     assert picture(tmp_path / "one.png").shape == picture(tmp_path / "nan.png").shape
+
+
+def axes_of(monkeypatch, runs, path):
+    """Draws ``runs`` and returns the axes of loss and of speed."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **named: (figures.append(self), save(self, *args, **named))
+    )
+    draw_runs(runs, path)
+    return figures[0].axes
+
+
+def test_the_speed_is_by_the_tokens_that_a_step_tells(tmp_path, monkeypatch):
+    """A fine-tuning's batches are filled up to their longest row: by --seq it was drawn several times as fast."""
+    told = run("told", 3)
+    told = replace(told, steps=tuple({**step, "tokens": 7.0, "iteration_s": 0.5} for step in told.steps))
+    _, speed = axes_of(monkeypatch, [told], tmp_path / "a.png")
+    assert list(speed.lines[0].get_ydata()) == [14.0] * 3
+
+
+def test_of_equal_losses_one_lies_on_another_dashed(tmp_path, monkeypatch):
+    loss, _ = axes_of(monkeypatch, [run(name, 5) for name in "abc"], tmp_path / "a.png")
+    assert [line.get_linestyle() for line in loss.lines] == ["-", "--", ":"]
+
+
+def test_many_runs_have_looks_of_their_own_and_room(tmp_path, monkeypatch):
+    """The names of 40 runs took most of the picture, and what the axes are called was cut off."""
+    runs = [
+        run(f"run {number}", 5, loss=lambda step, n=number: 1.0 if n in (0, 6) else float(n)) for number in range(40)
+    ]
+    loss, _ = axes_of(monkeypatch, runs, tmp_path / "a.png")
+    looks = {(line.get_color(), line.get_linestyle()) for line in loss.lines[:28]}
+    assert len(looks) == 28, "as many as there are colours and dashes"
+    figure = loss.figure
+    assert loss.get_position().height * figure.get_figheight() > 2.5
+
+
+def test_a_single_step_is_marked_as_one(tmp_path, monkeypatch):
+    loss, speed = axes_of(monkeypatch, [run("one", 1)], tmp_path / "a.png")
+    assert loss.get_xlim() == speed.get_xlim() == (0, 2)
+
+
+@pytest.mark.parametrize("change", [{"loss": [1]}, {"iteration_s": 0}, {"step": "1"}, {"tokens": "many"}])
+def test_a_log_of_another_form_is_refused_with_what_it_tells(change):
+    odd = replace(run("odd", 2), steps=({**run("odd", 1).steps[0], **change},))
+    with pytest.raises(ValueError, match="its log must tell batch and sequence, and of each step its number"):
+        check_drawable(odd)
+    with pytest.raises(ValueError, match="its log must tell batch and sequence"):
+        check_drawable(replace(odd, start={"settings": "none"}, steps=run("odd", 1).steps))
+
+
+def test_losses_that_are_no_numbers_are_noted():
+    assert check_drawable(run("one", 4)) == []
+    found = check_drawable(run("nan", 5, loss=lambda step: "nan" if step == 3 else 1.0))
+    assert found == ["nan: the loss of 1 of 5 steps is no finite number"]
 
 
 def test_no_step_is_refused_with_the_runs_name(tmp_path):

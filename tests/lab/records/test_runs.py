@@ -31,6 +31,16 @@ def test_the_summary_leaves_out_warm_up_and_takes_medians():
     assert (summary.steps, summary.device_bytes) == (7, 50)
 
 
+def test_the_speed_is_that_of_the_tokens_and_samples_that_steps_tell():
+    """Of batches that are filled up to their longest row, and of several that are accumulated."""
+    steps = [{**step(n, 2.0), "tokens": 10.0 * n, "batch": 8} for n in range(1, 6)]
+    summary = summarize(START, steps)
+    assert (summary.batch, summary.samples_per_s, summary.tokens_per_s) == (8, 4.0, 15.0)
+    assert summary.tflops == pytest.approx(6 * 1e9 * 15.0 / 1e12)
+    with pytest.raises(ValueError, match="median"):
+        summarize(START, [])
+
+
 @pytest.mark.parametrize(("times", "median"), [([9], 9), ([9, 1], 1), ([9, 2, 1], 1.5), ([9, 8, 1, 3, 2], 2)])
 def test_short_runs_leave_out_what_they_can(times, median):
     assert summarize(START, [step(n, s) for n, s in enumerate(times, 1)]).iteration_s == median
