@@ -68,9 +68,13 @@ class _Timed:
 
 
 def updates_that_take(element_s: float) -> AbstractContextManager[Any]:
-    """Replaces the optimizer's kernel by one that takes ``element_s`` per element, where it has its operands."""
+    """Replaces the optimizer's kernel by one that takes ``element_s`` per element, where it has its operands.
+
+    What the thread that computes updates itself, of resident units, has a time of the device's own.
+    """
 
     def slow(segments: list[native.Segment], *, threads: int) -> None:
-        time.sleep(element_s * sum(segment.weight.numel() for segment in segments))
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(element_s * sum(segment.weight.numel() for segment in segments))
 
     return mock.patch.object(native, "adamw", slow)

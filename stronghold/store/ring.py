@@ -66,21 +66,20 @@ class Chunk:
 class Ring:
     """``SLOTS`` buffers. Chunks are read in the order in which they were added, as far ahead as buffers are free.
 
-    Chunks are added by the thread that computes; read, taken and given back, in the same order, by the one that
-    updates, which no signal interrupts.
+    Chunks are added by the thread that computes; taken and given back, in the same order, by the one that updates. That
+    they are read begins in a thread of the ring's own, for that one may be at an update: no signal interrupts either.
     """
 
     def __init__(self, device: Device) -> None:
-        self._updates = device.updates
+        self._ahead = device.host_stream("ring")
         self._slots = [_RingSlot(device.host_buffer(SLOT_BYTES, pinned=False, private=True)) for _ in range(SLOTS)]
         self._waiting: deque[Chunk] = deque()
         self._lock = threading.Lock()
 
     def add(self, waiting: Sequence[Chunk]) -> None:
         """Has ``waiting`` read, behind all that were added before."""
-        with self._lock:
-            self._waiting.extend(waiting)
-        self._updates.submit(self._begin_to_read)
+        self._waiting.extend(waiting)  # at once, and not under the lock: whoever has it may wait for the disk
+        self._ahead.submit(self._begin_to_read)
 
     def _begin_to_read(self) -> None:
         with self._lock:
