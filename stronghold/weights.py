@@ -80,7 +80,8 @@ def fill(model: nn.Module, weights: Weights | None) -> None:
 def give_values(parameter: nn.Parameter, memory: Tensor) -> None:
     """Makes ``memory`` the data of a parameter, which stays the same object: one on the meta device becomes real."""
     if parameter.is_meta:
-        exchange(parameter, nn.Parameter(torch.empty(0, dtype=memory.dtype), requires_grad=parameter.requires_grad))
+        empty = torch.empty(0, dtype=memory.dtype, device="cpu")
+        exchange(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     parameter.data = memory
 
 

@@ -77,7 +77,7 @@ class _StandIn(Tensor):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> _StandIn:
-        stand_in = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(cls)
+        stand_in = torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape).as_subclass(cls)
         stand_in.stands_for = frozenset([name])
         return stand_in
 

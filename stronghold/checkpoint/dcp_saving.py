@@ -83,7 +83,8 @@ def own_content(
             keys = moments_of.get(parameter)
             if keys is None or (step is None and not parameter.requires_grad):
                 continue
-            counted = {"step": torch.tensor(step or 0.0)} if keys == ADAMW_MOMENTS else {}  # Muon has no use for it
+            is_counted = keys == ADAMW_MOMENTS  # Muon has no use for it
+            counted = {"step": torch.tensor(step or 0.0, device="cpu")} if is_counted else {}
             moments[name] = {**counted, **dict.fromkeys(keys, like)}
             for key in keys:  # torch's own programs have moments before a first step, too
                 taken = partial(_moment, engine, unit, states.get(parameter), key, parameter.shape)
@@ -216,7 +217,7 @@ def _master(engine: Engine, unit: Unit, index: int) -> Tensor:
 def _moment(engine: Engine, unit: Unit, state: ParameterState | None, key: str, shape: torch.Size) -> Tensor:
     """Returns a copy of a moment in fp32 on the host; zeros where there is none yet."""
     if not state:
-        return torch.zeros(shape)
+        return torch.zeros(shape, device="cpu")
     moment = state[key]
     if isinstance(moment, Blocks):
         value = _on_host(decode(moment, signed=key == "exp_avg").view(shape), moment.codes)

@@ -81,7 +81,7 @@ def _subclass(files: QuantisedFiles, name: str, kept: KeptWeight) -> nn.Paramete
             f"the weights in {str(files.directory)!r} are torchao's, which is not installed; pip install torchao"
         ) from error
     entries = {part: files.entries[there] for part, there in kept.parts.items()}
-    number = {part: torch.zeros((), dtype=_STORAGE.get(entry.dtype)) for part, entry in entries.items()}
+    number = {part: torch.zeros((), dtype=_STORAGE.get(entry.dtype), device="cpu") for part, entry in entries.items()}
     cells = {part: number[part].expand(entry.shape) for part, entry in entries.items()}
     try:
         made = object_from_dict({**kept.state, "_data": {**kept.state["_data"], **cells}})

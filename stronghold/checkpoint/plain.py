@@ -81,7 +81,7 @@ def _from_plain(value: Any) -> Any:
         return np.frombuffer(data, dtype=np.dtype(held["dtype"])).reshape(held["shape"])
     dtype = getattr(torch, held["dtype"])
     if not data:
-        return torch.empty(0, dtype=dtype).view(held["shape"])
+        return torch.empty(0, dtype=dtype, device="cpu").view(held["shape"])
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(held["shape"])
 
 

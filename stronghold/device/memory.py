@@ -46,7 +46,7 @@ class MappedBuffer:
         """Returns the tensor of ``shape`` and ``dtype`` that lies at ``offset_bytes``."""
         count = math.prod(shape)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self._offset_bytes + offset_bytes)
         if len(shape) == 1:
             return flat

@@ -46,7 +46,7 @@ class DistributedGroup:
 
     def barrier(self) -> None:
         with self._waiting():
-            dist.all_reduce(torch.zeros(()), group=self._link)  # on the host, whatever the device
+            dist.all_reduce(torch.zeros((), device="cpu"), group=self._link)  # on the host, whatever the device
 
     def all_reduce(self, values: Tensor, op: Literal["sum", "max"] = "sum") -> None:
         with self._waiting():

@@ -44,8 +44,10 @@ def as_within(model: nn.Module, initialise: Initialise) -> Initialise:
 def _thrown_away(module: nn.Module) -> nn.Module:
     """Returns ``module`` with memory of its own for the parameters that it has itself."""
     twin = copy.copy(module)
-    twin._parameters = {
-        name: p if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
-        for name, p in module._parameters.items()
-    }
+    twin._parameters = {name: None if p is None else _like(p) for name, p in module._parameters.items()}
     return twin
+
+
+def _like(parameter: nn.Parameter) -> nn.Parameter:
+    memory = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+    return nn.Parameter(memory, requires_grad=parameter.requires_grad)

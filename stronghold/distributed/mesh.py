@@ -38,8 +38,8 @@ def ranks_by_place(machines: Sequence[tuple[str, str]], each: int) -> Tensor:
                 "it"
             )
     order = sorted(range(len(hosts[0])), key=hosts[0].__getitem__)  # by machine; a stable sort keeps a machine's order
-    replicas = torch.tensor(order).view(len(set(hosts[0])), -1, 1)
-    return replicas * each + torch.arange(each)
+    replicas = torch.tensor(order, device="cpu").view(len(set(hosts[0])), -1, 1)
+    return replicas * each + torch.arange(each, device="cpu")
 
 
 def mesh_of(ranks: Tensor, device_type: str, watch: Watch) -> DeviceMesh:

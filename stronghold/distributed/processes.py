@@ -123,7 +123,7 @@ class Processes(DistributedGroup):
 
     def same(self, value: int, *, changed: bool = False) -> tuple[bool, bool]:
         """Returns whether all processes have the same ``value``, and whether any has ``changed`` what it tells of."""
-        extremes = torch.tensor([value, -value, changed])
+        extremes = torch.tensor([value, -value, changed], device="cpu")
         self.all_reduce(extremes, "max")
         return bool(extremes[0] == -extremes[1]), bool(extremes[2])
 
@@ -132,7 +132,7 @@ class Processes(DistributedGroup):
 
         Who has it tells the others, and waits for none of them: in a pipeline they end their steps later.
         """
-        mean = torch.tensor(0.0 if value is None else value.item(), dtype=torch.float64)
+        mean = torch.tensor(0.0 if value is None else value.item(), dtype=torch.float64, device="cpu")
         last = self.place == self.each - 1
         if last and self.replicas.world_size > 1:
             self.replicas.main.mean(mean)

@@ -103,7 +103,7 @@ class Tied:
         if not self.uses:
             return
         own = {name: _update_of(parameter, optimizer) for parameter, name in self.shared.items()}
-        extremes = torch.full((2, len(self.uses)), -(2**63))
+        extremes = torch.full((2, len(self.uses)), -(2**63), device="cpu")
         for number, name in enumerate(self._all_names):
             if name in own:
                 crc = zlib.crc32(repr(own[name]).encode())

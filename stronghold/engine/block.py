@@ -20,6 +20,7 @@ from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.compiled import Compiling, is_compile_error, refuse_saved
 from stronghold.engine.compiler_settings import CompilerSettings
 from stronghold.engine.copying import GeneratorCopies
+from stronghold.engine.dispatch_modes import outside_modes
 from stronghold.engine.forward_hooks import ForwardHooks
 from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import MicroBatches, batch_of
@@ -155,8 +156,7 @@ class Block:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine, training = self.engine, torch.is_grad_enabled()
-        behind = engine.enter(self)
-        engine.window.begin_forward(self.layer, training=training, behind=behind)
+        outside_modes(functools.partial(self._enter, training))
         leader = batch_of(args, kwargs) if getattr(self.module, "has_samples", True) else None
         run = Run(self.layer, self.unit.generation, 0 if leader is None else leader.shape[0])
         nodes, returning = set(), False
@@ -176,12 +176,16 @@ class Block:
             check_mixed(error, self.unit.name, self.unit.dtype, inputs, self.module.buffers())
             raise
         finally:
-            engine.window.end_forward(self.layer, returning=returning)
+            outside_modes(functools.partial(engine.window.end_forward, self.layer, returning=returning))
         if returning:
             engine.ran(run, accumulators)
             for node in nodes:
                 node.register_prehook(functools.partial(self._enter_backward, accumulators))
         return output
+
+    def _enter(self, training: bool) -> None:
+        behind = self.engine.enter(self)
+        self.engine.window.begin_forward(self.layer, training=training, behind=behind)
 
     def check(self) -> None:
         """Raises OffloadedModelError where modules or parameters were added or replaced since ``offload``."""

@@ -111,13 +111,13 @@ def _of_one(some: nn.Module, experts: int, generator: torch.Generator, device: t
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _choices(tokens: int, experts: int, choices: int) -> Tensor:
     """Returns for each token as many experts, some of all parts, in another order for each token."""
     among = max(choices, min(choices + 1, experts))
-    token, choice = torch.arange(tokens)[:, None], torch.arange(choices)
+    token, choice = torch.arange(tokens, device="cpu")[:, None], torch.arange(choices, device="cpu")
     return (2 * token - choice) % among * experts // among
 
 

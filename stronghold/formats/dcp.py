@@ -108,7 +108,7 @@ class DistributedCheckpoint:
             if entry is None:
                 self._refuse(f"must have all that belongs to AdamW's state (it has no {key})")
             if target is None and isinstance(entry, TensorStorageMetadata):
-                target = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+                target = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="cpu")
             state[key] = target
         self._told(lambda: self._load(state))
         return state
@@ -284,7 +284,9 @@ class DistributedTensors:
 
     def read(self, name: str) -> Tensor:
         key = self._keys[name]
-        return self._checkpoint.read(key, torch.empty(tuple(self._checkpoint.entry(key).size), dtype=self.dtype(name)))
+        return self._checkpoint.read(
+            key, torch.empty(tuple(self._checkpoint.entry(key).size), dtype=self.dtype(name), device="cpu")
+        )
 
     def read_to(self, name: str, target: Tensor) -> None:
         if target.is_cpu and target.is_contiguous():

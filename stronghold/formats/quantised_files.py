@@ -74,7 +74,7 @@ class QuantisedFiles(WeightFiles):
 
     def read(self, name: str) -> Tensor:
         if name in self._offsets:
-            return torch.tensor(self._offsets[name], dtype=torch.float32)
+            return torch.tensor(self._offsets[name], dtype=torch.float32, device="cpu")
         own = self._own.get(name, name)
         return self._read(own, self.entries[name])
 

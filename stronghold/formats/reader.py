@@ -95,7 +95,7 @@ class FileReader:
         Raises CorruptionError where it is not what was written, and CheckpointError where it is not what can be loaded.
         """
         length = self._length(name)
-        piece = torch.empty(min(length, _READ_BYTES), dtype=torch.uint8)
+        piece = torch.empty(min(length, _READ_BYTES), dtype=torch.uint8, device="cpu")
         crc, wrong = 0, None
         for begin in range(0, length, _READ_BYTES):
             part = piece[: min(_READ_BYTES, length - begin)]
@@ -120,7 +120,7 @@ class FileReader:
     def read(self, name: str) -> Tensor:
         """Returns a tensor. Raises CorruptionError where it is not what was written."""
         entry = self.entry.tensors[name]
-        tensor = torch.empty(entry.shape, dtype=self.dtype(name))
+        tensor = torch.empty(entry.shape, dtype=self.dtype(name), device="cpu")
         self._read_into(name, tensor)
         return tensor
 
@@ -158,7 +158,7 @@ class FileReader:
         if isinstance(self.entry, UnitFileEntry):
             return {name: tensor.offset for name, tensor in self.entry.tensors.items()}
         header_bytes = self.entry.header_bytes
-        header = torch.empty(header_bytes, dtype=torch.uint8)
+        header = torch.empty(header_bytes, dtype=torch.uint8, device="cpu")
         self._fill(header, 0)
         self._compare(crc32c(header), self.entry.header_crc32c, 0, header_bytes, "header")
         try:

@@ -119,4 +119,4 @@ def take_saved(saved: dict[str, Any], moments: tuple[Moment, ...]) -> ParameterS
             encode(values, moment, signed=name == "exp_avg", step=None)
         else:
             moment.copy_(saved[name].detach())
-    return as_state(torch.tensor(float(saved.get("step", 0)), dtype=torch.float32), moments)
+    return as_state(float(saved.get("step", 0)), moments)

@@ -131,8 +131,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.wait()
         self._state = defaultdict(dict)
         for parameter, unit, index in placed:
-            step = torch.tensor(steps[parameter], dtype=torch.float32)
-            self._state[parameter] = as_state(step, self._moments.of(unit, index))
+            self._state[parameter] = as_state(float(steps[parameter]), self._moments.of(unit, index))
         if not zeroed:
             self.distrust()
 
@@ -191,7 +190,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def states_to_come(self, unit: Unit) -> dict[Tensor, ParameterState]:
         """Returns the states that the parameters of ``unit`` have once all with moments have taken a step."""
-        return {unit.parameters[i]: as_state(torch.tensor(1.0), held) for i, held in self._moments.held(unit).items()}
+        return {unit.parameters[i]: as_state(1.0, held) for i, held in self._moments.held(unit).items()}
 
     def _needs(self, unit: Unit, indices: list[int]) -> list[Need]:
         """Returns what the parameters at ``indices`` have not got and an update needs: moments and remainders."""
@@ -275,7 +274,7 @@ class HostAdamW(torch.optim.Optimizer):
     def state_of(self, unit: Unit, index: int) -> ParameterState:
         """Returns the state of a parameter, or a first one that is not in use yet."""
         state: ParameterState | None = self._state.get(unit.parameters[index])
-        return state or as_state(torch.zeros((), dtype=torch.float32), self._moments.begin(unit, index))
+        return state or as_state(0.0, self._moments.begin(unit, index))
 
     def group_number(self, unit: Unit, index: int) -> int:
         """Returns the number of the group that a parameter is in."""

@@ -88,8 +88,10 @@ def moments_of(state: ParameterState | dict[str, Any] | None) -> tuple[str, ...]
     return MUON_MOMENTS if MUON_MOMENTS[0] in state else ADAMW_MOMENTS
 
 
-def as_state(step: Tensor, moments: tuple[Moment, ...]) -> ParameterState:
-    """Returns a parameter's state, of AdamW with two moments, of Muon with one."""
+def as_state(step: Tensor | float, moments: tuple[Moment, ...]) -> ParameterState:
+    """Returns a parameter's state, of AdamW with two moments, of Muon with one; ``step`` is on the host."""
+    if not isinstance(step, Tensor):
+        step = torch.tensor(step, dtype=torch.float32, device="cpu")
     names = MUON_MOMENTS if len(moments) == 1 else ADAMW_MOMENTS
     return ParameterState(step=step, **dict(zip(names, moments, strict=True)))
 

@@ -90,7 +90,7 @@ class DiskSpeed:
         for buffer in self._buffers:
             buffer.view(torch.int64).random_()  # what can be compressed would be faster
         pages = CHUNK_BYTES // PAGE_BYTES
-        self._sums = [torch.zeros(pages, dtype=torch.int32) for _ in range(chunks)]
+        self._sums = [torch.zeros(pages, dtype=torch.int32, device="cpu") for _ in range(chunks)]
         self._next = 0
         self._counts: dict[str, int] = {}
         self._fill()

@@ -199,5 +199,6 @@ def _within_reach(clock: DeviceClock, dtype: torch.dtype, sizes: Sequence[Produc
 
 def _random(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns normal numbers, a block of them again and again: of zeros products would take less power."""
-    block = torch.randn(min(count, 2**20), generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(min(count, 2**20), generator=generator, device="cpu").to(dtype).to(device)
     return block.repeat(-(-count // block.numel()))[:count]

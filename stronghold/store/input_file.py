@@ -29,7 +29,7 @@ class Extent:
 
     def __init__(self, name: str, begin: int, length_bytes: int) -> None:
         self.name, self.begin, self.length_bytes = name, begin, length_bytes
-        self.sums = torch.zeros(length_bytes // PAGE_BYTES, dtype=torch.int32)
+        self.sums = torch.zeros(length_bytes // PAGE_BYTES, dtype=torch.int32, device="cpu")
 
 
 class InputFile:

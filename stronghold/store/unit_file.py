@@ -214,7 +214,7 @@ class UnitFile:
             return False
         memory = torch.frombuffer(self._memory, dtype=torch.uint8, count=self.capacity_bytes).view(-1, PAGE_BYTES)
         for pages in (torch.from_numpy(seen) + begin // PAGE_BYTES).split(_COMPARED_AT_ONCE):
-            known, sums = self.sums[pages], torch.empty(len(pages), dtype=torch.int32)
+            known, sums = self.sums[pages], torch.empty(len(pages), dtype=torch.int32, device="cpu")
             checksums(memory[pages].view(-1), sums)
             written = pages[(known != 0) & (known != sums)]
             self.sums[written] = 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _WORDS_AT_ONCE = 1 << 16
-_ODD = torch.arange(1, 2 * _WORDS_AT_ONCE, 2, dtype=torch.int64) * 0x9E3779B97F4A7C1
+_ODD = torch.arange(1, 2 * _WORDS_AT_ONCE, 2, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1
 
 
 class ComputedWith:
@@ -58,4 +58,4 @@ def digest(weight: Tensor) -> Tensor:
         rest = torch.zeros(8, dtype=torch.uint8, device=octets.device)
         rest[: octets.numel() - whole] = octets[whole:]
         sums.append(rest.view(torch.int64)[0])
-    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device="cpu")

@@ -13,7 +13,7 @@ from stronghold.split import join, split
 _BLOCK = 64
 """Elements that share a mark."""
 _MARKED_AT_ONCE = 1 << 20
-_ODD = torch.arange(1, 2 * _BLOCK // 4, 2, dtype=torch.int64) * 0x9E3779B97F4A7C1
+_ODD = torch.arange(1, 2 * _BLOCK // 4, 2, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1
 
 
 class Masters:
@@ -146,4 +146,4 @@ def _marks(weight: Tensor) -> Tensor:
         rest = torch.zeros(_BLOCK, dtype=torch.int16, device=flat.device)
         rest[: flat.numel() - whole] = flat[whole:]
         marks.append((rest.view(torch.int64) * odd).sum(0, keepdim=True))
-    return torch.cat(marks) if marks else torch.empty(0, dtype=torch.int64)
+    return torch.cat(marks) if marks else torch.empty(0, dtype=torch.int64, device="cpu")

@@ -93,7 +93,7 @@ def sum_over(processes: ProcessGroup, value: float) -> float:
 
     Not a number if one is not finite.
     """
-    values = torch.zeros(processes.world_size, dtype=torch.float64)
+    values = torch.zeros(processes.world_size, dtype=torch.float64, device="cpu")
     values[processes.rank] = value
     processes.all_reduce(values)  # each number plus zeros
     found = values.tolist()

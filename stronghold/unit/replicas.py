@@ -121,7 +121,7 @@ class Replicas:
         if group.world_size == 1:
             return batch, batch
         seen = zlib.crc32(repr((done, settings)).encode())
-        extremes = torch.tensor([seen, -seen, batch, -batch])
+        extremes = torch.tensor([seen, -seen, batch, -batch], device="cpu")
         group.all_reduce(extremes, "max")
         if extremes[0] != -extremes[1]:  # which all of the group see
             told = group.all_gather_object((settings, {} if named is None else named()))

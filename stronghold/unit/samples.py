@@ -27,7 +27,8 @@ class Samples:
         places, unit = [], min(itemsizes)
         for offset, size, itemsize in zip(layout.offsets, layout.sizes, itemsizes, strict=True):
             chosen = (offset + itemsize * _spread(size // itemsize, most)) // unit
-            places.append((chosen[:, None] + torch.arange(itemsize // unit)).flatten())  # a longer element has several
+            several = torch.arange(itemsize // unit, device="cpu")  # what a longer element has
+            places.append((chosen[:, None] + several).flatten())
         self._counts = [len(one) for one in places]
         self._places = torch.cat(places)
         self._taken: Tensor | None = None
@@ -56,5 +57,5 @@ class Samples:
 
 def _spread(size: int, most: int) -> Tensor:
     if size <= most:
-        return torch.arange(size)
-    return torch.linspace(0, size - 1, most, dtype=torch.float64).long()
+        return torch.arange(size, device="cpu")
+    return torch.linspace(0, size - 1, most, dtype=torch.float64, device="cpu").long()

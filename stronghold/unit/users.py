@@ -104,4 +104,4 @@ def _count(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-_ALONE = _count(torch.empty(1))
+_ALONE = _count(torch.empty(1, device="cpu"))

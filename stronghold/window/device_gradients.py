@@ -112,7 +112,7 @@ class DeviceGradients:
                         note_gradient(gradient, unit, known=found)
                     known[unit, index], values[unit, index] = found, dense[index]
             squares = torch.stack(self._squares(values, known))
-            arrived = torch.zeros(len(values), dtype=torch.float64)
+            arrived = torch.zeros(len(values), dtype=torch.float64, device="cpu")
             self.device.compute_copy(arrived, squares)  # all at once: on a GPU each copy is a wait
             collected: dict[Unit, dict[int, HostGrad]] = {unit: {} for unit in given}
             for ((unit, index), found), there in zip(known.items(), arrived, strict=True):

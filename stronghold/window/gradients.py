@@ -308,7 +308,7 @@ class Gradients:
             if index not in held and unit.gradients.is_lent(index):
                 unit.check_own()  # replicas have no memory in common but the one
                 # The user has kept the one before.
-                held[index] = torch.empty(unit.shapes[index], dtype=unit.dtypes[index])
+                held[index] = torch.empty(unit.shapes[index], dtype=unit.dtypes[index], device="cpu")
                 blank.append(index)
         fresh = [index for index in indices if index not in held]
         self.grad_offload.copy(unit, slot, fresh, buffer)
@@ -371,7 +371,7 @@ class Gradients:
             known = grad_meta_of(gradients[index])
             if known is None:
                 squares = torch.tensor(
-                    native.squared_norms([values], threads=self._host_threads)[0], dtype=torch.float64
+                    native.squared_norms([values], threads=self._host_threads)[0], dtype=torch.float64, device="cpu"
                 )
                 known = GradMeta(index, squares)
             collected[index] = HostGrad(values, known.squares, known.remainder)
@@ -425,7 +425,7 @@ class Gradients:
 
         def add_up() -> None:
             with torch._C.DisableTorchFunctionSubclass():
-                found = torch.tensor(native.accumulate(additions, threads=threads), dtype=torch.float64)
+                found = torch.tensor(native.accumulate(additions, threads=threads), dtype=torch.float64, device="cpu")
                 self.replicas.updates.sum(found)
                 for index, target, squares in zip(sums, targets, found.tolist(), strict=True):
                     target.fill_(squares + 0 * arrived[index].squares.item())  # not a number once one before is none

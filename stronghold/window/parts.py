@@ -208,7 +208,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:

@@ -36,7 +36,7 @@ def squares_of(gradients: Sequence[Tensor], threads: int) -> Tensor:
     On the CPU the sums are exact in float64 and the same however they are cut; on a GPU they are taken in fp32.
     """
     if gradients[0].is_cpu:
-        return torch.tensor(native.squared_norms(gradients, threads=threads), dtype=torch.float64)
+        return torch.tensor(native.squared_norms(gradients, threads=threads), dtype=torch.float64, device="cpu")
     return torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)).double().square_()
 
 
@@ -63,7 +63,7 @@ def add(
     together = zip(targets, remainders, sources, strict=True)
     if targets[0].is_cpu:
         additions = [native.Addition(target=target, remainder=low, source=source) for target, low, source in together]
-        return torch.tensor(native.accumulate(additions, threads=threads), dtype=torch.float64)
+        return torch.tensor(native.accumulate(additions, threads=threads), dtype=torch.float64, device="cpu")
     norms = []
     for target, remainder, source in together:
         if remainder is None:

@@ -142,7 +142,7 @@ class ModelComputation:
         dtype = computes_in(tensor, self._dtype) if cast else tensor.dtype
         # What torch.empty() makes under the mode, in a fifth of the time: a model may have tens of thousands of these.
         meta = torch.empty(tensor.shape, dtype=dtype, device="meta")
-        return FakeTensor(self._mode, meta, torch.get_default_device()).requires_grad_(tensor.requires_grad)
+        return FakeTensor(self._mode, meta, torch.device("cpu")).requires_grad_(tensor.requires_grad)
 
     @contextmanager
     def _without_values(self, module: nn.Module) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,26 @@ class Fakes(FakeTensorMode):
     What PyTorch does around that kernel, most of it in Python, takes several times as long. Whether the kernel alone
     gives the same is seen when an operator is called for the first time: shapes, strides, types, and which tensors have
     their memory in common. Where what it gives has memory of its own, the kernel is asked once for each kind of call.
+
+    What the model makes under it without a ``device`` is on the CPU as all else is, whatever the user's default device.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._direct: dict[Any, bool] = {}
         self._known: dict[Hashable, _Result | None] = {}
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> Fakes:
+        super().__enter__()
+        self._entered.append(ExitStack())
+        if torch._C._len_torch_function_stack() > 0:  # a default device may be among the modes: each call takes longer
+            self._entered[-1].enter_context(torch.device("cpu"))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().close()
+        super().__exit__(*error)
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

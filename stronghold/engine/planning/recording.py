@@ -176,10 +176,10 @@ def _alone() -> _References:
     """Returns what is counted of a gradient that nobody else has, as autograd adds another one to it."""
     found: list[_References] = []
     with torch.enable_grad():
-        x = torch.ones(2, requires_grad=True)
+        x = torch.ones(2, requires_grad=True, device="cpu")
         both = x * 2, x * 3
     with _Seen(lambda tensor: found.append(_References.of(tensor))):
-        torch.autograd.grad(both, x, (torch.ones(2), torch.ones(2)))
+        torch.autograd.grad(both, x, (torch.ones_like(x), torch.ones_like(x)))
     return found[-1]
 
 
