@@ -188,13 +188,19 @@ def _by_muon(found: PlannedModel, chosen: Space, most: Limits) -> dict[str, Plan
 
 
 def _least_asked(found: PlannedModel, space: Space, most: Limits) -> tuple[TrainingPlan, Space]:
-    """Returns the best plan, and the space that it is of: under ``in_backward`` where all gradients do not fit."""
+    """Returns the best plan, and the space that it is of: under ``in_backward`` where all gradients do not fit.
+
+    Raises BudgetError where neither does, with what the one needs that needs less.
+    """
     try:
         return found.best(space, most), space
-    except BudgetError:
+    except BudgetError as deferred:
         in_backward = replace(space, updates=("in_backward",))
-        with contextlib.suppress(BudgetError):  # the first one says more
+        try:
             return found.best(in_backward, most), in_backward
+        except BudgetError as error:
+            if all(size < deferred.needed.get(place, 0) for place, size in error.needed.items()):
+                raise
         raise
 
 
