@@ -18,6 +18,8 @@ from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.planner.machine_file import MachineFile
 
 WARM_UP, LEAST_STEPS, LEAST_S = 2, 5, 2.0
+SHARE_IN_MEMORY = 0.6
+"""Over a disk, the process may take so much of what the model would take in memory."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,6 @@ class Case:
     dtype: torch.dtype
     on_disk: bool = False
     accumulate: int = 1
-    share: float = 0.6
-    """Over a disk, the process may take so much of what the model would take in memory."""
 
 
 class Mlp(nn.Module):
@@ -94,7 +94,7 @@ CASES: dict[str, Case] = {
     "mlp bf16 ram large": _mlp(1500, dtype=BF16),
     "mlp fp32 disk small": _mlp(40, dtype=FP32, on_disk=True),
     "gpt bf16 ram three": _gpt(2, 256, dtype=BF16, accumulate=3),
-    "mlp fp32 disk three": _mlp(300, dtype=FP32, on_disk=True, accumulate=3, share=0.8),
+    "mlp fp32 disk three": _mlp(300, layers=16, dtype=FP32, on_disk=True, accumulate=3),
     "mlp bf16 disk large": _mlp(1500, layers=12, dtype=BF16, on_disk=True),
 }
 
@@ -113,7 +113,7 @@ def run(name: str, machine: str, folder: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="store-", dir=folder) as store:
         if case.on_disk:
             in_memory = stronghold.plan(empty, **settings)
-            room = case.share * (in_memory.host_bytes - in_memory.process_bytes)
+            room = SHARE_IN_MEMORY * (in_memory.host_bytes - in_memory.process_bytes)
             settings |= {"store": store, "host_memory": int(in_memory.process_bytes + room)}
             settings["machine"] = _with_disk(machine, folder, store)
         plan = stronghold.plan(empty, **settings)

@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from stronghold.engine.budget import BUFFERS
 from stronghold.engine.planning.kept_inputs import InputsOfLayers, KeptInputs
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.most_alive import Alive, alive
 from stronghold.planner.choices import Choice
-from stronghold.planner.step_bytes import Placed, StepBytes
+from stronghold.planner.step_bytes import Placed, StepBytes, held_on_device
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
@@ -143,8 +144,20 @@ class ChosenBytes:
         if not self._limits.fills_ram:
             in_ram = self._limits.in_ram
             return device, None if in_ram is None else max(0, in_ram - inputs.host)
-        on_host = inputs.host + (self.activation_bytes(choice) if self._memory.is_host else 0)
-        return device, self._limits.host - self._limits.process - on_host
+        return device, self._limits.host - self._limits.process - inputs.host - self._device_on_host(choice)
+
+    def _device_on_host(self, choice: Choice) -> int:
+        """Returns what of the host's memory the device takes that is one with it, beside what its budget counts.
+
+        That budget has room for the gradients of all layers, which those leave that are updated in the backward pass.
+        """
+        if not self._memory.is_host:
+            return 0
+        sizes, resident = self._memory.of(choice), self._memory.spread(choice.resident)
+        held = held_on_device(sizes, choice.window, resident, BUFFERS)
+        if choice.update == "in_backward":
+            held -= sum(unit.gradients for number, unit in enumerate(sizes.layers) if number not in resident)
+        return max(0, held) + self.activation_bytes(choice)
 
     def of(self, choice: Choice) -> Mapping[str, int]:
         """Returns what a choice takes of each place in a step."""
