@@ -102,8 +102,13 @@ class AdamW(HostAdamW):
         engine = self._engine
         if update == "auto" and settings["max_grad_norm"] is None:
             self.in_backward = engine.planned.gain_in_backward(by_muon=isinstance(self, HostMuon))
+        if self.in_backward and engine.budget.accumulates:
+            raise ValueError(
+                "update='in_backward' updates each layer in every backward pass, and the model was offloaded for a "
+                "loop that accumulates (got accumulate of 2 or more); use update='deferred', or offload without it"
+            )
         self.kernel_threads = engine.update_threads() if threads is None else Threads(threads)
-        self.reserve(engine.units, engine.device, sums_gradients=engine.sums_gradients)
+        self.reserve(engine.units, engine.device, sums_gradients=engine.sums_gradients, adds=engine.budget.accumulates)
         engine.adopt(self)
         unmark_quantised(engine.model())
 

@@ -215,6 +215,11 @@ def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device)
     weights = weights // count + staging_bytes(on_host, device)
     gradients = sum(unit.gradients.layout.total_bytes for unit in on_host if unit.has_device_copy) // count
     gradients += RING * max((unit.gradients.layout.total_bytes for unit in on_host if not unit.is_root), default=0)
+    if settings.accumulates:
+        layers = [unit for unit in on_host if not unit.is_root]
+        gradients += sum(unit.gradients.layout.total_bytes + unit.gradients.sum_bytes() for unit in layers) // count
+        gradients += sum(unit.gradients.sum_bytes() for unit in on_host if unit.is_root)
+    smallest = "states='8bit'" + ("" if settings.accumulates else " and update='in_backward'")
     trained = [unit for unit in on_host if unit.trainable]
     in_memory = [unit for unit in trained if unit.lives("moments") == "host"]
     states = sum(lay_out_moments(unit, unit.gradients.indices, "8bit").total_bytes for unit in in_memory) // count
@@ -225,6 +230,6 @@ def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device)
         needed, given = format_unequal(total, budget)
         raise BudgetError(
             f"host memory must hold {needed} (got host_memory={given}): weights {format_bytes(weights)}{inputs}, "
-            f"gradients {format_bytes(gradients)} and AdamW's states {format_bytes(states + ring)}, with states='8bit' "
-            "and update='in_backward'; raise host_memory, freeze parameters, or train a smaller model"
+            f"gradients {format_bytes(gradients)} and AdamW's states {format_bytes(states + ring)}, with {smallest}"
+            "; raise host_memory, freeze parameters, or train a smaller model"
         )

@@ -28,7 +28,7 @@ def end_with(engine: Engine, *, own: bool) -> weakref.finalize:
     """
     streams: list[Stream] = []
     if engine.replicas.world_size == 1:
-        streams = [*engine.device.streams, *engine.updates.streams]
+        streams = [*engine.device.streams, *engine.updates.streams, *engine.store.streams]
         streams += engine.activations.streams if engine.activations else []
     heap = hold_tensor_heap(engine) if engine.device.is_host else None
     end = weakref.finalize(engine, _end, streams, engine.store, heap, own, os.getpid())

@@ -389,7 +389,7 @@ class Engine:
     def _end_backward(self, *, failed: bool = False) -> None:
         self._close_layer(failed=failed)
         if self._backward_open:
-            self.gradients.publish()
+            self.gradients.publish(failed=failed)
             self._backward_open = False
         self.device_gradients.close()
         self.gradients.parts.forget()

@@ -61,8 +61,12 @@ class HeldMemory:
         """Returns what resident units hold on the device, their states included, and gradients that are kept."""
         newest = None if self._gradients is None else self._gradients.optimizer
         optimizer = None if newest is None else newest()
-        in_backward = optimizer is not None and optimizer.in_backward
-        kept = (unit for unit in self._units if unit.resident and (unit.is_root or not in_backward))
+        given_up = optimizer is not None and optimizer.in_backward and not (self._gradients and self._gradients.summed)
+        kept = (
+            unit
+            for unit in self._units
+            if unit.resident and (unit.is_root or not given_up or unit.replicas.world_size > 1)
+        )
         gradients = sum(unit.gradients.layout.total_bytes for unit in kept)
         return gradients + self._device.resident_bytes
 

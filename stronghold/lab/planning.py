@@ -106,8 +106,9 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
             start = f"torchrun --nproc-per-node {found.processes} -m stronghold"
         if found.processes > 1 and found.is_host:  # else torchrun gives each process one core
             start = f"OMP_NUM_THREADS={max(1, (settings.cores or machine.cores) // found.processes)} {start}"
-        by_train = found.updated_by == "AdamW" and found.experts_per_part is None
-        by = f"{start} train --plan" if by_train else "stronghold.offload(model, plan=…)"
+        by_train = found.updated_by == "AdamW" and found.experts_per_part is None and found.accumulate == 1
+        in_python = "offload(model, plan=…)" if found.processes == 1 else "replicate(model, **plan.settings)"
+        by = f"{start} train --plan" if by_train else f"stronghold.{in_python}"
         console.print(f"{settings.output}: the plan; to train by it: {by}", soft_wrap=True)
     if settings.picture is not None:
         notes = write_plan_page(
@@ -117,6 +118,7 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
             rows=found.rows(),
             spans=found.spans,
             step_s=found.step_s.likely,
+            accumulate=found.accumulate,
         )
         for note in notes:
             console.print(note, soft_wrap=True)

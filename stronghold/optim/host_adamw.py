@@ -147,13 +147,13 @@ class HostAdamW(torch.optim.Optimizer):
         self.in_order.clear()
         self._units.clear()
 
-    def reserve(self, units: Sequence[Unit], device: Device, *, sums_gradients: bool) -> None:
+    def reserve(self, units: Sequence[Unit], device: Device, *, sums_gradients: bool, adds: bool = False) -> None:
         """Allocates states, and gradients where an update or ``sums_gradients`` needs them kept, of all ``units``.
 
-        Raises BudgetError, MemoryError and StoreError where they do not fit; but for masters nothing is held then.
-        """
+        Raises BudgetError, MemoryError and StoreError where they, and what it ``adds`` up, do not fit; but for masters
+        nothing is held then."""
         kept = [unit for unit in units if self._keeps_gradients(unit, sums_gradients)]
-        gradient_bytes = sum(unit.gradients.layout.total_bytes for unit in kept if unit.gradients.buffer is None)
+        gradient_bytes = sum(one.gradients.kept_bytes(adds=adds) for one in kept if one.gradients.buffer is None)
         trained = {unit: self._trained(unit) for unit in units}
         needs = [need for unit, its in trained.items() for need in self._needs(unit, its)]
         check_room(needs, f"{self.called}, its states and gradients,", gradient_bytes=gradient_bytes)

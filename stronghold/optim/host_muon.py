@@ -87,10 +87,10 @@ class HostMuon(HostAdamW):
         self._directions = None
         self._rooms.clear()
 
-    def reserve(self, units: Sequence[Unit], device: Device, *, sums_gradients: bool) -> None:
+    def reserve(self, units: Sequence[Unit], device: Device, *, sums_gradients: bool, adds: bool = False) -> None:
         self._device = device
         self._make_room(units)
-        super().reserve(units, device, sums_gradients=sums_gradients)
+        super().reserve(units, device, sums_gradients=sums_gradients, adds=adds)
 
     def change(self, unit: Unit, index: int, gradient: HostGrad) -> Change:
         if not self.by_muon(unit, index):

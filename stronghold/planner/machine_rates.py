@@ -17,8 +17,13 @@ Pace = Literal["slow", "likely", "fast"]
 
 ADDED_BYTES = {"float32": 12, "bfloat16": 10}
 """What adding an element of a gradient to the sum of those before reads and writes: of bf16 the sum's low half, too."""
-_UPDATED_BYTES = {"float32": 28, "bfloat16": 26}
-"""The same of AdamW's update with moments in fp32, of one pass's gradients."""
+_UPDATED_BYTES = {
+    ("float32", "fp32"): 28,
+    ("bfloat16", "fp32"): 26,
+    ("float32", "8bit"): 16,
+    ("bfloat16", "8bit"): 14,
+}
+"""The same of AdamW's update, by weights and moments, of one pass's gradients."""
 _LOW_HALF_BYTES = 2
 
 
@@ -81,7 +86,8 @@ def machine_of(
     link, muon_form = machine.link, update_form(machine, dtype, states)
     form = f"{dtype}+fp32" if states == MUON else muon_form  # of all that AdamW updates
     alone, beside = (_time(_update(machine, form)[name], pace) for name in ("alone", "beside_compute"))
-    moved = 1 + _LOW_HALF_BYTES / _UPDATED_BYTES[dtype] if adds and dtype == "bfloat16" else 1.0
+    updated_bytes = _UPDATED_BYTES.get((dtype, "fp32" if states == MUON else states))
+    moved = 1 + _LOW_HALF_BYTES / updated_bytes if adds and dtype == "bfloat16" and updated_bytes else 1.0
     slowed = dict(LINK_UP_IS_ONE)
     for (one, other), measured, under in (
         ((Resource.FETCHES, Resource.GRADIENTS), link["h2d"], link["h2d_beside_d2h"]),
@@ -111,9 +117,9 @@ def machine_of(
         d2h_bytes_per_s=_rate(link["d2h"], pace),
         copy_s=_time(link["copy_s"], pace),
         host_update_ns=moved * alone,
-        host_add_ns=alone * ADDED_BYTES[dtype] / _UPDATED_BYTES[dtype] if dtype in ADDED_BYTES else alone,
+        host_add_ns=alone * ADDED_BYTES[dtype] / updated_bytes if updated_bytes else alone,
         device_update_ns=moved * (alone if on_device is None else _time(on_device, pace)),
-        muon_host_ns=muon_ns,
+        muon_host_ns=None if muon_ns is None else moved * muon_ns,
         muon_device_ns=muon_ns if muon_ns is None or muon_on_device is None else _time(muon_on_device, pace),
         launch_s=launch_s,
         host_work=host_work_of(0.0 if machine.host_call_s is None else _time(machine.host_call_s, pace)),

@@ -20,6 +20,7 @@ def share_of(machine: Machine, processes: int, *, is_host: bool) -> Machine:
     return replace(
         machine,
         host_update_ns=machine.host_update_ns * processes,
+        host_add_ns=machine.host_add_ns * processes,
         device_update_ns=machine.device_update_ns * of_device,
         muon_host_ns=None if machine.muon_host_ns is None else machine.muon_host_ns * processes,
         muon_device_ns=None if machine.muon_device_ns is None else machine.muon_device_ns * of_device,

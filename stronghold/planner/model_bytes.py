@@ -48,7 +48,7 @@ class UnitBytes:
     def resident(self, states: str = "fp32", *, in_backward: bool = False) -> int:
         """Returns what the unit takes on the device if it is resident, its gradients and moments with it.
 
-        A layer that is updated ``in_backward`` has no gradients between steps.
+        A layer that is updated ``in_backward``, by one process, has no gradients between steps.
         """
         gradients = 0 if in_backward and not self.is_root else self.gradients + self.sums
         return self.weights + self.remainders + gradients + self.moments.get(states, 0)

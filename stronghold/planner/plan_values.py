@@ -8,7 +8,7 @@ from typing import Any
 from stronghold.settings import check_one_of, check_optimizer
 
 DTYPES = ("float32", "bfloat16")
-_COUNTS = ("parameters", "trained_parameters", "layers", "samples", "tokens", "asked_tokens", "processes")
+_COUNTS = ("parameters", "trained_parameters", "layers", "samples", "tokens", "processes")
 _MOST = 2**63 - 1
 """What 64 bits hold."""
 
@@ -27,6 +27,8 @@ def check_plan_values(found: Mapping[str, Any]) -> None:
         raise ValueError(
             f"tokens must be a multiple of samples (got tokens={found['tokens']}, samples={found['samples']})"
         )
+    if not 1 <= found.get("asked_tokens", 1) < float("inf"):
+        raise ValueError(f"asked_tokens must be a number of 1 or more (got {found['asked_tokens']!r})")
     if not all(0 < seconds < float("inf") for seconds in found["step_s"]):
         raise ValueError(f"step_s must be three numbers above 0 (got {list(found['step_s'])})")
     check_one_of("updated_by", found.get("updated_by", "AdamW"), ("AdamW", "Muon"))

@@ -42,7 +42,8 @@ class StepBytes:
     """What a model takes between steps, by the names of its report.
 
     Activations, and ``root_gradients`` from a backward pass to the next ``zero_grad()``, come on top on the device; and
-    gradients of resident layers that are updated in the backward pass, each until its layer is.
+    gradients of resident layers that are updated in the backward pass, each until its layer is; replicas' stay, for
+    they become means in the optimizer's step. The root's are in the activations where a step has one pass.
     """
 
     slots: int
@@ -126,7 +127,8 @@ def parts_on_disk(
     layers = [number for number in on_host if not units[number].is_root]
     staged = buffers.gradient_slots * max((units[number].gradients for number in layers), default=0)
     room = processes * (host_memory - buffers.ring_bytes - staged)
-    room -= sum(units[number].gradients + units[number].sums for number in on_host)
+    room -= sum(units[number].gradients for number in on_host)
+    room -= sum((processes if units[number].is_root else 1) * units[number].sums for number in on_host)
     room -= sum(units[number].weights for number in on_host if units[number].is_root)
     if sum(units[number].weights for number in layers) > room and not model.is_host:  # some weights will be on disk
         room -= processes * buffers.disk_buffers * max((units[number].slot for number in layers), default=0)
@@ -193,7 +195,8 @@ def step_bytes(
         gradients=gradients,
         root=root,
         resident=sum(
-            one.resident * one.unit.resident(states, in_backward=in_backward) + one.streamed * one.unit.beside
+            one.resident * one.unit.resident(states, in_backward=in_backward and replicas == 1)
+            + one.streamed * one.unit.beside
             for one in counted
         ),
         root_gradients=sum(unit.root_gradient for unit in model.root),

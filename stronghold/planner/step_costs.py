@@ -39,7 +39,7 @@ class UnitWork:
     ``forward_s`` and ``backward_s`` are seconds of computation over the whole batch, all micro-batches together;
     ``backward_s`` contains the second run of a layer that is recomputed, and ``first_gradient_s`` is how much of it
     goes by before the first gradient is written to a gradient slot. ``weight_bytes`` go to the device: of a layer at
-    each fetch, of a root parameter behind its update. ``gradient_bytes`` come down once a step, of a layer with its
+    each fetch, of a root parameter behind its update. ``gradient_bytes`` come down, of a layer in each pass with its
     gradients' squares and of a root parameter before its update. ``elements`` are the trained ones, which it updates;
     ``ring_bytes`` is what that reads from disk and writes back, 0 where it finds everything in memory. ``matrices`` are
     those that Muon updates, and ``iteration_s`` what the device takes for all their iterations. ``add_s`` is what it

@@ -38,9 +38,10 @@ class TrainingPlan(Shown):
     the machine was measured to do. ``busy_s`` is what each resource works in a step, ``longest`` the one that works
     most, ``waits_s`` what the computation stands still for. Bytes are those of the report; ``activation_bytes``, with
     what updates take there (``update_bytes`` of them as the report says), and the root's gradients come on top of them
-    in a step. ``process_bytes`` are the interpreter's and its libraries', ``written_bytes`` what a step writes to disk.
-    ``is_host`` tells that device and host are one memory. ``further_s`` is what one
-    more batch takes whose gradients are added up, ``"step"`` and what of it are waits; nothing where none is.
+    in a step; these are in the activations where a step has one batch. ``process_bytes`` are the interpreter's and its
+    libraries', ``written_bytes`` what a step writes to disk. ``is_host`` tells that device and host are one memory.
+    ``further_s`` is what one more batch takes whose gradients are added up, ``"step"`` and what of it are waits;
+    nothing where none is.
 
     Of several ``processes`` on the machine bytes are those of the fullest one, in each place, and ``parallel`` is what
     ``stronghold.pipeline`` takes beside the settings: stages, replicas, micro-batches, schedule and the layers of each
@@ -276,7 +277,7 @@ class TrainingPlan(Shown):
             plan = cls(**found)
             check_plan_values(found)
             plan.offload_settings()
-            str(plan)
+            str(plan), plan.planned()
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{os.fspath(path)!r} is no plan: {type(error).__name__}, {error}; make one: stronghold plan -o "

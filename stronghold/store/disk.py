@@ -85,7 +85,8 @@ class DiskStore(Store):
             except BaseException:
                 self.close()
                 raise
-        self._ring = Ring(device) if _has_states(units) else None
+        self.streams = [device.host_stream("ring")]
+        self._ring = Ring(device, *self.streams) if _has_states(units) else None
         length = staging_bytes(units, device)
         self._staging = DiskStaging(device, waits, _reading_in(self), length) if length else None
         self._reading: dict[Unit, Event] = {}
@@ -243,7 +244,7 @@ class DiskStore(Store):
         if self._ring is None:  # of a model that was frozen when it was placed
             what = "the ring through which layers on disk are updated"
             self.check_memory(host_bytes=self.ring_bytes(), device_bytes=0, what=what)
-            self._ring = Ring(self.device)
+            self._ring = Ring(self.device, *self.streams)
         return DiskUpdateIO(self._ring, file, operands, parts, lambda: unit.is_aliased, self._directory.unseal)
 
     def written_back(self, unit: Unit, done: Event) -> Event:

@@ -24,6 +24,8 @@ class Budget:
 
     def __init__(self, settings: OffloadSettings, held: Callable[[], tuple[int, int]], *, processes: int) -> None:
         self._device_memory, self._host_memory = settings.device_memory, settings.host_memory
+        self.accumulates = settings.accumulates
+        """Whether a step is known to add up several gradients."""
         self.for_inputs = settings.inputs_host_bytes
         """What of the host's memory is left to layers' inputs that are not there yet."""
         self._held = weakref.WeakMethod(held)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from stronghold.device import Buffer, Device, over
+from stronghold.device import Buffer, Device, Stream, over
 from stronghold.layout import Part
 from stronghold.native import BLOCK, Priority, Transfer
 from stronghold.store.chunks import Array, chunks, spans
@@ -29,7 +30,7 @@ class _RingSlot:
     written: UnitFile | None = None
     """Whose chunk was here before."""
     writes: list[Transfer] = field(default_factory=list)
-    """Those of it that are under way."""
+    """Those of it that are under way; its reads where it was given up."""
 
     def drain(self) -> None:
         """Blocks until the chunk before is written: until then the buffer is read."""
@@ -66,23 +67,24 @@ class Chunk:
 class Ring:
     """``SLOTS`` buffers. Chunks are read in the order in which they were added, as far ahead as buffers are free.
 
-    Chunks are added by the thread that computes; taken and given back, in the same order, by the one that updates. That
-    they are read begins in a thread of the ring's own, for that one may be at an update: no signal interrupts either.
+    Chunks are added by the thread that computes; taken and given back, in the same order, by the one that updates. The
+    thread of ``ahead`` begins to read them, for the one that updates may be at another update, and signals, which a
+    read must not be interrupted by, come to the one that computes.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._ahead = device.host_stream("ring")
+    def __init__(self, device: Device, ahead: Stream) -> None:
+        self._ahead = ahead
         self._slots = [_RingSlot(device.host_buffer(SLOT_BYTES, pinned=False, private=True)) for _ in range(SLOTS)]
         self._waiting: deque[Chunk] = deque()
         self._lock = threading.Lock()
 
     def add(self, waiting: Sequence[Chunk]) -> None:
         """Has ``waiting`` read, behind all that were added before."""
-        self._waiting.extend(waiting)  # at once, and not under the lock: whoever has it may wait for the disk
+        self._waiting.extend(waiting)  # in one go, without the lock: who holds that may be waiting for the disk
         self._ahead.submit(self._begin_to_read)
 
     def _begin_to_read(self) -> None:
-        with self._lock:
+        with self._lock, suppress(Exception):  # to take the chunk meets the same
             self._read_ahead()
 
     def take(self, chunk: Chunk) -> None:
@@ -113,6 +115,7 @@ class Ring:
                     self._waiting.remove(chunk)
                 elif chunk.slot is not None:
                     chunk.file.wait(chunk.reads)
+                    chunk.slot.written, chunk.slot.writes = chunk.file, chunk.reads  # which the next one waits for, too
                     self._release(chunk)
             self._read_ahead()
 

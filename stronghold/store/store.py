@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from stronghold.device import Buffer, Device, Event
+from stronghold.device import Buffer, Device, Event, Stream
 from stronghold.errors import BudgetError
 from stronghold.layout import Part
 from stronghold.native import DiskCounters
@@ -56,6 +56,8 @@ class Store(ABC):
     def __init__(self, device: Device, budget: Budget | None = None) -> None:
         self.device = device
         self._budget = budget
+        self.streams: list[Stream] = []
+        """Its own, beside the device's."""
 
     def take_in(self, unit: Unit) -> None:
         """Called with a unit that was not there from the beginning, before it is placed; it is in memory."""

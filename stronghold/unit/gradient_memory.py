@@ -136,6 +136,10 @@ class GradientMemory:
             self._sums_host = self._sum_buffer(on_device=False)
         return self._sum_in(self._sums_host, index)
 
+    def kept_bytes(self, *, adds: bool) -> int:
+        """Returns what gradients take on the host that are kept there, and added up."""
+        return self.layout.total_bytes + (self.sum_bytes() if adds else 0)
+
     def sum_bytes(self) -> int:
         """Returns what :meth:`remainder` takes."""
         return self._low.total_bytes

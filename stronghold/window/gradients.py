@@ -321,7 +321,7 @@ class Gradients:
         else:
             self._down = slot.drained = down.record()
 
-    def publish(self) -> None:
+    def publish(self, *, failed: bool = False) -> None:
         """Ends the backward pass: waits for all gradients and makes them the parameters' ``.grad``.
 
         Where Ctrl-C comes it is called again; the replicas meet once.
@@ -332,7 +332,7 @@ class Gradients:
         self._down = self._added = None
         if not self._met:
             self._met = True
-            self.grad_offload.traffic.passes += 1
+            self.grad_offload.traffic.passes += not failed
             try:
                 # What they see is there once all have brought their shares.
                 self.batches.agree(self._done, self.units)

@@ -358,7 +358,7 @@ def test_every_thread_works_on_the_models_device(driver, tmp_path):
     model(torch.ones(6, 8)).sum().backward()
     optimizer.step()
     optimizer.wait()
-    threads = {f"stronghold-{name}" for name in ("fetches", "root", "gradients", "updates", "disk", "reads")}
+    threads = {f"stronghold-{name}" for name in ("fetches", "root", "gradients", "updates", "disk", "reads", "ring")}
     assert driver.cuda.device_of == dict.fromkeys(threads, torch.device("cuda", 0))
 
 

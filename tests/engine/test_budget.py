@@ -488,6 +488,26 @@ def with_sums(**settings):
     return held
 
 
+def test_a_host_budget_leaves_room_for_sums_or_refuses(tmp_path):
+    settings = {"window": 1, "dtype": torch.bfloat16}
+    model = offload(**settings)
+    optimizer = stronghold.AdamW(model.parameters())
+    room, sums = stronghold.report(model).host_bytes, stronghold.report(model).accumulation_bytes
+    del optimizer
+    for accumulate, host_memory in ((1, room), (2, room + sums)):
+        model = offload(**settings, accumulate=accumulate, host_memory=host_memory)
+        optimizer = stronghold.AdamW(model.parameters())
+        for batch in numbers(accumulate):
+            model(batch.bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = offload(**settings, accumulate=2, host_memory=room)
+    with pytest.raises(BudgetError, match="its states and gradients"):
+        stronghold.AdamW(model.parameters())
+    with pytest.raises(BudgetError, match="with states='8bit'; raise host_memory"):
+        offload(**settings, accumulate=2, host_memory=100)
+
+
 def test_beside_a_disk_room_is_left_for_sums_in_ram(tmp_path):
     settings = {"window": 1, "dtype": torch.bfloat16, "store": str(tmp_path)}
     first, second = (batch.bfloat16() for batch in numbers(2))

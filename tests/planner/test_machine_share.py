@@ -17,7 +17,8 @@ MESSAGES = {"message_s": 0.25, "bytes_per_s": 50.0}
 
 
 def machine_of(seed):
-    return replace(random_step_work(seed, slowed={})[1], disk_read_bytes_per_s=300.0, disk_write_bytes_per_s=200.0)
+    rates = {"disk_read_bytes_per_s": 300.0, "disk_write_bytes_per_s": 200.0, "host_add_ns": 5.0}
+    return replace(random_step_work(seed, slowed={})[1], **rates)
 
 
 def test_one_process_has_all_and_one_replica_adds_nothing():
@@ -31,6 +32,7 @@ def test_processes_have_threads_and_disks_in_common_and_on_the_host_its_cores_an
     machine, of_device = machine_of(1), 3 if is_host else 1
     share = share_of(machine, 3, is_host=is_host)
     assert share.host_update_ns == 3 * machine.host_update_ns
+    assert share.host_add_ns == 3 * machine.host_add_ns > 0
     assert share.device_update_ns == of_device * machine.device_update_ns
     assert share.h2d_bytes_per_s == machine.h2d_bytes_per_s / of_device
     assert (share.disk_read_bytes_per_s, share.disk_write_bytes_per_s) == (100.0, pytest.approx(200 / 3))

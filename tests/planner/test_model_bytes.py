@@ -28,6 +28,8 @@ def random_unit(rng, is_root=False):
         is_copied=is_root and rng.random() < 0.7,
         on_device=rng.randint(1, 5000) if is_root else 0,
         root_gradient=rng.randint(0, 50) if is_root else 0,
+        is_shared=is_root and rng.random() < 0.3,
+        sums=gradients if rng.random() < 0.5 else 0,
     )
 
 
@@ -56,7 +58,8 @@ def test_what_units_take_is_the_sum_over_them_one_by_one(seed):
     assert streamed.slot == max((unit.slot for unit in layers), default=0)
     assert streamed.gradient_slot == max((unit.gradient_slot for unit in layers), default=0)
     assert streamed.root == sum(unit.on_device for unit in root)
-    assert streamed.resident == sum(model.units[number].resident("fp32") for number in resident)
+    beside = sum(unit.sums for unit in root if unit.is_copied)
+    assert streamed.resident == beside + sum(model.units[number].resident("fp32") for number in resident)
 
     states, in_backward, replicas = rng.choice(("fp32", "8bit")), rng.random() < 0.5, rng.choice((1, 3))
     on_disk = {number: frozenset(rng.sample(("weights", "remainders", "moments"), 2)) for number, _ in apart[:3]}
@@ -75,12 +78,15 @@ def test_what_units_take_is_the_sum_over_them_one_by_one(seed):
         ring = any("moments" in there.get(n, ()) and unit.trained for n, unit in apart)
         pages = sum(-(-unit.part(part, states) // 4096) * 4096 for n, unit in apart for part in there.get(n, ()))
         assert found.pinned == (held["weights"] + kept + copied) // replicas + staging
-        assert found.pageable == (held["remainders"] + held["moments"]) // replicas + 1000 * ring
+        sums, own = sum(unit.sums for unit in layers), [u for u in root if not (u.is_copied and u.is_shared)]
+        assert found.pageable == (held["remainders"] + held["moments"] + sums) // replicas + 1000 * ring + sum(
+            unit.sums for unit in own
+        )
         assert found.disk == pages // replicas
-        assert found.resident == sum(
-            model.units[number].resident(states)
-            - (model.units[number].gradients if in_backward and not model.units[number].is_root else 0)
-            for number in resident
+        given_up = in_backward and replicas == 1
+        assert found.resident == beside + sum(
+            unit.resident(states) - (unit.gradients + unit.sums if given_up and not unit.is_root else 0)
+            for unit in map(model.units.__getitem__, resident)
         )
         assert found.slots == min(2, len(layers)) * max((unit.slot for unit in layers), default=0)
 

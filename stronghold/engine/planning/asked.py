@@ -25,7 +25,7 @@ KEPTS = 32
 TRAINING_BYTES = 20 * 2**20
 """What PyTorch takes of the host beside tensors once it trains: code that is read in by then, and pools of products.
 
-It was 17 MiB for a model of 3 MiB in fp32, and 30 in bf16.
+It was 17 MiB for a model of 3 MiB in fp32, and 30 in bf16 on a processor without products in it.
 """
 RESERVED = 0.03
 """Of a device's memory, what is left to its driver and to holes between allocations."""

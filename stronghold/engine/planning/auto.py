@@ -72,6 +72,7 @@ def settled(
             "stronghold train --plan"
         )
     said = {**vars(found.offload_settings()), "compile": settings.compile}  # what a plan leaves to the user
+    said["accumulate"] = found.accumulate
     for name, value in vars(settings).items():
         if value not in (_LEFT_OPEN[name], said[name]):
             raise ValueError(
@@ -127,7 +128,7 @@ def _planned(
         assert isinstance(host, int)
         most = replace(most, host=min(most.host, most.process + host))
     most = replace(most, fills_ram=False, in_ram=host)
-    plan, space = _least_asked(found, space_of(found, settings), most)
+    plan, space = _least_asked(found, space_of(found, settings), most, adds=settings.accumulates)
     plan = all_resident_if_as_fast(found, plan, space, most)
     step, update = followed(plan), plan.optimizer["update"]
     inputs_host_bytes = found.inputs_host_bytes(plan.settings.get("micro_batch"))
@@ -138,8 +139,9 @@ def _planned(
         kepts=kepts(plan.settings["activations"], space.layers),
         micro_batches=(plan.settings.get("micro_batch"),),
     )
-    steps = PlannedSteps({update: step, **_by_muon(found, chosen, most)})
-    if update == "deferred":
+    updates = ("deferred",) if settings.accumulates else UPDATES
+    steps = PlannedSteps({update: step, **_by_muon(found, chosen, most, updates)})
+    if update == "deferred" and "in_backward" in updates:
         steps["in_backward"] = found.best(replace(chosen, updates=("in_backward",)), most).planned()
     return plan, steps, inputs_host_bytes
 
@@ -177,24 +179,27 @@ def all_resident_if_as_fast(found: PlannedModel, plan: TrainingPlan, space: Spac
     return plan
 
 
-def _by_muon(found: PlannedModel, chosen: Space, most: Limits) -> dict[str, PlannedStep]:
+def _by_muon(found: PlannedModel, chosen: Space, most: Limits, updates: Sequence[str]) -> dict[str, PlannedStep]:
     """Returns the steps with Muon in AdamW's place under the settings that were chosen for that, where they fit."""
     steps, of_muon = dict[str, PlannedStep](), found.for_muon()
-    for update in UPDATES:
+    for update in updates:
         with contextlib.suppress(BudgetError):  # then Muon itself refuses it, with the numbers
             space = replace(chosen, states=(MUON,), updates=(update,))
             steps[BY_MUON + update] = of_muon.best(space, most).planned()
     return steps
 
 
-def _least_asked(found: PlannedModel, space: Space, most: Limits) -> tuple[TrainingPlan, Space]:
+def _least_asked(found: PlannedModel, space: Space, most: Limits, *, adds: bool) -> tuple[TrainingPlan, Space]:
     """Returns the best plan, and the space that it is of: under ``in_backward`` where all gradients do not fit.
 
-    Raises BudgetError where neither does, with what the one needs that needs less.
+    That is not for steps that ``adds`` up several. Raises BudgetError where neither fits, with what the one needs that
+    needs less.
     """
     try:
         return found.best(space, most), space
     except BudgetError as deferred:
+        if adds:
+            raise
         in_backward = replace(space, updates=("in_backward",))
         try:
             return found.best(in_backward, most), in_backward

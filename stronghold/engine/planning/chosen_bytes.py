@@ -26,7 +26,7 @@ class ChosenBytes:
     """Answers for one model what a choice takes, within ``limits`` on a device of type ``device_type``.
 
     Layers that are recomputed have their inputs where ``activations`` says, as for ``offload``. A step adds up the
-    gradients of so many batches, ``accumulate``; None where nobody has said, and it may be several.
+    gradients of so many batches, ``accumulate``; None stands for any number.
     """
 
     def __init__(
@@ -49,31 +49,33 @@ class ChosenBytes:
     def activation_bytes(self, choice: Choice) -> int:
         """Returns the most that activations, and gradients of them, take on the device in a step.
 
-        That is what comes on top of the gradients that are held, where all take the most together: in the first pass
-        gradients are there as the pass goes on, and in others from its beginning on. With several batches in the
-        limits, it is of so many times the batch.
+        That is what comes on top of the gradients that are held, where all take the most together. In the first pass
+        they are there as it goes on, and in others from its beginning, with a resident layer's new ones until they are
+        added. With several batches in the limits, it is of so many times the batch.
         """
-        in_backward, one_pass = choice.update == "in_backward", self._is_one_pass(choice)
-        key = choice.micro_batch, choice.kept, in_backward, choice.store, choice.resident if one_pass else None
+        one_pass, given_up = self._is_one_pass(choice), self._gives_up(choice)
+        key = choice.micro_batch, choice.kept, choice.resident, one_pass, given_up, choice.store
         if key not in self._activations:
             sizes, alike = self._memory.of(choice), key[:2]
             if alike not in self._alive:
                 self._alive[alike] = alive(self._computation, *alike)
-            held = sum(unit.root_gradient for unit in sizes.root)
-            there = list[tuple[int, int]]()
-            if one_pass:
-                there = [(number, sizes.layers[number].gradients) for number in self._memory.spread(choice.resident)]
-                held += 0 if in_backward else sum(taken_bytes for _, taken_bytes in there)
-            most = self._alive[alike].most(there, stay=not in_backward, batches=self._limits.batches)
+            there = [(number, sizes.layers[number].gradients) for number in self._memory.spread(choice.resident)]
+            held, stay = sum(unit.root_gradient for unit in sizes.root), one_pass and not given_up
+            held += sum(taken_bytes for _, taken_bytes in there) if stay else 0
+            most = self._alive[alike].most(there, stay=stay, batches=self._limits.batches)
             self._activations[key] = max(0, most - held)
         return self._activations[key]
+
+    def _gives_up(self, choice: Choice) -> bool:
+        """Whether resident layers' gradients are given up in the backward pass; replicas' stay to become means."""
+        return choice.update == "in_backward" and self._memory.replicas == 1
 
     def _is_one_pass(self, choice: Choice) -> bool:
         """Whether a step's gradients are of one backward pass, as those of layers are that are updated in it."""
         return self._accumulate == 1 or choice.update == "in_backward"
 
     def passes(self, choice: Choice) -> int:
-        """Returns how many passes a step has, one where nobody has said."""
+        """Returns how many passes a step has, one where that is not known."""
         return 1 if self._is_one_pass(choice) else self._accumulate or 1
 
     def inputs(self, choice: Choice) -> KeptInputs:
@@ -179,7 +181,7 @@ class ChosenBytes:
         """Returns what a step writes to disk."""
         placed, _, _ = self.placed(choice)
         updated = sum(self.moved(placed, choice, number)["ring_bytes"] for number in placed.on_disk)
-        return updated + self.inputs(choice).disk
+        return updated + self.passes(choice) * self.inputs(choice).disk
 
     def moved(self, placed: Placed, choice: Choice, number: int) -> dict[str, Any]:
         """Returns the bytes that a unit moves and the elements that it updates."""

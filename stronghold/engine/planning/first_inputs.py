@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stronghold.device import Device
-from stronghold.engine.planning.asked import RESERVED, limits
+from stronghold.engine.planning.asked import RESERVED, TRAINING_BYTES, limits
 from stronghold.engine.planning.auto import all_resident_if_as_fast, dtypes_of, followed, machine_here, space_of
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.planned import PlannedSteps
@@ -62,7 +62,7 @@ def plan_first_pass(
     machine = machine_here(device, (), dtypes)
     if device.torch_device.type != "cpu":
         torch.accelerator.empty_cache()  # what evaluation has left there is free
-    most = replace(limits(machine, plain, None, None), process=process_bytes, batches=BATCHES)
+    most = replace(limits(machine, plain, None, None), process=process_bytes + TRAINING_BYTES, batches=BATCHES)
     if most.device is not None and (free := device.free_bytes()) is not None:
         most = replace(most, device=min(most.device, int((1 - RESERVED) * (free + held_bytes))))
     if most.device is not None:

@@ -13,7 +13,7 @@ from stronghold.engine.planning.op_seconds import OpSeconds, computing_s
 from stronghold.planner.choices import Choice
 from stronghold.planner.host_work import with_issuing
 from stronghold.planner.machine_file import MachineFile
-from stronghold.planner.machine_rates import Pace, carried_s, machine_of, message_rates
+from stronghold.planner.machine_rates import ADDED_BYTES, Pace, carried_s, machine_of, message_rates
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
 from stronghold.planner.model_bytes import ModelBytes
 from stronghold.planner.search import Work
@@ -29,7 +29,7 @@ class ModelPlanner:
 
     Of the ``replicas`` of ``memory``, all on the machine, it answers for one, of whose part of the batch
     ``computation`` is. Layers that are recomputed have their inputs where ``activations`` says, as for ``offload``. A
-    step adds up the gradients of so many batches, ``accumulate``; None where nobody has said, and it may be several.
+    step adds up the gradients of so many batches, ``accumulate``; None stands for any number.
     """
 
     def __init__(
@@ -174,7 +174,10 @@ class ModelPlanner:
     def _add_s(self, sizes: ModelBytes, number: int, pace: Pace) -> float:
         """Returns what a unit's gradients take that are added to those of a pass before on the device."""
         unit = sizes.units[number]
-        return self._seconds.of_sum(unit.gradients, self.dtype, pace) if unit.trained else 0.0
+        if not unit.trained:
+            return 0.0
+        moved_bytes = ADDED_BYTES.get(self.dtype, 12) * unit.trained_elements
+        return self._seconds.of_sum(moved_bytes // 3, self.dtype, pace)
 
     def _mean_s(self, sizes: ModelBytes, placed: Placed, number: int) -> float:
         """Returns what the mean of a unit's gradients takes that stay on the device, in each of the replicas."""

@@ -62,9 +62,10 @@ def settle(options: argparse.Namespace) -> None:
                 f"{plan.experts_per_part} experts); train by it in Python: offload(model, plan={file!r})"
             )
         if plan.accumulate > 1:
+            call = f"offload(model, plan={file!r})" if plan.processes == 1 else "replicate(model, **plan.settings)"
             raise ValueError(
                 f"stronghold train has one batch in a step (got {file}, a plan of steps that accumulate "
-                f"{plan.accumulate}); train by it in Python, offload(model, plan={file!r}), or leave out --accumulate"
+                f"{plan.accumulate}); train by it in Python, {call}, or leave out --accumulate"
             )
         said = _said(plan)
     for name, default in DEFAULTS.items():

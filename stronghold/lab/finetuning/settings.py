@@ -250,7 +250,8 @@ class FinetuneSettings:
         grouped = ("data", "course", "offload", "adapters")
         own = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in grouped}
         found = own | {item.name: getattr(group, item.name) for group in groups for item in fields(group)}
-        return found | {"method": "stronghold finetune", "batch": self.batch * self.accumulate}
+        own_batches = {"batch": self.batch * self.accumulate, "accumulate": self.accumulate}
+        return found | {"method": "stronghold finetune", **own_batches}
 
 
 def _check_whole(name: str, value: object, *, at_least: int) -> None:

@@ -25,17 +25,22 @@ def write_plan_page(
     rows: Iterable[Sequence[str]],
     spans: Iterable[Span],
     step_s: float,
+    accumulate: int = 1,
 ) -> tuple[str, ...]:
     """Writes the page of a plan to ``path``; returns notes on what it leaves out. Raises OSError.
 
     ``rows`` are the lines of its table and ``spans`` what is under way in its step, of ``step_s`` seconds; what the
-    step before has left to do, or the next one does, is cut off. Without any the table is all.
+    step before has left to do, or the next one does, is cut off. Without any the table is all. Of a step that
+    accumulates many batches ``spans`` are of the first and the last one.
     """
     cells = ([escape(cell) for cell in row] for row in rows)
     sections = [Section(title="Plan", body=table(["", "", ""], cells))]
     notes = ["the plan has no timeline: the page has its table"]
     if drawn := list(_within(spans, step_s)):
-        step, notes = drawn_section("One planned step", f"One step of <b>{escape(model)}</b> as it is planned", drawn)
+        text = f"One step of <b>{escape(model)}</b> as it is planned"
+        if accumulate > 2:
+            text += f", but for {accumulate - 2} of its {accumulate} batches: they take as long as the last one does"
+        step, notes = drawn_section("One planned step", text, drawn)
         sections.append(step)
     page = to_html(_TITLE, f"for {machine}", sections).encode("utf-8", "replace")
     write_output("page", path, page)

@@ -135,6 +135,44 @@ def test_where_the_gradients_do_not_all_fit_layers_are_updated_in_the_backward_p
     assert trained(model, optimizer) == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_loop_that_accumulates_is_planned_for_deferred_updates_alone(here):
+    one = {"alone": about(0.001), "beside_compute": about(50.0)}  # updates would be hidden in the backward pass
+    slow = machine(host_update_ns={f"{dtype}+fp32": one for dtype in ("float32", "bfloat16")})
+    settings = {"window": 2, "resident": 0, "activations": "recompute", "accumulate": 3}
+    model = on_a_gpu(here, gpt(), there=slow, inputs=inputs(), **settings)
+    planned = stronghold.engine.engine_of(model).planned
+    assert set(planned) == {"deferred", "muon deferred"}
+    assert planned["deferred"].passes == 3
+    with pytest.raises(ValueError, match="a loop that accumulates"):
+        stronghold.AdamW(model.parameters(), update="in_backward")
+    optimizer = stronghold.AdamW(model.parameters(), update="auto")
+    assert not optimizer.in_backward
+    for _ in range(2):
+        for _ in range(3):
+            model(**inputs()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = stronghold.report(model)
+    assert report.step.passes == 3
+    assert report.planned == planned["deferred"]
+
+
+def test_and_where_their_gradients_do_not_fit_that_is_refused(here):
+    for accumulate in (None, 3):
+        with pytest.raises(BudgetError) as refused:
+            stronghold.offload(gpt(), device="cpu", inputs=inputs(), host_memory=1, accumulate=accumulate)
+        assert ("in_backward" in str(refused.value)) == (accumulate is None)
+
+
+@pytest.mark.parametrize(("planned", "given"), [(1, 1), (1, None), (3, 3), (3, None)])
+def test_a_plan_knows_how_many_batches_a_step_has(here, planned, given):
+    plan = stronghold.plan(gpt(), machine=this_machine(here), inputs=inputs(), accumulate=planned)
+    model = stronghold.offload(gpt(), device="cpu", plan=plan, accumulate=given)
+    assert stronghold.report(model).planned.passes == planned
+    with pytest.raises(ValueError, match="a plan holds for its own settings \\(got accumulate=2 "):
+        stronghold.offload(gpt(), device="cpu", plan=plan, accumulate=2)
+
+
 def test_without_a_plan_updates_are_deferred():
     model = stronghold.offload(gpt(), device="cpu", window=2)
     assert not stronghold.AdamW(model.parameters(), update="auto").in_backward

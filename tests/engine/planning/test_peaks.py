@@ -74,6 +74,15 @@ def test_gradients_of_resident_layers_count_when_they_are_there(kind, dtype, pas
 
 @pytest.mark.gpu
 @needs_soft
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_second_pass_has_a_layer_s_new_gradients_beside_all_that_are_there(kind, batch):
+    given = {"resident": 3, "accumulate": 2, "activations": "recompute", "micro_batch": None}
+    assert difference(kind, batch, **given) >= 0
+
+
+@pytest.mark.gpu
+@needs_soft
 def test_layers_that_are_updated_in_the_backward_pass_keep_no_gradients_on_the_device():
     from tests.fits import Case
 

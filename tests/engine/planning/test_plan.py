@@ -84,6 +84,7 @@ def told(plan):
             {"window": 2, "resident": 1, "activations": "host"},
             {"window": 2, "resident": 0, "activations": "host", "micro_batch": 2},
             {"window": 2, "store": "disk", "activations": "disk"},
+            {"window": 2, "store": "disk", "activations": "disk", "accumulate": 2},
             {"window": 2, "resident": 0, "activations": 2, "micro_batch": 2},
             {"accumulate": 2},
             {"window": 2, "resident": 1, "accumulate": 3},
