@@ -132,20 +132,31 @@ def step_bound(
 def _pass_bound(
     layers: Sequence[LayerWork], machine: Machine, settings: StepSettings, root: Sequence[RootWork]
 ) -> StepBound:
-    """Returns the same of a pass behind another one: nothing is updated, and gradients are added to those before."""
-    resident, window = frozenset(settings.resident), settings.window
-    streamed = [layer for number, layer in enumerate(layers) if number not in resident]
-    fetches_s = sorted(machine.copy_s + layer.weight_bytes / machine.h2d_bytes_per_s for layer in streamed)
-    units: list[UnitWork] = [*layers, *root]
-    there = [*(layers[number] for number in resident), *(one for one in root if one.elements)]
-    computed_s = sum(unit.forward_s + unit.backward_s for unit in units) + sum(unit.add_s for unit in there)
-    each = {
-        Resource.COMPUTE: computed_s,
-        Resource.FETCHES: 2 * sum(fetches_s[: max(0, len(streamed) - window)]),
-        Resource.GRADIENTS: sum(machine.down_s(layer.gradient_bytes) for layer in streamed if layer.elements),
-        Resource.UPDATES: sum(layer.elements for layer in streamed) * machine.host_add_ns * 1e-9,
-    }
-    return StepBound(*max((seconds, one) for one, seconds in each.items()))
+    """Returns the same of a pass behind another one.
+
+    It is like a step of layers that are updated in the backward pass: the host adds each one's gradients to those that
+    it has, when these are down, and no layer in the window has to be fetched again.
+    """
+    resident = frozenset(settings.resident)
+    kinds: dict[tuple[int, bool], LayerWork] = {}  # a search asks for many bounds, and layers are of few kinds
+    keys = [(id(one), number in resident) for number, one in enumerate(layers)]
+    for one, key in zip(layers, keys, strict=True):
+        if key not in kinds:
+            add_s = one.add_s if key[1] and one.elements else 0.0
+            nothing = {"on_disk": False, "ring_bytes": 0, "matrices": 0, "iteration_s": 0.0}
+            kinds[key] = replace(one, backward_s=one.backward_s + add_s, **nothing)  # type: ignore[arg-type]
+    return step_bound(
+        [kinds[key] for key in keys],
+        replace(
+            machine,
+            host_update_ns=machine.host_add_ns,
+            device_update_ns=0.0,
+            host_work=replace(machine.host_work, update_s=0.0),
+        ),
+        replace(settings, passes=1, in_backward=True),
+        # Root parameters' gradients are added up while those of the first layer are on their way.
+        [RootWork(first=one.first, forward_s=one.forward_s, backward_s=one.backward_s) for one in root],
+    )
 
 
 def _issued_s(layers: Sequence[LayerWork], machine: Machine, settings: StepSettings) -> float:

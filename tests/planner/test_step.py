@@ -159,11 +159,17 @@ def test_what_it_computes_and_what_it_waits_for_is_the_step(seed, slowed):
     assert all(waits_s >= 0 for waits_s in step.waits_s.values())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(200, 50))
 def test_a_step_of_several_passes_takes_no_less_than_its_bound_and_all_but_the_first_as_long(seed):
     work, machine, settings, root = random_step_work(seed, slowed=LINK_UP_IS_ONE)
-    work = [replace(layer, add_s=0.5) for layer in work]
+    rng = random.Random(seed)
+    work = [replace(layer, add_s=rng.choice((0, 0.5, 2))) for layer in work]
+    root = [replace(one, add_s=rng.choice((0, 1)), resident=rng.random() < 0.3) for one in root]
     machine = replace(machine, host_add_ns=machine.host_update_ns / 3)
+    if rng.random() < 0.4:
+        on_disk = [{"on_disk": rng.random() < 0.5, "ring_bytes": rng.choice((0, 0, 10**6))} for _ in work]
+        work = [replace(layer, **there) for layer, there in zip(work, on_disk, strict=True)]
+        machine = replace(machine, disk_read_bytes_per_s=2e5, disk_write_bytes_per_s=3e5)
     passes = [replace(settings, in_backward=False, passes=n) for n in (1, 2, 3, 4, 7)]
     steps = [step_time(work, machine, one, root) for one in passes]
     for step, one in zip(steps, passes, strict=True):
@@ -171,7 +177,6 @@ def test_a_step_of_several_passes_takes_no_less_than_its_bound_and_all_but_the_f
         assert step.busy_s["compute"] + sum(step.waits_s.values()) == exact(step.step_s)
     further_s = steps[1].step_s - steps[0].step_s
     assert [step.step_s - steps[0].step_s for step in steps] == [exact(n * further_s) for n in (0, 1, 2, 3, 6)]
-    assert further_s < steps[0].step_s
 
 
 # Against closed formulas. Layers compute 1 s forward and 3 s backward, unless a test says otherwise.

@@ -108,4 +108,7 @@ def test_a_table_that_cannot_be_written_is_named(results, capsys, tmp_path):
     assert main(["run", "5", "--machine", "tiny", "--results", f"{tmp_path}/file"]) == 2
     assert "--results must be a folder that can be written" in capsys.readouterr().err
     assert main([*extract, "/dev/full"]) == 1
-    assert "case 5: error: [Errno 28] No space left on device\n" in capsys.readouterr().err
+    assert (
+        "case 5: error: [Errno 28] No space left on device; free space there, or pass a path on another disk\n"
+        in capsys.readouterr().err
+    )
