@@ -176,9 +176,7 @@ class _Hook:
             self._call(module, args, kwargs)
 
 
-def await_inputs(
-    model: nn.Module, engine: Engine, layers: str | Sequence[str] | None, accumulate: int | None = None
-) -> None:
+def await_inputs(model: nn.Module, engine: Engine, layers: str | Sequence[str] | None, accumulate: int | None) -> None:
     """Has a model planned at its first training pass, where the device has memory of its own."""
     if not engine.device.is_host:
         _waiting[engine] = FirstPass(model, engine, layers, accumulate)

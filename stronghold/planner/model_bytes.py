@@ -21,8 +21,8 @@ class UnitBytes:
     what Muon's of the unit's matrices take of the host while it is updated. ``on_device`` is what a root parameter that
     is not resident takes there: its copy, and its gradient until that is on the host; ``root_gradient`` what autograd
     holds of that. ``is_copied`` tells that its copy is apart from its host memory, ``is_shared`` that another process
-    has the parameter, too: all of them update it on the host. ``sums`` are the low halves of
-    gradients that are added up over several passes, where these are, and of a copied root parameter on the device, too.
+    has the parameter, too: all of them update it on the host. ``sums`` are the low halves of gradients that are added
+    up over several passes, where these are, and of a copied root parameter on the device, too.
     """
 
     weights: int

@@ -201,15 +201,18 @@ class ModelMemory:
         if self.is_host:
             return 0
         if (key := frozenset(resident)) not in self._squares:
-            units = {*map(self._all.__getitem__, key), *(unit for unit, _ in self.units.root)}
-            sizes = [unit.counts[index] for unit in units for index in unit.gradients.indices]
-            sums = 4 * len(sizes) * -(-max(sizes, default=0) // _CHUNK)
-            root = [
-                unit for number, (unit, _) in enumerate(self.units.root, len(self.units.layers)) if number not in key
-            ]
-            ends = sum(-unit.layout.sizes[i] % self.block_bytes for unit in root for i in unit.gradients.indices)
-            self._squares[key] = self.block_bytes * (len(sizes) + 2) + sums + ends
+            found = self._gradients_there(key)
+            sums = 4 * len(found) * -(-max((unit.counts[index] for unit, index in found), default=0) // _CHUNK)
+            stay = {self._all[number] for number in key}
+            ends = sum(-unit.layout.sizes[index] % self.block_bytes for unit, index in found if unit not in stay)
+            self._squares[key] = self.block_bytes * (len(found) + 2) + sums + ends
         return self._squares[key]
+
+    def _gradients_there(self, resident: frozenset[int]) -> list[tuple[Unit, int]]:
+        """Returns the gradients that are there in a step, by unit and index: of resident units, and the root's."""
+        root = range(len(self.units.layers), len(self._all))
+        units = (self._all[number] for number in sorted(resident.union(root)))
+        return [(unit, index) for unit in units for index in unit.gradients.indices]
 
     def adding_bytes(self, resident: Collection[int]) -> tuple[int, int]:
         """Returns what sums of several gradients take there beside their bytes, and what adding one takes meanwhile.
@@ -219,9 +222,8 @@ class ModelMemory:
         if self.is_host or not self._accumulates:
             return 0, 0
         if (key := frozenset(resident)) not in self._adding:
-            units = {*map(self._all.__getitem__, key), *(unit for unit, _ in self.units.root)}
-            sums = [(unit, index) for unit in units for index in unit.gradients.indices]
-            blocks = sum(-unit.gradients.sum_bytes() % self.block_bytes for unit in units)
+            sums = self._gradients_there(key)
+            blocks = sum(-unit.gradients.sum_bytes() % self.block_bytes for unit in {unit for unit, _ in sums})
             halves = [unit.counts[index] for unit, index in sums if unit.dtypes[index] == torch.bfloat16]
             scratch = max(map(add_scratch_bytes, halves), default=0)
             self._adding[key] = self.block_bytes * len(sums) + blocks, scratch

@@ -24,7 +24,7 @@ class Alive:
     forward_bytes: int
     backward_bytes: NDArray[np.int64]
 
-    def most(self, gradients: Iterable[tuple[int, int]] = (), *, stay: bool = False, batches: int = 1) -> int:
+    def most(self, gradients: Iterable[tuple[int, int]], *, stay: bool, batches: int) -> int:
         """Returns the most, with ``gradients`` of resident layers, as (layer, bytes), from when each has its own.
 
         They ``stay`` for the rest of the pass, or are given up at the end of the layer's. Activations are those of so
