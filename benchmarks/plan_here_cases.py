@@ -1,4 +1,4 @@
-"""The models of plan_here.py and tensor_heap.py; planned, and then trained as planned."""
+"""The models of plan_here.py, plan_choice.py and tensor_heap.py; planned, and then trained as planned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,22 +103,9 @@ CASES: dict[str, Case] = {
 def run(name: str, machine: str, folder: str) -> dict[str, Any]:
     """Plans the case and trains it as planned; returns what was planned and what was measured."""
     case = CASES[name]
-    with torch.device("meta"):
-        empty = case.model()
-    settings: dict[str, Any] = {
-        "machine": machine,
-        "inputs": case.inputs,
-        "dtype": case.dtype,
-        "accumulate": case.accumulate,
-    }
-    with tempfile.TemporaryDirectory(prefix="store-", dir=folder) as store:
-        if case.on_disk:
-            in_memory = stronghold.plan(empty, **settings)
-            room = SHARE_IN_MEMORY * (in_memory.host_bytes - in_memory.process_bytes)
-            settings |= {"store": store, "host_memory": int(in_memory.process_bytes + room)}
-            settings["machine"] = _with_disk(machine, folder, store)
+    with asked(case, machine, folder) as (empty, settings):
         plan = stronghold.plan(empty, **settings)
-        measured = _trained(case, plan)
+        measured = trained(case, plan)
     return {
         "planned_s": plan.step_s.likely,
         "planned_low_s": plan.step_s.low,
@@ -132,6 +120,26 @@ def run(name: str, machine: str, folder: str) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def asked(case: Case, machine: str, folder: str) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """Yields the case's model on the meta device and what a plan of it is asked with; a store is there as long."""
+    with torch.device("meta"):
+        empty = case.model()
+    settings: dict[str, Any] = {
+        "machine": machine,
+        "inputs": case.inputs,
+        "dtype": case.dtype,
+        "accumulate": case.accumulate,
+    }
+    with tempfile.TemporaryDirectory(prefix="store-", dir=folder) as store:
+        if case.on_disk:
+            in_memory = stronghold.plan(empty, **settings)
+            room = SHARE_IN_MEMORY * (in_memory.host_bytes - in_memory.process_bytes)
+            settings |= {"store": store, "host_memory": int(in_memory.process_bytes + room)}
+            settings["machine"] = _with_disk(machine, folder, store)
+        yield empty, settings
+
+
 def _with_disk(machine: str, folder: str, store: str) -> MachineFile:
     """Returns the machine with the store's directory as fast as the folder that it is in, which was measured."""
     found = MachineFile.read(machine)
@@ -139,14 +147,14 @@ def _with_disk(machine: str, folder: str, store: str) -> MachineFile:
     return replace(found, disks=disks)
 
 
-def _trained(case: Case, plan: Any) -> dict[str, Any]:
+def trained(case: Case, plan: Any, *, least_steps: int = LEAST_STEPS, least_s: float = LEAST_S) -> dict[str, Any]:
     """Trains with the plan's settings: seconds of a step, and the most that the process had in memory meanwhile."""
     torch.manual_seed(0)
     model = stronghold.offload(case.model(), device="cpu", dtype=case.dtype, **plan.settings)
     optimizer = stronghold.AdamW(model.parameters(), lr=1e-5, **plan.optimizer)
     taken: list[float] = []
     begin_s = last_s = time.perf_counter()
-    while len(taken) < WARM_UP + LEAST_STEPS or last_s < begin_s + LEAST_S:
+    while len(taken) < WARM_UP + least_steps or last_s < begin_s + least_s:
         for _ in range(case.accumulate):
             _loss(model(**case.inputs)).backward()  # the logits are the model's alone
         optimizer.step()
@@ -158,6 +166,7 @@ def _trained(case: Case, plan: Any) -> dict[str, Any]:
             reset_peak()
             begin_s = now_s
     report = stronghold.report(model)
+    stronghold.close(model)
     counted = sorted(taken[WARM_UP:])
     return {
         "measured_s": statistics.median(counted),

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
 from stronghold.distributed.plan import plan
+from stronghold.lab.finetuning.model import adapted_base
+from stronghold.lab.finetuning.settings import AdapterSettings
 from stronghold.lab.models.files import build_model, inputs_of
 from stronghold.lab.models.gpt import GPT
 from stronghold.lab.models.layered_gpt import LayeredGPT
@@ -28,12 +31,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class PlanSettings:
     """What to plan; what is None is searched over, and the rest is as for ``stronghold.plan``.
 
-    Of several ``processes`` stages and replicas are searched over, too; stages are of the reference GPT. ``tokens`` are
-    those of which the table says how long they take. ``output`` is the file of the plan, ``picture`` the
-    page with its timeline. Raises ValueError for values out of range and files that cannot be written.
+    ``adapters`` None is for all weights. Of several ``processes`` stages and replicas are searched over, too; stages
+    are of the reference GPT. ``tokens`` are those of which the table says how long they take. ``output`` is the file of
+    the plan, ``picture`` the page with its timeline. Raises ValueError for values out of range and files that cannot be
+    written.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
+    adapters: AdapterSettings | None = None
     batch: int = 4
     sequence: int = 1024
     dtype: str = "fp32"
@@ -56,6 +61,11 @@ class PlanSettings:
     picture: str | None = None
 
     def __post_init__(self) -> None:
+        if self.adapters is not None and self.model.path is None:
+            raise ValueError(
+                "adapters are planned for a model of transformers (got --lora or --adapter, and the reference GPT); "
+                "pass MODEL, its folder or its config.json"
+            )
         for name in ("batch", "sequence", "tokens", "processes", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more (got {getattr(self, name)}); pass a whole number")
@@ -72,14 +82,14 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
     file that cannot be written.
     """
     check_batch(settings.batch, settings.sequence, machine.host_memory_bytes)  # planning takes time for each token, too
-    model, name = _built(settings)
+    model, name = _built(settings, machine)
     ids = torch.empty((settings.batch, settings.sequence), dtype=torch.int64, device="meta")
     found = plan(
         LayeredGPT(model) if settings.processes > 1 and isinstance(model, GPT) else model,
         machine=machine,
         sequence=settings.sequence,
         inputs=inputs_of(model, ids),
-        dtype=DTYPES[settings.dtype],
+        dtype=None if settings.adapters else DTYPES[settings.dtype],  # the base's type is its own, adapters stay fp32
         store=settings.store,
         states=settings.states,
         update=settings.update,
@@ -109,6 +119,8 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
         by_train = found.updated_by == "AdamW" and found.experts_per_part is None and found.accumulate == 1
         in_python = "offload(model, plan=…)" if found.processes == 1 else "replicate(model, **plan.settings)"
         by = f"{start} train --plan" if by_train else f"stronghold.{in_python}"
+        if settings.adapters is not None:
+            by = f"stronghold finetune, which plans for itself, or stronghold.{in_python}"
         console.print(f"{settings.output}: the plan; to train by it: {by}", soft_wrap=True)
     if settings.picture is not None:
         notes = write_plan_page(
@@ -126,10 +138,16 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
     return found
 
 
-def _built(settings: PlanSettings) -> tuple[nn.Module, str]:
-    wanted = settings.model
-    if wanted.path is not None:
-        model, _, _ = build_model(wanted.path)
-        return model, f"{type(model).__name__} of {wanted.path}"
-    gpt = GPT.from_config_dict(wanted.config_dict(settings.sequence))
-    return gpt, f"reference GPT, {wanted.layers} layers of width {wanted.hidden}"
+def _built(settings: PlanSettings, machine: MachineFile) -> tuple[nn.Module, str]:
+    path, adapters = settings.model.path, settings.adapters
+    if path is None:
+        gpt = GPT.from_config_dict(settings.model.config_dict(settings.sequence))
+        return gpt, f"reference GPT, {settings.model.layers} layers of width {settings.model.hidden}"
+    if adapters is None:
+        model, _, _ = build_model(path)
+        return model, f"{type(model).__name__} of {path}"
+    model = adapted_base(path, adapters, device=machine.device, dtype=settings.dtype, sequence=settings.sequence)
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    kept = f" in {adapters.quantize}" if adapters.quantize else ""
+    added = f"LoRA of {adapters.path}" if adapters.path else f"LoRA of rank {adapters.rank}"
+    return model, f"{type(base).__name__} of {path}{kept}, {added}"

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stronghold.units import format_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
@@ -29,6 +31,13 @@ class Refused:
     needed_bytes: int
     limit_bytes: int
     parallel: Mapping[str, Any] = field(default_factory=dict)
+
+    def lacks(self) -> str:
+        """Returns what would have to be there and what is, or how much is lacking where that reads the same."""
+        needed, limit = format_bytes(self.needed_bytes), format_bytes(self.limit_bytes)
+        if needed == limit:
+            return f"lacks {format_bytes(self.needed_bytes - self.limit_bytes)} of {limit}"
+        return f"needs {needed}, has {limit}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,8 +165,7 @@ class TrainingPlan(Shown):
         for other in self.others[:1]:
             found.append(f"{self._differing(other)} takes {format_seconds(other.step_s)}")
         for one in self.refused[:1]:
-            lacks = f"needs {format_bytes(one.needed_bytes)} of {one.place}, where {format_bytes(one.limit_bytes)} are"
-            found.append(f"{self._differing(one)} {lacks}")
+            found.append(f"{self._differing(one)} {one.lacks()} ({one.place})")
         return "; ".join([*found, *(f"assumed: {text}" for text in self.assumed)])
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -216,9 +215,7 @@ class TrainingPlan(Shown):
             value = f"{self._differing(other)}: {takes}"
             rows.append(("next best" if not number else "", format_seconds(other.step_s), value))
         for number, one in enumerate(self.refused):
-            lacks = f"needs {format_bytes(one.needed_bytes)}, has {format_bytes(one.limit_bytes)}"
-            value = f"{self._differing(one)}: {lacks}"
-            rows.append(("does not fit" if not number else "", one.place, value))
+            rows.append(("does not fit" if not number else "", one.place, f"{self._differing(one)}: {one.lacks()}"))
         for number, left in enumerate(self.left_out):
             named = f"stages={left.stages}, replicas={left.replicas}"
             rows.append(("left out" if not number else "", named, left.reason))

@@ -111,6 +111,12 @@ def test_it_reads_as_a_table():
     assert lines["does not fit", "device"] == "activations='keep': needs 25.0 GiB, has 23.0 GiB"
 
 
+def test_what_lacks_little_is_told_by_that():
+    refused = [replace(plan().refused[0], needed_bytes=23 * GIB + 2**20)]
+    lines = {(section, name): value for section, name, value in plan(refused=refused).rows()}
+    assert lines["does not fit", "device"] == "activations='keep': lacks 1.00 MiB of 23.0 GiB"
+
+
 def test_layers_in_memory_are_told_as_such_beside_those_on_disk():
     on_disk = plan(settings={**plan().settings, "store": ["/mnt/a"], "activations": "keep"})
     lines = {(section, name): value for section, name, value in on_disk.rows()}

@@ -7,10 +7,11 @@ import os
 from datetime import datetime
 from typing import Any
 
+from stronghold.lab.cli.adapter_arguments import given_adapters
 from stronghold.lab.cli.finetune_arguments import DEFAULTS, add_finetune_arguments
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.finetuning.run_file import SUFFIXES, Entry, read_run_file
-from stronghold.lab.finetuning.settings import AdapterSettings, CourseSettings, FinetuneSettings, RowSettings
+from stronghold.lab.finetuning.settings import CourseSettings, FinetuneSettings, RowSettings
 from stronghold.lab.outputs import check_apart
 from stronghold.settings import OffloadSettings
 
@@ -65,7 +66,7 @@ def _finetune_settings(options: argparse.Namespace) -> FinetuneSettings:
         )
     out = f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}" if options.out is None else options.out
     device = options.device or _default_device()
-    adapters = _adapters(options)
+    adapters = given_adapters(options)
     return FinetuneSettings(
         model=options.model,
         data=RowSettings(
@@ -106,32 +107,6 @@ def _finetune_settings(options: argparse.Namespace) -> FinetuneSettings:
         keep_checkpoints=options.keep_checkpoints,
         resume=options.resume,
         wandb=options.wandb,
-    )
-
-
-def _adapters(options: argparse.Namespace) -> AdapterSettings | None:
-    own = ("lora", "lora_alpha", "lora_dropout", "targets")
-    new = [name for name in own if getattr(options, name) != DEFAULTS[name]]
-    if options.adapter is not None and new:
-        names = ", ".join("--" + name.replace("_", "-") for name in new)
-        raise ValueError(
-            f"adapters of a folder have their own rank, scale, dropout and layers (got --adapter with {names}); leave "
-            "out one or the other"
-        )
-    if options.adapter is None and options.lora is None:
-        if new or options.quantize:
-            raise ValueError(
-                "--lora-alpha, --lora-dropout, --targets and --quantize are of adapters (got none); pass --lora too"
-            )
-        return None
-    rank = 16 if options.lora is None else options.lora
-    return AdapterSettings(
-        path=options.adapter,
-        rank=rank,
-        alpha=2.0 * rank if options.lora_alpha is None else options.lora_alpha,
-        lora_dropout=options.lora_dropout,
-        targets=options.targets,
-        quantize=options.quantize,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from stronghold.checkpoint.quantising import KINDS
+from stronghold.lab.cli.adapter_arguments import ADAPTER_DEFAULTS, add_adapters
 from stronghold.lab.cli.shared_arguments import Group, add_activations, add_compile, number_or_auto, path, source, whole
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.settings import DTYPES, SCHEDULERS
@@ -19,11 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "loss": "completions",
     "long_rows": "refuse",
     "packing": False,
-    "lora": None,
-    "lora_alpha": None,
-    "lora_dropout": 0.0,
-    "targets": ("all-linear",),
-    "quantize": None,
+    **ADAPTER_DEFAULTS,
     "epochs": 1.0,
     "batch": 8,
     "accumulate": 1,
@@ -58,7 +54,7 @@ def add_finetune_arguments(command: argparse.ArgumentParser) -> None:
         "Alpaca, ShareGPT or text",
     )
     _add_data(command.add_argument_group("data"))
-    _add_adapters(command.add_argument_group("adapters (default: all weights are trained)"))
+    add_adapters(command.add_argument_group("adapters (default: all weights are trained)"))
     _add_course(command.add_argument_group("training"))
     _add_evaluation(command.add_argument_group("evaluation"))
     _add_placement(command.add_argument_group("placement"))
@@ -81,24 +77,6 @@ def _add_data(data: Group) -> None:
         default=None,
         help="put several rows into one sample of --seq tokens; none sees another",
     )
-
-
-def _add_adapters(adapters: Group) -> None:
-    adapters.add_argument(
-        "--lora", nargs="?", const=16, type=whole, metavar="RANK", help="train new LoRA adapters (default rank: 16)"
-    )
-    adapters.add_argument("--lora-alpha", type=float, metavar="X", help="their scale (default: twice the rank)")
-    adapters.add_argument("--lora-dropout", type=float, metavar="P", help="dropout before them (default: 0)")
-    adapters.add_argument(
-        "--targets", type=_names, metavar="NAME,…", help="layers that get one (default: all-linear: all but the head)"
-    )
-    adapters.add_argument(
-        "--quantize",
-        choices=KINDS,
-        help="keep the base in bitsandbytes' four bits, nested: with scales in eight, or in eight bits (default: the "
-        "compute type)",
-    )
-    adapters.add_argument("--adapter", type=source, metavar="DIR", help="train the LoRA adapters of a folder further")
 
 
 def _add_course(course: Group) -> None:
@@ -204,10 +182,6 @@ def _add_output(output: Group) -> None:
     )
     output.add_argument("--log", type=path, metavar="FILE", help="also write a log to read")
     output.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases, where wandb is installed")
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
 
 
 def _options(text: str) -> dict[str, float | str]:

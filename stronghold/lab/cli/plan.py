@@ -3,6 +3,7 @@
 import argparse
 import os
 
+from stronghold.lab.cli.adapter_arguments import add_adapters, given_adapters
 from stronghold.lab.cli.parser import Commands, Help
 from stronghold.lab.cli.profiled import add_profile, check_no_profile, run_profiled
 from stronghold.lab.cli.shared_arguments import (
@@ -26,6 +27,8 @@ examples:
       a transformers model by its config.json, with layers on disk if need be
   stronghold plan Qwen3-8B/ --machine workstation.json --device-memory 24GiB --picture plan.html
       the same for another machine, on which stronghold probe has run, with the timeline of a step
+  stronghold plan Llama-70B/ --lora --quantize nf4 --dtype bf16 --machine workstation.json --device-memory 24GiB
+      adapters over a base in four bits, as stronghold finetune trains them with these arguments
   stronghold plan -l 32 --hidden 4096 --heads 32 --batch 32 --dtype bf16 --processes 4 -o plan.json
       the same for four processes, in stages or replicas, each with a GPU of its own
   stronghold plan gpt_1_3B -l 24 --profile profiled/ --devices-per-node 4 --device-memory 28GiB
@@ -54,6 +57,7 @@ def add_plan(commands: Commands) -> None:
         help="a model's folder, or its config.json (default: the reference GPT, of this shape:)",
     )
     add_shape(model)
+    add_adapters(command.add_argument_group("adapters of MODEL (default: all weights are trained)"))
     step = command.add_argument_group("step")
     step.add_argument("--batch", type=whole, default=4, metavar="N", help="samples (default: 4)")
     step.add_argument("--seq", type=whole, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
@@ -140,6 +144,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     settings = PlanSettings(
         model=ModelSettings(path=options.model, **{**SHAPE, **shape}),
+        adapters=given_adapters(options),
         batch=options.batch,
         sequence=options.seq,
         dtype=options.dtype,

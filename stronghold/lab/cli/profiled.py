@@ -4,11 +4,13 @@ import argparse
 import glob
 import os
 
+from stronghold.lab.cli.adapter_arguments import ADAPTER_DEFAULTS
 from stronghold.lab.cli.shared_arguments import Group, given_shape, path, source, whole
 
 _UNUSED = (
     *("machine", "device", "host_memory", "disk", "window", "resident", "micro_batch", "activations", "update"),
     *("picture", "processes", "cores", "experts_per_part", "accumulate"),
+    *ADAPTER_DEFAULTS,
 )
 """Arguments of the command that say nothing of such a plan."""
 

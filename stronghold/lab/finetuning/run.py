@@ -64,7 +64,7 @@ def finetune(settings: FinetuneSettings, *, console: Console | None = None) -> O
     check_save_folder(settings.save)
     _check_wandb(settings)
     with taken(settings.out) if settings.resume else nullcontext():  # one that begins has no folder yet
-        model = build_base(settings)
+        model = build_base(settings.model, adapters=settings.adapters, dtype=settings.dtype, sequence=settings.sequence)
         with _quiet():
             return _finetune(settings, model, console, stop)
 

@@ -38,7 +38,7 @@ def build_model(path: str | Path) -> tuple[nn.Module, Weights | None, bool]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"a model must be a folder with a config.json, or that file (got {str(path)!r}); pass one")
-    with_weights = path.is_dir() and any((path / name).is_file() for name in (SINGLE, INDEX))
+    with_weights = has_weights(path)
     try:
         if not with_weights and path.is_dir() and any(path.glob("pytorch_model*.bin")):
             return _load_whole(path), None, True
@@ -50,6 +50,11 @@ def build_model(path: str | Path) -> tuple[nn.Module, Weights | None, bool]:
     except Exception as error:  # transformers raises all kinds for what it cannot read
         raise _no_model(path, error) from error
     return model, path if with_weights else initialiser_of(model), with_weights
+
+
+def has_weights(path: Path) -> bool:
+    """Whether ``path`` is a folder with weights in safetensors."""
+    return path.is_dir() and any((path / name).is_file() for name in (SINGLE, INDEX))
 
 
 def initialiser_of(model: nn.Module) -> Callable[[nn.Module], object]:

@@ -22,7 +22,8 @@ from tests.lab.finetuning.runs import LORA
 
 
 def made(wanted: FinetuneSettings) -> Any:
-    return place(build_base(wanted), wanted, inputs=None)
+    base = build_base(wanted.model, adapters=wanted.adapters, dtype=wanted.dtype, sequence=wanted.sequence)
+    return place(base, wanted, inputs=None)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -1,0 +1,165 @@
+"""Whether what a plan chooses is the best that can be measured: its settings beside others that fit, on the CPU.
+
+    python -m benchmarks.plan_choice [--only gpt] [--others 12] [--rounds 3] [--seconds 20] [--quick]
+
+Each case of plan_here.py is planned with everything left open, and with settings drawn at random: windows, resident
+layers, kept activations, micro-batches, updates. The half of the others are those that are planned to be the fastest of
+the drawn ones, the other half any that fit. All are trained once; then the choice and the three fastest others, in
+turns. Prints a table, and appends a JSON line for each case to results/plan_choice.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import stronghold
+from benchmarks.plan_here_cases import CASES, Case, asked, trained
+from stronghold.lab.records.json_lines import append_record, describe_machine
+
+RESULTS = Path(__file__).parent.parent / "results" / "plan_choice.jsonl"
+GOAL = 0.05
+DRAWN, FASTEST = 40, 3
+Row = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="PART", help="cases with this in their names")
+    parser.add_argument("--others", type=int, default=12, metavar="N", help="settings beside the choice (12)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of the choice and the fastest (3)")
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="N", help="that a probe takes (20)")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), metavar="DIR", help="where layers on disk are")
+    parser.add_argument("--quick", action="store_true", help="record nothing")
+    parser.add_argument("--case", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)  # in its own process
+    options = parser.parse_args()
+    if options.case is not None:
+        print(json.dumps(_compared(*options.case, options.folder, options.others, options.rounds)))
+        return 0
+    console, described, found = Console(width=150), describe_machine(), list[Row]()
+    names = [name for name in CASES if options.only in name]
+    with tempfile.TemporaryDirectory(prefix="stronghold-plan-", dir=options.folder) as folder:
+        machine = f"{folder}/machine.json"
+        disks = [folder] if any(CASES[name].on_disk for name in names) else []
+        console.print("measuring the machine")
+        stronghold.probe("cpu", directories=disks, seconds=options.seconds, keep=False).write(machine)
+        for name in names:
+            command = [sys.executable, "-m", "benchmarks.plan_choice", "--case", name, machine, "--folder", folder]
+            command += ["--others", str(options.others), "--rounds", str(options.rounds)]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+            if done.returncode:
+                raise RuntimeError(f"case {name} has failed: {done.stderr[-2000:]}")
+            found.append({"benchmark": "plan_choice", "case": name, **json.loads(done.stdout.splitlines()[-1])})
+            console.print(f"{name}: {found[-1]['above_best']:+.1%} above the fastest of {found[-1]['trained']}")
+            if not options.quick:
+                append_record(RESULTS, {**found[-1], **described})
+    console.print(_table(found))
+    return 0
+
+
+def _compared(name: str, machine: str, folder: str, others: int, rounds: int) -> Row:
+    """Trains the case with the plan's choice and with others, and the fastest of them in turns with the choice."""
+    case = CASES[name]
+    with asked(case, machine, folder) as (empty, settings):
+        chosen = stronghold.plan(empty, **settings)
+        rows = [_row(chosen), *map(_row, _others(case, empty, settings, chosen, others, random.Random(name)))]
+        for row in rows:
+            row["first_s"] = _step_s(case, row["plan"], least_s=1.0)
+        finalists = [rows[0], *sorted(rows[1:], key=lambda row: row["first_s"])[:FASTEST]]
+        for _ in range(rounds):
+            for row in finalists:
+                row["taken_s"].append(_step_s(case, row["plan"], least_s=2.0))
+    for row in finalists:
+        row["measured_s"] = statistics.median(row["taken_s"])
+    best = min(finalists, key=lambda row: row["measured_s"])
+    return {
+        "above_best": finalists[0]["measured_s"] / best["measured_s"] - 1,
+        "trained": len(rows),
+        "choice": _plain(rows[0]),
+        "best": _plain(best),
+        "others": [_plain(row) for row in rows[1:]],
+    }
+
+
+def _others(
+    case: Case, empty: nn.Module, asked: Mapping[str, Any], chosen: Any, count: int, rng: random.Random
+) -> list[Any]:
+    """Returns plans with settings that the choice has not, half of them the fastest of the drawn ones."""
+    found: dict[str, Any] = {str(_settings(chosen)): chosen}
+    for drawn in _drawn(case, chosen, rng):
+        try:
+            plan = stronghold.plan(empty, **{**asked, **drawn})
+        except stronghold.BudgetError:
+            continue
+        found.setdefault(str(_settings(plan)), plan)
+    plans = sorted(list(found.values())[1:], key=lambda plan: plan.step_s.likely)
+    fastest = plans[: count // 2]
+    return fastest + rng.sample(plans[count // 2 :], min(count - len(fastest), len(plans) - len(fastest)))
+
+
+def _drawn(case: Case, chosen: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
+    layers = chosen.layers
+    batch = len(next(iter(case.inputs.values())))
+    for _ in range(DRAWN):
+        resident = rng.choice((0, 0, 1, layers // 2, layers))
+        yield {
+            "window": rng.choice((1, 2, 3, max(1, layers // 2))) if resident < layers else 1,
+            "resident": resident,
+            "activations": rng.choice((0, layers // 2, layers)),
+            "micro_batch": rng.choice((None, None, -(-batch // 2), -(-batch // 4))),
+            "update": "deferred" if case.accumulate > 1 else rng.choice(("deferred", "in_backward")),
+        }
+
+
+def _step_s(case: Case, plan: Any, *, least_s: float) -> float:
+    taken: float = trained(case, plan, least_steps=3, least_s=least_s)["measured_s"]
+    gc.collect()
+    return taken
+
+
+def _row(plan: Any) -> Row:
+    return {"plan": plan, "settings": _settings(plan), "planned_s": plan.step_s.likely, "taken_s": []}
+
+
+def _settings(plan: Any) -> dict[str, Any]:
+    return {key: value for key, value in {**plan.settings, **plan.optimizer}.items() if key != "store"}
+
+
+def _plain(row: Row) -> Row:
+    return {key: value for key, value in row.items() if key != "plan"}
+
+
+def _table(found: Sequence[Row]) -> Table:
+    table = Table(title="what plans choose beside the fastest of what else was trained")
+    for column in ("case", "choice s", "best s", "above it", "trained", "the best's settings"):
+        table.add_column(column, justify="right" if column.endswith(("s", "it", "trained")) else "left")
+    for one in found:
+        best, choice = one["best"], one["choice"]
+        differing = {key: value for key, value in best["settings"].items() if choice["settings"].get(key) != value}
+        table.add_row(
+            one["case"],
+            f"{choice['measured_s']:.3f}",
+            f"{best['measured_s']:.3f}",
+            f"{one['above_best']:+.1%}",
+            str(one["trained"]),
+            ", ".join(f"{key} {value}" for key, value in differing.items()) or "the choice's",
+        )
+    table.caption = f"{sum(one['above_best'] <= GOAL for one in found)} of {len(found)} within {GOAL:.0%}"
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
