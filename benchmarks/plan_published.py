@@ -1,12 +1,13 @@
 """What is published of single cards, beside the plan for such a card: which of it the plan explains, and which not.
 
-    python -m benchmarks.plan_published
+    python -m benchmarks.plan_published [--only OLMoE]
 
 The published steps are of other systems; the plan is for this engine on a machine with the card's published peaks, of
 which products are taken to reach a share. Where a batch or a length is not told, the plan is for the batch, up to 64,
 of the most tokens/s at 1,024 tokens. The loss is taken chunk by chunk: whole logits of a batch would not fit. Beside it
 stand two bounds: products alone, 8 operations for each parameter and token where layers are recomputed and 6 where not,
-at what the card is taken to reach. Prints a table, and appends a JSON line a row to results/plan_published.jsonl.
+at what the card is taken to reach; of a mixture's parameters those count that a token is routed to. Prints a table, and
+appends a JSON line a row to results/plan_published.jsonl.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import stronghold
 from stronghold.errors import BudgetError
 from stronghold.lab.records.json_lines import append_record, describe_machine
-from stronghold.planner.machine_file import Attention, MachineFile, Product, Spread
+from stronghold.planner.cards import GIB, card_named, machine_of_card
 from stronghold.planner.training_plan import TrainingPlan
 
 RESULTS = Path(__file__).parent.parent / "results" / "plan_published.jsonl"
@@ -35,30 +36,6 @@ SEQUENCE = 1024
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CHUNK = 1024
 """Tokens whose logits are there at a time."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """A card by its maker's numbers: dense bf16 FLOP/s summed in fp32, bytes/s of its memory, bytes/s of its link.
-
-    ``share`` of the first is what large products reach. ``host`` are the bytes/s of the host's memory.
-    """
-
-    name: str
-    flops: float
-    share: float
-    memory_bytes: int
-    memory: float
-    link: float
-    host: float
-
-
-GIB = 2**30
-CARDS = {
-    "4090": Card("RTX 4090", 165.2e12, 0.9, 24 * GIB, 1.008e12, 25e9, 80e9),
-    "5090": Card("RTX 5090", 209.5e12, 0.9, 32 * GIB, 1.792e12, 50e9, 80e9),
-    "H100": Card("H100 SXM", 989e12, 0.72, 80 * GIB, 3.35e12, 50e9, 250e9),
-}
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -86,6 +63,17 @@ QWEN25 = {
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "vocab_size": 152064,
+}
+OLMOE = {
+    "model_type": "olmoe",
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "vocab_size": 50304,
 }
 
 
@@ -118,14 +106,12 @@ ROWS = [
     ),
     Row("FlexTrain", "Llama 8 B", LLAMA, "5090", 192 * GIB, None, 3723, "not told: batch, length, precision"),
     Row("FlexTrain", "Qwen3 8 B", QWEN3, "5090", 192 * GIB, None, 3533, "not told: batch, length, precision"),
+    Row("FlexTrain", "OLMoE 1 B of 7", OLMOE, "5090", 192 * GIB, None, 13305, "not told: batch, length, precision"),
     Row("LLMQ, bf16", "Qwen2.5 7 B", QWEN25, "4090", 128 * GIB, None, 1900, "not told: batch, host"),
     Row("LLMQ, fp8", "Qwen2.5 7 B", QWEN25, "4090", 128 * GIB, None, 3000, "products in fp8, which is not planned for"),
     Row("LLMQ", "Qwen2.5 7 B", QWEN25, "5090", 128 * GIB, None, 3100, "not told: batch, host, bf16 or fp8"),
     Row("LLMQ", "Qwen2.5 7 B", QWEN25, "H100", 512 * GIB, None, 14000, "not told: batch, host, bf16 or fp8"),
 ]
-NOT_PLANNED = (
-    "OLMoE on a 5090 (FlexTrain, 13,305 tokens/s): which experts compute depends on values, which a plan lacks"
-)
 
 
 class WithLoss(nn.Module):
@@ -147,57 +133,10 @@ class WithLoss(nn.Module):
         return F.cross_entropy(self.head(hidden).float(), ids)
 
 
-def machine_of(card: Card, host_bytes: int) -> MachineFile:
-    """Returns the card and its host as a file of a machine that was measured would have them."""
-
-    def exactly(value: float) -> Spread:
-        return Spread(value, value, value)
-
-    # Weight and remainder, 2 bytes each, and both moments in fp32 are read and written, the gradient is read.
-    update = exactly(1e9 * (2 * (2 + 2 + 8) + 2) / card.host)
-    link = dict.fromkeys(("h2d", "d2h"), exactly(card.link)) | dict.fromkeys(
-        ("h2d_beside_d2h", "d2h_beside_h2d"), exactly(0.85 * card.link)
-    )
-    elements = {dtype: exactly(0.9 * card.memory) for dtype in ("float32", "bfloat16")}
-    rates = {"float32": card.flops / 4, "bfloat16": card.flops * card.share}
-    return MachineFile(
-        device="cuda",
-        device_name=card.name,
-        is_host=False,
-        runs_behind=True,
-        device_memory_bytes=card.memory_bytes,
-        host_memory_bytes=host_bytes,
-        cores=16,
-        processor="",
-        time="",
-        versions={},
-        link={**link, "h2d_pageable": exactly(0.4 * card.link), "copy_s": exactly(1e-5)},
-        matmul=[
-            Product(dtype, (size, size, size), exactly(rate * part))
-            for dtype, rate in rates.items()
-            for size, part in ((512, 0.4), (4096, 1.0))
-        ],
-        attention=[
-            Attention(dtype, (8, 32, SEQUENCE, SEQUENCE, 128), exactly(0.6 * rate), exactly(0.45 * rate))
-            for dtype, rate in rates.items()
-        ],
-        elementwise=elements,
-        elementwise_cached={dtype: exactly(2 * one.likely) for dtype, one in elements.items()},
-        transcendental=elements,
-        cache_bytes=50 * 2**20,
-        op_s=exactly(4e-6),
-        launch_s=exactly(5e-6),
-        host_update_ns={"bfloat16+fp32": dict.fromkeys(("alone", "beside_compute"), update)},
-        compute_beside_update=exactly(1.0),
-        device_update_ns={"bfloat16+fp32": exactly(1e9 * 26 / (0.9 * card.memory))},
-        disks={},
-    )
-
-
 def planned(model: nn.Module, row: Row, batch: int) -> TrainingPlan | None:
     """Returns the plan for a batch, or None where nothing fits."""
     ids = torch.empty((batch, SEQUENCE), dtype=torch.int64, device="meta")
-    card = machine_of(CARDS[row.card], row.host_bytes)
+    card = machine_of_card(card_named(row.card), row.host_bytes)
     try:
         return stronghold.plan(
             model, machine=card, inputs=(ids,), sequence=SEQUENCE, dtype=torch.bfloat16, layers="model.layers"
@@ -212,25 +151,37 @@ def fastest(model: nn.Module, row: Row, batches: Sequence[int]) -> TrainingPlan:
     return max(plans, key=lambda plan: plan.tokens_per_s)
 
 
+def computed_with(config: dict[str, Any], parameters: int) -> int:
+    """Returns how many of the parameters a token is computed with: of a mixture's experts those it is routed to."""
+    if "num_experts" not in config:
+        return parameters
+    expert = 3 * config["hidden_size"] * config["intermediate_size"]
+    idle: int = config["num_experts"] - config["num_experts_per_tok"]
+    return parameters - int(config["num_hidden_layers"]) * idle * int(expert)
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="PART", help="rows with this in the system's or model's name")
+    only = parser.parse_args().only
     console, described = Console(width=200), describe_machine()
     columns = ("system", "model", "card", "batch", "published", "planned", "of it", "recomputed", "kept", "remark")
     table = Table(*columns, title="tokens/s")
     models: dict[str, nn.Module] = {}
-    for row in ROWS:
+    for row in (row for row in ROWS if only in f"{row.system} {row.model}"):
         if row.model not in models:
             with torch.device("meta"):
                 models[row.model] = WithLoss(row.config)
         plan = fastest(models[row.model], row, BATCHES if row.batch is None else (row.batch,))
         ratio = plan.tokens_per_s / row.tokens_per_s
-        reached = CARDS[row.card].flops * CARDS[row.card].share / plan.parameters
+        card = card_named(row.card)
+        reached = card.bf16 * card.share / computed_with(row.config, plan.parameters)
         bounds = {"recomputed": reached / 8, "kept": reached / 6}
         found = {
             "system": row.system,
             "model": row.model,
             "parameters": plan.parameters,
-            "card": asdict(CARDS[row.card]),
+            "card": asdict(card),
             "host_bytes": row.host_bytes,
             "sequence": SEQUENCE,
             "batch": plan.samples,
@@ -256,7 +207,6 @@ def main() -> None:
             row.remark,
         )
     console.print(table)
-    console.print(f"not planned: {NOT_PLANNED}")
 
 
 if __name__ == "__main__":

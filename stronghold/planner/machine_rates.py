@@ -17,7 +17,7 @@ Pace = Literal["slow", "likely", "fast"]
 
 ADDED_BYTES = {"float32": 12, "bfloat16": 10}
 """What adding an element of a gradient to the sum of those before reads and writes: of bf16 the sum's low half, too."""
-_UPDATED_BYTES = {
+UPDATED_BYTES = {
     ("float32", "fp32"): 28,
     ("bfloat16", "fp32"): 26,
     ("float32", "8bit"): 16,
@@ -86,7 +86,7 @@ def machine_of(
     link, muon_form = machine.link, update_form(machine, dtype, states)
     form = f"{dtype}+fp32" if states == MUON else muon_form  # of all that AdamW updates
     alone, beside = (_time(_update(machine, form)[name], pace) for name in ("alone", "beside_compute"))
-    updated_bytes = _UPDATED_BYTES.get((dtype, "fp32" if states == MUON else states))
+    updated_bytes = UPDATED_BYTES.get((dtype, "fp32" if states == MUON else states))
     moved = 1 + _LOW_HALF_BYTES / updated_bytes if adds and dtype == "bfloat16" and updated_bytes else 1.0
     slowed = dict(LINK_UP_IS_ONE)
     for (one, other), measured, under in (

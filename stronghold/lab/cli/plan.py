@@ -1,7 +1,10 @@
 """`stronghold plan`: what fits a machine, how fast, and with which settings."""
 
+from __future__ import annotations
+
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from stronghold.lab.cli.adapter_arguments import add_adapters, given_adapters
 from stronghold.lab.cli.parser import Commands, Help
@@ -19,6 +22,9 @@ from stronghold.lab.cli.shared_arguments import (
 )
 from stronghold.lab.settings import ModelSettings
 
+if TYPE_CHECKING:
+    from stronghold.planner.machine_file import MachineFile
+
 _EXAMPLES = """\
 examples:
   stronghold plan -l 32 --hidden 4096 --heads 32 --batch 8 --dtype bf16 -o plan.json
@@ -27,8 +33,8 @@ examples:
       a transformers model by its config.json, with layers on disk if need be
   stronghold plan Qwen3-8B/ --machine workstation.json --device-memory 24GiB --picture plan.html
       the same for another machine, on which stronghold probe has run, with the timeline of a step
-  stronghold plan Llama-70B/ --lora --quantize nf4 --dtype bf16 --machine workstation.json --device-memory 24GiB
-      adapters over a base in four bits, as stronghold finetune trains them with these arguments
+  stronghold plan Llama-70B/ --lora --quantize nf4 --dtype bf16 --card "RTX 4090" --host-memory 64GiB
+      adapters over a base in four bits, as stronghold finetune trains them, on a card that one does not have yet
   stronghold plan -l 32 --hidden 4096 --heads 32 --batch 32 --dtype bf16 --processes 4 -o plan.json
       the same for four processes, in stages or replicas, each with a GPU of its own
   stronghold plan gpt_1_3B -l 24 --profile profiled/ --devices-per-node 4 --device-memory 28GiB
@@ -78,6 +84,11 @@ def add_plan(commands: Commands) -> None:
 
 def _add_machine(machine: Group) -> None:
     machine.add_argument("--machine", type=source, metavar="FILE", help="what stronghold probe -o wrote")
+    machine.add_argument(
+        "--card",
+        metavar="NAME",
+        help="by its maker's numbers, with --host-memory beside it: RTX 3090, 4090 or 5090, A100, H100, H200",
+    )
     machine.add_argument(
         "--device", metavar="NAME", help="of this machine: cpu, cuda … (default: a GPU if there is one)"
     )
@@ -170,8 +181,31 @@ def _run(options: argparse.Namespace) -> int:
     check_apart(outputs, inputs=[("--machine", options.machine)])
     # In a model's folder, too, an earlier plan is written anew.
     check_apart([one for one in outputs if not _is_plan(one[1])], inputs=[("MODEL", options.model)])
-    plan_run(settings, machine_of(options.machine, options.device, options.disk or ()), Console())
+    if options.card is None:
+        machine = machine_of(options.machine, options.device, options.disk or ())
+    else:
+        machine = _carded(options)
+    plan_run(settings, machine, Console())
     return 0
+
+
+def _carded(options: argparse.Namespace) -> MachineFile:
+    from stronghold.planner.cards import card_named, machine_of_card
+    from stronghold.units import parse_bytes
+
+    card = card_named(options.card)
+    given = [name for name in ("machine", "device", "disk", "cores") if getattr(options, name) is not None]
+    if given:
+        raise ValueError(
+            f"of a card's machine only the maker's numbers are known (got --card {options.card} with "
+            f"{', '.join('--' + name for name in given)}); leave out one or the other"
+        )
+    if options.host_memory is None:
+        raise ValueError(
+            f"a card does not tell the memory beside it (got --card {options.card}); pass --host-memory too, such as "
+            "--host-memory 64GiB"
+        )
+    return machine_of_card(card, parse_bytes(options.host_memory))
 
 
 def _is_plan(file: str | None) -> bool:

@@ -8,7 +8,7 @@ from stronghold.lab.cli.adapter_arguments import ADAPTER_DEFAULTS
 from stronghold.lab.cli.shared_arguments import Group, given_shape, path, source, whole
 
 _UNUSED = (
-    *("machine", "device", "host_memory", "disk", "window", "resident", "micro_batch", "activations", "update"),
+    *("machine", "card", "device", "host_memory", "disk", "window", "resident", "micro_batch", "activations", "update"),
     *("picture", "processes", "cores", "experts_per_part", "accumulate"),
     *ADAPTER_DEFAULTS,
 )

@@ -50,6 +50,13 @@ def test_it_prints_the_table_and_writes_the_plan_and_its_picture(capsys):
     assert "One planned step" in Path("plan.html").read_text()
 
 
+def test_it_plans_for_a_card_by_its_maker_s_numbers(capsys):
+    assert cli.main(["plan", *SHAPE, *STEP, "--card", "rtx 4090", "--host-memory", "8GiB", "-o", "plan.json"]) == 0
+    assert "RTX 4090, by its maker's numbers" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    plan = TrainingPlan.read("plan.json")
+    assert plan.step_s.low < plan.step_s.likely < plan.step_s.high
+
+
 def test_it_plans_for_muon(capsys):
     assert cli.main(["plan", *SHAPE, *STEP, "--machine", "gpu.json", "--optimizer", "muon", "-o", "plan.json"]) == 0
     printed = capsys.readouterr().out
@@ -128,6 +135,10 @@ def test_a_run_goes_on_in_the_directories_of_its_plan(capsys):
         (["train", *SHAPE, "--plan", "muon.json", "--data", "text.txt"], "stronghold train updates by AdamW"),
         (["train", *SHAPE, "--plan", "parts.json", "--data", "text.txt"], "with parts of 2 experts); train by it in"),
         (["train", *SHAPE, "--plan", "sums.json", "--data", "text.txt"], "a plan of steps that accumulate 2); train"),
+        (["plan", *SHAPE, "--card", "GTX 1080", "--host-memory", "64GiB"], "a card must be one of RTX 3090, "),
+        (["plan", *SHAPE, "--card", "4090"], "pass --host-memory too, such as --host-memory 64GiB"),
+        (["plan", *SHAPE, "--card", "4090", "--machine", "gpu.json"], "got --card 4090 with --machine); leave out"),
+        (["plan", *SHAPE, "--card", "4090", "--host-memory", "1MiB"], "nothing fits: host memory must hold"),
         (["plan", *SHAPE, "--machine", "gpu.json", "--accumulate", "0"], "accumulate must be 1 or more"),
         (["plan", *SHAPE, "--machine", "gpu.json", "--accumulate", "2", "--update", "in_backward"], "(got accumulate="),
         (["plan", *SHAPE, "--machine", "gpu.json", "--experts-per-part", "2"], "none in GPT"),

@@ -1,0 +1,116 @@
+"""Machines that nobody has measured: a card and its host by their makers' numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from stronghold.planner.machine_file import Attention, MachineFile, Product, Spread
+from stronghold.planner.machine_rates import UPDATED_BYTES
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card by its maker's numbers: dense FLOP/s of products in bf16, summed in fp32, and in fp32; bytes and bytes/s.
+
+    ``share`` of the former is what large products reach. ``link`` is one way of what it is plugged into, and ``host``
+    the memory of such a machine, which updates and nothing else reads and writes.
+    """
+
+    name: str
+    bf16: float
+    fp32: float
+    share: float
+    memory_bytes: int
+    memory: float
+    link: float
+    host: float
+
+
+CARDS = (
+    Card("RTX 3090", 71e12, 35.6e12, 0.9, 24 * GIB, 0.936e12, 25e9, 80e9),
+    Card("RTX 4090", 165.2e12, 82.6e12, 0.9, 24 * GIB, 1.008e12, 25e9, 80e9),
+    Card("RTX 5090", 209.5e12, 104.8e12, 0.9, 32 * GIB, 1.792e12, 50e9, 80e9),
+    Card("A100 80GB", 312e12, 19.5e12, 0.8, 80 * GIB, 2.039e12, 25e9, 200e9),
+    Card("H100 SXM", 989e12, 66.9e12, 0.72, 80 * GIB, 3.35e12, 50e9, 250e9),
+    Card("H200 SXM", 989e12, 66.9e12, 0.72, 140 * GIB, 4.8e12, 50e9, 250e9),
+)
+
+
+def card_named(name: str) -> Card:
+    """Returns the card whose name has ``name`` in it, however that is spaced. Raises ValueError for none or several."""
+    found = [card for card in CARDS if _letters(name) in _letters(card.name)] if _letters(name) else []
+    if len(found) != 1:
+        known = ", ".join(card.name for card in CARDS)
+        raise ValueError(
+            f"a card must be one of {known} (got {name!r}); pass one, or the file that stronghold probe wrote "
+            "on the machine"
+        )
+    return found[0]
+
+
+def machine_of_card(card: Card, host_bytes: int) -> MachineFile:
+    """Returns the card in a machine of so much memory as a file of one that was measured would have them.
+
+    What no maker tells is what such machines were seen to do: both ways of a link at once take 0.85 of each, smaller
+    products and attention a share of large ones, and everything may be a quarter slower or a tenth faster.
+    """
+    elements = {dtype: _about(0.9 * card.memory) for dtype in ("float32", "bfloat16")}
+    rates = {"float32": card.fp32 * card.share, "bfloat16": card.bf16 * card.share}
+    return MachineFile(
+        device="cuda",
+        device_name=f"{card.name}, by its maker's numbers",
+        is_host=False,
+        runs_behind=True,
+        device_memory_bytes=card.memory_bytes,
+        host_memory_bytes=host_bytes,
+        cores=16,
+        processor="",
+        time="",
+        versions={},
+        link={
+            **dict.fromkeys(("h2d", "d2h"), _about(card.link)),
+            **dict.fromkeys(("h2d_beside_d2h", "d2h_beside_h2d"), _about(0.85 * card.link)),
+            "h2d_pageable": _about(0.4 * card.link),
+            "copy_s": _taking(1e-5),
+        },
+        matmul=[
+            Product(dtype, (size, size, size), _about(rate * part))
+            for dtype, rate in rates.items()
+            for size, part in ((512, 0.4), (4096, 1.0))
+        ],
+        attention=[
+            Attention(dtype, (8, 32, 1024, 1024, 128), _about(0.6 * rate), _about(0.45 * rate))
+            for dtype, rate in rates.items()
+        ],
+        elementwise=elements,
+        elementwise_cached={dtype: _about(2 * one.likely) for dtype, one in elements.items()},
+        transcendental=elements,
+        cache_bytes=50 * 2**20,
+        op_s=_taking(4e-6),
+        launch_s=_taking(5e-6),
+        host_update_ns={
+            form: dict.fromkeys(("alone", "beside_compute"), _taking(1e9 * moved / card.host))
+            for form, moved in _forms().items()
+        },
+        compute_beside_update=Spread(1.0, 1.0, 1.0),
+        device_update_ns={form: _taking(1e9 * moved / (0.9 * card.memory)) for form, moved in _forms().items()},
+    )
+
+
+def _forms() -> dict[str, int]:
+    return {f"{dtype}+{states}": moved for (dtype, states), moved in UPDATED_BYTES.items()}
+
+
+def _about(rate: float) -> Spread:
+    return Spread(0.75 * rate, rate, 1.1 * rate)
+
+
+def _taking(time: float) -> Spread:
+    return Spread(time / 1.1, time, time / 0.75)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
