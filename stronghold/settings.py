@@ -13,6 +13,8 @@ from stronghold.units import parse_bytes
 
 STATES = ("fp32", "8bit")
 """The formats of AdamW's moments."""
+UPDATES = ("deferred", "in_backward")
+"""When layers are updated."""
 
 
 ACTIVATIONS = ("recompute", "keep", "host", "disk")
@@ -37,6 +39,8 @@ class OffloadSettings:
     device_memory: int | str | None = None
     host_memory: int | str | None = None
     accumulate: int | None = None
+    update: str | None = None
+    states: str | None = None
     compile: bool | str | Mapping[str, Any] = False
 
     def __post_init__(self) -> None:
@@ -82,6 +86,9 @@ class OffloadSettings:
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value))
         check_accumulate(self.accumulate)
+        for name, known in (("update", UPDATES), ("states", STATES)):
+            if (value := getattr(self, name)) is not None:
+                check_one_of(name, value, known)
         compile_arguments(self.compile)
 
     def check_known(self) -> None:
@@ -170,7 +177,7 @@ def refuse_cuda_graphs(got: str) -> NoReturn:
 def check_optimizer(states: str, update: str, nonfinite: str, max_grad_norm: float | None) -> None:
     """Raises ValueError for what ``stronghold.AdamW`` does not know."""
     check_one_of("states", states, STATES)
-    check_one_of("update", update, ("deferred", "in_backward"))
+    check_one_of("update", update, UPDATES)
     check_one_of("nonfinite", nonfinite, ("raise", "skip"))
     if max_grad_norm is None:
         return

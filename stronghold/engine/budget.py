@@ -194,7 +194,16 @@ def choose_disk(
     if budget is not None:
         budget = max(0, budget - settings.inputs_host_bytes)
     order, processes = [numbers[unit] for unit in units], units[0].replicas.local_world_size
-    parts = parts_on_disk(model, order, resident, BUFFERS, budget, processes=processes)
+    parts = parts_on_disk(
+        model,
+        order,
+        resident,
+        BUFFERS,
+        budget,
+        processes=processes,
+        in_backward=settings.update == "in_backward",
+        states=settings.states,
+    )
     for unit in units:
         unit.on_disk = parts.get(numbers[unit], frozenset())
 

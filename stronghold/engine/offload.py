@@ -44,6 +44,8 @@ def offload(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     accumulate: int | None = None,
+    update: str | None = None,
+    states: str | None = None,
     weights: Weights | None = None,
     compile: bool | str | Mapping[str, Any] = False,
     inputs: Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
@@ -100,6 +102,9 @@ def offload(
             in host memory, known beforehand with ``inputs``, and else from the first forward pass on. With a store on
             disk it is what may be kept in RAM.
         accumulate: Batches whose gradients a step adds up; budgets and plans then have room for the sums, in fp32.
+        update, states: What AdamW will be told, where that is known. With a store on disk, ``host_memory`` is filled
+            by it: else room is left in RAM for the gradients of all layers and for moments in fp32, which
+            ``"in_backward"`` and ``"8bit"`` do not take. With ``inputs`` the plan is for it.
         weights: What gives a model its values: the folder of a checkpoint (safetensors, sharded or not, as transformers
             writes it), whose tensors are converted to the parameters' dtypes (fp32 where transformers keeps that beside
             16 bits); or a function that initialises the module it is given in place, such as ``model._init_weights`` of
@@ -144,11 +149,14 @@ def offload(
         device_memory=device_memory,
         host_memory=host_memory,
         accumulate=accumulate,
+        update=update,
+        states=states,
         compile=compile,
     )
     beside = {"experts_per_part": experts_per_part, "inputs": inputs, "plan": plan}
     offloaded = _offload(model, settings, device, dtype, layers, weights, ONE_REPLICA, **beside)  # type: ignore[arg-type]
-    if not is_open and activations is resident is None and settings == OffloadSettings(accumulate=accumulate):
+    told = OffloadSettings(accumulate=accumulate, update=update, states=states)
+    if not is_open and activations is resident is None and settings == told:
         await_inputs(uncompiled(offloaded), known_engine(offloaded), layers, accumulate)
     return offloaded
 
@@ -214,17 +222,8 @@ def _offload(
     arranged = asked.arrange(model)
     tell_of_slow_products((d for unit in arranged.placement.layers for d in unit.dtypes), opened)
     values = Reopened(model) if reopen else open_weights(model, weights)
-    own = opened is not device
-    engine = Engine(
-        model,
-        arranged.placement,
-        opened,
-        arranged.settings,
-        values,
-        replicas,
-        planned=arranged.planned,
-        own_device=own,
-    )
+    placed, own = (arranged.placement, opened, arranged.settings), opened is not device
+    engine = Engine(model, *placed, values, replicas, planned=arranged.planned, own_device=own)
     model.__dict__["_stronghold"] = engine
     live.add(engine)
     for module in model.modules():

@@ -244,8 +244,8 @@ class TrainSettings:
         return replace(self, optimizer=schedule, parallel=stages)
 
     def flat(self) -> dict[str, object]:
-        """Returns every setting by its own name, as a record holds them; no two groups share a name."""
-        groups = (self.model, self.data, self.optimizer, self.offload, self.parallel)
+        """Returns every setting by its own name, as a record holds them; of the optimizer's the store is told some."""
+        groups = (self.model, self.data, self.offload, self.optimizer, self.parallel)
         return {
             "method": self.method,
             **{item.name: getattr(group, item.name) for group in groups for item in fields(group)},

@@ -111,13 +111,16 @@ def parts_on_disk(
     host_memory: int | None,
     *,
     processes: int = 1,
+    in_backward: bool = False,
+    states: str | None = None,
 ) -> dict[int, frozenset[Part]]:
     """Returns what of each unit is on disk: all but the root parameters' weights, or what ``host_memory`` cannot hold.
 
     Weights are the first to stay in host memory, as a step reads them there three times and writes them once; then the
     remainders and moments, unit by unit in ``order``, which an update reads and writes once. Gradients come first of
-    all, as if none were used up in the backward pass, where they fit. The ``processes`` of a machine have all of it in
-    common, each a part.
+    all, where they fit; those of layers that are updated ``in_backward`` are used up there. Moments count in the format
+    ``states``, or in the largest where nobody knows it. The ``processes`` of a machine have all of it in common, each a
+    part.
     """
     units = model.units
     on_host = [number for number in order if number not in resident]
@@ -127,7 +130,7 @@ def parts_on_disk(
     layers = [number for number in on_host if not units[number].is_root]
     staged = buffers.gradient_slots * max((units[number].gradients for number in layers), default=0)
     room = processes * (host_memory - buffers.ring_bytes - staged)
-    room -= sum(units[number].gradients for number in on_host)
+    room -= sum(units[number].gradients for number in on_host if units[number].is_root or not in_backward)
     room -= sum((processes if units[number].is_root else 1) * units[number].sums for number in on_host)
     room -= sum(units[number].weights for number in on_host if units[number].is_root)
     if sum(units[number].weights for number in layers) > room and not model.is_host:  # some weights will be on disk
@@ -137,7 +140,9 @@ def parts_on_disk(
             found[number] -= WEIGHTS
             room -= units[number].weights
     for number in on_host:
-        size = units[number].remainders + max(units[number].moments.values(), default=0)
+        sizes = units[number].moments
+        known = sizes.get(states) if states is not None else None
+        size = units[number].remainders + (max(sizes.values(), default=0) if known is None else known)
         if size <= room:
             found[number] -= STATES
             room -= size

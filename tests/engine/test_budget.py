@@ -412,7 +412,8 @@ def test_a_device_budget_is_kept_before_and_after_the_first_step(build, dtype, u
         optimizer = stronghold.AdamW(model.parameters(), update=update, states=states)
         made = stronghold.report(model).device_bytes
         assert made <= budget
-        assert made == budget or states == "8bit", "fp32 states are what was reckoned with"
+        reckoned = (states, update) == ("fp32", "deferred") or (states == "fp32" and resident == 0)
+        assert made == budget or not reckoned, "states in fp32, and gradients that stay, are what was reckoned with"
         ordinary_loop(model, optimizer, [batch.to(dtype) for batch in numbers(3)])
         assert stronghold.report(model).device_bytes == made
         with torch.no_grad():

@@ -25,7 +25,8 @@ def test_a_name_of_none_or_several_is_refused_with_those_there_are(name: str) ->
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 def test_its_file_reads_as_one_that_was_measured(card: object) -> None:
-    machine = machine_of_card(card, 64 * GIB)  # type: ignore[arg-type]
+    machine = machine_of_card(card, 64 * GIB, ["/mnt/a", "/mnt/b"])  # type: ignore[arg-type]
+    assert [*machine.disks] == ["/mnt/a", "/mnt/b"]
     assert MachineFile.from_json(machine.to_json()) == machine
     assert machine.host_memory_bytes == 64 * GIB and "maker's numbers" in machine.device_name
 

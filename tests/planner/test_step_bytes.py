@@ -56,7 +56,11 @@ def test_bytes_are_those_of_the_report(seed, tmp_path):
     host_memory = None
     if choice.store == "disk" and rng.random() < 0.5:
         host_memory = full.pinned + full.pageable + rng.randint(0, full.disk)
-    placed = memory.placed(choice, device_memory=device_memory, host_memory=host_memory)
+    told, known = {}, {}
+    if rng.random() < 0.5:  # for which optimizer units are placed
+        told = {"update": choice.update, "states": choice.states}
+        known = {"in_backward": choice.update == "in_backward", "states": choice.states}
+    placed = memory.placed(choice, device_memory=device_memory, host_memory=host_memory, **known)
     said = memory.taken(choice, placed)
 
     stronghold.offload(
@@ -68,6 +72,7 @@ def test_bytes_are_those_of_the_report(seed, tmp_path):
         store="ram" if choice.store == "ram" else tmp_path / "store",
         device_memory=device_memory,
         host_memory=host_memory,
+        **told,
     )
     optimizer = stronghold.AdamW(model.parameters(), states=choice.states, update=choice.update)
     report, engine = stronghold.report(model), engine_of(model)
@@ -85,6 +90,31 @@ def test_bytes_are_those_of_the_report(seed, tmp_path):
     assert said.disk == report.disk_bytes
     del optimizer
     stronghold.close(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_ram_is_filled_by_the_optimizer_that_is_known(update, states, dtype):
+    """To the last unit that fits; of another one room is left for gradients and for moments in fp32."""
+    config = GPTConfig(layers=12, hidden=64, heads=2, sequence=8, vocabulary=100)
+    memory = ModelMemory(GPT(config), dtype=dtype, is_host=False)
+    choice = Choice(window=2, update=update, states=states, store="disk")
+    known = {"in_backward": update == "in_backward", "states": states}
+    all_on_disk = memory.taken(choice, memory.placed(choice, device_memory=0, host_memory=None, **known))
+    host_memory = all_on_disk.host + all_on_disk.disk // 2
+
+    def left(**known):
+        placed = memory.placed(choice, device_memory=0, host_memory=host_memory, **known)
+        return host_memory - memory.taken(choice, placed).host, placed
+
+    room, placed = left(**known)
+    layer = memory.of(choice).layers[0]
+    smallest = layer.remainders + layer.moments[states]
+    assert 0 <= room < smallest and any(placed.on_disk.values())
+    if (update, states) != ("deferred", "fp32"):
+        assert left()[0] > room + smallest
+    assert left(states="fp32") == left()
 
 
 def test_layers_stay_evenly_spread():

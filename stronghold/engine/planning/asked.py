@@ -13,11 +13,10 @@ from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.native import return_free_memory
 from stronghold.planner.machine_file import MachineFile
-from stronghold.settings import check_accumulate, check_activations, check_one_of, kept_layers
+from stronghold.settings import UPDATES, check_accumulate, check_activations, check_one_of, kept_layers
 from stronghold.unit import all_parameters
 from stronghold.units import parse_bytes
 
-UPDATES = ("deferred", "in_backward")
 MOST_PIECES = 64
 """Micro-batches of a layer that are looked at, at most."""
 KEPTS = 32

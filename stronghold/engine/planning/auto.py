@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stronghold.device import Device
-from stronghold.engine.planning.asked import RESERVED, UPDATES, kepts, limits, micro_batches, sizes
+from stronghold.engine.planning.asked import RESERVED, kepts, limits, micro_batches, sizes
 from stronghold.engine.planning.given import check_plan
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.searched import PlannedModel
@@ -26,7 +26,7 @@ from stronghold.planner.search import ENOUGH
 from stronghold.planner.step_bytes import MUON
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.probing import DTYPES, directory_there, disk_of, fp32_products, glance, kept_machine
-from stronghold.settings import OffloadSettings, PlannedSettings
+from stronghold.settings import UPDATES, OffloadSettings, PlannedSettings
 
 _LOG = logging.getLogger("stronghold")
 _LEFT_OPEN = {**vars(OffloadSettings()), **dict.fromkeys(("resident", "micro_batch", "activations"), "auto")}
@@ -96,9 +96,10 @@ def _planned(
     dtype: torch.dtype | None,
     in_memory: nn.Module,
 ) -> tuple[TrainingPlan, PlannedSteps, int]:
-    """Plans what ``settings`` leave to ``"auto"``, for AdamW with moments in fp32 and updates behind the backward pass.
+    """Plans what ``settings`` leave to ``"auto"``, for AdamW as they know it: else with moments in fp32 and updates
+    behind the backward pass or, where the gradients do not all fit, in it.
 
-    Where the gradients do not all fit, it is for updates in the backward pass alone. Third is what layers' inputs will
+    Third is what layers' inputs will
     take of the host's memory. Nothing is changed. A model that fits is left resident where nothing else is faster by
     more than a little. Raises ValueError for a model that cannot be planned for, BudgetError where nothing fits.
     """
@@ -127,8 +128,9 @@ def _planned(
     if (host := settings.host_memory) is not None:
         assert isinstance(host, int)
         most = replace(most, host=min(most.host, most.process + host))
-    most = replace(most, fills_ram=False, in_ram=host)
-    plan, space = _least_asked(found, space_of(found, settings), most, adds=settings.accumulates)
+    most = replace(most, fills_ram=False, in_ram=host, update=settings.update, states=settings.states)
+    is_known = settings.accumulates or settings.update is not None
+    plan, space = _least_asked(found, space_of(found, settings), most, is_known=is_known)
     plan = all_resident_if_as_fast(found, plan, space, most)
     step, update = followed(plan), plan.optimizer["update"]
     inputs_host_bytes = found.inputs_host_bytes(plan.settings.get("micro_batch"))
@@ -154,7 +156,7 @@ def followed(plan: TrainingPlan) -> PlannedStep:
 
 
 def space_of(found: PlannedModel, settings: OffloadSettings) -> Space:
-    """Returns what ``settings`` leave open, for AdamW with moments in fp32 and updates behind the backward pass."""
+    """Returns what ``settings`` leave open, for AdamW as they know it: else as it is by default."""
     activations = None if settings.activations == "auto" else settings.activations
     window, resident = (None if one == "auto" else one for one in (settings.window, settings.resident))
     assert not isinstance(window, str) and not isinstance(resident, str)
@@ -164,7 +166,8 @@ def space_of(found: PlannedModel, settings: OffloadSettings) -> Space:
         **sizes(found.memory, window, resident),
         kepts=kepts(activations, count, may_keep=found.may_keep, resident=resident),
         micro_batches=micro_batches(settings.micro_batch, found),
-        updates=("deferred",),
+        updates=(settings.update or "deferred",),
+        states=(settings.states or "fp32",),
         stores=("disk",) if settings.directories else ("ram",),
     )
 
@@ -189,16 +192,16 @@ def _by_muon(found: PlannedModel, chosen: Space, most: Limits, updates: Sequence
     return steps
 
 
-def _least_asked(found: PlannedModel, space: Space, most: Limits, *, adds: bool) -> tuple[TrainingPlan, Space]:
+def _least_asked(found: PlannedModel, space: Space, most: Limits, *, is_known: bool) -> tuple[TrainingPlan, Space]:
     """Returns the best plan, and the space that it is of: under ``in_backward`` where all gradients do not fit.
 
-    That is not for steps that ``adds`` up several. Raises BudgetError where neither fits, with what the one needs that
-    needs less.
+    That is not where it ``is_known`` when layers are updated. Raises BudgetError where neither fits, with what the one
+    needs that needs less.
     """
     try:
         return found.best(space, most), space
     except BudgetError as deferred:
-        if adds:
+        if is_known:
             raise
         in_backward = replace(space, updates=("in_backward",))
         try:

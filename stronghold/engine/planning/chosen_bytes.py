@@ -13,7 +13,7 @@ from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.most_alive import Alive, alive
 from stronghold.planner.choices import Choice
-from stronghold.planner.step_bytes import Placed, StepBytes, held_on_device
+from stronghold.planner.step_bytes import MUON, Placed, StepBytes, held_on_device
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
@@ -87,7 +87,10 @@ class ChosenBytes:
         if choice not in self._placed:
             inputs = self.inputs(choice)
             device, host = self.budgets(choice)
-            placed = self._memory.placed(choice, device_memory=device, host_memory=host)
+            update, states = self.known(choice)
+            placed = self._memory.placed(
+                choice, device_memory=device, host_memory=host, in_backward=update == "in_backward", states=states
+            )
             taken = self._memory.taken(choice, placed)
             taken = replace(
                 taken,
@@ -97,6 +100,12 @@ class ChosenBytes:
             )
             self._placed[choice] = placed, taken, self._on_top(choice, placed.resident)
         return self._placed[choice]
+
+    def known(self, choice: Choice) -> tuple[str | None, str | None]:
+        """Returns the update and the states that units on disk are placed for, None for what nobody knows then."""
+        if not self._limits.fills_ram:
+            return self._limits.update, self._limits.states
+        return choice.update, None if choice.states == MUON else choice.states
 
     def _on_top(self, choice: Choice, resident: frozenset[int]) -> int:
         """Returns the most that activations and updates of resident units take together, and blocks beside their bytes.
@@ -149,17 +158,11 @@ class ChosenBytes:
         return device, self._limits.host - self._limits.process - inputs.host - self._device_on_host(choice)
 
     def _device_on_host(self, choice: Choice) -> int:
-        """Returns what of the host's memory the device takes that is one with it, beside what its budget counts.
-
-        That budget has room for the gradients of all layers, which those leave that are updated in the backward pass.
-        """
+        """Returns what of the host's memory the device takes that is one with it, beside what its budget counts."""
         if not self._memory.is_host:
             return 0
         sizes, resident = self._memory.of(choice), self._memory.spread(choice.resident)
-        held = held_on_device(sizes, choice.window, resident, BUFFERS)
-        if choice.update == "in_backward":
-            held -= sum(unit.gradients for number, unit in enumerate(sizes.layers) if number not in resident)
-        return max(0, held) + self.activation_bytes(choice)
+        return held_on_device(sizes, choice.window, resident, BUFFERS) + self.activation_bytes(choice)
 
     def of(self, choice: Choice) -> Mapping[str, int]:
         """Returns what a choice takes of each place in a step."""

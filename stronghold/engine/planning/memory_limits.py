@@ -10,7 +10,8 @@ class Limits:
     """What may be taken, in bytes; ``process`` of the host's memory is taken already.
 
     Beside a store on disk all that is left stays in RAM, unless ``fills_ram`` is false: then it is ``in_ram``, or
-    nothing. The activations of so many ``batches`` must fit, and of the device's memory ``held`` is what may be taken
+    nothing, and units are placed for an optimizer of which only ``update`` and ``states`` are known, as far as they
+    are. The activations of so many ``batches`` must fit, and of the device's memory ``held`` is what may be taken
     from step to step.
     """
 
@@ -19,5 +20,7 @@ class Limits:
     process: int
     fills_ram: bool = True
     in_ram: int | None = None
+    update: str | None = None
+    states: str | None = None
     batches: int = 1
     held: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -138,8 +139,11 @@ class ModelMemory:
             self._spread[resident] = frozenset(spread(len(self.units.layers), resident))
         return self._spread[resident]
 
-    def placed(self, choice: Choice, *, device_memory: int | None, host_memory: int | None) -> Placed:
-        """Returns where units are under the settings of ``choice`` and these budgets, as ``offload`` places them."""
+    def placed(self, choice: Choice, *, device_memory: int | None, host_memory: int | None, **known: Any) -> Placed:
+        """Returns where units are under the settings of ``choice`` and these budgets, as ``offload`` places them.
+
+        ``known`` is what it knows then of the optimizer, as for ``parts_on_disk``.
+        """
         model = self.of(choice)
         layers = self.spread(choice.resident)
         root = self._root
@@ -148,7 +152,9 @@ class ModelMemory:
         resident = model.joined(layers, root)
         on_disk = {}
         if choice.store != "ram":
-            on_disk = parts_on_disk(model, self._order, resident, BUFFERS, host_memory, processes=self.replicas)
+            on_disk = parts_on_disk(
+                model, self._order, resident, BUFFERS, host_memory, processes=self.replicas, **known
+            )
         return Placed(window=choice.window, resident=resident, on_disk=on_disk)
 
     def device_memory(self, choice: Choice, placed: Placed) -> int:

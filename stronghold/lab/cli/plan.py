@@ -194,7 +194,7 @@ def _carded(options: argparse.Namespace) -> MachineFile:
     from stronghold.units import parse_bytes
 
     card = card_named(options.card)
-    given = [name for name in ("machine", "device", "disk", "cores") if getattr(options, name) is not None]
+    given = [name for name in ("machine", "device", "cores") if getattr(options, name) is not None]
     if given:
         raise ValueError(
             f"of a card's machine only the maker's numbers are known (got --card {options.card} with "
@@ -205,7 +205,8 @@ def _carded(options: argparse.Namespace) -> MachineFile:
             f"a card does not tell the memory beside it (got --card {options.card}); pass --host-memory too, such as "
             "--host-memory 64GiB"
         )
-    return machine_of_card(card, parse_bytes(options.host_memory))
+    directories = [os.path.realpath(disk) for disk in options.disk or ()]
+    return machine_of_card(card, parse_bytes(options.host_memory), directories)
 
 
 def _is_plan(file: str | None) -> bool:

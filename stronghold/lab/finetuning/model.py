@@ -112,7 +112,8 @@ def place(model: nn.Module, settings: FinetuneSettings, *, inputs: dict[str, Any
         unmark_quantised(model)  # the optimizer, which would do so, comes behind TRL's trainer
     given = {
         name: value for name, value in vars(settings.offload).items() if inputs is None or value not in _OPEN[name]
-    } | {"accumulate": settings.accumulate}
+    } | {"accumulate": settings.accumulate, "states": settings.course.states}
+    given["update"] = None if settings.update == "auto" else settings.update
     return offload(
         model,
         device=settings.device,
@@ -150,6 +151,8 @@ _OPEN: dict[str, tuple[Any, ...]] = {
     "device_memory": (None,),
     "host_memory": (None,),
     "accumulate": (None,),
+    "update": (None,),
+    "states": (None,),
     "compile": (),
 }
 """What of the settings leaves it to the planner."""

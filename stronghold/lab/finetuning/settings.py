@@ -246,7 +246,7 @@ class FinetuneSettings:
 
     def flat(self) -> dict[str, Any]:
         """Returns every setting by its own name, as a record holds them."""
-        groups: list[Any] = [self.data, self.course, self.offload, *([self.adapters] if self.adapters else [])]
+        groups: list[Any] = [self.data, self.offload, self.course, *([self.adapters] if self.adapters else [])]
         grouped = ("data", "course", "offload", "adapters")
         own = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in grouped}
         found = own | {item.name: getattr(group, item.name) for group in groups for item in fields(group)}

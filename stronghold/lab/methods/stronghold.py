@@ -25,6 +25,8 @@ class Stronghold:
             "dtype": torch.bfloat16 if settings.dtype == "bf16" else None,
             "weights": weights,
             **asdict(settings.offload),
+            "update": settings.optimizer.update,
+            "states": settings.optimizer.states,
         }
         if not settings.parallel.alone:
             return _with_others(model, settings, offloading)
