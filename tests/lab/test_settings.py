@@ -55,16 +55,16 @@ def test_every_setting_is_recorded_by_its_own_name():
         out="here",
         model=ModelSettings(layers=3),
         data=DataSettings(source="text"),
-        optimizer=OptimizerSettings(lr=0.5),
+        optimizer=OptimizerSettings(lr=0.5, states="8bit"),
         offload=OffloadSettings(window=2),
         sequence=64,
     )
     flat = settings.flat()
-    expected = {"method": "stronghold", "layers": 3, "source": "text", "lr": 0.5, "window": 2, "sequence": 64}
-    assert flat | expected == flat
+    expected = {"method": "stronghold", "layers": 3, "source": "text", "lr": 0.5, "states": "8bit", "window": 2}
+    assert flat | expected == flat and flat["sequence"] == 64
     groups = (settings.model, settings.data, settings.optimizer, settings.offload, settings.parallel)
     names = [name for group in groups for name in vars(group)]
-    assert len(set(names)) == len(names)
+    assert sorted(names) == sorted([*set(names), "update", "states"])  # which the store is told of the optimizer
     assert set(flat) == {*names, *vars(settings)} - {"model", "data", "optimizer", "offload", "parallel"}
 
 

@@ -107,6 +107,11 @@ class ChosenBytes:
             return self._limits.update, self._limits.states
         return choice.update, None if choice.states == MUON else choice.states
 
+    def told(self, choice: Choice) -> dict[str, str]:
+        """Returns what ``offload`` is to be told of the optimizer where it would place for another one."""
+        named = zip(("update", "states"), self.known(choice), ("deferred", "fp32"), strict=True)
+        return {name: value for name, value, taken in named if value not in (None, taken)}
+
     def _on_top(self, choice: Choice, resident: frozenset[int]) -> int:
         """Returns the most that activations and updates of resident units take together, and blocks beside their bytes.
 

@@ -227,10 +227,7 @@ class _Told:
         if choice.store != "ram":
             found["store"] = self._directories
             if host is not None:
-                found["host_memory"] = host
-                update, states = self._planner.bytes.known(choice)
-                found |= {"update": update} if update == "in_backward" else {}
-                found |= {"states": states} if states == "8bit" else {}
+                found |= {"host_memory": host, **self._planner.bytes.told(choice)}
         if (passes := self._planner.bytes.passes(choice)) > 1:
             found["accumulate"] = passes
         if device is not None:
