@@ -130,7 +130,8 @@ def parts_on_disk(
     layers = [number for number in on_host if not units[number].is_root]
     staged = buffers.gradient_slots * max((units[number].gradients for number in layers), default=0)
     room = processes * (host_memory - buffers.ring_bytes - staged)
-    room -= sum(units[number].gradients for number in on_host if units[number].is_root or not in_backward)
+    copied = [number for number in on_host if units[number].is_root and units[number].is_copied]
+    room -= sum(units[number].gradients for number in [*copied, *([] if in_backward else layers)])
     room -= sum((processes if units[number].is_root else 1) * units[number].sums for number in on_host)
     room -= sum(units[number].weights for number in on_host if units[number].is_root)
     if sum(units[number].weights for number in layers) > room and not model.is_host:  # some weights will be on disk
