@@ -24,8 +24,13 @@ class BudgetError(StrongholdError, ValueError):
 class NonFiniteGradientError(StrongholdError):
     """A gradient holds NaN or infinity, and the user chose to be told rather than to have the step skipped.
 
-    Raised before any parameter or optimizer state of that step has changed.
+    Raised before any parameter or optimizer state of that step has changed. ``found`` is the part of the message that
+    says what is wrong, for callers whose users have other remedies than the optimizer's settings.
     """
+
+    def __init__(self, found: str, remedy: str = "") -> None:
+        super().__init__(found + remedy)
+        self.found = found
 
 
 class OffloadedModelError(StrongholdError):

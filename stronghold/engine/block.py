@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from stronghold.device import Device
 from stronghold.engine.arguments import fill, flatten, nodes_of
-from stronghold.engine.checkpointed import checkpointed
+from stronghold.engine.checkpointed import ParametrizationCache, checkpointed
 from stronghold.engine.compiled import Compiling, is_compile_error, refuse_saved
 from stronghold.engine.compiler_settings import CompilerSettings
 from stronghold.engine.copying import GeneratorCopies
@@ -332,6 +332,7 @@ class Block:
             return [parameter._version for parameter in self._elsewhere]
 
     def _recomputed(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache = ParametrizationCache(self.module, self.unit.name)
         tensors: list[Tensor] = []
         copies = GeneratorCopies()
         arguments = flatten((args, kwargs), tensors, copies)
@@ -339,7 +340,7 @@ class Block:
         state, hooks = State(self.module, copies), ForwardHooks(self.module)
         trained, versions = [p.requires_grad for p in self._parameters], self._versions_elsewhere()
         own = self._own if self._is_of_class else None  # another may refer to the layer
-        again = _Again(run, own, [(args, kwargs)], arguments, trained, versions, state, hooks)
+        again = _Again(run, own, [(args, kwargs)], arguments, trained, versions, state, hooks, cache)
         del args, kwargs
         compute = functools.partial(_compute, self._owner, self.unit.name, again)
         with ExitStack() as stack:
@@ -364,6 +365,7 @@ class _Again(NamedTuple):
     versions: list[int]
     state: State
     hooks: ForwardHooks
+    cache: ParametrizationCache
 
 
 # What autograd calls is not made for each run: what keeps a function from the compiler refers to it, and it to that.
@@ -380,13 +382,13 @@ def _compute(block: weakref.ref[Block], layer: str, again: _Again, *tensors: Ten
         return output
     this.engine.return_to(again.run)
     if this._versions_elsewhere() != again.versions:
-        raise stale_error(layer)
+        raise stale_error(layer, "; a layer that writes its own weights needs offload(..., activations='keep')")
     copies = GeneratorCopies()
     args, kwargs = fill(again.arguments, tensors, copies)
     trained = requiring_grad(zip(this._parameters, again.trained, strict=True))
     hooks = again.hooks.again(functools.partial(this._saving, again.run))
     # The hooks come last: they tell a checkpoint of the layer's own from what packs where they begin.
-    with trained, again.state.again(copies), unwritten(layer), hooks:
+    with trained, again.state.again(copies), again.cache.again(), unwritten(layer), hooks:
         return this._by(again.own or this._own, args, kwargs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection
 from contextlib import suppress
 from enum import Enum
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor
 
 ATOMIC = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
-CONTAINERS = (list, dict, set)
+_OF_PAIRS = (dict, OrderedDict, defaultdict, Counter)
+CONTAINERS = (list, set, deque, *_OF_PAIRS)
 
 
 def items_of(value: Any) -> Collection[Any]:
-    """Returns what a list, dictionary or set consists of, and nothing for all else."""
-    if type(value) is dict:
+    """Returns what a list, queue, dictionary or set consists of, and nothing for all else."""
+    if type(value) in _OF_PAIRS:
         return (*value, *value.values())
     return value if type(value) in CONTAINERS else ()
 
@@ -62,7 +64,7 @@ class Reference:
 
 
 class KeptItems(NamedTuple):
-    """A list, dictionary or set that refers to no module, with its items as they were."""
+    """A list, queue, dictionary or set that refers to no module, with its items as they were."""
 
     value: Any
     copy: Any
@@ -90,6 +92,8 @@ def _refers_to_no_module(value: Any, depth: int = 3) -> bool:
         inner = (value.func, *value.args, *value.keywords.values())
     elif type(value) is tuple or type(value) in CONTAINERS:
         inner = items_of(value) or value
+        if isinstance(value, defaultdict) and not _refers_to_no_module(value.default_factory):
+            return False
     else:
         return False
     if all(map(_is_plain, set(map(type, inner)))):  # however many

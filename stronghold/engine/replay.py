@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +33,21 @@ class State:
     """What a layer's modules keep between runs, as it was before the first run, whatever changes it then.
 
     That is buffers and plain attributes: ``training``, a count, what a mask is made from. A change shows by the
-    object's identity, in a list, dictionary or set by its items', in a tensor by its version. ``batch_norm``,
+    object's identity, in a list, queue, dictionary or set by its items', in a tensor by its version. ``batch_norm``,
     ``.data`` and kernels that write through pointers leave no trace in a version, and to look would be to wait for the
     device: of tensors with one dimension, and of buffers of floating point that ``state_dict()`` has, a change is
-    always taken for granted, as it is of generators of random numbers. What an object of another kind holds is not
-    known.
+    always taken for granted, as it is of generators of random numbers. Of an object of another kind that is the value
+    of an attribute, its own attributes are put back as well, such as a count; not what is written into its tensors, of
+    which it may hold many, nor what is in objects in it.
 
     It refers to the modules weakly, and to all that may refer to them, for autograd's graph holds it, and a module may
     hold that. ``generator`` copies generators of random numbers, which the arguments may hold as well.
     """
 
     def __init__(self, module: nn.Module, generator: Callable[[Any], Any] = generator_copy) -> None:
-        places = [_Names(weakref.ref(m), buffers) for m in module.modules() for buffers in (True, False)]
+        places = [_Names(weakref.ref(m), kind) for m in module.modules() for kind in ("buffer", "attribute")]
         self._before = [(place, *_sorted(place, generator)) for place in places]
+        self._before += [(place, *_sorted(place, generator)) for place in _objects_in(self._before)]
         self._changed: list[tuple[_Names, str, Any]] = []
         self._left: list[tuple[_Names, dict[str, Any], list[tuple[str, Any, Any]]]] = []
         """What the first run left alone: values that nothing can change, and others with their versions."""
@@ -59,12 +63,12 @@ class State:
             for name, value, copy, version in others:
                 added.discard(name)
                 now = names.get(name, _ABSENT)
-                if _differs(now, value, copy, version) or place.is_written_unseen(name, now):
+                if place.differs(now, value, copy, version) or place.is_written_unseen(name, now):
                     self._changed.append((place, name, _LEFT if _has_graph(copy) else copy))
                 elif not _has_graph(value):
-                    left.append((name, held_value(value), _versions(value)))
-                elif type(value) is Tensor and _version(value) == version:  # the layer adds to others
-                    left.append((name, GraphValue(value), _versions(value)))
+                    left.append((name, held_value(value), place.versions(value)))
+                elif type(value) is Tensor and place.version(value) == version:  # the layer adds to others
+                    left.append((name, GraphValue(value), place.versions(value)))
             self._changed += [(place, name, _ABSENT) for name in added]
             self._left.append((place, atoms, left))
         self._before.clear()
@@ -75,11 +79,11 @@ class State:
 
         Raises OffloadedModelError where the user has changed, since that run, what cannot be put back.
         """
-        changed = [(place.names(), name, copy) for place, name, copy in [*self._changed, *self._changed_since()]]
-        present = [(names, name, names.get(name, _ABSENT)) for names, name, _ in changed]
-        for names, name, copy in changed:
+        changed = [(place, place.names(), name, copy) for place, name, copy in [*self._changed, *self._changed_since()]]
+        present = [(names, name, names.get(name, _ABSENT)) for _, names, name, _ in changed]
+        for place, names, name, copy in changed:
             if copy is not _LEFT:
-                _put(names, name, _copy(copy, generator))
+                _put(names, name, place.copied(copy, generator))
         try:
             yield
         finally:
@@ -93,7 +97,7 @@ class State:
             for name, held, versions in left:
                 now = names.get(name, _ABSENT)
                 if type(held) is GraphValue:
-                    if not held.is_copy and versions != _versions(held.values):
+                    if not held.is_copy and versions != place.versions(held.values):
                         raise place.refusal(name, "written")
                     if held.is_copy or now is None or held.whose() is not now:
                         yield place, name, held.again()
@@ -107,7 +111,7 @@ class State:
                         raise place.refusal(name, "written")
                     continue
                 value, copy = held if type(held) is KeptItems else (held, held)
-                if versions != _versions(copy):
+                if versions != place.versions(copy):
                     raise place.refusal(name, "written")
                 if now is not value or not _same_items(now, copy):
                     yield place, name, copy
@@ -115,36 +119,66 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class _Names:
-    """Where a module keeps its buffers, or its plain attributes, by name."""
+    """Where a module keeps its buffers, or its plain attributes, by name; or an object in one of these, its own."""
 
-    module: weakref.ref[nn.Module]
-    buffers: bool
+    owner: weakref.ref[Any]
+    kind: Literal["buffer", "attribute", "object"]
 
     def names(self) -> dict[str, Any]:
-        module = self.module()
-        if module is None:  # it has been replaced since
+        owner = self.owner()
+        if owner is None:  # it has been replaced since
             return {}
-        return module._buffers if self.buffers else module.__dict__
+        return owner._buffers if self.kind == "buffer" else vars(owner)
 
     @property
     def left_out(self) -> frozenset[str]:
-        return _NONE if self.buffers else _LEFT_OUT
+        return _LEFT_OUT if self.kind == "attribute" else _NONE
+
+    def copied(self, value: Any, generator: Callable[[Any], Any]) -> Any:
+        return value if self.kind == "object" and isinstance(value, Tensor) else _copy(value, generator)
+
+    def version(self, value: Any) -> int:
+        return version_of(value) if isinstance(value, Tensor) and self.kind != "object" else 0
+
+    def versions(self, value: Any) -> list[int]:
+        return [] if self.kind == "object" else _versions(value)
+
+    def differs(self, now: Any, value: Any, copy: Any, version: int) -> bool:
+        if now is not value:
+            return True
+        if isinstance(now, Tensor):
+            return not now.requires_grad and self.version(now) != version
+        if type(now) in CONTAINERS:
+            return not _same_items(now, copy)
+        return is_generator(now)  # whether it has drawn takes longer to see than to put it back
 
     def is_written_unseen(self, name: str, value: Any) -> bool:
         """Whether a value may be written in ways that no version counts: caches, which are large, are not."""
-        if not isinstance(value, Tensor) or value.requires_grad:
+        if not isinstance(value, Tensor) or value.requires_grad or self.kind == "object":
             return False
-        module = self.module()
-        is_state = self.buffers and module is not None and name not in module._non_persistent_buffers_set
+        module = self.owner()
+        is_state = self.kind == "buffer" and module is not None and name not in module._non_persistent_buffers_set
         return value.ndim == 1 or (is_state and value.is_floating_point())
 
     def refusal(self, name: str, what: str) -> OffloadedModelError:
-        module = self.module()
         return OffloadedModelError(
             "a layer runs again in the backward pass, and must find what it found in the forward pass (the "
-            f"{'buffer' if self.buffers else 'attribute'} {name} of a {type(module).__name__} has been {what} in "
-            "between); change it after backward(), or use offload(..., activations='keep')"
+            f"{'buffer' if self.kind == 'buffer' else 'attribute'} {name} of a {type(self.owner()).__name__} has been "
+            f"{what} in between); change it after backward(), or use offload(..., activations='keep')"
         )
+
+
+def _objects_in(places: Iterable[tuple[_Names, dict[str, Any], list[tuple[str, Any, Any, int]]]]) -> list[_Names]:
+    """Returns the objects of classes written in Python that are values at ``places``, each once."""
+    found = {id(value): value for _, _, others in places for _, value, _, _ in others if _has_attributes(value)}
+    return [_Names(weakref.ref(value), "object") for value in found.values()]
+
+
+def _has_attributes(value: Any) -> bool:
+    kind = type(value)
+    if kind.__module__ == "builtins" or not kind.__dictoffset__ or not kind.__weakrefoffset__:
+        return False
+    return not isinstance(value, (Tensor, nn.Module, type, Enum)) and not is_generator(value)
 
 
 _LEFT_OUT = OF_EVERY_MODULE | {"forward", "_apply", "_replicate_for_data_parallel", "compile"}
@@ -157,23 +191,9 @@ _LEFT = object()
 def _copy(value: Any, generator: Callable[[Any], Any]) -> Any:
     if isinstance(value, Tensor):
         return value if value.requires_grad else value.clone()
-    if type(value) in (list, dict, set):
+    if type(value) in CONTAINERS:
         return value.copy()
     return generator(value) if is_generator(value) else value
-
-
-def _version(value: Any) -> int:
-    return version_of(value) if isinstance(value, Tensor) else 0
-
-
-def _differs(now: Any, value: Any, copy: Any, version: int) -> bool:
-    if now is not value:
-        return True
-    if isinstance(now, Tensor):
-        return not now.requires_grad and _version(now) != version
-    if type(now) in CONTAINERS:
-        return not _same_items(now, copy)
-    return is_generator(now)  # whether it has drawn takes longer to see than to put it back
 
 
 def _same_items(one: Any, other: Any) -> bool:
@@ -199,7 +219,7 @@ def _sorted(place: _Names, generator: Callable[[Any], Any]) -> tuple[dict[str, A
         if type(value) in ATOMIC:
             atoms[name] = value
         else:
-            others.append((name, value, _copy(value, generator), _version(value)))
+            others.append((name, value, place.copied(value, generator), place.version(value)))
     return atoms, others
 
 
@@ -214,7 +234,7 @@ def _has_graph(value: Any) -> bool:
         return value.requires_grad
     if isinstance(value, partial):
         return _has_graph([*value.args, *value.keywords.values()])
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set, deque)) else ()
     return not ATOMIC.issuperset(map(type, items)) and any(map(_has_graph, items))
 
 

@@ -43,11 +43,11 @@ class Saved(NamedTuple):
         return self.tensor
 
 
-def stale_error(layer: str) -> OffloadedModelError:
+def stale_error(layer: str, more: str = "") -> OffloadedModelError:
     """Returns the error for a backward pass that comes to weights which are no longer those of the forward pass."""
     return OffloadedModelError(
         f"the weights of {layer} must be the same in the backward pass as in its forward pass (they have been "
-        "updated or written in between); call backward() before step(), or run the forward pass again"
+        f"updated or written in between); call backward() before step(), or run the forward pass again{more}"
     )
 
 

@@ -6,7 +6,7 @@ import torch
 
 from stronghold.engine.packing import Run
 from stronghold.engine.saved import stale_error
-from stronghold.unit import Unit
+from stronghold.unit import ConsumedGradient, Unit, consumed_error, gradient_of
 from stronghold.window import Gradients
 
 
@@ -19,6 +19,8 @@ def check_same(unit: Unit, run: Run, gradients: Gradients) -> None:
     if changed or unit.was_written_unseen():
         if gradients.has_updated(run.layer):
             raise gradients.too_late(unit)
+        if any(isinstance(gradient_of(parameter), ConsumedGradient) for parameter in unit.parameters):
+            raise consumed_error()
         raise stale_error(unit.name)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         unit.computed_with.runs.discard(run)  # the loss is often held across the step, and this run with it

@@ -58,7 +58,8 @@ def locked_to_read(directory: Path) -> Iterator[None]:
     A directory without the file of the lock is nobody's: a copy.
     """
     try:
-        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        # Not blocking: a named pipe of this name has no writer to wait for.
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         yield
         return

@@ -15,6 +15,7 @@ import torch
 from stronghold.errors import CheckpointError
 from stronghold.formats.content import BUFFERS as BUFFERS
 from stronghold.formats.content import check_content, parsed
+from stronghold.formats.regular_file import open_regular
 from stronghold.formats.sync import sync_directory
 from stronghold.native import crc32c
 
@@ -170,7 +171,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """
     path = Path(directory) / NAME
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         raise CheckpointError(
             f"a checkpoint must be a directory with a {NAME} ({error.strerror}: {path}); pass another one"

@@ -24,6 +24,7 @@ from stronghold.formats.manifest import (
     read_manifest,
 )
 from stronghold.formats.moments import moment_in, wrong_moment
+from stronghold.formats.regular_file import open_regular
 from stronghold.formats.stripes import Stripes
 from stronghold.native import crc32c
 
@@ -140,7 +141,7 @@ class FileReader:
     def _open(self, number: int) -> IO[bytes]:
         path, wanted = self.paths[number], self._stripes.share(number, self.entry.length_bytes)
         try:
-            file = path.open("rb", buffering=0)
+            file = open_regular(path)
         except OSError as error:
             raise CheckpointError(
                 f"the file of {self.entry.unit} cannot be read ({error.strerror}: {path}); load another checkpoint"

@@ -115,6 +115,7 @@ _REMEDIES = {
     errno.EROFS: "pass a path on a file system that can be written",
     errno.ENOSPC: _SPACE,
     errno.EDQUOT: _SPACE,
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or pass a path on another disk",
 }
 """What is to be done about an error of the system's, wherever it arose, that does not say so itself."""
 _EXTRAS = {

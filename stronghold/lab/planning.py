@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,7 +119,8 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
             start = f"OMP_NUM_THREADS={max(1, (settings.cores or machine.cores) // found.processes)} {start}"
         by_train = found.updated_by == "AdamW" and found.experts_per_part is None and found.accumulate == 1
         in_python = "offload(model, plan=…)" if found.processes == 1 else "replicate(model, **plan.settings)"
-        by = f"{start} train --plan" if by_train else f"stronghold.{in_python}"
+        train = f"{start} train --plan {shlex.quote(settings.output)}{_named(settings.model)}"
+        by = train if by_train else f"stronghold.{in_python}"
         if settings.adapters is not None:
             by = f"stronghold finetune, which plans for itself, or stronghold.{in_python}"
         console.print(f"{settings.output}: the plan; to train by it: {by}", soft_wrap=True)
@@ -151,3 +153,12 @@ def _built(settings: PlanSettings, machine: MachineFile) -> tuple[nn.Module, str
     kept = f" in {adapters.quantize}" if adapters.quantize else ""
     added = f"LoRA of {adapters.path}" if adapters.path else f"LoRA of rank {adapters.rank}"
     return model, f"{type(base).__name__} of {path}{kept}, {added}"
+
+
+def _named(model: ModelSettings) -> str:
+    """Returns the arguments of ``stronghold train`` that name ``model``."""
+    if model.path is not None:
+        return f" --model {shlex.quote(model.path)}"
+    default = ModelSettings()
+    shape = (name for name in vars(default) if name != "path" and getattr(model, name) != getattr(default, name))
+    return "".join(f" --{name} {getattr(model, name)}" for name in shape)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from stronghold.checkpoint.pretrained import check_save_folder, save_with_others
 from stronghold.device import Timeline, limit_memory
 from stronghold.engine.planning.given import check_plan
-from stronghold.errors import ParallelError, StrongholdError
+from stronghold.errors import NonFiniteGradientError, ParallelError, StrongholdError
 from stronghold.lab.data.batches import Batches
 from stronghold.lab.data.text import read_documents, standard_library
 from stronghold.lab.data.tokenizer_files import has_tokenizer, is_tokenizer_file, write_files
@@ -135,6 +135,8 @@ def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console 
     signals = taking_signals(stop, first=processes.rank == 0, alone=processes.world_size == 1)
     # Before what is there is cut, and of a run that begins, when its folder is there.
     with signals, taken(run.out), RunLog(run.out, text=run.log, after=after) as log, taken(run.out):
+        if log.lost:
+            console.print(log.lost, soft_wrap=True, markup=False, highlight=False)
         log.start(start)
         steps, done = log.steps, checkpoints.step
         with StepDisplay(console, settings.steps) as display:
@@ -353,6 +355,11 @@ def _steps(
             report = prepared.report()
         except (TrainingError, ParallelError):
             raise
+        except NonFiniteGradientError as error:
+            raise TrainingError(
+                f"step {step} failed: {error.found}; lower --lr, warm up longer (--warmup), clip (--clip), or pass "
+                "--nonfinite skip to go on without such steps"
+            ) from error
         except Exception as error:
             raise TrainingError(f"step {step} failed: {str(error) or type(error).__name__}") from error
         now = time.perf_counter()

@@ -254,8 +254,8 @@ class HostAdamW(torch.optim.Optimizer):
         if self.nonfinite == "raise":
             raise NonFiniteGradientError(
                 f"the gradients' norm must be finite (got {norm}); nothing was updated"
-                f"{' from the first such layer on' if self.in_backward else ''}. Lower the learning rate, clip, or "
-                "pass nonfinite='skip' to go on without such steps"
+                f"{' from the first such layer on' if self.in_backward else ''}",
+                ". Lower the learning rate, clip, or pass nonfinite='skip' to go on without such steps",
             )
         self.skipped_steps += 1
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,8 +15,8 @@ from stronghold.planner.machine_rows import machine_rows
 from stronghold.tables import Shown
 
 VERSION = 1
-_LARGEST, _MOST = sys.float_info.max, 2**63 - 1
-"""The largest numbers of a file: what a float takes, and of counts and bytes what 64 bits do."""
+_LEAST, _LARGEST, _MOST = 1e-30, 1e30, 2**63 - 1
+"""The least and the largest numbers of a file: whose products and quotients a float takes, and of counts 64 bits."""
 REMEDY = "measure the machine again: stronghold probe -o machine.json"
 LINK = ("h2d", "d2h", "h2d_beside_d2h", "d2h_beside_h2d", "h2d_pageable", "copy_s")
 """What is measured of the link: bytes per second, alone and beside the other way, and seconds of a copy of nothing."""
@@ -154,6 +153,8 @@ class _Reading:
             found = json.loads(text)
         except ValueError as error:
             raise self._wrong("file", "JSON", str(error)) from None
+        except RecursionError:
+            raise self._wrong("file", "JSON", "what is nested too deeply") from None
         found = self._mapping("file", found)
         if found.get("version") != VERSION:
             raise self._wrong("version", f"{VERSION}", found.get("version"))
@@ -213,12 +214,13 @@ class _Reading:
         return value
 
     def _measured(self, name: str, value: Any, *, may_be_zero: bool = False) -> Spread:
-        # NaN is in no order, and a whole number may have more digits than a float takes.
-        numbers = isinstance(value, list) and all(type(one) in (int, float) and abs(one) <= _LARGEST for one in value)
-        least = value[0] if numbers and len(value) == 3 and value == sorted(value) else -1.0
-        if least < 0 or (least == 0 and not may_be_zero):
-            above = "of 0 or more" if may_be_zero else "above 0"
-            raise self._wrong(name, f"three numbers {above}, none below the one before", value)
+        def is_one(one: Any) -> bool:
+            zero = may_be_zero and one == 0
+            return type(one) in (int, float) and (zero or _LEAST <= one <= _LARGEST)
+
+        if not (isinstance(value, list) and len(value) == 3 and all(map(is_one, value)) and value == sorted(value)):
+            above = f"{'0, or ' if may_be_zero else ''}from {_LEAST:g} to {_LARGEST:g}"
+            raise self._wrong(name, f"three numbers, {above}, none below the one before", value)
         return Spread(*value)
 
     def _several(self, name: str, value: Any, needed: Sequence[str] = ()) -> dict[str, Spread]:

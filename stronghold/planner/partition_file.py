@@ -48,7 +48,7 @@ def read_partition(path: str | Path) -> PartitionFile:
     """Reads the file at ``path``. Raises ValueError, naming it, where it is not there or does not hold a partition."""
     try:
         return partition_of(json.loads(Path(path).read_bytes()))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} is no partition: {error}; write one such as "
             '{"partition": [26, 23], "recompute_ratio": [1, 1]}'

@@ -275,7 +275,7 @@ class TrainingPlan(Shown):
             check_plan_values(found)
             plan.offload_settings()
             str(plan), plan.planned()
-        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{os.fspath(path)!r} is no plan: {type(error).__name__}, {error}; make one: stronghold plan -o "
                 "plan.json"

@@ -93,6 +93,22 @@ def test_a_backward_pass_to_adapters_that_were_updated_since_is_refused() -> Non
         early.backward()
 
 
+def test_adapters_that_their_layer_writes_need_its_activations() -> None:
+    """OFT keeps its rotations small by a write in its forward pass, where they are trained with ``coft=True``."""
+    config = peft.OFTConfig(oft_block_size=16, target_modules=["q_proj", "v_proj"], coft=True)
+    plain, model, other = (adapted(config, torch.float32) for _ in range(3))
+    stronghold.offload(model, device="cpu", window=1, activations="keep")
+    stronghold.offload(other, device="cpu", window=1)
+    (ids,) = batches(1)
+    for one in plain, model:
+        one(input_ids=ids, labels=ids).loss.backward()
+    for parameter, expected in zip(trained(model), trained(plain), strict=True):
+        assert torch.equal(parameter, expected)
+        assert torch.equal(parameter.grad, expected.grad)
+    with pytest.raises(OffloadedModelError, match=r"writes its own weights needs offload\(..., activations='keep'\)"):
+        other(input_ids=ids, labels=ids).loss.backward()
+
+
 def test_a_base_that_is_trained_later_learns_what_it_learns_in_memory() -> None:
     plain, model = adapted(CONFIGS["dora"], torch.float32), adapted(CONFIGS["dora"], torch.float32)
     stronghold.offload(model, device="cpu", window=2)

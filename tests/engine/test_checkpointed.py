@@ -10,6 +10,7 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop
 import stronghold
 from stronghold.engine import checkpointed as room
 from stronghold.engine.checkpointed import checkpointed
+from stronghold.errors import OffloadedModelError
 
 
 def as_before_2_13(function, *args, use_reentrant, **kwargs):
@@ -79,3 +80,59 @@ def test_an_error_of_the_second_run_comes_from_the_backward_pass(old):
     output = checkpointed(compute, torch.ones(2, requires_grad=True))
     with pytest.raises(ValueError, match="again"):
         output.sum().backward()
+
+
+class Normalised(nn.Module):
+    """Reads its parametrized weight twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x):
+        return x + self.linear(torch.tanh(self.linear(x)))
+
+
+class Once(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Normalised() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def train_cached(model, *, inside, passes):
+    torch.manual_seed(0)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(3):
+        with nn.utils.parametrize.cached():
+            loss = sum(model(torch.randn(3, 4)) for _ in range(passes))
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("activations", "passes"), [("recompute", 1), ("host", 1), ("keep", 1), ("keep", 2)])
+def test_parametrized_weights_may_be_cached(activations, passes, inside):
+    torch.manual_seed(1)
+    plain = Once()
+    torch.manual_seed(1)
+    model = stronghold.offload(Once(), window=2, device="cpu", activations=activations)
+    assert train_cached(model, inside=inside, passes=passes) == train_cached(plain, inside=inside, passes=passes)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_those_of_another_run_are_refused():
+    model = stronghold.offload(Once(), window=2, device="cpu")
+    with pytest.raises(OffloadedModelError, match=r"those of layers.0, which .*cached\(\) keeps"):
+        train_cached(model, inside=False, passes=2)

@@ -282,3 +282,14 @@ def test_an_update_of_one_of_several_views_leaves_the_low_bits_of_the_others(bui
         optimizer.zero_grad()
     assert one._version == other._version
     assert torch.equal(unit.owner.settled_value(unit, index, exact=True), before)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_a_second_backward_pass_of_layers_that_the_first_has_updated_names_the_setting(activations: str) -> None:
+    model = stronghold.offload(Residual(), device="cpu", window=1, activations=activations)
+    optimizer = stronghold.AdamW(model.parameters(), update="in_backward")
+    loss = model(numbers(1)[0])
+    loss.backward(retain_graph=True)
+    with pytest.raises(OffloadedModelError, match=r"added to by a second backward\(\) .* use update='deferred'"):
+        loss.backward()
+    del optimizer

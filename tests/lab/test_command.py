@@ -143,6 +143,10 @@ def test_streams_that_are_closed_from_the_beginning_lead_nowhere(tmp_path):
         (StrongholdError("no"), "no"),
         (FileNotFoundError(2, "No such file or directory", "x.txt"), "No such file or directory: x.txt"),
         (
+            OSError(27, "File too large", "a/log"),
+            "File too large: a/log; raise the limit on the size of files (ulimit -f), or pass a path on another disk",
+        ),
+        (
             OSError(28, "No space left on device"),
             "[Errno 28] No space left on device; free space there, or pass a path on another disk",
         ),

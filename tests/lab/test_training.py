@@ -367,6 +367,20 @@ def test_a_tokenizer_that_the_model_has_no_rows_for_is_refused_before_anything_i
     assert not os.path.exists(settings.out)
 
 
+def test_gradients_that_are_not_finite_end_the_run_with_remedies_that_the_command_has(settings, monkeypatch):
+    """It said to pass nonfinite='skip', which the command has as --nonfinite skip."""
+    loss = Prepared.loss
+    monkeypatch.setattr(Prepared, "loss", lambda self, batch: loss(self, batch) * math.inf)
+    monkeypatch.setattr(training, "_check_loss", lambda *_: None)  # a loss may be finite whose gradients are not
+    with pytest.raises(TrainingError) as told:
+        run(settings)
+    assert re.fullmatch(
+        r"step 1 failed: the gradients' norm must be finite \(got (nan|inf)\); nothing was updated; lower --lr, warm "
+        r"up longer \(--warmup\), clip \(--clip\), or pass --nonfinite skip to go on without such steps",
+        str(told.value),
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_its_step_with_the_model_saved(settings, monkeypatch, number):
     before = signal.getsignal(number)

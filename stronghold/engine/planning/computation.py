@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_flatten
 from stronghold.engine.arguments import fill, flatten
 from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.copying import structural_copy
-from stronghold.engine.joining import NotCutError
 from stronghold.engine.microbatch import batch_of, split
 from stronghold.engine.planning.even_routing import routed_evenly
 from stronghold.engine.planning.layer_passes import LayerPasses, LayerRecorder
@@ -26,6 +25,7 @@ from stronghold.engine.planning.passed_on import output_and_items, pass_on
 from stronghold.engine.planning.quantised_layers import quantised_layers, without_values
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
+from stronghold.engine.planning.telling import told
 from stronghold.formats.kept_in_fp32 import computes_in
 from stronghold.planner.op_costs import Op
 from stronghold.window import input_sizes
@@ -87,7 +87,7 @@ class ModelComputation:
         """Samples that the layers get."""
         self.leaders = set[tuple[int, ...]]()
         """The shapes of what has them as first dimension, of all layers."""
-        with _told(model):
+        with told(model):
             self.root = self._run_root(inputs, loss)
         if -1 in self.group_of:
             raise ValueError(
@@ -101,7 +101,7 @@ class ModelComputation:
         samples = min(samples or self.batch, self.batch)
         runs, key = self._traces.runs, (self._alike[group], samples)
         if key not in runs:
-            with _told(self._model):
+            with told(self._model):
                 runs[key] = self._run_layer(group, samples)
         run: LayerRun = runs[key]
         return run
@@ -124,7 +124,7 @@ class ModelComputation:
     def runs(self, samples: int | None) -> list[list[list[int]]]:
         """Returns the bytes of each layer's inputs that get gradients, of each of its runs over a micro-batch."""
         samples, found = min(samples or self.batch, self.batch), list[list[list[int]]]()
-        with _told(self._model), self._mode, torch.enable_grad():
+        with told(self._model), self._mode, torch.enable_grad():
             for group in self.group_of:
                 # A part of a mixture has rows in samples' place, and no micro-batches.
                 call, module = self._calls[group], self._modules[group]
@@ -191,7 +191,7 @@ class ModelComputation:
         trained = self._trained(module)
         compute = module if kept else partial(_computed_again, module)
         with (
-            _told(self._model),
+            told(self._model),
             self._without_values(module),
             self._mode,
             self._recording() as recording,
@@ -256,20 +256,6 @@ def _computed_again(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module(*given[0], **given[1])
 
     return checkpointed(compute, *tensors, preserve_rng_state=False)
-
-
-@contextmanager
-def _told(model: nn.Module) -> Iterator[None]:
-    """Says of an error of the model's own what was tried."""
-    try:
-        yield
-    except NotCutError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} must run on tensors that have shapes and no values (got {type(error).__name__}: "
-            f"{error}); pass the inputs= and the loss= that it needs, or the dtype= that its operators ask for"
-        ) from error
 
 
 def _leaf(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ class Fakes(FakeTensorMode):
     their memory in common. Where what it gives has memory of its own, the kernel is asked once for each kind of call.
 
     What the model makes under it without a ``device`` is on the CPU as all else is, whatever the user's default device.
+    What it checks of a tensor's values by ``torch._check_tensor_all`` holds.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Fakes(FakeTensorMode):
     def __enter__(self) -> Fakes:
         super().__enter__()
         self._entered.append(ExitStack())
+        self._entered[-1].enter_context(_checks_hold())
         if torch._C._len_torch_function_stack() > 0:  # a default device may be among the modes: each call takes longer
             self._entered[-1].enter_context(torch.device("cpu"))
         return self
@@ -143,6 +145,25 @@ class _Result(NamedTuple):
                     one = given[one]
                 found.append(one)
         return found[0] if issubclass(self.kind, Tensor) else self.kind(found)
+
+
+@contextmanager
+def _checks_hold() -> Iterator[None]:
+    """Takes for granted what is checked of tensors without values.
+
+    transformers checks so whether there are as many places for images in a text as there are features of these.
+    """
+    check = torch._check_tensor_all_with
+
+    def checked(error: type[Exception], condition: Tensor, message: Any = None) -> None:
+        if not isinstance(condition, FakeTensor):
+            check(error, condition, message)
+
+    torch._check_tensor_all_with = checked
+    try:
+        yield
+    finally:
+        torch._check_tensor_all_with = check
 
 
 def _is_ordinary(func: Any) -> bool:

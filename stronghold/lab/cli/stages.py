@@ -123,8 +123,9 @@ def partition_model(settings: PartitionSettings, console: Console) -> Partition:
     machine = machine_known(settings.machine, device)
     pipeline, batch = _pipeline(settings, balance)
     samples = batch // pipeline.micro_batches
-    layered, inputs, targets = _layered(settings, samples, console)
+    layered, inputs, targets, told = _layered(settings, samples)
     partition([_NOTHING] * len(layered.layers), pipeline, balance=balance)
+    console.print(told, soft_wrap=True, highlight=False, markup=False)
     offloaded = None
     if settings.window is not None:
         offloaded = offloaded_stages(
@@ -186,8 +187,11 @@ def _pipeline(settings: PartitionSettings, balance: str | Sequence[int]) -> tupl
     )
 
 
-def _layered(settings: PartitionSettings, samples: int, console: Console) -> tuple[LayeredModel, Tensor, Tensor | None]:
-    """Returns the row of layers, and a micro-batch of random inputs and, where there is a loss, targets."""
+def _layered(settings: PartitionSettings, samples: int) -> tuple[LayeredModel, Tensor, Tensor | None, str]:
+    """Returns the row of layers, a micro-batch of random inputs and, where there is a loss, targets; and what to say.
+
+    That is for when nothing refuses them any more: it says what is measured.
+    """
     generator = torch.Generator().manual_seed(0)
     if settings.model is None:
         shape = settings.shape
@@ -202,14 +206,11 @@ def _layered(settings: PartitionSettings, samples: int, console: Console) -> tup
         named, sample, loss = settings.model, " x ".join(map(str, settings.sample)), "without a loss"
         inputs, targets = _random(layered.model, (samples, *settings.sample), _DTYPES[settings.dtype], generator), None
     parameters = sum(parameter.numel() for parameter in layered.model.parameters())
-    console.print(
+    told = (
         f"model      {named}: {len(layered.layers)} layers, {format_count(parameters)} parameters\n"
-        f"measured   {samples} x {sample} in a micro-batch, {loss}, {settings.dtype} on {settings.device}",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
+        f"measured   {samples} x {sample} in a micro-batch, {loss}, {settings.dtype} on {settings.device}"
     )
-    return layered, inputs, targets
+    return layered, inputs, targets, told
 
 
 def _named(name: str) -> nn.Sequential:

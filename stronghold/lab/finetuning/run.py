@@ -16,6 +16,7 @@ from torch import nn
 
 from stronghold.checkpoint.pretrained import check_save_folder
 from stronghold.engine import report
+from stronghold.errors import NonFiniteGradientError
 from stronghold.lab.finetuning.checkpoints import check_empty, check_same, newest
 from stronghold.lab.finetuning.encoded import Encoded, encode_rows, held_out
 from stronghold.lab.finetuning.model import build_base, place, settled
@@ -124,6 +125,8 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
     after = found.step if found else (0 if settings.resume else None)
     # A signal while the model is saved must not lose it: the save is waited for, as a step is.
     with taking_signals(stop), RunLog(settings.out, text=settings.log, after=after) as log, taken(settings.out):
+        if log.lost:
+            say(log.lost)
         log.start(start)
         watch = Watch(
             settings,
@@ -142,6 +145,11 @@ def _finetune(settings: FinetuneSettings, model: nn.Module, console: Console, st
             if (kept := watch.saved or (found.path if found else None)) is not None:
                 say(f"kept       {kept}; {to_go_on(settings.out)}")
             raise
+        except NonFiniteGradientError as error:
+            raise TrainingError(
+                f"step {watch.done + 1} failed: {error.found}; lower --lr, warm up (--warmup), clip (--clip), or "
+                "check the model's weights and the rows"
+            ) from error
         except Exception as error:
             if not watch.total:  # nothing was trained yet
                 raise

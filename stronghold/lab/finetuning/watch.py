@@ -53,6 +53,8 @@ class Watch(TrainerCallback):
         self._display: StepDisplay | None = None
         self._since = 0.0
         self._tokens = 0
+        self._samples = 0
+        """Of an epoch."""
         self.steps = log.steps
         self.evaluations: list[Record] = []
         self.done = 0
@@ -67,12 +69,13 @@ class Watch(TrainerCallback):
             self._display.__exit__()
             self._display = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Called when Trainer knows how many steps there are, and has loaded what it goes on from.
 
         That has the intervals of the run that wrote it, which may be others than those of this one.
         """
         state.compute_steps(args, state.max_steps)
+        self._samples = len(more["train_dataloader"].dataset)
         self.done, self.total = state.global_step, state.max_steps
         self._begin(state.max_steps)
         self._display = StepDisplay(self._console, state.max_steps).__enter__()
@@ -128,7 +131,7 @@ class Watch(TrainerCallback):
             "loss": logs["loss"],
             "lr": logs["learning_rate"],
             "grad_norm": logs.get("grad_norm"),
-            "batch": self._settings.batch * self._settings.accumulate,
+            "batch": self._samples_of(step),
             "tokens": tokens,
             "iteration_s": iteration_s,
             "tokens_per_s": tokens / iteration_s,
@@ -138,3 +141,9 @@ class Watch(TrainerCallback):
         self._log.step(record)
         if self._display is not None:
             self._display.step(record)
+
+    def _samples_of(self, step: int) -> int:
+        """Returns how many samples a step has: the last one of an epoch has those that are left."""
+        most = self._settings.batch * self._settings.accumulate
+        steps = -(-self._samples // most)
+        return min(most, self._samples - (step - 1) % steps * most)

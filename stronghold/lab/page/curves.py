@@ -56,6 +56,8 @@ def memory_section(runs: Sequence[RecordedRun]) -> tuple[Section, list[str]]:
                 if name == "device_bytes" and value is not None:
                     peaks = [to_float(step.get("peak_device_bytes") or 0) for step in run.steps]
                     value = [peak or held for peak, held in zip(peaks, value, strict=True)]
+                    if not any(value):  # it does not tell the device's memory from the host's
+                        continue
                 if value is not None:
                     curves.append(Curve(label=run.name, colour=colour, x=elapsed, y=value))
         charts = [
@@ -64,8 +66,8 @@ def memory_section(runs: Sequence[RecordedRun]) -> tuple[Section, list[str]]:
         ]
         parts.append(_charts(heading, charts, host if len(host) > len(device) else device))
     about = (
-        "<p>On the device: the peak where the device counts it, else, as on the CPU, what is held there between steps."
-        "</p>"
+        "<p>On the device: the peak where the device counts it, else, as on the CPU, what is held there between steps; "
+        "of runs that do not tell it from the host's there is no curve.</p>"
     )
     return Section(title="Memory", body=about + _thinning(logged, points) + ("".join(parts) or _NOTHING)), notes
 

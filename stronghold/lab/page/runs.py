@@ -104,12 +104,13 @@ def _iteration(run: RecordedRun) -> str:
 
 def _steps(run: RecordedRun) -> str:
     settings = run.settings
-    return f"{run.summary['steps']} of {run.summary.get('batch', settings['batch'])} x {settings['sequence']:,}"
+    most = "up to " if run.summary.get("step_tokens") is not None else ""  # samples are as long as their rows
+    return f"{run.summary['steps']} of {run.summary.get('batch', settings['batch'])} x {most}{settings['sequence']:,}"
 
 
 def _device_memory(run: RecordedRun) -> str:
-    peak = run.summary["peak_device_bytes"]
-    return format_bytes(peak) if peak else f"{format_bytes(run.summary['device_bytes'])} held"
+    peak, held = run.summary["peak_device_bytes"], run.summary["device_bytes"]
+    return format_bytes(peak) if peak else f"{format_bytes(held)} held" if held else "not told"
 
 
 def _loss(run: RecordedRun) -> str:

@@ -11,8 +11,9 @@ from stronghold.lab.records.runs import WARM_UP_STEPS, Run, to_float, tokens_of
 # Okabe and Ito's palette: told apart by people of every colour vision; further runs change the dashes.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":", "-.")
-_COLUMNS, _ROW_INCHES = 3, 0.21
-"""Of the legend."""
+_HEIGHT_INCHES = 4.4
+_COLUMNS, _ROWS, _ROW_INCHES = 3, 3, 0.21
+"""Of the legend: the most columns, as many rows as the height has room for, and what one more adds to it."""
 _SMOOTHED_FROM = 30
 """Steps from which a running mean is drawn over the faint single losses."""
 
@@ -34,9 +35,7 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
     style: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
     style["text.parse_math"] = False  # the $ in a run's name is one
     with matplotlib.rc_context(style):
-        rows = math.ceil(len(runs) / _COLUMNS)
-        height = 4.4 + _ROW_INCHES * max(0, rows - 3)  # the names of many runs take nothing from the curves
-        figure = Figure(figsize=(11.0, height), dpi=150, layout="constrained")
+        figure = Figure(figsize=(11.0, _HEIGHT_INCHES), dpi=150, layout="constrained")
         loss, speed = figure.subplots(1, 2)
         lines, drawn, looks = [], list[list[float]](), list[tuple[str, str]]()
         for index, run in enumerate(runs):
@@ -60,8 +59,7 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> Path:
             axes.xaxis.get_major_locator().set_params(integer=True)
             if len({step["step"] for run in runs for step in run.steps}) == 1:  # else parts of a step are marked
                 axes.set_xlim(runs[0].steps[0]["step"] - 1, runs[0].steps[0]["step"] + 1)
-        # Not by the lines' own labels: Matplotlib leaves out those that begin with _.
-        figure.legend(lines, _labels(runs), loc="outside lower center", ncols=min(len(runs), _COLUMNS), frameon=False)
+        _add_legend(figure, lines, _labels(runs))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, format=kind[1:] if (kind := path.suffix.lower()) in PICTURES else "png")
@@ -97,6 +95,24 @@ def check_drawable(run: Run) -> list[str]:
 
 def _losses(run: Run) -> list[float]:
     return [to_float(step["loss"]) for step in run.steps]
+
+
+def _add_legend(figure: Any, lines: Sequence[Any], labels: Sequence[str]) -> None:
+    """Adds the names below the curves, in as many columns as fit the width; many rows take nothing from the curves."""
+    for columns in range(min(len(labels), _COLUMNS), 0, -1):
+        # Not by the lines' own labels: Matplotlib leaves out those that begin with _.
+        legend = figure.legend(lines, labels, loc="outside lower center", ncols=columns, frameon=False)
+        beyond = legend.get_window_extent().width - figure.bbox.width
+        if beyond <= 0:
+            break
+        if columns > 1:
+            legend.remove()
+        else:
+            longest = max(text.get_window_extent().width for text in legend.get_texts())
+            for text in legend.get_texts():
+                text.set_fontsize(text.get_fontsize() * 0.95 * (longest - beyond) / longest)
+    rows = math.ceil(len(labels) / columns)
+    figure.set_figheight(_HEIGHT_INCHES + _ROW_INCHES * max(0, rows - _ROWS))
 
 
 def _draw_loss(axes: Any, run: Run, style: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Results as data: JSON lines, one object each, and the machine that they were measured on."""
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -65,6 +66,8 @@ def read_records(path: str | Path, *, skip_damaged: bool = False) -> Records:
     """
     path = Path(path)
     try:
+        if not (path.is_file() or path.is_dir()) and path.exists():  # a named pipe, say, which would be waited for
+            raise OSError(errno.EINVAL, "not a regular file")
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(

@@ -18,8 +18,9 @@ class RunLog:
 
     ``text`` is a second log, to be read by people. Every record is handed to the system before the call
     returns, so a killed run loses none. With ``after`` the run in ``folder`` goes on after that step: its records up to
-    there are kept, as ``steps`` among others, and later ones dropped. Raises ValueError if ``folder`` holds a run
-    otherwise, and OSError with the file's name wherever one cannot be written.
+    there are kept, as ``steps`` among others, and later ones dropped; ``lost`` says which of these steps have none, ""
+    where all have one. Raises ValueError if ``folder`` holds a run otherwise, and OSError with the file's name wherever
+    one cannot be written.
     """
 
     def __init__(self, folder: str | Path, *, text: str | Path | None = None, after: int | None = None) -> None:
@@ -34,6 +35,7 @@ class RunLog:
             kept = _up_to(after, read_records(path).records)
             _rewrite(path, kept)
         self.steps = [record for record in kept if record.get("event") == "step"]
+        self.lost = _lost(path, self.steps, after or 0)
         self._after = after if kept else None
         self._text = _open(Path(text), "a" if after else "w") if text is not None else None
         self._json = _open(path, "w" if after is None else "a")
@@ -185,6 +187,18 @@ def _open(path: Path, mode: str) -> IO[str]:
 def _up_to(step: int, records: Sequence[Record]) -> list[Record]:
     """Returns what a log had when ``step`` was done: nothing before the first one."""
     return [r for r in records if step and r.get("event") != "end" and r.get("step", 0) <= step]
+
+
+def _lost(path: Path, steps: Sequence[Record], after: int) -> str:
+    """Returns what is said of steps up to ``after`` whose records are gone, as of a log that was cut."""
+    gone = sorted(set(range(1, after + 1)) - {step["step"] for step in steps})
+    if not gone:
+        return ""
+    which = f"step {gone[0]}" if len(gone) == 1 else f"{len(gone):,} steps between {gone[0]} and {gone[-1]}"
+    return (
+        f"note       {path} has lost the records of {which}, which the checkpoint has: pictures and the summary are "
+        "without them"
+    )
 
 
 def _rewrite(path: Path, records: Sequence[Record]) -> None:

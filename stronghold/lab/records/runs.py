@@ -37,7 +37,8 @@ class Summary:
     ``tflops`` counts 6·N FLOPs a token, ``tflops_with_recomputation`` 8·N, for N parameters, the embedding
     table counted once. ``device_bytes`` is what was held on the device between steps, ``peak_device_bytes``
     0 where the device does not count, ``peak_host_bytes`` the peak resident memory of the process, ``disk_bytes`` the
-    most that files took, ``disk_written_bytes`` what a step writes, in the median.
+    most that files took, ``disk_written_bytes`` what a step writes, in the median. ``step_tokens`` are those of a step,
+    in the median, where steps tell theirs: of samples that are as long as their rows, up to ``sequence``.
     """
 
     method: str
@@ -60,6 +61,7 @@ class Summary:
     held_out_loss: float | None = None
     disk_bytes: int = 0
     disk_written_bytes: int = 0
+    step_tokens: float | None = None
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns the lines of its table: (section, name, value)."""
@@ -67,10 +69,13 @@ class Summary:
         peak_device = format_bytes(self.peak_device_bytes) if self.peak_device_bytes else f"not counted, {held}"
         spread = f"{format_seconds(self.iteration_s_p10)} to {format_seconds(self.iteration_s_p90)}"
         wear = f"{format_bytes(self.disk_written_bytes)} written a step"
+        samples = f"{self.batch} x {self.sequence:,} tokens"
+        if self.step_tokens is not None:
+            samples = f"{self.batch} samples of up to {self.sequence:,} tokens, {self.step_tokens:,.0f} together"
         rows = [
             ("run", "method", self.method),
             ("", "parameters", f"{format_count(self.parameters)} ({self.parameters:,})"),
-            ("", "steps", f"{self.steps} of {self.batch} x {self.sequence:,} tokens"),
+            ("", "steps", f"{self.steps} of {samples}"),
             ("speed", "samples/s", f"{self.samples_per_s:.4g}"),
             ("", "tokens/s", f"{self.tokens_per_s:,.0f}"),
             ("", "iteration time", f"{format_seconds(self.iteration_s)} (median; p10 to p90: {spread})"),
@@ -97,7 +102,9 @@ def summarize(
     """Sums up a run by its first record and its steps' records, of which there must be one at least."""
     settings = start["settings"]
     tokens = statistics.median(tokens_of(start, step) for step in steps)
-    batch, sequence = steps[-1].get("batch", settings["batch"]), settings["sequence"]  # a step may accumulate several
+    # A step may accumulate several batches, and the last one of an epoch has what is left.
+    batch = round(statistics.median_high(step.get("batch", settings["batch"]) for step in steps))
+    sequence = settings["sequence"]
     timed = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps[1:] or steps
     times = sorted(step["iteration_s"] for step in timed)
     iteration_s = statistics.median(times)
@@ -125,6 +132,7 @@ def summarize(
         held_out_loss=held_out_loss,
         disk_bytes=max(step.get("disk_bytes", 0) for step in steps),
         disk_written_bytes=round(statistics.median(step.get("disk_written_bytes", 0) for step in timed)),
+        step_tokens=tokens if any("tokens" in step for step in steps) else None,
     )
 
 

@@ -32,7 +32,7 @@ def read_spans(path: str | Path) -> list[Span]:
             f"a timeline must be readable (got {error.strerror} for {str(path)!r}); pass the folder of a run that has "
             "recorded one"
         ) from error
-    except (TypeError, ValueError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"a timeline must be a JSON array of [lane, name, begin_s, end_s] ({error} in {str(path)!r}); record it "
             "anew"

@@ -25,6 +25,8 @@ from stronghold.planner.profiled.profile import Costs, Profile
 
 COLUMNS = 9
 """An operator's name, its two times, and six sizes."""
+_LARGEST = 1e30
+"""Of which sums and products are still numbers."""
 _UNITS = (1e-6, 1e-6, MIB, MIB, MIB, MIB, MIB, MIB)
 
 
@@ -144,6 +146,8 @@ def _links(folder: Path, model: str) -> Links:
                         "profile it again"
                     )
                 times[round(_number(path, line, row[0]))] = 1e-3 * _number(path, line, row[1])
+            if not times:
+                raise ValueError(f"{path}: must have a line for each size (got none); profile it again, or remove it")
             collectives.setdefault(found[1], {})[int(found[2])] = times
     return Links(within=within, between=_bands(between) if between.exists() else within, collectives=collectives)
 
@@ -175,8 +179,9 @@ def _number(path: Path, line: int, text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:
+    if not 0 <= number <= _LARGEST:
         raise ValueError(
-            f"{path}, line {line}: times and sizes must be numbers from 0 up (got {text[:40]!r}); profile it again"
+            f"{path}, line {line}: times and sizes must be numbers from 0 to {_LARGEST:g} (got {text[:40]!r}); profile "
+            "it again"
         )
     return number

@@ -110,7 +110,7 @@ def read_operator_plan(path: str | os.PathLike[str]) -> OperatorPlan:
             micro_batch=_whole("micro_batch_size", found["micro_batch_size"]),
             stages=tuple(_stages(found)),
         )
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, RecursionError, TypeError, ValueError) as error:
         told = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
             f"{os.fspath(path)!r} is no plan over operators: {told}; make one: stronghold plan --profile DIR -o FILE"

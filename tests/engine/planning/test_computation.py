@@ -98,6 +98,34 @@ def test_what_cannot_be_computed_is_refused(model, layers, message):
         ModelComputation(model, list(layers(model)), (torch.randn(2, 8),))
 
 
+class Checking(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        return super().forward(x)
+
+
+def test_a_model_that_asks_for_values_is_refused_with_the_line_that_does():
+    model, line = Checking(), Checking.forward.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"Checking asks for values, in {__file__}, line {line}\); leave inputs= out"):
+        ModelComputation(model, list(model.layers), (torch.randn(2, 8),))
+
+
+class Checked(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all(x.isfinite(), lambda: "not finite")
+        return super().forward(x)
+
+
+def test_what_is_checked_of_values_holds_where_there_are_none():
+    """Models of transformers for texts with images check so, whose places and features there must be as many of."""
+    model, expected, x = Checked(), Mlp(), torch.randn(2, 8)
+    found, plain = (ModelComputation(m, list(m.layers), (x,)) for m in (model, expected))
+    assert found.layer(0).forward == plain.layer(0).forward
+    with pytest.raises(RuntimeError, match="not finite"):
+        model(x / 0)
+
+
 def saved_bytes(layer: nn.Module, *args: torch.Tensor) -> tuple[int, int]:
     """Returns what autograd has of a layer's run beside its input and parameters, and what its output takes."""
     storages = {}

@@ -259,6 +259,6 @@ def test_a_full_disk_is_told_with_the_file_which_is_as_before(here, capsys, monk
     with full_disk():
         code = cli.main([*arguments, output])
     error = capsys.readouterr().err
-    assert code == 1 and error.startswith("stronghold: error: ") and error.endswith(f": {output}\n"), error
-    assert "File too large" in error
+    assert code == 1 and error.startswith("stronghold: error: ") and error.count("\n") == 1, error
+    assert "File too large" in error and f": {output}; raise the limit on the size of files" in error
     assert files_in(here) == files

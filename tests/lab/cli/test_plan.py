@@ -46,7 +46,13 @@ def test_it_prints_the_table_and_writes_the_plan_and_its_picture(capsys):
     assert (plan.settings["window"], plan.layers, plan.samples, plan.tokens) == (2, 3, 2, 64)
     for words in ("reference GPT, 3 layers of width 32", "│ window", "1 M tokens", "longest resource"):
         assert words in printed
-    assert all(len(line) <= 80 for line in printed.splitlines())
+    assert all(len(line) <= 80 for line in printed.splitlines() if "│" in line)
+    told = next(line for line in printed.splitlines() if line.startswith("plan.json: "))
+    # It named neither the plan nor the model, for which the command that it told was refused.
+    assert told.endswith("stronghold train --plan plan.json --layers 3 --hidden 32 --heads 2 --vocabulary 256")
+    command = told.split("stronghold ")[1].split()
+    assert cli.main([*command, "--data", "text.txt", "--device", "cpu", "--out", "run"]) == 2
+    assert "got plan.json with --device cuda, and --device cpu" in capsys.readouterr().err
     assert "One planned step" in Path("plan.html").read_text()
 
 

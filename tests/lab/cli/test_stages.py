@@ -260,3 +260,8 @@ OWN = ("shop:net", "--input", "3,8,8")
 )
 def test_what_cannot_be_is_refused_in_one_line(capsys, arguments, message):
     assert message in refuse(capsys, *arguments)
+
+
+def test_more_stages_than_layers_are_refused_before_it_says_that_anything_is_measured(capsys):
+    assert cli.main(["partition", *TINY, "--stages", "5", "--device", "cpu"]) == 2
+    assert capsys.readouterr().out == ""

@@ -363,6 +363,13 @@ def test_a_seal_that_cannot_be_read_is_no_seal(tmp_path: Path) -> None:
         runs.run(replace(wanted, resume=True))
 
 
+def test_steps_that_the_log_has_lost_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = stopped(runs.settings(tmp_path, steps=4), monkeypatch)
+    log = Path(wanted.out) / "log.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))
+    assert f"note       {log} has lost the records of step 2, which the checkpoint has" in runs.run(wanted)
+
+
 def test_a_mixture_goes_on_in_the_parts_that_it_was_cut_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small.folder(tmp_path / "model", "mixture")
     tight = OffloadSettings(window=1, device_memory="20KiB")

@@ -87,6 +87,22 @@ def test_the_page_has_its_sections_tables_curves_and_timeline(results):
     assert notes[0] in page.texts("li")
 
 
+def test_a_run_that_does_not_tell_the_device_s_memory_has_no_curve_of_it(tmp_path):
+    """Its curve lay on 0, and the table said "0 B held"."""
+    log = write_log(tmp_path, "a") / "log.jsonl"
+    log.write_text(log.read_text().replace(f'"device_bytes": {2**30}', '"device_bytes": 0'))
+    page, _ = page_of(tmp_path)
+    assert "not told" in page.texts("th", "td")
+    assert "Device" not in [attributes["aria-label"] for _, attributes in page.all("svg")]
+
+
+def test_rows_of_their_own_lengths_are_told_as_such(tmp_path):
+    log = write_log(tmp_path, "a") / "log.jsonl"
+    told = log.read_text().replace('"iteration_s": 0.5, ', '"iteration_s": 0.5, "tokens": 40, "step_tokens": 40, ')
+    log.write_text(told)
+    assert "3 of 2 x up to 32" in page_of(tmp_path)[0].texts("td")
+
+
 def test_the_timeline_s_data_are_the_spans_in_their_rows(results):
     page, _ = page_of(results)
     (data,) = [text for tag, attributes, text in page.elements if attributes.get("id") == "spans"]

@@ -97,6 +97,19 @@ def test_many_runs_have_looks_of_their_own_and_room(tmp_path, monkeypatch):
     assert loss.get_position().height * figure.get_figheight() > 2.5
 
 
+@pytest.mark.parametrize("letters", [5, 60, 250])
+def test_long_names_are_whole_in_the_legend(tmp_path, monkeypatch, letters):
+    """Names such as a run's log has stood beyond both edges of the picture."""
+    loss, _ = axes_of(monkeypatch, [run(f"{number}{'w' * letters}", 5) for number in range(4)], tmp_path / "a.png")
+    (legend,) = loss.figure.legends
+    names, figure = legend.get_texts(), loss.figure.bbox
+    assert len(names) == 4
+    for name in names:
+        place = name.get_window_extent()
+        assert figure.x0 <= place.x0 and place.x1 <= figure.x1 and figure.y0 <= place.y0 and place.y1 <= figure.y1
+    assert loss.get_position().height * loss.figure.get_figheight() > 2.5
+
+
 def test_a_single_step_is_marked_as_one(tmp_path, monkeypatch):
     loss, speed = axes_of(monkeypatch, [run("one", 1)], tmp_path / "a.png")
     assert loss.get_xlim() == speed.get_xlim() == (0, 2)

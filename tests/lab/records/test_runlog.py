@@ -117,6 +117,21 @@ def test_a_run_that_goes_on_without_a_step_or_a_log_begins(tmp_path):
         (tmp_path / "log.jsonl").unlink()
 
 
+def test_steps_whose_records_are_gone_are_told(tmp_path):
+    """A run whose log was cut went on with a gap in it, and without a word."""
+    with RunLog(tmp_path) as log:
+        assert log.lost == ""
+        log.start(START)
+        for number in (1, 2, 3):
+            log.step({**STEP, "step": number})
+    with RunLog(tmp_path, after=3) as log:
+        assert log.lost == ""
+    with RunLog(tmp_path, after=4) as log:
+        assert "has lost the records of step 4, which the checkpoint has" in log.lost
+    with RunLog(tmp_path, after=1200) as log:
+        assert f"{tmp_path}/log.jsonl has lost the records of 1,197 steps between 4 and 1200, which" in log.lost
+
+
 def test_a_full_disk_leaves_the_old_log_whole(tmp_path, monkeypatch):
     with RunLog(tmp_path) as log:
         log.start(START)

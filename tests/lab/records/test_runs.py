@@ -37,6 +37,9 @@ def test_the_speed_is_that_of_the_tokens_and_samples_that_steps_tell():
     summary = summarize(START, steps)
     assert (summary.batch, summary.samples_per_s, summary.tokens_per_s) == (8, 4.0, 15.0)
     assert summary.tflops == pytest.approx(6 * 1e9 * 15.0 / 1e12)
+    # It said "5 of 8 x 100 tokens", of steps of 30.
+    assert ("", "steps", "5 of 8 samples of up to 100 tokens, 30 together") in summary.rows()
+    assert ("", "steps", "1 of 4 x 100 tokens") in summarize(START, [step(1, 2.0)]).rows()
     with pytest.raises(ValueError, match="median"):
         summarize(START, [])
 

@@ -62,9 +62,10 @@ FILE = "toy_a_mbs1_tp2_algo0.csv"
     ("name", "text", "told"),
     [
         (FILE, f"{HEAD}\none,1,2,3\n", r"mbs1_tp2_algo0.csv, line 2: .*two times and six sizes \(got 4 columns\)"),
-        (FILE, f"{HEAD}\none,1,2,3,4,5,6,7,8\ntwo,1,fast,3,4,5,6,7,8\n", r"line 3: .*numbers from 0 up \(got 'fast'\)"),
+        (FILE, f"{HEAD}\none,1,2,3,4,5,6,7,8\ntwo,1,fast,3,4,5,6,7,8\n", r"line 3: .*from 0 to 1e.30 \(got 'fast'\)"),
         (FILE, f"{HEAD}\none,1,2,3,-4,5,6,7,8\ntwo,1,2,3,4,5,6,7,8\n", r"line 2: .*\(got '-4'\)"),
         (FILE, f"{HEAD}\none,1,2,3,nan,5,6,7,8\ntwo,1,2,3,4,5,6,7,8\n", r"line 2: .*\(got 'nan'\)"),
+        (FILE, f"{HEAD}\none,1e308,2,3,4,5,6,7,8\ntwo,1,2,3,4,5,6,7,8\n", r"line 2: .*\(got '1e308'\)"),
         (FILE, f"{HEAD}\n", r"a line for each operator \(got none\)"),
         (FILE, f"{HEAD}\none,1,2,3,4,5,6,7,8\n2,1,2,3,4,5,6,7,8\n", r"same operators .*mbs1_tp2.*differs.*line 3"),
         (FILE, f"{HEAD}\none,1,2,3,4,5,6,7,8\n", r"same operators .*mbs1_tp2.*differs.*line 3"),
@@ -72,6 +73,7 @@ FILE = "toy_a_mbs1_tp2_algo0.csv"
         ("p2p_intra_node.csv", "1,2\n", r"a line of sizes and one of speeds"),
         ("p2p_inter_node.csv", "1,2\n3,0\n", r"p2p_inter_node.csv, line 2: speeds must be above 0 \(got 3, 0\)"),
         ("prim_toy_a_all_gather_2gpus.csv", "a,b\n1,2,3\n", r"a size and a time \(got 3 columns\)"),
+        ("prim_toy_a_all_gather_2gpus.csv", "a,b\n", r"2gpus.csv: must have a line for each size \(got none\)"),
     ],
 )
 def test_a_malformed_file_is_named(tmp_path, name, text, told):

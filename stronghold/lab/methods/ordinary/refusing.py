@@ -49,8 +49,8 @@ def reference_model(
     wanted = settings.flat()
     for name, nothing in STRONGHOLDS_OWN.items():
         if name not in keeps and wanted[name] != nothing:
+            alone = "" if nothing in (None, False) else f", it has only {nothing!r}"
             raise ValueError(
-                f"{method} cannot keep {name} (got {wanted[name]!r}, it has only {nothing!r}); leave it out, or train "
-                "with stronghold"
+                f"{method} cannot keep {name} (got {wanted[name]!r}{alone}); leave it out, or train with stronghold"
             )
     return model
