@@ -28,6 +28,7 @@ from torch import nn
 
 import stronghold
 from benchmarks.plan_here_cases import CASES, Case, asked, trained
+from stronghold.errors import BudgetError
 from stronghold.lab.records.json_lines import append_record, describe_machine
 
 RESULTS = Path(__file__).parent.parent / "results" / "plan_choice.jsonl"
@@ -95,14 +96,14 @@ def _compared(name: str, machine: str, folder: str, others: int, rounds: int) ->
 
 
 def _others(
-    case: Case, empty: nn.Module, asked: Mapping[str, Any], chosen: Any, count: int, rng: random.Random
+    case: Case, empty: nn.Module, settings: Mapping[str, Any], chosen: Any, count: int, rng: random.Random
 ) -> list[Any]:
     """Returns plans with settings that the choice has not, half of them the fastest of the drawn ones."""
     found: dict[str, Any] = {str(_settings(chosen)): chosen}
     for drawn in _drawn(case, chosen, rng):
         try:
-            plan = stronghold.plan(empty, **{**asked, **drawn})
-        except stronghold.BudgetError:
+            plan = stronghold.plan(empty, **{**settings, **drawn})
+        except BudgetError:
             continue
         found.setdefault(str(_settings(plan)), plan)
     plans = sorted(list(found.values())[1:], key=lambda plan: plan.step_s.likely)
