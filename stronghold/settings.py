@@ -89,6 +89,11 @@ class OffloadSettings:
         for name, known in (("update", UPDATES), ("states", STATES)):
             if (value := getattr(self, name)) is not None:
                 check_one_of(name, value, known)
+        if self.update == "in_backward" and self.accumulates:
+            raise ValueError(
+                f"update='in_backward' updates each layer in every backward pass (got accumulate={self.accumulate}); "
+                "pass update='deferred', or one batch"
+            )
         compile_arguments(self.compile)
 
     def check_known(self) -> None:

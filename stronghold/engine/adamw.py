@@ -101,7 +101,8 @@ class AdamW(HostAdamW):
         super().__init__(params, defaults, update="deferred" if update == "auto" else update, **settings)
         engine = self._engine
         if update == "auto" and settings["max_grad_norm"] is None:
-            self.in_backward = engine.planned.gain_in_backward(by_muon=isinstance(self, HostMuon))
+            gains = engine.planned.gain_in_backward(by_muon=isinstance(self, HostMuon))
+            self.in_backward = gains or engine.budget.update == "in_backward"
         if self.in_backward and engine.budget.accumulates:
             raise ValueError(
                 "update='in_backward' updates each layer in every backward pass, and the model was offloaded for a "

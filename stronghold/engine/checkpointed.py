@@ -40,8 +40,8 @@ class ParametrizationCache:
         if self._is_on and not {key[0] for key in parametrize._cache}.isdisjoint(map(id, module.modules())):
             raise OffloadedModelError(
                 "a layer that runs again in the backward pass cannot take parametrized weights from another run (got "
-                f"those of {layer}, which torch.nn.utils.parametrize.cached() keeps); call the model once in each "
-                "cached(), or use offload(..., activations='keep')"
+                f"those of {layer}, which torch.nn.utils.parametrize.cached() keeps); have each layer run once in "
+                "each cached(), without micro_batch, or use offload(..., activations='keep')"
             )
 
     @contextmanager

@@ -42,6 +42,33 @@ class GraphValue:
         return self.values.detach().requires_grad_()
 
 
+class GraphItems:
+    """A list, tuple, queue or dictionary of tensors with graphs, and of what is plain: the second run finds values."""
+
+    def __init__(self, value: Any) -> None:
+        pairs = value.items() if type(value) in _OF_PAIRS else enumerate(value)
+        self._values = {key: item.detach() for key, item in pairs if isinstance(item, Tensor) and item.requires_grad}
+        self._is_tuple = type(value) is tuple
+        self._rest = list(value) if self._is_tuple else value.copy()
+        for key in self._values:
+            self._rest[key] = None
+
+    def again(self) -> Any:
+        found = self._rest.copy()
+        for key, values in self._values.items():
+            found[key] = values.detach().requires_grad_()
+        return tuple(found) if self._is_tuple else found
+
+
+def without_graph(value: Any) -> GraphValue | GraphItems | None:
+    """Returns what stands in the second run for a value with a graph; None for what cannot be held without it."""
+    if isinstance(value, Tensor):
+        return GraphValue(value)
+    if type(value) not in (tuple, list, deque, *_OF_PAIRS):
+        return None
+    return GraphItems(value) if all(map(_is_plain, set(map(type, items_of(value) or value)))) else None
+
+
 class Reference:
     """What may refer to a module: held by identity, weakly where that is possible, and the items of a container too."""
 

@@ -102,9 +102,10 @@ def offload(
             in host memory, known beforehand with ``inputs``, and else from the first forward pass on. With a store on
             disk it is what may be kept in RAM.
         accumulate: Batches whose gradients a step adds up; budgets and plans then have room for the sums, in fp32.
-        update, states: What AdamW will be told, where that is known. With a store on disk, ``host_memory`` is filled
-            by it: else room is left in RAM for the gradients of all layers and for moments in fp32, which
-            ``"in_backward"`` and ``"8bit"`` do not take. With ``inputs`` the plan is for it.
+        update: What AdamW will be told, where that is known. With a store on disk, ``host_memory`` is filled for it:
+            else RAM has room for the gradients of all layers and for moments in fp32, which ``"in_backward"`` and
+            ``"8bit"`` do not take. With ``inputs`` the plan is for it.
+        states: The same.
         weights: What gives a model its values: the folder of a checkpoint (safetensors, sharded or not, as transformers
             writes it), whose tensors are converted to the parameters' dtypes (fp32 where transformers keeps that beside
             16 bits); or a function that initialises the module it is given in place, such as ``model._init_weights`` of

@@ -19,11 +19,13 @@ from stronghold.engine.copying import generator_copy, is_generator
 from stronghold.engine.held_values import (
     ATOMIC,
     CONTAINERS,
+    GraphItems,
     GraphValue,
     KeptItems,
     Reference,
     held_value,
     items_of,
+    without_graph,
 )
 from stronghold.engine.traces import OF_EVERY_MODULE, version_of
 from stronghold.errors import OffloadedModelError
@@ -64,10 +66,14 @@ class State:
                 added.discard(name)
                 now = names.get(name, _ABSENT)
                 if place.differs(now, value, copy, version) or place.is_written_unseen(name, now):
-                    self._changed.append((place, name, _LEFT if _has_graph(copy) else copy))
+                    self._changed.append((place, name, (without_graph(copy) or _LEFT) if _has_graph(copy) else copy))
                 elif not _has_graph(value):
-                    left.append((name, held_value(value), place.versions(value)))
-                elif type(value) is Tensor and place.version(value) == version:  # the layer adds to others
+                    held = held_value(value)
+                    if place.kind != "object" or type(held) is not Reference:  # no objects in objects
+                        left.append((name, held, place.versions(value)))
+                elif type(value) is not Tensor:  # who else adds to it leaves no trace
+                    self._changed.append((place, name, without_graph(value) or _LEFT))
+                elif place.version(value) == version:  # the layer adds to others
                     left.append((name, GraphValue(value), place.versions(value)))
             self._changed += [(place, name, _ABSENT) for name in added]
             self._left.append((place, atoms, left))
@@ -82,7 +88,9 @@ class State:
         changed = [(place, place.names(), name, copy) for place, name, copy in [*self._changed, *self._changed_since()]]
         present = [(names, name, names.get(name, _ABSENT)) for _, names, name, _ in changed]
         for place, names, name, copy in changed:
-            if copy is not _LEFT:
+            if isinstance(copy, (GraphItems, GraphValue)):
+                _put(names, name, copy.again())
+            elif copy is not _LEFT:
                 _put(names, name, place.copied(copy, generator))
         try:
             yield
@@ -176,16 +184,27 @@ def _objects_in(places: Iterable[tuple[_Names, dict[str, Any], list[tuple[str, A
 
 def _has_attributes(value: Any) -> bool:
     kind = type(value)
-    if kind.__module__ == "builtins" or not kind.__dictoffset__ or not kind.__weakrefoffset__:
-        return False
-    return not isinstance(value, (Tensor, nn.Module, type, Enum)) and not is_generator(value)
+    if (known := _WITH_ATTRIBUTES.get(kind)) is None:
+        _WITH_ATTRIBUTES[kind] = known = not (
+            kind.__module__ == "builtins"
+            or not kind.__dictoffset__
+            or not kind.__weakrefoffset__
+            or issubclass(kind, (Tensor, nn.Module, type, Enum))
+            or is_generator(value)
+            # All modules of a model have its configuration, which may name thousands of labels and is not written.
+            or any(base.__module__ == "transformers.configuration_utils" for base in kind.__mro__)
+        )
+    return known
+
+
+_WITH_ATTRIBUTES: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 _LEFT_OUT = OF_EVERY_MODULE | {"forward", "_apply", "_replicate_for_data_parallel", "compile"}
 _NONE: frozenset[str] = frozenset()
 _ABSENT = object()
 _LEFT = object()
-"""Stands for a value with a graph: to hold it would keep the graph of every step before."""
+"""Stands for what holds a graph and cannot be held without it: that would be the graph of every step before."""
 
 
 def _copy(value: Any, generator: Callable[[Any], Any]) -> Any:

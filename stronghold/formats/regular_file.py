@@ -1,4 +1,4 @@
-"""Opens a file that is to be read from its begin to its end, and nothing else that has its name."""
+"""Opens a file that is to be read from its beginning to its end, and nothing else that has its name."""
 
 from __future__ import annotations
 

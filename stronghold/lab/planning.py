@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.outputs import check_file, check_page
 from stronghold.lab.page.plan import write_plan_page
 from stronghold.lab.settings import ModelSettings, check_batch
+from stronghold.planner.cards import BESIDE_CARD
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.training_plan import TrainingPlan
 from stronghold.settings import check_one_of
@@ -108,6 +109,8 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
         processes=settings.processes,
         accumulate=settings.accumulate,
     )
+    if not machine.time:
+        found = replace(found, assumed=[*found.assumed, BESIDE_CARD])
     console.print(found)
     if settings.output is not None:
         Path(settings.output).parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +125,10 @@ def plan_run(settings: PlanSettings, machine: MachineFile, console: Console) -> 
         train = f"{start} train --plan {shlex.quote(settings.output)}{_named(settings.model)}"
         by = train if by_train else f"stronghold.{in_python}"
         if settings.adapters is not None:
-            by = f"stronghold finetune, which plans for itself, or stronghold.{in_python}"
+            alone = found.updated_by == "AdamW" and found.processes == 1
+            by = f"{'stronghold finetune, which plans for itself, or ' if alone else ''}stronghold.{in_python}"
+        if not machine.time:  # nobody has measured it
+            by = "stronghold probe there, and a plan with what it writes"
         console.print(f"{settings.output}: the plan; to train by it: {by}", soft_wrap=True)
     if settings.picture is not None:
         notes = write_plan_page(

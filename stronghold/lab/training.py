@@ -357,8 +357,8 @@ def _steps(
             raise
         except NonFiniteGradientError as error:
             raise TrainingError(
-                f"step {step} failed: {error.found}; lower --lr, warm up longer (--warmup), clip (--clip), or pass "
-                "--nonfinite skip to go on without such steps"
+                f"step {step} failed: {error.found}; lower --lr, warm up longer (--warmup), or pass --nonfinite skip "
+                "to go on without such steps"
             ) from error
         except Exception as error:
             raise TrainingError(f"step {step} failed: {str(error) or type(error).__name__}") from error

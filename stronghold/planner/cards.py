@@ -39,12 +39,15 @@ CARDS = (
     Card("H200 SXM", 989e12, 66.9e12, 0.72, 140 * GIB, 4.8e12, 50e9, 250e9),
 )
 
+BESIDE_CARD = "nothing was measured: beside the card are a usual link, host and drives"
+"""What a plan for such a machine assumes."""
 _DRIVE = {"read": 6e9, "write": 4.5e9, "read_beside_write": 3e9, "write_beside_read": 2.5e9}
 
 
 def card_named(name: str) -> Card:
-    """Returns the card whose name has ``name`` in it, however that is spaced. Raises ValueError for none or several."""
-    found = [card for card in CARDS if _letters(name) in _letters(card.name)] if _letters(name) else []
+    """Returns the card with all words of ``name`` in its own, such as "4090". Raises ValueError for none or several."""
+    words = _words(name)
+    found = [card for card in CARDS if words and words <= _words(card.name)]
     if len(found) != 1:
         known = ", ".join(card.name for card in CARDS)
         raise ValueError(
@@ -117,5 +120,5 @@ def _taking(time: float) -> Spread:
     return Spread(time / 1.1, time, time / 0.75)
 
 
-def _letters(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+def _words(name: str) -> set[str]:
+    return set(re.findall("[a-z0-9]+", name.lower()))

@@ -119,7 +119,7 @@ def parts_on_disk(
     Weights are the first to stay in host memory, as a step reads them there three times and writes them once; then the
     remainders and moments, unit by unit in ``order``, which an update reads and writes once. Gradients come first of
     all, where they fit; those of layers that are updated ``in_backward`` are used up there. Moments count in the format
-    ``states``, or in the largest where nobody knows it. The ``processes`` of a machine have all of it in common, each a
+    ``states``, or in the largest where that is None. The ``processes`` of a machine have all of it in common, each a
     part.
     """
     units = model.units

@@ -21,7 +21,7 @@ from stronghold.spans import Span
 from stronghold.tables import Shown
 from stronghold.units import format_bytes, format_count, format_seconds
 
-VERSION = 1
+VERSION = 2
 _WAITED = {"fetch": "fetch_wait_s", "update": "update_wait_s", "disk": "disk_wait_s"}
 """Those that a run tells apart, by its own names."""
 _FOLLOW = ("balance", "schedule")

@@ -24,6 +24,8 @@ class Budget:
 
     def __init__(self, settings: OffloadSettings, held: Callable[[], tuple[int, int]], *, processes: int) -> None:
         self._device_memory, self._host_memory = settings.device_memory, settings.host_memory
+        self.update, self.states = settings.update, settings.states
+        """What is known of the optimizer that comes, None for nothing."""
         self.accumulates = settings.accumulates
         """Whether a step is known to add up several gradients."""
         self.for_inputs = settings.inputs_host_bytes
@@ -61,8 +63,15 @@ class Budget:
                 raise BudgetError(
                     f"{what} takes {format_bytes(more)} beside {format_bytes(held)} that are held already{others} (got "
                     f"{name}={format_bytes(budget)}); "
-                    + (remedies or f"raise {name}, freeze parameters, or see states='8bit' and update='in_backward'")
+                    + (remedies or f"raise {name}, freeze parameters, or {self._smaller()}")
                 )
+
+    def _smaller(self) -> str:
+        """Returns which optimizer would take less."""
+        told = [f"{name}={one!r}" for name in ("update", "states") if (one := getattr(self, name)) is not None]
+        if told:
+            return f"have the optimizer as offload() was told ({', '.join(told)}), or tell it which one comes"
+        return "see states='8bit' and update='in_backward'"
 
     def _held_bytes(self) -> tuple[int, int]:
         held = self._held()

@@ -17,7 +17,7 @@ def test_a_name_may_be_a_part_of_it(name: str, found: str) -> None:
     assert card_named(name).name == found
 
 
-@pytest.mark.parametrize("name", ["", " ", "RTX", "SXM", "GTX 1080"])
+@pytest.mark.parametrize("name", ["", " ", "RTX", "SXM", "GTX 1080", "A10", "H20", "GB", "3"])
 def test_a_name_of_none_or_several_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(ValueError, match=r"one of RTX 3090, .*, H200 SXM \(got '.*'\); pass one"):
         card_named(name)

@@ -50,8 +50,8 @@ def settled(
 ) -> tuple[OffloadSettings, PlannedSteps]:
     """Returns the settings with what was ``"auto"`` by the ``plan``, or by one for ``inputs``, and what it says.
 
-    That is by the ``update`` of AdamW, of which ``inputs`` leave both open. ``in_memory`` is what the model stands for,
-    whose values are the process's until they are in the store.
+    That is by the ``update`` of AdamW, of which ``inputs`` leave both open unless the settings know it. ``in_memory``
+    is what the model stands for, whose values are the process's until they are in the store.
     """
     if plan is None:
         assert inputs is not None
@@ -74,7 +74,7 @@ def settled(
     said = {**vars(found.offload_settings()), "compile": settings.compile}  # what a plan leaves to the user
     said["accumulate"] = found.accumulate
     for name, value in vars(settings).items():
-        if value not in (_LEFT_OPEN[name], said[name]):
+        if value not in (_LEFT_OPEN[name], said[name], found.optimizer.get(name)):
             raise ValueError(
                 f"a plan holds for its own settings (got {name}={value!r} beside one with {said[name]!r}); leave out "
                 f"{name}, or plan with it"
@@ -96,12 +96,12 @@ def _planned(
     dtype: torch.dtype | None,
     in_memory: nn.Module,
 ) -> tuple[TrainingPlan, PlannedSteps, int]:
-    """Plans what ``settings`` leave to ``"auto"``, for AdamW as they know it: else with moments in fp32 and updates
-    behind the backward pass or, where the gradients do not all fit, in it.
+    """Plans what ``settings`` leave to ``"auto"``, for AdamW as they know it.
 
-    Third is what layers' inputs will
-    take of the host's memory. Nothing is changed. A model that fits is left resident where nothing else is faster by
-    more than a little. Raises ValueError for a model that cannot be planned for, BudgetError where nothing fits.
+    Otherwise that has moments in fp32, and updates behind the backward pass or, where the gradients do not all fit, in
+    it. Third is what layers' inputs will take of the host's memory. Nothing is changed. A model that fits is left
+    resident where nothing else is faster by more than a little. Raises ValueError for a model that cannot be planned
+    for, BudgetError where nothing fits.
     """
     if device.is_host and settings.device_memory is not None:
         raise ValueError(

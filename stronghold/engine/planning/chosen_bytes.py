@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from stronghold.engine.budget import BUFFERS
 from stronghold.engine.planning.kept_inputs import InputsOfLayers, KeptInputs
 from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.most_alive import Alive, alive
 from stronghold.planner.choices import Choice
-from stronghold.planner.step_bytes import MUON, Placed, StepBytes, held_on_device
+from stronghold.planner.step_bytes import MUON, Placed, StepBytes
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
@@ -102,12 +101,12 @@ class ChosenBytes:
         return self._placed[choice]
 
     def known(self, choice: Choice) -> tuple[str | None, str | None]:
-        """Returns the update and the states that units on disk are placed for, None for what nobody knows then."""
+        """Returns the update and the states that units on disk are placed for, None for what is not known then."""
         if not self._limits.fills_ram:
             return self._limits.update, self._limits.states
         return choice.update, None if choice.states == MUON else choice.states
 
-    def told(self, choice: Choice) -> dict[str, str]:
+    def hints(self, choice: Choice) -> dict[str, str]:
         """Returns what ``offload`` is to be told of the optimizer where it would place for another one."""
         named = zip(("update", "states"), self.known(choice), ("deferred", "fp32"), strict=True)
         return {name: value for name, value, taken in named if value not in (None, taken)}
@@ -166,8 +165,10 @@ class ChosenBytes:
         """Returns what of the host's memory the device takes that is one with it, beside what its budget counts."""
         if not self._memory.is_host:
             return 0
-        sizes, resident = self._memory.of(choice), self._memory.spread(choice.resident)
-        return held_on_device(sizes, choice.window, resident, BUFFERS) + self.activation_bytes(choice)
+        resident = self._memory.spread(choice.resident)
+        taken = self._memory.taken(choice, Placed(window=choice.window, resident=resident, on_disk={}))
+        root_gradients = 0 if self._is_one_pass(choice) else taken.root_gradients
+        return taken.device + root_gradients + self._on_top(choice, resident)
 
     def of(self, choice: Choice) -> Mapping[str, int]:
         """Returns what a choice takes of each place in a step."""

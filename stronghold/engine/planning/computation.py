@@ -25,7 +25,7 @@ from stronghold.engine.planning.passed_on import output_and_items, pass_on
 from stronghold.engine.planning.quantised_layers import quantised_layers, without_values
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
-from stronghold.engine.planning.telling import told
+from stronghold.engine.planning.telling import explained
 from stronghold.formats.kept_in_fp32 import computes_in
 from stronghold.planner.op_costs import Op
 from stronghold.window import input_sizes
@@ -87,7 +87,7 @@ class ModelComputation:
         """Samples that the layers get."""
         self.leaders = set[tuple[int, ...]]()
         """The shapes of what has them as first dimension, of all layers."""
-        with told(model):
+        with explained(model):
             self.root = self._run_root(inputs, loss)
         if -1 in self.group_of:
             raise ValueError(
@@ -101,7 +101,7 @@ class ModelComputation:
         samples = min(samples or self.batch, self.batch)
         runs, key = self._traces.runs, (self._alike[group], samples)
         if key not in runs:
-            with told(self._model):
+            with explained(self._model):
                 runs[key] = self._run_layer(group, samples)
         run: LayerRun = runs[key]
         return run
@@ -124,7 +124,7 @@ class ModelComputation:
     def runs(self, samples: int | None) -> list[list[list[int]]]:
         """Returns the bytes of each layer's inputs that get gradients, of each of its runs over a micro-batch."""
         samples, found = min(samples or self.batch, self.batch), list[list[list[int]]]()
-        with told(self._model), self._mode, torch.enable_grad():
+        with explained(self._model), self._mode, torch.enable_grad():
             for group in self.group_of:
                 # A part of a mixture has rows in samples' place, and no micro-batches.
                 call, module = self._calls[group], self._modules[group]
@@ -191,7 +191,7 @@ class ModelComputation:
         trained = self._trained(module)
         compute = module if kept else partial(_computed_again, module)
         with (
-            told(self._model),
+            explained(self._model),
             self._without_values(module),
             self._mode,
             self._recording() as recording,

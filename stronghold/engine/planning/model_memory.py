@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -139,10 +138,18 @@ class ModelMemory:
             self._spread[resident] = frozenset(spread(len(self.units.layers), resident))
         return self._spread[resident]
 
-    def placed(self, choice: Choice, *, device_memory: int | None, host_memory: int | None, **known: Any) -> Placed:
+    def placed(
+        self,
+        choice: Choice,
+        *,
+        device_memory: int | None,
+        host_memory: int | None,
+        in_backward: bool = False,
+        states: str | None = None,
+    ) -> Placed:
         """Returns where units are under the settings of ``choice`` and these budgets, as ``offload`` places them.
 
-        ``known`` is what it knows then of the optimizer, as for ``parts_on_disk``.
+        The last two are what it is told of the optimizer, as for ``parts_on_disk``.
         """
         model = self.of(choice)
         layers = self.spread(choice.resident)
@@ -153,7 +160,14 @@ class ModelMemory:
         on_disk = {}
         if choice.store != "ram":
             on_disk = parts_on_disk(
-                model, self._order, resident, BUFFERS, host_memory, processes=self.replicas, **known
+                model,
+                self._order,
+                resident,
+                BUFFERS,
+                host_memory,
+                processes=self.replicas,
+                in_backward=in_backward,
+                states=states,
             )
         return Placed(window=choice.window, resident=resident, on_disk=on_disk)
 

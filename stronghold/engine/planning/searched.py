@@ -227,7 +227,7 @@ class _Told:
         if choice.store != "ram":
             found["store"] = self._directories
             if host is not None:
-                found |= {"host_memory": host, **self._planner.bytes.told(choice)}
+                found |= {"host_memory": host, **self._planner.bytes.hints(choice)}
         if (passes := self._planner.bytes.passes(choice)) > 1:
             found["accumulate"] = passes
         if device is not None:

@@ -18,7 +18,7 @@ _NOT_THE_MODELS = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).pare
 
 
 @contextmanager
-def told(model: nn.Module) -> Iterator[None]:
+def explained(model: nn.Module) -> Iterator[None]:
     """Raises ValueError in the place of what the block raises."""
     try:
         yield
@@ -27,7 +27,7 @@ def told(model: nn.Module) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"a model that is planned for must compute by the shapes of tensors alone ({type(model).__name__} asks for "
-            f"values, {_where(error)}); leave inputs= out and pass window= and what else is not to be as by default"
+            f"values, {_where(error)}); it can be offloaded without a plan, by window and other settings"
         ) from error
     except Exception as error:
         raise ValueError(

@@ -197,7 +197,7 @@ def _carded(options: argparse.Namespace) -> MachineFile:
     given = [name for name in ("machine", "device", "cores") if getattr(options, name) is not None]
     if given:
         raise ValueError(
-            f"of a card's machine only the maker's numbers are known (got --card {options.card} with "
+            f"--card is for a machine that nobody has measured (got --card {options.card} with "
             f"{', '.join('--' + name for name in given)}); leave out one or the other"
         )
     if options.host_memory is None:

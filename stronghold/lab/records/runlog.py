@@ -196,8 +196,8 @@ def _lost(path: Path, steps: Sequence[Record], after: int) -> str:
         return ""
     which = f"step {gone[0]}" if len(gone) == 1 else f"{len(gone):,} steps between {gone[0]} and {gone[-1]}"
     return (
-        f"note       {path} has lost the records of {which}, which the checkpoint has: pictures and the summary are "
-        "without them"
+        f"note       {path} has lost the records of {which}, whose training the checkpoint has: pictures and the "
+        "summary are without them"
     )
 
 

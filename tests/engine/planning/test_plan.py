@@ -193,6 +193,27 @@ def test_layers_inputs_on_disk_are_planned_for_with_a_store_there(tmp_path):
     assert there.written_bytes - here.written_bytes == 5 * 4 * 32 * 64 * 4
 
 
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_what_just_fits_one_memory_with_a_disk_is_taken_by_offload(states, update, tmp_path):
+    """The least that is said to be enough, of a model that is larger than the ring through which disks are updated."""
+    here = laptop(disks={str(tmp_path): dict.fromkeys(DISK, about(1e9))})
+    config = replace(CONFIG, layers=6, hidden=768)
+    asked = {"store": str(tmp_path), "window": 1, "resident": 1, "states": states, "update": update}
+    with pytest.raises(BudgetError) as refused:
+        planned(on_meta(config), here, host_memory="100MiB", **asked)
+    enough = refused.value.needed["memory"] + 2**20  # what this process takes may have grown by then
+    plan = planned(on_meta(config), here, host_memory=enough, **asked)
+    model = stronghold.offload(GPT(config), device="cpu", **plan.settings)
+    optimizer = stronghold.AdamW(model.parameters(), **plan.optimizer)
+    model(ids := torch.randint(0, 128, (4, 32)), labels=ids).loss.backward()
+    optimizer.step()
+    taken = stronghold.report(model).host_bytes
+    assert plan.pinned_bytes + plan.pageable_bytes == taken <= plan.settings["host_memory"]
+    assert plan.host_bytes <= enough
+    stronghold.close(model)
+
+
 def test_a_model_that_fits_a_machine_of_one_memory_stays_where_it_is():
     assert planned().settings["resident"] == 5
 

@@ -367,7 +367,7 @@ def test_steps_that_the_log_has_lost_are_told(tmp_path: Path, monkeypatch: pytes
     wanted = stopped(runs.settings(tmp_path, steps=4), monkeypatch)
     log = Path(wanted.out) / "log.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))
-    assert f"note       {log} has lost the records of step 2, which the checkpoint has" in runs.run(wanted)
+    assert f"note       {log} has lost the records of step 2, whose training the checkpoint has" in runs.run(wanted)
 
 
 def test_a_mixture_goes_on_in_the_parts_that_it_was_cut_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

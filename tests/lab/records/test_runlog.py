@@ -127,9 +127,9 @@ def test_steps_whose_records_are_gone_are_told(tmp_path):
     with RunLog(tmp_path, after=3) as log:
         assert log.lost == ""
     with RunLog(tmp_path, after=4) as log:
-        assert "has lost the records of step 4, which the checkpoint has" in log.lost
+        assert "has lost the records of step 4, whose training the checkpoint has" in log.lost
     with RunLog(tmp_path, after=1200) as log:
-        assert f"{tmp_path}/log.jsonl has lost the records of 1,197 steps between 4 and 1200, which" in log.lost
+        assert f"{tmp_path}/log.jsonl has lost the records of 1,197 steps between 4 and 1200, whose" in log.lost
 
 
 def test_a_full_disk_leaves_the_old_log_whole(tmp_path, monkeypatch):
