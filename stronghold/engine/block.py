@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from stronghold.device import Device
 from stronghold.engine.arguments import fill, flatten, nodes_of
-from stronghold.engine.checkpointed import ParametrizationCache, checkpointed
+from stronghold.engine.checkpointed import checkpointed
 from stronghold.engine.compiled import Compiling, is_compile_error, refuse_saved
 from stronghold.engine.compiler_settings import CompilerSettings
 from stronghold.engine.copying import GeneratorCopies
@@ -26,6 +26,7 @@ from stronghold.engine.members import Members, check_held
 from stronghold.engine.microbatch import MicroBatches, batch_of
 from stronghold.engine.module_writes import ModuleWrites
 from stronghold.engine.packing import Fetches, Run, pack, pack_input, pack_on_host, there, unpack, unpack_input
+from stronghold.engine.parametrized import ParametrizationCache
 from stronghold.engine.recorded import Recorded
 from stronghold.engine.replay import State, requiring_grad
 from stronghold.engine.saved import stale_error, unwritten

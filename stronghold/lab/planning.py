@@ -15,7 +15,7 @@ from torch import nn
 from stronghold.distributed.plan import plan
 from stronghold.lab.finetuning.model import adapted_base
 from stronghold.lab.finetuning.settings import AdapterSettings
-from stronghold.lab.models.files import build_model, inputs_of
+from stronghold.lab.models.files import build_model, inputs_of, without_lacking
 from stronghold.lab.models.gpt import GPT
 from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.lab.outputs import check_file, check_page
@@ -151,10 +151,11 @@ def _built(settings: PlanSettings, machine: MachineFile) -> tuple[nn.Module, str
     if path is None:
         gpt = GPT.from_config_dict(settings.model.config_dict(settings.sequence))
         return gpt, f"reference GPT, {settings.model.layers} layers of width {settings.model.hidden}"
+    source = without_lacking(path)  # a plan asks for no weights
     if adapters is None:
-        model, _, _ = build_model(path)
+        model, _, _ = build_model(source)
         return model, f"{type(model).__name__} of {path}"
-    model = adapted_base(path, adapters, device=machine.device, dtype=settings.dtype, sequence=settings.sequence)
+    model = adapted_base(source, adapters, device=machine.device, dtype=settings.dtype, sequence=settings.sequence)
     base: Any = model.get_base_model()  # type: ignore[operator]
     kept = f" in {adapters.quantize}" if adapters.quantize else ""
     added = f"LoRA of {adapters.path}" if adapters.path else f"LoRA of rank {adapters.rank}"

@@ -15,6 +15,7 @@ from stronghold.device import CpuDevice
 from stronghold.engine.budget import spread
 from stronghold.engine.placement import plan
 from stronghold.errors import BudgetError
+from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.layout import ALIGNMENT_BYTES
 from stronghold.settings import OffloadSettings
 from stronghold.split import join
@@ -605,3 +606,32 @@ def test_layers_without_elements_are_no_hindrance():
     model = offload(lambda: Residual(block=Empty), resident="auto", device_memory=needed)
     assert stronghold.report(model).resident == 4
     steps(model)
+
+
+def test_an_optimizer_other_than_offload_was_told_of_is_refused_with_both(tmp_path):
+    """Where it does not fit; ``"auto"`` is the one that was told."""
+    config = GPTConfig(layers=6, hidden=768, heads=4, sequence=8, vocabulary=100)
+    told = {"update": "in_backward", "states": "8bit"}
+    settings = {"device": "cpu", "window": 1, "store": str(tmp_path), "host_memory": "360MiB"}
+    model = stronghold.offload(GPT(config), **settings, **told)
+    with pytest.raises(
+        BudgetError, match=r"as offload\(\) was told \(update='in_backward', states='8bit'\), or tell it"
+    ):
+        stronghold.AdamW(model.parameters())
+    optimizer = stronghold.AdamW(model.parameters(), update="auto", states="8bit")
+    assert optimizer.in_backward
+    assert stronghold.report(model).host_bytes <= 360 * 2**20
+    stronghold.close(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"update": "auto"}, "update must be 'deferred' or 'in_backward'"),
+        ({"states": "4bit"}, "states must be 'fp32' or '8bit'"),
+        ({"update": "in_backward", "accumulate": 2}, r"in every backward pass \(got accumulate=2\)"),
+    ],
+)
+def test_what_cannot_be_known_of_an_optimizer(settings, message):
+    with pytest.raises(ValueError, match=message):
+        offload(**settings)

@@ -42,7 +42,7 @@ def build_base(
     """
     folder = Path(path)
     file = folder / "config.json"
-    if without_weights and folder.is_file():
+    if is_alone := without_weights and folder.is_file():
         folder, file = folder.parent, folder
     if not file.is_file():
         if (folder / ADAPTER_CONFIG).is_file():
@@ -60,7 +60,7 @@ def build_base(
             f"a model to fine-tune is one of transformers, which TRL trains (at {file}: the reference GPT); train it "
             "with stronghold train --model"
         )
-    files = None if without_weights and not has_weights(folder) else QuantisedFiles(folder)
+    files = None if is_alone or (without_weights and not has_weights(folder)) else QuantisedFiles(folder)
     kept = {} if files is None else files.kept
     if config.get("quantization_config") or kept:
         _check_quantised(config, file, files, adapters)
@@ -167,8 +167,8 @@ def _check_quantised(
         found = 0 if files is None else len(files.kept)
         raise ValueError(
             "weights that are quantised in their files can be read where they are bitsandbytes' or torchao's (at "
-            f"{file}: a quantization_config of {kind}, and {found} such weights); "
-            "pass the model in float32 or bfloat16, and --quantize with --lora"
+            f"{file}: a quantization_config of {kind}, and {found} such weights beside it); "
+            "pass its folder, or the model in float32 or bfloat16, and --quantize with --lora"
         )
     name, kept = next(iter(files.kept.items()))
     where = files.entries[name if name in files.entries else next(iter(kept.parts.values()))].file

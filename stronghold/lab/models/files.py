@@ -57,6 +57,18 @@ def has_weights(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in (SINGLE, INDEX))
 
 
+def without_lacking(path: str) -> str:
+    """Returns ``path``, or its config.json where it is a folder of which not all weights have been downloaded."""
+    index, config = Path(path, INDEX), Path(path, "config.json")
+    if not (index.is_file() and config.is_file()):
+        return path
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return path if all(Path(path, file).is_file() for file in files) else str(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return path  # what reads it says what is wrong
+
+
 def initialiser_of(model: nn.Module) -> Callable[[nn.Module], object]:
     """Returns what initialises the modules of ``model``, a reference GPT or a transformers model, one by one."""
     if isinstance(model, GPT):

@@ -18,6 +18,7 @@ from stronghold.lab.models.layered_gpt import LayeredGPT
 from stronghold.planner.choices import Choice
 from stronghold.planner.machine_file import DISK
 from stronghold.planner.search import Refusal
+from stronghold.probing.this_machine import processor_name
 from tests import experts
 from tests.crossed import crossed
 from tests.planner.machines import about, laptop, machine
@@ -373,3 +374,15 @@ def test_a_machine_that_was_not_measured_is_asked_for(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 0}))
     with pytest.raises(ValueError, match="version of the machine file"):
         stronghold.plan(on_meta(), machine=path, batch=1, sequence=8)
+
+
+def test_beside_a_plan_one_may_say_what_it_says_of_the_optimizer(tmp_path):
+    here = laptop(disks={str(tmp_path): dict.fromkeys(DISK, about(1e9))})
+    plan = planned(given=here, store=str(tmp_path), window=2, update="in_backward", states="8bit", host_memory="1GiB")
+    for known in ({"update": "deferred"}, {"states": "fp32"}):
+        with pytest.raises(ValueError, match=f"a plan holds for its own settings .got {next(iter(known))}"):
+            stronghold.offload(GPT(CONFIG), device="cpu", plan=replace(plan, machine=processor_name()), **known)
+    model = stronghold.offload(
+        GPT(CONFIG), device="cpu", plan=replace(plan, machine=processor_name()), update="in_backward", states="8bit"
+    )
+    stronghold.close(model)

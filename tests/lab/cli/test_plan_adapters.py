@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,19 @@ def test_a_config_alone_is_enough_and_the_table_names_what_is_trained(here: Path
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "LlamaForCausalLM of alone/config.json in nf4_nested, LoRA of rank 8" in printed
     assert "of them trained" in printed and "stronghold finetune, which plans for itself" in printed
+
+
+@pytest.mark.parametrize("arguments", [[], ["--lora"]], ids=["all weights", "adapters"])
+def test_a_folder_of_which_only_the_json_files_have_been_downloaded_can_be_planned(
+    here: Path, arguments: list[str]
+) -> None:
+    whole = planned(*arguments)
+    for file in (here / "model").glob("*.safetensors"):
+        file.unlink()
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (here / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    part = planned(*arguments)
+    assert (part.model, part.settings, part.slots_bytes) == (whole.model, whole.settings, whole.slots_bytes)
 
 
 def test_adapters_of_a_folder_are_planned_as_new_ones_like_them(here: Path) -> None:

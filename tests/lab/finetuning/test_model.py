@@ -99,8 +99,8 @@ def test_a_folder_that_is_no_model_is_refused_with_the_file(tmp_path: Path) -> N
     assert "folder with a config.json (got" in refused(replace(wanted, model=str(tmp_path / "void")))
     assert f"at {file}: 64); pass a shorter one" in refused(replace(wanted, sequence=65))
     changed(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
-    assert f"(at {file}: a quantization_config of bitsandbytes, and 0 such weights)" in refused(wanted)
-    assert f"(at {file}: a quantization_config of bitsandbytes, and 0 such weights)" in refused(
+    assert f"(at {file}: a quantization_config of bitsandbytes, and 0 such weights beside it)" in refused(wanted)
+    assert f"(at {file}: a quantization_config of bitsandbytes, and 0 such weights beside it)" in refused(
         replace(wanted, adapters=LORA)
     )
     changed(tmp_path, quantization_config=None, model_type="unheard_of")
