@@ -66,6 +66,8 @@ def without_graph(value: Any) -> GraphValue | GraphItems | None:
         return GraphValue(value)
     if type(value) not in (tuple, list, deque, *_OF_PAIRS):
         return None
+    if isinstance(value, defaultdict) and not _refers_to_no_module(value.default_factory):
+        return None
     return GraphItems(value) if all(map(_is_plain, set(map(type, items_of(value) or value)))) else None
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import re
 from dataclasses import asdict, replace
 
@@ -20,7 +21,7 @@ from stronghold.planner.machine_file import DISK
 from stronghold.planner.search import Refusal
 from stronghold.probing.this_machine import processor_name
 from tests import experts
-from tests.crossed import crossed
+from tests.crossed import crossed, seeds
 from tests.planner.machines import about, laptop, machine
 
 CONFIG = GPTConfig(layers=5, hidden=64, heads=4, sequence=32, vocabulary=128)
@@ -212,6 +213,42 @@ def test_what_just_fits_one_memory_with_a_disk_is_taken_by_offload(states, updat
     taken = stronghold.report(model).host_bytes
     assert plan.pinned_bytes + plan.pageable_bytes == taken <= plan.settings["host_memory"]
     assert plan.host_bytes <= enough
+    stronghold.close(model)
+
+
+@pytest.mark.parametrize("seed", seeds(24, 4))
+def test_what_is_said_to_fit_one_memory_with_a_disk_does(seed, tmp_path):
+    """Of random models and settings, under a cap between the least and half as much again."""
+    rng, here = random.Random(seed), laptop(disks={str(tmp_path): dict.fromkeys(DISK, about(1e9))})
+    config = replace(
+        CONFIG, layers=rng.randint(2, 6), hidden=rng.choice((256, 640)), vocabulary=rng.choice((128, 4000))
+    )
+    passes, dtype = rng.choice((1, 1, 2)), rng.choice((None, torch.bfloat16))
+    resident = rng.randint(0, config.layers - 1)
+    asked = {
+        "store": str(tmp_path),
+        "dtype": dtype,
+        "window": rng.randint(1, config.layers - resident),
+        "resident": resident,
+        "activations": rng.randint(0, config.layers),
+        "micro_batch": rng.choice((None, 2)),
+        "states": rng.choice(("fp32", "8bit")),
+        "update": "deferred" if passes > 1 else rng.choice(("deferred", "in_backward")),
+        "accumulate": passes,
+    }
+    with pytest.raises(BudgetError) as refused:
+        planned(on_meta(config), here, host_memory="100MiB", **asked)
+    cap = int(refused.value.needed["memory"] * rng.uniform(1.0, 1.5)) + 2**20
+    plan = planned(on_meta(config), here, host_memory=cap, **asked)
+    model = stronghold.offload(GPT(config), device="cpu", dtype=dtype, **plan.settings)
+    optimizer = stronghold.AdamW(model.parameters(), **plan.optimizer)
+    for _ in range(passes):
+        model(ids := torch.randint(0, 128, (4, 32)), labels=ids).loss.backward()
+    optimizer.step()
+    report = stronghold.report(model)
+    assert plan.pinned_bytes + plan.pageable_bytes == report.host_bytes
+    assert plan.held_device_bytes == report.device_bytes
+    assert plan.host_bytes <= cap
     stronghold.close(model)
 
 
