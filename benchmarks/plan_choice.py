@@ -146,7 +146,7 @@ def _plain(row: Row) -> Row:
 def _table(found: Sequence[Row]) -> Table:
     table = Table(title="what plans choose beside the fastest of what else was trained")
     for column in ("case", "choice s", "best s", "above it", "trained", "the best's settings"):
-        table.add_column(column, justify="right" if column.endswith(("s", "it", "trained")) else "left")
+        table.add_column(column, justify="left" if column.startswith(("case", "the")) else "right")
     for one in found:
         best, choice = one["best"], one["choice"]
         differing = {key: value for key, value in best["settings"].items() if choice["settings"].get(key) != value}

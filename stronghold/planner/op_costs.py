@@ -33,7 +33,7 @@ class Op(NamedTuple):
 class Rate(NamedTuple):
     """What was measured at these sizes, FLOP per second: (m, n, k), or as in an ``Op`` of attention."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[float, ...]
     flop_per_s: float
 
 
@@ -60,7 +60,7 @@ class OpRates:
     def _seconds(self, op: Op) -> float:
         kind = op.kind.removesuffix(WITHOUT_MASK)
         known = self._near.get((kind, op.dtype)) or self._near.get((kind, ""))
-        works_s = self._moves_s(op) if known is None else op.flops / known.at(_shape(op))
+        works_s = self._moves_s(op) if known is None else op.flops / known.at(_shape(kind, op.sizes))
         if known is not None and kind != op.kind:
             works_s *= 2  # rates are those under a causal mask
         return self.op_s + works_s if self.is_host else max(self.op_s, works_s)
@@ -73,15 +73,25 @@ class OpRates:
 
     @cached_property
     def _near(self) -> dict[tuple[str, str], _Near]:
-        return {name: _Near(rates) for name, rates in self.flop_per_s.items()}
+        return {
+            (kind, dtype): _Near([Rate(_shape(kind, rate.sizes), rate.flop_per_s) for rate in rates])
+            for (kind, dtype), rates in self.flop_per_s.items()
+        }
 
 
-def _shape(op: Op) -> tuple[int, ...]:
-    """Returns the sizes that its rate depends on: of several products at once, those of one with all their rows."""
-    if op.kind != "matmul":
-        return op.sizes
-    batch, m, n, k = op.sizes
-    return batch * m, n, k
+def _shape(kind: str, sizes: tuple[float, ...]) -> tuple[float, ...]:
+    """Returns the sizes that a rate depends on: of several products at once, those of one with all their rows.
+
+    Of attention samples and heads are one number, for each head of each is computed by itself, and how many there are
+    matters the least: half as much as the lengths and the head's size.
+    """
+    if kind == "matmul" and len(sizes) == 4:
+        batch, m, n, k = sizes
+        return batch * m, n, k
+    if kind.startswith("attention"):
+        batch, heads, *rest = sizes
+        return math.sqrt(batch * heads), *rest
+    return sizes
 
 
 class _Near:
@@ -89,9 +99,9 @@ class _Near:
 
     def __init__(self, rates: Sequence[Rate]) -> None:
         self._points = [([math.log2(max(1, size)) for size in rate.sizes], rate.flop_per_s) for rate in rates]
-        self._known: dict[tuple[int, ...], float] = {}
+        self._known: dict[tuple[float, ...], float] = {}
 
-    def at(self, sizes: tuple[int, ...]) -> float:
+    def at(self, sizes: tuple[float, ...]) -> float:
         if sizes not in self._known:
             self._known[sizes] = self._between([math.log2(max(1, size)) for size in sizes])
         return self._known[sizes]

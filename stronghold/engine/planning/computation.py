@@ -210,6 +210,7 @@ class ModelComputation:
         stubs = Stubs(self, recording, root)
         positional, named = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
         stubbed = stubs.in_place_of(self._model, self._modules)
+        self._mode.is_packed = "position_ids" in named  # of several sequences each, for all that is known
         with stubbed, self._without_values(self._model), self._mode, recording:
             with recording.uncounted():
                 args, kwargs = structural_copy((tuple(positional), dict(named)), _copies())  # the model may write there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -25,8 +26,11 @@ class Fakes(FakeTensorMode):
     their memory in common. Where what it gives has memory of its own, the kernel is asked once for each kind of call.
 
     What the model makes under it without a ``device`` is on the CPU as all else is, whatever the user's default device.
-    What it checks of a tensor's values by ``torch._check_tensor_all`` holds.
+    What it checks of a tensor's values by ``torch._check_tensor_all`` holds, and unless ``is_packed``, a model of
+    transformers takes the tokens of a sample for one sequence.
     """
+
+    is_packed = False
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -38,6 +42,8 @@ class Fakes(FakeTensorMode):
         super().__enter__()
         self._entered.append(ExitStack())
         self._entered[-1].enter_context(_checks_hold())
+        if not self.is_packed:
+            self._entered[-1].enter_context(_one_sequence_each())
         if torch._C._len_torch_function_stack() > 0:  # a default device may be among the modes: each call takes longer
             self._entered[-1].enter_context(torch.device("cpu"))
         return self
@@ -164,6 +170,29 @@ def _checks_hold() -> Iterator[None]:
         yield
     finally:
         torch._check_tensor_all_with = check
+
+
+@contextmanager
+def _one_sequence_each() -> Iterator[None]:
+    """Has transformers find what it finds in training by the values of positions that it counts itself.
+
+    That a sample is one sequence it cannot see without values, and would mask attention by them: with a mask, which the
+    training has not, attention takes twice as long.
+    """
+    utils: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(utils, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+
+    def found(position_ids: Tensor) -> Tensor | None:
+        return None if isinstance(position_ids, FakeTensor) else find(position_ids)
+
+    utils.find_packed_sequence_indices = found
+    try:
+        yield
+    finally:
+        utils.find_packed_sequence_indices = find
 
 
 def _is_ordinary(func: Any) -> bool:

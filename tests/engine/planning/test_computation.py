@@ -107,7 +107,9 @@ class Checking(Mlp):
 
 def test_a_model_that_asks_for_values_is_refused_with_the_line_that_does():
     model, line = Checking(), Checking.forward.__code__.co_firstlineno + 1
-    with pytest.raises(ValueError, match=rf"Checking asks for values, in {__file__}, line {line}\); leave inputs= out"):
+    with pytest.raises(
+        ValueError, match=rf"Checking asks for values, in {__file__}, line {line}\); it can be offloaded without a plan"
+    ):
         ModelComputation(model, list(model.layers), (torch.randn(2, 8),))
 
 
@@ -265,3 +267,29 @@ def test_a_loss_that_is_recomputed_counts_twice():
     plain, again = runs
     assert flops(again.behind) == flops(plain.behind) > 0
     assert flops(again.behind_backward) == flops(plain.behind_backward) + flops(plain.behind)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_attention_is_masked_where_it_is_in_training(padding, counted, monkeypatch):
+    """transformers leaves the mask out where a sample is one sequence, which it sees by values."""
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    inputs = {"input_ids": torch.arange(16).reshape(2, 8)}
+    inputs |= {"attention_mask": torch.tensor([[1] * 8, [0] * 2 + [1] * 6])} if padding else {}
+    inputs |= {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2)} if counted else {}
+    attend, masked = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attending(*args, attn_mask=None, is_causal=False, **kwargs):
+        masked.append(not is_causal)
+        return attend(*args, attn_mask=attn_mask, is_causal=is_causal, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.functional, "scaled_dot_product_attention", attending)
+        model(**inputs)
+    found = ModelComputation(model, model.model.layers, {**inputs, "labels": inputs["input_ids"]}).layer(0)
+    kinds = {op.kind for op in found.forward if op.kind.startswith("attention")}
+    assert kinds == {"attention without a mask" if masked[0] else "attention"}
+    assert masked[0] == (padding or counted)
