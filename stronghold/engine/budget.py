@@ -10,6 +10,7 @@ from stronghold.optim.states import lay_out_moments
 from stronghold.planner.model_bytes import ModelBytes, UnitBytes
 from stronghold.planner.step_bytes import (
     Buffers,
+    Known,
     held_on_device,
     parts_on_disk,
     resident_root,
@@ -194,16 +195,8 @@ def choose_disk(
     if budget is not None:
         budget = max(0, budget - settings.inputs_host_bytes)
     order, processes = [numbers[unit] for unit in units], units[0].replicas.local_world_size
-    parts = parts_on_disk(
-        model,
-        order,
-        resident,
-        BUFFERS,
-        budget,
-        processes=processes,
-        in_backward=settings.update == "in_backward",
-        states=settings.states,
-    )
+    known = Known(settings.update == "in_backward", settings.states)
+    parts = parts_on_disk(model, order, resident, BUFFERS, budget, processes=processes, known=known)
     for unit in units:
         unit.on_disk = parts.get(numbers[unit], frozenset())
 

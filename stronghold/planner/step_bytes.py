@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from stronghold.layout import PAGE_BYTES, round_up
 from stronghold.planner.model_bytes import ModelBytes, Part
@@ -65,6 +66,16 @@ class StepBytes:
         return self.pinned + self.pageable
 
 
+class Known(NamedTuple):
+    """What is known of the optimizer when units are placed; of its moments' format None, where that is not."""
+
+    in_backward: bool = False
+    states: str | None = None
+
+
+UNKNOWN = Known()
+
+
 def spread(layers: int, resident: int) -> list[int]:
     """Returns which of ``layers`` stay on the device: the first, and the others evenly behind it.
 
@@ -111,15 +122,14 @@ def parts_on_disk(
     host_memory: int | None,
     *,
     processes: int = 1,
-    in_backward: bool = False,
-    states: str | None = None,
+    known: Known = UNKNOWN,
 ) -> dict[int, frozenset[Part]]:
     """Returns what of each unit is on disk: all but the root parameters' weights, or what ``host_memory`` cannot hold.
 
     Weights are the first to stay in host memory, as a step reads them there three times and writes them once; then the
     remainders and moments, unit by unit in ``order``, which an update reads and writes once. Gradients come first of
-    all, where they fit; those of layers that are updated ``in_backward`` are used up there. Moments count in the format
-    ``states``, or in the largest where that is None. The ``processes`` of a machine have all of it in common, each a
+    all, where they fit; those of layers that are updated in the backward pass are used up there, and moments count in
+    the largest format, where nothing else is ``known`` of the optimizer. The ``processes`` of a machine have all of it in common, each a
     part.
     """
     units = model.units
@@ -131,7 +141,7 @@ def parts_on_disk(
     staged = buffers.gradient_slots * max((units[number].gradients for number in layers), default=0)
     room = processes * (host_memory - buffers.ring_bytes - staged)
     copied = [number for number in on_host if units[number].is_root and units[number].is_copied]
-    room -= sum(units[number].gradients for number in [*copied, *([] if in_backward else layers)])
+    room -= sum(units[number].gradients for number in [*copied, *([] if known.in_backward else layers)])
     room -= sum((processes if units[number].is_root else 1) * units[number].sums for number in on_host)
     room -= sum(units[number].weights for number in on_host if units[number].is_root)
     if sum(units[number].weights for number in layers) > room and not model.is_host:  # some weights will be on disk
@@ -142,8 +152,8 @@ def parts_on_disk(
             room -= units[number].weights
     for number in on_host:
         sizes = units[number].moments
-        known = sizes.get(states) if states is not None else None
-        size = units[number].remainders + (max(sizes.values(), default=0) if known is None else known)
+        moments = None if known.states is None else sizes.get(known.states)
+        size = units[number].remainders + (max(sizes.values(), default=0) if moments is None else moments)
         if size <= room:
             found[number] -= STATES
             room -= size

@@ -10,7 +10,7 @@ from stronghold.engine import engine_of, offload_shared
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.planner.choices import Choice
-from stronghold.planner.step_bytes import spread
+from stronghold.planner.step_bytes import UNKNOWN, Known, spread
 from tests.crossed import seeds
 from tests.delayed import Apart
 from tests.replicas import in_threads
@@ -56,11 +56,11 @@ def test_bytes_are_those_of_the_report(seed, tmp_path):
     host_memory = None
     if choice.store == "disk" and rng.random() < 0.5:
         host_memory = full.pinned + full.pageable + rng.randint(0, full.disk)
-    told, known = {}, {}
+    told, known = {}, UNKNOWN
     if rng.random() < 0.5:  # for which optimizer units are placed
         told = {"update": choice.update, "states": choice.states}
-        known = {"in_backward": choice.update == "in_backward", "states": choice.states}
-    placed = memory.placed(choice, device_memory=device_memory, host_memory=host_memory, **known)
+        known = Known(choice.update == "in_backward", choice.states)
+    placed = memory.placed(choice, device_memory=device_memory, host_memory=host_memory, known=known)
     said = memory.taken(choice, placed)
 
     stronghold.offload(
@@ -101,21 +101,21 @@ def test_ram_is_filled_by_the_optimizer_that_is_known(update, states, dtype):
     with torch.device("meta"):
         memory = ModelMemory(GPT(config), dtype=dtype, is_host=False)
     choice = Choice(window=2, update=update, states=states, store="disk")
-    known = {"in_backward": update == "in_backward", "states": states}
-    all_on_disk = memory.taken(choice, memory.placed(choice, device_memory=0, host_memory=None, **known))
+    known = Known(update == "in_backward", states)
+    all_on_disk = memory.taken(choice, memory.placed(choice, device_memory=0, host_memory=None, known=known))
     host_memory = all_on_disk.host + all_on_disk.disk * 4 // 5
 
-    def left(**known):
-        placed = memory.placed(choice, device_memory=0, host_memory=host_memory, **known)
+    def left(known=UNKNOWN):
+        placed = memory.placed(choice, device_memory=0, host_memory=host_memory, known=known)
         return host_memory - memory.taken(choice, placed).host, placed
 
-    room, placed = left(**known)
+    room, placed = left(known)
     layer = memory.of(choice).layers[0]
     smallest = layer.remainders + layer.moments[states]
     assert 0 <= room < smallest and any(placed.on_disk.values())
     if (update, states) != ("deferred", "fp32"):
         assert left()[0] > room + smallest
-    assert left(states="fp32") == left()
+    assert left(Known(states="fp32")) == left()
 
 
 def test_layers_stay_evenly_spread():

@@ -12,7 +12,7 @@ from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.most_alive import Alive, alive
 from stronghold.planner.choices import Choice
-from stronghold.planner.step_bytes import MUON, Placed, StepBytes
+from stronghold.planner.step_bytes import MUON, Known, Placed, StepBytes
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
@@ -87,9 +87,8 @@ class ChosenBytes:
             inputs = self.inputs(choice)
             device, host = self.budgets(choice)
             update, states = self.known(choice)
-            placed = self._memory.placed(
-                choice, device_memory=device, host_memory=host, in_backward=update == "in_backward", states=states
-            )
+            known = Known(update == "in_backward", states)
+            placed = self._memory.placed(choice, device_memory=device, host_memory=host, known=known)
             taken = self._memory.taken(choice, placed)
             taken = replace(
                 taken,

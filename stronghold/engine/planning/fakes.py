@@ -43,7 +43,7 @@ class Fakes(FakeTensorMode):
         self._entered.append(ExitStack())
         self._entered[-1].enter_context(_checks_hold())
         if not self.is_packed:
-            self._entered[-1].enter_context(_one_sequence_each())
+            self._entered[-1].enter_context(one_sequence_each())
         if torch._C._len_torch_function_stack() > 0:  # a default device may be among the modes: each call takes longer
             self._entered[-1].enter_context(torch.device("cpu"))
         return self
@@ -173,7 +173,7 @@ def _checks_hold() -> Iterator[None]:
 
 
 @contextmanager
-def _one_sequence_each() -> Iterator[None]:
+def one_sequence_each() -> Iterator[None]:
     """Has transformers find what it finds in training by the values of positions that it counts itself.
 
     That a sample is one sequence it cannot see without values, and would mask attention by them: with a mask, which the

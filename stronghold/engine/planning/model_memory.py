@@ -19,6 +19,8 @@ from stronghold.planner.choices import Choice
 from stronghold.planner.model_bytes import ModelBytes
 from stronghold.planner.step_bytes import (
     MUON,
+    UNKNOWN,
+    Known,
     Placed,
     StepBytes,
     device_bytes,
@@ -139,18 +141,9 @@ class ModelMemory:
         return self._spread[resident]
 
     def placed(
-        self,
-        choice: Choice,
-        *,
-        device_memory: int | None,
-        host_memory: int | None,
-        in_backward: bool = False,
-        states: str | None = None,
+        self, choice: Choice, *, device_memory: int | None, host_memory: int | None, known: Known = UNKNOWN
     ) -> Placed:
-        """Returns where units are under the settings of ``choice`` and these budgets, as ``offload`` places them.
-
-        The last two are what it is told of the optimizer, as for ``parts_on_disk``.
-        """
+        """Returns where units are under the settings of ``choice`` and these budgets, as ``offload`` places them."""
         model = self.of(choice)
         layers = self.spread(choice.resident)
         root = self._root
@@ -160,14 +153,7 @@ class ModelMemory:
         on_disk = {}
         if choice.store != "ram":
             on_disk = parts_on_disk(
-                model,
-                self._order,
-                resident,
-                BUFFERS,
-                host_memory,
-                processes=self.replicas,
-                in_backward=in_backward,
-                states=states,
+                model, self._order, resident, BUFFERS, host_memory, processes=self.replicas, known=known
             )
         return Placed(window=choice.window, resident=resident, on_disk=on_disk)
 
