@@ -129,8 +129,8 @@ def parts_on_disk(
     Weights are the first to stay in host memory, as a step reads them there three times and writes them once; then the
     remainders and moments, unit by unit in ``order``, which an update reads and writes once. Gradients come first of
     all, where they fit; those of layers that are updated in the backward pass are used up there, and moments count in
-    the largest format, where nothing else is ``known`` of the optimizer. The ``processes`` of a machine have all of it in common, each a
-    part.
+    the largest format, where nothing else is ``known`` of the optimizer. The ``processes`` of a machine have all of it
+    in common, each a part.
     """
     units = model.units
     on_host = [number for number in order if number not in resident]
