@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -43,11 +43,17 @@ class GraphValue:
 
 
 class GraphItems:
-    """A list, tuple, queue or dictionary of tensors with graphs, and of what is plain: the second run finds values."""
+    """A list, tuple, queue or dictionary of tensors with graphs, and of what is plain: the second run finds values.
 
-    def __init__(self, value: Any) -> None:
+    They are copied where they are views ``over_weights``, whose memory has other weights by then.
+    """
+
+    def __init__(self, value: Any, over_weights: Callable[[Tensor], bool]) -> None:
         pairs = value.items() if type(value) in _OF_PAIRS else enumerate(value)
-        self._values = {key: item.detach() for key, item in pairs if isinstance(item, Tensor) and item.requires_grad}
+        tensors = {key: item for key, item in pairs if isinstance(item, Tensor) and item.requires_grad}
+        self._values = {
+            key: item.detach().clone() if over_weights(item) else item.detach() for key, item in tensors.items()
+        }
         self._is_tuple = type(value) is tuple
         self._rest = list(value) if self._is_tuple else value.copy()
         for key in self._values:
@@ -60,15 +66,23 @@ class GraphItems:
         return tuple(found) if self._is_tuple else found
 
 
-def without_graph(value: Any) -> GraphValue | GraphItems | None:
-    """Returns what stands in the second run for a value with a graph; None for what cannot be held without it."""
+def without_graph(value: Any, over_weights: Callable[[Tensor], bool]) -> GraphValue | GraphItems | None:
+    """Returns what stands in the second run for a value with a graph; None for what cannot be held without it.
+
+    Nor are leaves held, such as the weights in a recurrent layer's list of them: they are their own values.
+    """
     if isinstance(value, Tensor):
-        return GraphValue(value)
+        return None if value.is_leaf else GraphValue(value)
     if type(value) not in (tuple, list, deque, *_OF_PAIRS):
         return None
     if isinstance(value, defaultdict) and not _refers_to_no_module(value.default_factory):
         return None
-    return GraphItems(value) if all(map(_is_plain, set(map(type, items_of(value) or value)))) else None
+    items = items_of(value) or value
+    if not all(map(_is_plain, set(map(type, items)))):
+        return None
+    if any(isinstance(item, Tensor) and item.requires_grad and item.is_leaf for item in items):
+        return None
+    return GraphItems(value, over_weights)
 
 
 class Reference:

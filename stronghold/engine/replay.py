@@ -51,6 +51,7 @@ class State:
         self._before = [(place, *_sorted(place, generator)) for place in places]
         self._before += [(place, *_sorted(place, generator)) for place in _objects_in(self._before)]
         self._changed: list[tuple[_Names, str, Any]] = []
+        self._module = weakref.ref(module)
         self._left: list[tuple[_Names, dict[str, Any], list[tuple[str, Any, Any]]]] = []
         """What the first run left alone: values that nothing can change, and others with their versions."""
 
@@ -66,18 +67,29 @@ class State:
                 added.discard(name)
                 now = names.get(name, _ABSENT)
                 if place.differs(now, value, copy, version) or place.is_written_unseen(name, now):
-                    self._changed.append((place, name, (without_graph(copy) or _LEFT) if _has_graph(copy) else copy))
+                    if _has_graph(copy):
+                        copy = without_graph(copy, self._is_over_weights) or _LEFT
+                    self._changed.append((place, name, copy))
                 elif not _has_graph(value):
                     held = held_value(value)
                     if place.kind != "object" or type(held) is not Reference:  # no objects in objects
                         left.append((name, held, place.versions(value)))
-                elif type(value) is not Tensor:  # who else adds to it leaves no trace
-                    self._changed.append((place, name, without_graph(value) or _LEFT))
-                elif place.version(value) == version:  # the layer adds to others
+                elif not isinstance(value, Tensor):  # who else adds to it leaves no trace
+                    if items := without_graph(value, self._is_over_weights):
+                        self._changed.append((place, name, items))
+                elif type(value) is Tensor and place.version(value) == version:  # the layer adds to others
                     left.append((name, GraphValue(value), place.versions(value)))
             self._changed += [(place, name, _ABSENT) for name in added]
             self._left.append((place, atoms, left))
         self._before.clear()
+
+    def _is_over_weights(self, tensor: Tensor) -> bool:
+        module = self._module()
+        if module is None or not tensor._is_view():
+            return False
+        there = tensor.untyped_storage().data_ptr()
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(parameter.untyped_storage().data_ptr() == there for parameter in module.parameters())
 
     @contextmanager
     def again(self, generator: Callable[[Any], Any] = generator_copy) -> Iterator[None]:

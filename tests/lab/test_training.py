@@ -376,7 +376,7 @@ def test_gradients_that_are_not_finite_end_the_run_with_remedies_that_the_comman
         run(settings)
     assert re.fullmatch(
         r"step 1 failed: the gradients' norm must be finite \(got (nan|inf)\); nothing was updated; lower --lr, warm "
-        r"up longer \(--warmup\), clip \(--clip\), or pass --nonfinite skip to go on without such steps",
+        r"up longer \(--warmup\), or pass --nonfinite skip to go on without such steps",
         str(told.value),
     )
 

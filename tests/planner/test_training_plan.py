@@ -201,8 +201,8 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     ("change", "reason"),
     [
         (lambda _: "no JSON", "JSONDecodeError"),
-        (lambda _: "[]", "its version is not 1"),
-        (lambda found: json.dumps({**found, "version": 2}), "its version is not 1"),
+        (lambda _: "[]", "its version is not 2"),
+        (lambda found: json.dumps({**found, "version": 1}), "its version is not 2"),
         (lambda found: json.dumps({**found, "step_s": [1, 2]}), "TypeError"),
         (lambda found: json.dumps({**found, "settings": {"window": "wide"}}), "window must be"),
         (lambda found: json.dumps({**found, "settings": {"colour": 1}}), "colour"),

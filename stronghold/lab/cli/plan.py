@@ -33,8 +33,8 @@ examples:
       a transformers model by its config.json, with layers on disk if need be
   stronghold plan Qwen3-8B/ --machine workstation.json --device-memory 24GiB --picture plan.html
       the same for another machine, on which stronghold probe has run, with the timeline of a step
-  stronghold plan Llama-70B/ --lora --quantize nf4 --dtype bf16 --card "RTX 4090" --host-memory 64GiB
-      adapters over a base in four bits, as stronghold finetune trains them, on a card that one does not have yet
+  stronghold plan Llama-70B/ --lora --quantize nf4 --dtype bf16 --card 4090 --host-memory 64GiB
+      adapters over a base in four bits, on a card that one does not have yet
   stronghold plan -l 32 --hidden 4096 --heads 32 --batch 32 --dtype bf16 --processes 4 -o plan.json
       the same for four processes, in stages or replicas, each with a GPU of its own
   stronghold plan gpt_1_3B -l 24 --profile profiled/ --devices-per-node 4 --device-memory 28GiB
