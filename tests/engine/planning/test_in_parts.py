@@ -25,7 +25,7 @@ def by_hand(number, budget):
         return None
 
 
-@pytest.mark.parametrize(("share", "cut"), [(0.8, None), (0.7, 2), pytest.param(0.35, 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("share", "cut"), [(0.8, None), (0.7, 2), pytest.param(0.33, 1, marks=pytest.mark.long)])
 def test_it_is_for_whole_layers_or_for_the_parts_with_the_shortest_step(share, cut, monkeypatch):
     counted = []
     monkeypatch.setattr("stronghold.engine.planning.asked.process_bytes", lambda of: counted.append(of) or 2**28)
