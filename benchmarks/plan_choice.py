@@ -15,7 +15,6 @@ import gc
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from rich.table import Table
 from torch import nn
 
 import stronghold
-from benchmarks.plan_here_cases import CASES, Case, asked, trained
+from benchmarks.plan_here_cases import CASES, Case, asked, in_a_process, trained
 from stronghold.errors import BudgetError
 from stronghold.lab.records.json_lines import append_record, describe_machine
 
@@ -48,7 +47,8 @@ def main() -> int:
     parser.add_argument("--case", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)  # in its own process
     options = parser.parse_args()
     if options.case is not None:
-        print(json.dumps(_compared(*options.case, options.folder, options.others, options.rounds)))
+        name, machine = options.case
+        print(json.dumps(_compared(name, machine, options.folder, options.others, options.rounds)))
         return 0
     console, described, found = Console(width=150), describe_machine(), list[Row]()
     names = [name for name in CASES if options.only in name]
@@ -58,12 +58,9 @@ def main() -> int:
         console.print("measuring the machine")
         stronghold.probe("cpu", directories=disks, seconds=options.seconds, keep=False).write(machine)
         for name in names:
-            command = [sys.executable, "-m", "benchmarks.plan_choice", "--case", name, machine, "--folder", folder]
-            command += ["--others", str(options.others), "--rounds", str(options.rounds)]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-            if done.returncode:
-                raise RuntimeError(f"case {name} has failed: {done.stderr[-2000:]}")
-            found.append({"benchmark": "plan_choice", "case": name, **json.loads(done.stdout.splitlines()[-1])})
+            given = ("--folder", folder, "--others", str(options.others), "--rounds", str(options.rounds))
+            one = in_a_process("benchmarks.plan_choice", "--case", name, machine, *given)
+            found.append({"benchmark": "plan_choice", "case": name, **one})
             console.print(f"{name}: {found[-1]['above_best']:+.1%} above the fastest of {found[-1]['trained']}")
             if not options.quick:
                 append_record(RESULTS, {**found[-1], **described})

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import stronghold
-from benchmarks.plan_here_cases import CASES, run
+from benchmarks.plan_here_cases import CASES, in_a_process, run
 from stronghold.lab.records.json_lines import append_record, describe_machine
 
 RESULTS = Path(__file__).parent.parent / "results" / "plan_here.jsonl"
@@ -54,7 +53,7 @@ def main() -> int:
                 console.print(f"round {number + 1}: measuring")
                 stronghold.probe("cpu", directories=disks, seconds=options.seconds, keep=False).write(file)
             for name in names:
-                one = {"benchmark": "plan_here", "round": number, **_in_a_process(name, file, folder)}
+                one = {"benchmark": "plan_here", "round": number, **_trained(name, file, folder)}
                 found.append(one)
                 console.print(_line(one))
                 if not options.quick:
@@ -63,12 +62,9 @@ def main() -> int:
     return 0
 
 
-def _in_a_process(name: str, machine: str, folder: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.plan_here", "--case", name, "--machine", machine, "--folder", folder]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-    if done.returncode:
-        raise RuntimeError(f"case {name} has failed: {done.stderr[-2000:]}")
-    return {"case": name, **json.loads(done.stdout.splitlines()[-1])}
+def _trained(name: str, machine: str, folder: str) -> dict[str, Any]:
+    arguments = ("--case", name, "--machine", machine, "--folder", folder)
+    return {"case": name, **in_a_process("benchmarks.plan_here", *arguments)}
 
 
 def _line(one: dict[str, Any]) -> str:

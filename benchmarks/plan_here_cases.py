@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +102,16 @@ CASES: dict[str, Case] = {
     "mlp fp32 disk three": _mlp(300, layers=16, dtype=FP32, on_disk=True, accumulate=3),
     "mlp bf16 disk large": _mlp(1500, layers=12, dtype=BF16, on_disk=True),
 }
+
+
+def in_a_process(module: str, *arguments: str) -> dict[str, Any]:
+    """Returns what ``python -m module arguments`` prints last, which is JSON. Raises RuntimeError where it fails."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} has failed: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def run(name: str, machine: str, folder: str) -> dict[str, Any]:

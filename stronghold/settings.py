@@ -89,11 +89,7 @@ class OffloadSettings:
         for name, known in (("update", UPDATES), ("states", STATES)):
             if (value := getattr(self, name)) is not None:
                 check_one_of(name, value, known)
-        if self.update == "in_backward" and self.accumulates:
-            raise ValueError(
-                f"update='in_backward' updates each layer in every backward pass (got accumulate={self.accumulate}); "
-                "pass update='deferred', or one batch"
-            )
+        check_together(self.update, self.accumulate)
         compile_arguments(self.compile)
 
     def check_known(self) -> None:
@@ -204,6 +200,15 @@ def check_accumulate(accumulate: int | None) -> None:
     """Raises ValueError for what is no number of batches whose gradients a step adds up, nor None."""
     if accumulate is not None and (not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1):
         raise ValueError(f"accumulate must be a number of batches, 1 or more (got {accumulate!r}); pass one, or None")
+
+
+def check_together(update: str | None, accumulate: int | None) -> None:
+    """Raises ValueError for updates that add up the gradients of one batch alone, where a step has several."""
+    if update == "in_backward" and accumulate not in (None, 1):
+        raise ValueError(
+            f"update='in_backward' updates each layer in every backward pass (got accumulate={accumulate}); pass "
+            "update='deferred', or a larger batch with micro_batch="
+        )
 
 
 def check_activations(activations: object) -> None:

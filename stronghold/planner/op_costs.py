@@ -85,9 +85,9 @@ def _shape(kind: str, sizes: tuple[float, ...]) -> tuple[float, ...]:
     Of attention samples and heads are one number, for each head of each is computed by itself, and how many there are
     matters the least: half as much as the lengths and the head's size.
     """
-    if kind == "matmul" and len(sizes) == 4:
-        batch, m, n, k = sizes
-        return batch * m, n, k
+    if kind == "matmul":
+        *several, m, n, k = sizes
+        return math.prod(several) * m, n, k
     if kind.startswith("attention"):
         batch, heads, *rest = sizes
         return math.sqrt(batch * heads), *rest

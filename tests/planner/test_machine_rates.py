@@ -4,7 +4,7 @@ from math import isclose
 
 import pytest
 
-from stronghold.planner.machine_file import Spread
+from stronghold.planner.machine_file import Attention, Spread
 from stronghold.planner.machine_rates import machine_of, op_rates
 from stronghold.planner.machine_share import share_of
 from stronghold.planner.op_costs import Op
@@ -52,6 +52,17 @@ def test_attention_without_a_mask_takes_twice_as_long():
     for kind, taken_s in (("attention", 1.0), ("attention without a mask", 2.0)):
         assert isclose(rates.seconds({Op(kind, "float32", sizes, int(8e10), 1): 1}), taken_s)
     assert isclose(rates.seconds({Op("attention backward without a mask", "float32", sizes, int(6e10), 1): 1}), 2.0)
+
+
+def test_between_sizes_attention_goes_by_lengths_and_the_head_s_size_more_than_by_how_many_heads():
+    short, wide = ("float32", (8, 4, 256, 256, 64), about(1e9)), ("float32", (2, 8, 256, 256, 128), about(4e9))
+    machine = laptop(attention=[Attention(*one, one[2]) for one in (short, wide)], op_s=Spread(0.0, 0.0, 0.0))
+    rates = op_rates(machine)
+    ops = [Op("attention", "float32", (2, 10, 256, 256, size), 4 * 10**9, 1) for size in (64, 128)]
+    taken_s = [rates.seconds({op: 1}) for op in ops]
+    assert taken_s[0] > 3.0 and taken_s[1] < 1.2  # 4.0 s at the rate of the one, 1.0 at that of the other
+    split = rates.seconds({Op("attention", "float32", (20, 1, 256, 256, 64), 4 * 10**9, 1): 1})
+    assert isclose(split, taken_s[0])
 
 
 def test_a_disk_that_does_both_at_once_slower_is_that_much_slower():

@@ -13,7 +13,14 @@ from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.searched import PlannedModel
 from stronghold.native import return_free_memory
 from stronghold.planner.machine_file import MachineFile
-from stronghold.settings import UPDATES, check_accumulate, check_activations, check_one_of, kept_layers
+from stronghold.settings import (
+    UPDATES,
+    check_accumulate,
+    check_activations,
+    check_one_of,
+    check_together,
+    kept_layers,
+)
 from stronghold.unit import all_parameters
 from stronghold.units import parse_bytes
 
@@ -126,14 +133,8 @@ def updates_asked(update: str | None, accumulate: int | None) -> tuple[str, ...]
     """
     check_accumulate(accumulate)
     updates = UPDATES if update is None else (one_of("update", update, UPDATES),)
-    if accumulate in (None, 1):
-        return updates
-    if updates == ("in_backward",):
-        raise ValueError(
-            f"update='in_backward' updates each layer in every backward pass (got accumulate={accumulate}); pass "
-            "update='deferred', or a larger batch with micro_batch="
-        )
-    return ("deferred",)
+    check_together(update, accumulate)
+    return updates if accumulate in (None, 1) else ("deferred",)
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ from stronghold.checkpoint.quantising import KINDS
 from stronghold.lab.finetuning.encoded import LONG_ROWS
 from stronghold.lab.finetuning.tokens import LOSSES
 from stronghold.lab.outputs import check_apart, check_places, check_save, check_sources, checkpoints_over, own_files
-from stronghold.settings import OffloadSettings, check_one_of, check_optimizer, without_place
+from stronghold.settings import OffloadSettings, check_one_of, check_optimizer, check_together, without_place
 
 SCHEDULERS = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),
@@ -179,11 +179,7 @@ class FinetuneSettings:
                 f"scheduler {self.course.scheduler!r} follows the loss of evaluations (got no rows to evaluate on); "
                 "pass eval_data or held_out, or another scheduler"
             )
-        if self.course.update == "in_backward" and self.accumulate > 1:
-            raise ValueError(
-                f"update='in_backward' updates each layer in every backward pass (got accumulate={self.accumulate}); "
-                "pass update='deferred', or a larger batch"
-            )
+        check_together(self.course.update, self.accumulate)
 
     @property
     def update(self) -> str:

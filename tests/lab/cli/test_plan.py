@@ -58,7 +58,9 @@ def test_it_prints_the_table_and_writes_the_plan_and_its_picture(capsys):
 
 def test_it_plans_for_a_card_by_its_maker_s_numbers(capsys):
     assert cli.main(["plan", *SHAPE, *STEP, "--card", "rtx 4090", "--host-memory", "8GiB", "-o", "plan.json"]) == 0
-    assert "RTX 4090, by its maker's numbers" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "RTX 4090, by its maker's numbers" in printed and "assumed nothing was measured" in printed
+    assert "to train by it: stronghold probe there" in printed  # no machine is called so
     plan = TrainingPlan.read("plan.json")
     assert plan.step_s.low < plan.step_s.likely < plan.step_s.high
 
