@@ -10,6 +10,7 @@ from stronghold.distributed.row_costs import RowCosts
 from stronghold.distributed.taken import Taken
 from stronghold.engine.budget import BUFFERS
 from stronghold.engine.planning.model_planner import Limits
+from stronghold.planner.disk_parts import parts_on_disk
 from stronghold.planner.machine_file import MachineFile
 from stronghold.planner.machine_rates import Pace, machine_of, message_rates, messages_s
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
@@ -23,9 +24,9 @@ from stronghold.planner.staged_step import StagedStep, StagedWork
 from stronghold.planner.step_bytes import (
     Placed,
     held_on_device,
-    parts_on_disk,
     step_bytes,
     sums_bytes,
+    update_bytes,
     written_bytes,
 )
 from stronghold.planner.step_costs import Machine
@@ -212,8 +213,7 @@ class StagePlanner:
             found[id(memory)] = held.root + held.resident + held.root_gradients + on_device
             if self._machine.is_host:
                 staged = 0 if choice.window is None else BUFFERS.gradient_slots * memory.layers[0].gradients
-                through_ring = choice.store != "ram" and any(unit.trained for unit in memory.units)
-                found[id(memory)] += held.host - staged - through_ring * BUFFERS.ring_bytes + on_host
+                found[id(memory)] += held.host - staged - self._ring_bytes(memory, choice) + on_host
         return found
 
     def _offloaded(self, choice: StagedChoice) -> list[OffloadedLayer]:
@@ -274,8 +274,15 @@ class StagePlanner:
             if choice.window is not None:
                 beside += BUFFERS.gradient_slots * max(one.layers[0].gradients for one in self._memory(choice))
             if choice.store != "ram":
-                beside += BUFFERS.ring_bytes
+                kinds = {id(one): one for one in self._memory(choice)}.values()
+                beside += max(self._ring_bytes(one, choice) for one in kinds)
         return beside
+
+    def _ring_bytes(self, memory: ModelBytes, choice: StagedChoice) -> int:
+        """Returns what the ring takes for a layer and the root beside it."""
+        on_disk = self._on_disk(memory, self._resident(memory, choice), choice)
+        longest = (update_bytes(memory.units[n], there, choice.states) for n, there in on_disk.items())
+        return BUFFERS.ring(max(longest, default=0))
 
     def _share(self, choice: StagedChoice, pace: Pace, *, replicas: int | None = None) -> Machine:
         directories = self.directories if choice.store != "ram" else ()

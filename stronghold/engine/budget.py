@@ -7,24 +7,18 @@ from collections.abc import Collection, Mapping, Sequence
 from stronghold.device import Device
 from stronghold.errors import BudgetError
 from stronghold.optim.states import lay_out_moments
+from stronghold.planner.disk_parts import Known, parts_on_disk
 from stronghold.planner.model_bytes import ModelBytes, UnitBytes
-from stronghold.planner.step_bytes import (
-    Buffers,
-    Known,
-    held_on_device,
-    parts_on_disk,
-    resident_root,
-    spread,
-)
+from stronghold.planner.step_bytes import Buffers, held_on_device, resident_root, spread, update_bytes
 from stronghold.settings import STATES, OffloadSettings
-from stronghold.store import DISK_BUFFERS, RING_BYTES, staging_bytes
+from stronghold.store import DISK_BUFFERS, SLOT_BYTES, SLOTS, staging_bytes
 from stronghold.unit import Unit
 from stronghold.units import format_bytes, format_unequal
 from stronghold.window import RING, gradient_slot_bytes
 
 CUT_APART = ", or pass experts_per_part='auto', which cuts a layer's experts apart"
 """How an error ends where that may be its remedy."""
-BUFFERS = Buffers(gradient_slots=RING, disk_buffers=DISK_BUFFERS, ring_bytes=RING_BYTES)
+BUFFERS = Buffers(gradient_slots=RING, disk_buffers=DISK_BUFFERS, ring_slots=SLOTS, ring_slot_bytes=SLOT_BYTES)
 
 
 def model_bytes(
@@ -225,7 +219,7 @@ def check_host(units: Sequence[Unit], settings: OffloadSettings, device: Device)
     trained = [unit for unit in on_host if unit.trainable]
     in_memory = [unit for unit in trained if unit.lives("moments") == "host"]
     states = sum(lay_out_moments(unit, unit.gradients.indices, "8bit").total_bytes for unit in in_memory) // count
-    ring = RING_BYTES if len(in_memory) < len(trained) else 0
+    ring = BUFFERS.ring(max((update_bytes(unit_bytes(unit), unit.on_disk, "8bit") for unit in trained), default=0))
     total = weights + gradients + states + ring + settings.inputs_host_bytes
     inputs = f", layers' inputs {format_bytes(settings.inputs_host_bytes)}" if settings.inputs_host_bytes else ""
     if total > budget:

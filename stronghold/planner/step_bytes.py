@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from stronghold.layout import PAGE_BYTES, round_up
-from stronghold.planner.model_bytes import ModelBytes, Part
+from stronghold.planner.model_bytes import ModelBytes, Part, UnitBytes
 
-WEIGHTS: frozenset[Part] = frozenset(("weights",))
 MUON = "muon"
 """The name of Muon's momentum, with AdamW's moments of what it does not update, beside the formats of AdamW's."""
-STATES: frozenset[Part] = frozenset(("remainders", "moments"))
 _NONE: frozenset[Part] = frozenset()
 
 
@@ -20,13 +17,18 @@ _NONE: frozenset[Part] = frozenset()
 class Buffers:
     """What the engine has beside the units: gradient slots on the device and staging buffers on the host, so many each.
 
-    Units on disk are updated through ``ring_bytes`` of host memory, and layers go from there through ``disk_buffers``
-    to a device with memory of its own.
+    Units on disk are updated through ``ring_slots`` of host memory, each of ``ring_slot_bytes`` at most, and layers go
+    from there through ``disk_buffers`` to a device with memory of its own.
     """
 
     gradient_slots: int
     disk_buffers: int
-    ring_bytes: int
+    ring_slots: int
+    ring_slot_bytes: int
+
+    def ring(self, update_bytes: int) -> int:
+        """Returns what the ring takes where the longest update reads and writes ``update_bytes`` on disk."""
+        return self.ring_slots * min(self.ring_slot_bytes, update_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +66,6 @@ class StepBytes:
     @property
     def host(self) -> int:
         return self.pinned + self.pageable
-
-
-class Known(NamedTuple):
-    """What is known of the optimizer when units are placed; of its moments' format None, where that is not."""
-
-    in_backward: bool = False
-    states: str | None = None
-
-
-UNKNOWN = Known()
 
 
 def spread(layers: int, resident: int) -> list[int]:
@@ -114,50 +106,16 @@ def resident_root(
     return []
 
 
-def parts_on_disk(
-    model: ModelBytes,
-    order: Sequence[int],
-    resident: Collection[int],
-    buffers: Buffers,
-    host_memory: int | None,
-    *,
-    processes: int = 1,
-    known: Known = UNKNOWN,
-) -> dict[int, frozenset[Part]]:
-    """Returns what of each unit is on disk: all but the root parameters' weights, or what ``host_memory`` cannot hold.
+def update_bytes(unit: UnitBytes, there: Collection[Part], states: str) -> int:
+    """Returns what an update of a unit reads from disk and writes back, in whole pages, if its moments are there."""
+    if "moments" not in there or not unit.trained:
+        return 0
+    return sum(_pages(unit, part, states) for part in there)
 
-    Weights are the first to stay in host memory, as a step reads them there three times and writes them once; then the
-    remainders and moments, unit by unit in ``order``, which an update reads and writes once. Gradients come first of
-    all, where they fit; those of layers that are updated in the backward pass are used up there, and moments count in
-    the largest format, where nothing else is ``known`` of the optimizer. The ``processes`` of a machine have all of it
-    in common, each a part.
-    """
-    units = model.units
-    on_host = [number for number in order if number not in resident]
-    found = {number: STATES if units[number].is_root else STATES | WEIGHTS for number in on_host}
-    if host_memory is None:
-        return found
-    layers = [number for number in on_host if not units[number].is_root]
-    staged = buffers.gradient_slots * max((units[number].gradients for number in layers), default=0)
-    room = processes * (host_memory - buffers.ring_bytes - staged)
-    copied = [number for number in on_host if units[number].is_root and units[number].is_copied]
-    room -= sum(units[number].gradients for number in [*copied, *([] if known.in_backward else layers)])
-    room -= sum((processes if units[number].is_root else 1) * units[number].sums for number in on_host)
-    room -= sum(units[number].weights for number in on_host if units[number].is_root)
-    if sum(units[number].weights for number in layers) > room and not model.is_host:  # some weights will be on disk
-        room -= processes * buffers.disk_buffers * max((units[number].slot for number in layers), default=0)
-    for number in layers:
-        if units[number].weights <= room:
-            found[number] -= WEIGHTS
-            room -= units[number].weights
-    for number in on_host:
-        sizes = units[number].moments
-        moments = None if known.states is None else sizes.get(known.states)
-        size = units[number].remainders + (max(sizes.values(), default=0) if moments is None else moments)
-        if size <= room:
-            found[number] -= STATES
-            room -= size
-    return found
+
+def _pages(unit: UnitBytes, part: Part, states: str) -> int:
+    size, apart = unit.part(part, states), unit.moments_apart if (part, states) == ("moments", MUON) else 0
+    return round_up(size - apart, PAGE_BYTES) + round_up(apart, PAGE_BYTES)
 
 
 def step_bytes(
@@ -182,16 +140,14 @@ def step_bytes(
     else:
         parts = [(one.unit, _NONE, one.streamed) for one in counted if one.streamed]
     in_memory: dict[Part, int] = dict.fromkeys(("weights", "remainders", "moments"), 0)
-    on_disk, through_ring, longest_on_disk = 0, False, 0
+    on_disk, longest_update, longest_on_disk = 0, 0, 0
     for unit, there, count in parts:
         for part in in_memory:
-            size = unit.part(part, states)
             if part in there:
-                apart = unit.moments_apart if (part, states) == ("moments", MUON) else 0
-                on_disk += count * (round_up(size - apart, PAGE_BYTES) + round_up(apart, PAGE_BYTES))
+                on_disk += count * _pages(unit, part, states)
             else:
-                in_memory[part] += count * size
-        through_ring |= "moments" in there and unit.trained
+                in_memory[part] += count * unit.part(part, states)
+        longest_update = max(longest_update, update_bytes(unit, there, states))
         if "weights" in there:
             longest_on_disk = max(longest_on_disk, unit.slot)
     on_host = [one for one in counted if one.streamed]
@@ -219,7 +175,7 @@ def step_bytes(
         pinned=(in_memory["weights"] + gradients_kept) // replicas + staging,
         pageable=(in_memory["remainders"] + in_memory["moments"] + sums) // replicas
         + sum(one.streamed * one.unit.sums for one in own)
-        + (buffers.ring_bytes if through_ring else 0),
+        + buffers.ring(longest_update),
         disk=on_disk // replicas,
     )
 
@@ -231,9 +187,7 @@ def written_bytes(
 
     Of ``replicas`` each writes its part.
     """
-    updated = ((model.units[number], parts) for number, parts in on_disk.items() if "moments" in parts)
-    sizes = (unit.part(part, states) for unit, parts in updated if unit.trained for part in parts)
-    return sum(round_up(size, PAGE_BYTES) for size in sizes) // replicas
+    return sum(update_bytes(model.units[number], parts, states) for number, parts in on_disk.items()) // replicas
 
 
 def sums_bytes(

@@ -6,7 +6,7 @@ from stronghold.store.input_file import INPUT_STAGING, Extent, InputFile
 from stronghold.store.kept import in_memory
 from stronghold.store.limits import Budget
 from stronghold.store.ram import RamStore
-from stronghold.store.ring import RING_BYTES
+from stronghold.store.ring import SLOT_BYTES, SLOTS
 from stronghold.store.staging import BUFFERS as DISK_BUFFERS
 from stronghold.store.staging import staging_bytes
 from stronghold.store.store import Store, UpdateIO
@@ -14,7 +14,8 @@ from stronghold.store.store import Store, UpdateIO
 __all__ = [
     "DISK_BUFFERS",
     "INPUT_STAGING",
-    "RING_BYTES",
+    "SLOTS",
+    "SLOT_BYTES",
     "Budget",
     "DiskStore",
     "Extent",

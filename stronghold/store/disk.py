@@ -22,7 +22,7 @@ from stronghold.store.input_file import InputFile
 from stronghold.store.kept import file_name, open_kept, otherwise
 from stronghold.store.limits import Budget
 from stronghold.store.ram import InPlace
-from stronghold.store.ring import RING_BYTES, DiskUpdateIO, Ring
+from stronghold.store.ring import DiskUpdateIO, Ring
 from stronghold.store.staging import AHEAD, DiskStaging, Read, staging_bytes
 from stronghold.store.store import Store, UpdateIO
 from stronghold.store.unit_file import UnitFile
@@ -86,7 +86,7 @@ class DiskStore(Store):
                 self.close()
                 raise
         self.streams = [device.host_stream("ring")]
-        self._ring = Ring(device, *self.streams) if _has_states(units) else None
+        self._ring = Ring(device, *self.streams)
         length = staging_bytes(units, device)
         self._staging = DiskStaging(device, waits, _reading_in(self), length) if length else None
         self._reading: dict[Unit, Event] = {}
@@ -118,8 +118,10 @@ class DiskStore(Store):
             gc.collect()  # an optimizer's parameter groups may refer to one another
             check()
 
-    def ring_bytes(self) -> int:
-        return 0 if self._ring is not None else RING_BYTES * self._replicas.local_world_size  # each has its own
+    def missing_ring_bytes(self, needed_bytes: Mapping[Unit, int]) -> int:
+        files = ((self._file_of(unit), length) for unit, length in needed_bytes.items())
+        longest = max((length if file is None else file.taken_bytes + length for file, length in files), default=0)
+        return self._ring.missing_bytes(longest) * self._replicas.local_world_size  # each has its own
 
     def input_file(self) -> InputFile:
         self._inputs.append(InputFile(self.disk, self.device, self.paths))
@@ -132,7 +134,7 @@ class DiskStore(Store):
 
     def give_back(self, units: Sequence[Unit]) -> None:
         if not _has_states(units):
-            self._ring = None
+            self._ring = Ring(self.device, *self.streams)
 
     def place(self, unit: Unit, values: Iterable[Tensor] | None = None) -> None:
         super().place(unit, values)
@@ -200,10 +202,12 @@ class DiskStore(Store):
             return self.device.device_buffer(length_bytes)
         if kind in unit.on_disk:
             unit.wait_updated()  # what an update works on is still in use
-            if self.reopened is not None:
-                return self._file(unit).take(length_bytes, as_kept=True)
+            file, kept = self._file(unit), self.reopened is not None
             # It may be a part that was given back, which is what was saved.
-            return self._file(unit).take(length_bytes, before=self._directory.unseal)
+            buffer = file.take(length_bytes, as_kept=kept, before=(lambda: None) if kept else self._directory.unseal)
+            if kind == "moments":
+                self._hold(file)
+            return buffer
         memory = unit.replicas.memory(length_bytes)
         looked_at = kind == "weights"  # as in the RAM store
         return self.device.host_buffer(length_bytes, pinned=looked_at, private=not looked_at, memory=memory)
@@ -241,11 +245,15 @@ class DiskStore(Store):
         self._check_loaded()
         if (file := self._file_of(unit)) is None:
             return InPlace(parts)
-        if self._ring is None:  # of a model that was frozen when it was placed
-            what = "the ring through which layers on disk are updated"
-            self.check_memory(host_bytes=self.ring_bytes(), device_bytes=0, what=what)
-            self._ring = Ring(self.device, *self.streams)
+        self._hold(file)
         return DiskUpdateIO(self._ring, file, operands, parts, lambda: unit.is_aliased, self._directory.unseal)
+
+    def _hold(self, file: UnitFile) -> None:
+        """Has the ring hold updates of all that a unit has on disk."""
+        if missing := self._ring.missing_bytes(file.taken_bytes) * self._replicas.local_world_size:
+            what = "the ring through which layers on disk are updated"
+            self.check_memory(host_bytes=missing, device_bytes=0, what=what)
+            self._ring.hold(file.taken_bytes)
 
     def written_back(self, unit: Unit, done: Event) -> Event:
         if (file := self._file_of(unit)) is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from stronghold.device import Buffer, Device, Stream, over
-from stronghold.layout import Part
+from stronghold.layout import PAGE_BYTES, Part, round_up
 from stronghold.native import BLOCK, Priority, Transfer
 from stronghold.store.chunks import Array, chunks, spans
 from stronghold.store.store import Kernel, Piece
@@ -20,7 +20,12 @@ from stronghold.store.unit_file import UnitFile
 SLOTS = 4
 """One is read, one updated, one written, and one is ready to be updated next."""
 SLOT_BYTES = 48 * 2**20
-RING_BYTES = SLOTS * SLOT_BYTES
+"""The most that a slot has: as much as the longest update, where that is less."""
+
+
+def slot_bytes(update_bytes: int) -> int:
+    """Returns what a slot must have for an update that reads and writes ``update_bytes`` on disk."""
+    return min(SLOT_BYTES, round_up(update_bytes, PAGE_BYTES))
 
 
 @dataclass
@@ -67,16 +72,41 @@ class Chunk:
 class Ring:
     """``SLOTS`` buffers. Chunks are read in the order in which they were added, as far ahead as buffers are free.
 
+    Each has as much as the longest update needs that :meth:`hold` was called for.
+
     Chunks are added by the thread that computes; taken and given back, in the same order, by the one that updates. The
     thread of ``ahead`` begins to read them, for the one that updates may be at another update, and signals, which a
     read must not be interrupted by, come to the one that computes.
     """
 
     def __init__(self, device: Device, ahead: Stream) -> None:
+        self._device = device
         self._ahead = ahead
-        self._slots = [_RingSlot(device.host_buffer(SLOT_BYTES, pinned=False, private=True)) for _ in range(SLOTS)]
+        self.slot_bytes = 0
+        self._slots = [_RingSlot(self._buffer()) for _ in range(SLOTS)]
         self._waiting: deque[Chunk] = deque()
         self._lock = threading.Lock()
+
+    def missing_bytes(self, update_bytes: int) -> int:
+        """Returns how much longer the ring must become for an update of ``update_bytes``."""
+        return SLOTS * max(0, slot_bytes(update_bytes) - self.slot_bytes)
+
+    def hold(self, update_bytes: int) -> None:
+        """Makes slots as long as an update of ``update_bytes`` needs: those that are in use when they are free."""
+        if self.missing_bytes(update_bytes):
+            with self._lock:
+                self.slot_bytes = slot_bytes(update_bytes)
+                for slot in self._slots:
+                    if slot.chunk is None:
+                        slot.drain()
+                        self._lengthen(slot)
+
+    def _lengthen(self, slot: _RingSlot) -> None:
+        if slot.buffer.flat.numel() < self.slot_bytes:
+            slot.buffer = self._buffer()
+
+    def _buffer(self) -> Buffer:
+        return self._device.host_buffer(self.slot_bytes, pinned=False, private=True)
 
     def add(self, waiting: Sequence[Chunk]) -> None:
         """Has ``waiting`` read, behind all that were added before."""
@@ -146,6 +176,7 @@ class Ring:
                 return False
             file.settle()
         slot.drain()
+        self._lengthen(slot)
         slot.chunk, chunk.slot = chunk, slot
         chunk.reads = [
             transfer
@@ -196,7 +227,7 @@ class DiskUpdateIO:
         update = object()
         self.chunks = [
             Chunk(file, update, not number, is_aliased, one, _packed(spans(one, arrays)))
-            for number, one in enumerate(chunks(parts, arrays, SLOT_BYTES))
+            for number, one in enumerate(chunks(parts, arrays, ring.slot_bytes))
         ]
 
     def begin(self) -> None:

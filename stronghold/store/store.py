@@ -120,8 +120,8 @@ class Store(ABC):
         }
         self.check_space(needed, "the model's weights")
 
-    def ring_bytes(self) -> int:
-        """Returns what the store takes of the host's memory in this process before it first updates what is on disk."""
+    def missing_ring_bytes(self, needed_bytes: Mapping[Unit, int]) -> int:
+        """Returns what the store takes of the host's memory to update units with so much more on disk, by unit."""
         return 0
 
     def check_memory(
@@ -129,13 +129,13 @@ class Store(ABC):
     ) -> None:
         """Raises BudgetError where ``what`` does not fit the budgets beside what is allocated already.
 
-        ``disk_bytes`` are of what is updated on disk, by unit; the ring for that counts too, until it is there. Raises
+        ``disk_bytes`` are of what is updated on disk, by unit; what the ring lacks for that counts too. Raises
         MemoryError where the machine can never have it, StoreError where the disk does not; warns where the host's
         memory is not free now.
         """
         if disk_bytes:
             self.check_space(disk_bytes, what)
-            host_bytes += self.ring_bytes()
+            host_bytes += self.missing_ring_bytes(disk_bytes)
         if self._budget is None:
             return
         try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stronghold.layout import lay_out
+from stronghold.layout import PAGE_BYTES, lay_out, round_up
 from stronghold.unit.unit_memory import Kind
 
 if TYPE_CHECKING:
@@ -35,6 +35,6 @@ def check_room(needs: Iterable[Need], what: str, *, gradient_bytes: int = 0) -> 
         host_bytes += length_bytes * (where == "host")
         device_bytes += length_bytes * (where == "device")
         if where == "disk" and length_bytes:
-            disk_bytes[unit] = disk_bytes.get(unit, 0) + length_bytes
+            disk_bytes[unit] = disk_bytes.get(unit, 0) + round_up(length_bytes, PAGE_BYTES)
     assert memory is not None
     memory.check_memory(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes, what=what)

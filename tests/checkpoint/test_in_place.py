@@ -28,12 +28,12 @@ from stronghold.errors import CheckpointError, CorruptionError, StoreError
 from stronghold.formats.manifest import NAME, UnitFileEntry, read_manifest
 from stronghold.formats.reader import verify
 from stronghold.layout import PAGE_BYTES
-from stronghold.store.ring import RING_BYTES
 from stronghold.store.unit_file import UnitFile
 from tests.checkpoint.training import Training
 from tests.crossed import crossed
 from tests.formats import forged
 from tests.reference import CASES, differences, snapshot
+from tests.small_ring import RING_BYTES, make_the_ring_small
 
 ROOT = Path(__file__).parents[2]
 CASE = CASES["gpt"]
@@ -42,15 +42,16 @@ FORMATS = crossed(("fp32", "bf16"), ("fp32", "8bit"), ("deferred", "in_backward"
 SPLITS = {
     "one": {},
     "two": {},
-    "split": {"host_memory": int(RING_BYTES + 330_000)},
-    "weights": {"host_memory": int(RING_BYTES + 150_000)},
+    "split": {"host_memory": RING_BYTES + 330_000},
+    "weights": {"host_memory": RING_BYTES + 150_000},
     "resident": {"resident": 2},
 }
 
 
 @pytest.fixture(autouse=True)
-def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has units of a few pages striped over several directories, as large ones are."""
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has units of a few pages striped over several directories, and updated in several chunks, as large ones are."""
+    make_the_ring_small(monkeypatch)
     monkeypatch.setattr("stronghold.store.unit_file.PIECE_BYTES", 4096)
 
 

@@ -19,7 +19,6 @@ from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.layout import ALIGNMENT_BYTES
 from stronghold.settings import OffloadSettings
 from stronghold.split import join
-from stronghold.store import RING_BYTES
 from stronghold.unit import grad_meta_of
 from stronghold.units import format_bytes
 from tests.crossed import crossed
@@ -39,6 +38,7 @@ from tests.small import (
     words,
 )
 from tests.small import snapshot as kept
+from tests.small_ring import make_the_ring_small
 
 
 class Uneven(Residual):
@@ -510,7 +510,8 @@ def test_a_host_budget_leaves_room_for_sums_or_refuses(tmp_path):
         offload(**settings, accumulate=2, host_memory=100)
 
 
-def test_beside_a_disk_room_is_left_for_sums_in_ram(tmp_path):
+def test_beside_a_disk_room_is_left_for_sums_in_ram(tmp_path, monkeypatch):
+    make_the_ring_small(monkeypatch)
     settings = {"window": 1, "dtype": torch.bfloat16, "store": str(tmp_path)}
     first, second = (batch.bfloat16() for batch in numbers(2))
 
@@ -527,7 +528,7 @@ def test_beside_a_disk_room_is_left_for_sums_in_ram(tmp_path):
 
     in_ram = trained(1, "1GiB")
     assert in_ram.weights_on_disk == in_ram.states_on_disk == 0
-    rooms = range(in_ram.host_bytes + RING_BYTES, 2 * in_ram.host_bytes + RING_BYTES, 2**12)
+    rooms = range(in_ram.host_bytes, 2 * in_ram.host_bytes, 2**12)
     room = next(room for room in rooms if trained(1, room).states_on_disk == 0)
     beside = trained(2, room)
     assert beside.host_bytes <= room

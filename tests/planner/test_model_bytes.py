@@ -9,7 +9,7 @@ from stronghold.planner.model_bytes import ModelBytes, UnitBytes
 from stronghold.planner.step_bytes import Buffers, Placed, step_bytes
 from tests.crossed import seeds
 
-BUFFERS = Buffers(gradient_slots=2, disk_buffers=3, ring_bytes=1000)
+BUFFERS = Buffers(gradient_slots=2, disk_buffers=3, ring_slots=4, ring_slot_bytes=250)
 
 
 def random_unit(rng, is_root=False):

@@ -10,11 +10,13 @@ from stronghold.engine import engine_of, offload_shared
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.lab.models.gpt import GPT, GPTConfig
 from stronghold.planner.choices import Choice
-from stronghold.planner.step_bytes import UNKNOWN, Known, spread
+from stronghold.planner.disk_parts import UNKNOWN, Known
+from stronghold.planner.step_bytes import spread
 from tests.crossed import seeds
 from tests.delayed import Apart
 from tests.replicas import in_threads
 from tests.small import Decoder, Frozen
+from tests.small_ring import make_the_ring_small
 
 
 def built(rng: random.Random) -> torch.nn.Module:
@@ -103,7 +105,7 @@ def test_ram_is_filled_by_the_optimizer_that_is_known(update, states, dtype):
     choice = Choice(window=2, update=update, states=states, store="disk")
     known = Known(update == "in_backward", states)
     all_on_disk = memory.taken(choice, memory.placed(choice, device_memory=0, host_memory=None, known=known))
-    host_memory = all_on_disk.host + all_on_disk.disk * 4 // 5
+    host_memory = all_on_disk.host + all_on_disk.disk // 2
 
     def left(known=UNKNOWN):
         placed = memory.placed(choice, device_memory=0, host_memory=host_memory, known=known)
@@ -118,6 +120,30 @@ def test_ram_is_filled_by_the_optimizer_that_is_known(update, states, dtype):
     assert left(Known(states="fp32")) == left()
 
 
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_where_all_fits_there_is_no_ring_and_states_stay_where_weights_do(states):
+    """In fp32 a layer's moments of 8 bits are less than its weights: they do not stay where those have no room."""
+    config = GPTConfig(layers=12, hidden=1024, heads=2, sequence=8, vocabulary=100)
+    with torch.device("meta"):
+        memory = ModelMemory(GPT(config), is_host=False)
+    choice = Choice(window=2, states=states, store="disk")
+
+    def placed(host_memory):
+        placed = memory.placed(choice, device_memory=0, host_memory=host_memory, known=Known(states=states))
+        return placed, memory.taken(choice, placed).host
+
+    def parts(host_memory):
+        there, taken = placed(host_memory)
+        assert taken <= host_memory
+        return [one for one in there.on_disk.values() if one]
+
+    (_, needed), (_, least) = placed(2**40), placed(0)
+    assert parts(needed) == []
+    for less in range(1, needed - least, 2**20):
+        assert (there := parts(needed - less))
+        assert all("moments" in one for one in there), less
+
+
 def test_layers_stay_evenly_spread():
     assert spread(8, 3) == [0, 2, 5]
     assert spread(5, 5) == [0, 1, 2, 3, 4]
@@ -126,8 +152,9 @@ def test_layers_stay_evenly_spread():
 
 @pytest.mark.parametrize("store", ["ram", "disk", "some"])
 @pytest.mark.parametrize("apart", [True, False])
-def test_each_of_two_replicas_counts_half_of_what_both_have(apart, store, tmp_path):
+def test_each_of_two_replicas_counts_half_of_what_both_have(apart, store, tmp_path, monkeypatch):
     """Gradients of root parameters with it, where these have a copy on the device."""
+    make_the_ring_small(monkeypatch)
     config = GPTConfig(layers=8, hidden=32, heads=2, sequence=8, vocabulary=100)
     memory = ModelMemory(GPT(config), is_host=not apart, replicas=2)
     choice = Choice(window=2, store="ram" if store == "ram" else "disk")

@@ -18,6 +18,7 @@ from stronghold.store import ring
 from tests.crossed import crossed
 from tests.delayed import Apart
 from tests.reference import CASES, differences, offloaded, snapshot, train
+from tests.small_ring import make_the_ring_small
 
 STEPS = 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -88,18 +89,19 @@ def test_resident_layers_stay_off_the_disk(tmp_path):
 
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
-def test_what_host_memory_holds_stays_there_and_no_split_changes_a_bit(tmp_path, states):
+def test_what_host_memory_holds_stays_there_and_no_split_changes_a_bit(tmp_path, monkeypatch, states):
+    make_the_ring_small(monkeypatch)
     like = {"dtype": "bf16", "states": states}
     layers = CASES["gpt"].layers
     whole = in_memory("gpt", **like)[2].host_bytes
+    least = check(tmp_path / "all", "gpt", like=like, **like).host_bytes
     splits, told = set(), []
     for number, share in enumerate((0.0, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 2.0, 8.0)):
-        report = check(
-            tmp_path / str(number), "gpt", like=like, host_memory=int(ring.RING_BYTES + 60_000 + share * whole), **like
-        )
+        host_memory = int(least + share * whole)
+        report = check(tmp_path / str(number), "gpt", like=like, host_memory=host_memory, **like)
         splits.add(report.disk_bytes)
         told.append((report.weights_on_disk, report.states_on_disk))
-        assert report.host_bytes <= ring.RING_BYTES + 60_000 + share * whole
+        assert report.host_bytes <= host_memory
     assert len(splits) >= layers, "the split goes layer by layer"
     assert told == sorted(told, reverse=True)
     assert (told[0], told[-1]) == ((layers, layers), (0, 0))

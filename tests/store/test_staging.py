@@ -172,11 +172,11 @@ def test_staging_is_pinned_memory_that_the_budget_counts_and_the_report_tells(tm
     # As much as the smallest optimizer needs of a device whose slots are host memory, and staging beside it.
     least = smallest_budget(tmp_path, CpuDevice)
     assert smallest_budget(tmp_path, Apart) == least + BUFFERS * pages * 4096
-    assert least > ring.RING_BYTES + 2 * layer
+    assert least > ring.SLOTS * layer + 2 * layer
 
 
 def smallest_budget(tmp_path, device):
-    low, high = 0, ring.RING_BYTES + 2**20
+    low, high = 0, 2**24
     while low < high:
         middle = (low + high) // 2
         try:

@@ -12,7 +12,8 @@ from stronghold.engine.planning.memory_limits import Limits
 from stronghold.engine.planning.model_memory import ModelMemory
 from stronghold.engine.planning.most_alive import Alive, alive
 from stronghold.planner.choices import Choice
-from stronghold.planner.step_bytes import MUON, Known, Placed, StepBytes
+from stronghold.planner.disk_parts import Known
+from stronghold.planner.step_bytes import MUON, Placed, StepBytes, update_bytes
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
@@ -198,13 +199,13 @@ class ChosenBytes:
         down = unit.gradients if copied else 0
         if unit.is_root and copied and self.passes(choice) > 1:  # the low halves of sums with them
             down += unit.remainders
-        ring_bytes = sum(unit.part(part, choice.states) for part in there) if "moments" in there else 0
+        ring_bytes = update_bytes(unit, there, choice.states)
         replicas = 1 if number in placed.resident else self._memory.replicas  # of what stays, each has all
         return {
             "weight_bytes": unit.weights if copied else 0,
             "gradient_bytes": down,
             "elements": -(-unit.trained_elements // replicas),
-            "ring_bytes": -(-ring_bytes // replicas) if unit.trained else 0,
+            "ring_bytes": -(-ring_bytes // replicas),
         }
 
     def inputs_sent(self, micro_batch: int | None, number: int) -> int:

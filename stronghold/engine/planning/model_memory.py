@@ -16,16 +16,14 @@ from stronghold.engine.planning.muon_work import MuonUnit, muon_units
 from stronghold.layout import ALIGNMENT_BYTES, PAGE_BYTES
 from stronghold.optim.adamw_on_device import scratch_bytes
 from stronghold.planner.choices import Choice
+from stronghold.planner.disk_parts import UNKNOWN, Known, parts_on_disk
 from stronghold.planner.model_bytes import ModelBytes
 from stronghold.planner.step_bytes import (
     MUON,
-    UNKNOWN,
-    Known,
     Placed,
     StepBytes,
     device_bytes,
     held_on_device,
-    parts_on_disk,
     resident_root,
     spread,
     step_bytes,
