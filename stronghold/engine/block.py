@@ -39,6 +39,7 @@ from stronghold.unit import (
     bound,
     check_mixed,
     check_not_swapped,
+    check_not_traced,
     check_not_transformed,
     opaque,
     unit_of,
@@ -152,6 +153,8 @@ class Block:
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         check_not_transformed(self.unit.name)
+        if not self.unit.resident:
+            check_not_traced(self.unit.name)
         with self.engine.turns.taken():
             return self._run(args, kwargs)
 

@@ -1,7 +1,7 @@
 """Where one unit of parameters lives, and how its parameters and gradients behave there."""
 
 from stronghold.unit.attributes import same_octets
-from stronghold.unit.calls import check_not_transformed
+from stronghold.unit.calls import check_not_traced, check_not_transformed
 from stronghold.unit.closed import close_parameter, closed_error
 from stronghold.unit.compiler import as_written, opaque
 from stronghold.unit.computed_with import digest
@@ -77,6 +77,7 @@ __all__ = [
     "bound",
     "check_mixed",
     "check_not_swapped",
+    "check_not_traced",
     "check_not_transformed",
     "check_packed",
     "check_room",

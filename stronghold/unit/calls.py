@@ -150,6 +150,16 @@ def check_not_transformed(name: str) -> None:
         )
 
 
+def check_not_traced(name: str) -> None:
+    """Raises OffloadedModelError within ``torch.jit.trace``, which would record how ``name`` moves, too."""
+    if torch._C._is_tracing():
+        raise OffloadedModelError(
+            "an offloaded model cannot be recorded by torch.jit.trace, which SummaryWriter.add_graph and "
+            f"torch.onnx.export(dynamo=False) call, for {name} is copied to a slot as it computes; record a "
+            "copy.deepcopy(model), which is not offloaded, or the model before offload()"
+        )
+
+
 def hands_out(key: str, result: Any, value: Tensor) -> bool:
     """Whether the user now has another way to the memory of ``value``: an alias of it, or a view."""
     if key in ALIASES:

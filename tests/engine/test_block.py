@@ -1,5 +1,6 @@
 """What a layer's run leaves behind in autograd's graph: it goes with the graph, and nobody may write it."""
 
+import copy
 import functools
 import gc
 import weakref
@@ -128,3 +129,15 @@ def test_a_compiled_layer_s_class_keeps_its_forward(monkeypatch):
     monkeypatch.setattr(Block, "forward", lambda self, x: x)
     with pytest.raises(OffloadedModelError, match="compiled layer keeps the forward"):
         model(numbers(1)[0])
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_trace_of_layers_that_move_is_refused_and_one_of_a_copy_computes_the_same(grad):
+    plain, model = (each.eval() for each in pair(lambda: Residual(block=Outputs)))
+    batch, other = numbers(2)
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(OffloadedModelError, match=r"cannot be recorded by torch.jit.trace.* layers.0 .*deepcopy"):
+            torch.jit.trace(model, batch)
+        traced = torch.jit.trace(copy.deepcopy(model), batch)
+    assert torch.equal(traced(other), plain(other))
+    assert torch.equal(model(other), plain(other))
