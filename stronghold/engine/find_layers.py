@@ -11,6 +11,8 @@ from torch import nn
 from stronghold.engine.split_experts import parts_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+"""Those that only hold modules: what they hold is called one by one, and they themselves never are."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +110,17 @@ def _candidates(model: nn.Module) -> list[str]:
 
 
 def _block_of(container: nn.Module) -> nn.Module | None:
-    """Returns one of the children of the class that occurs most often, at least twice, with parameters; or None."""
+    """Returns one of the children of the class that occurs most often, at least twice, with parameters; or None.
+
+    Lists of blocks, as the stages of PVT and PoolFormer are, are no blocks: nobody calls them.
+    """
     children = [c for c in container.children() if any(True for _ in c.parameters())]
     counts = Counter(type(child) for child in children)
     if not counts or counts.most_common(1)[0][1] < 2:
         return None
     block = counts.most_common(1)[0][0]
+    if issubclass(block, _WITHOUT_FORWARD) and block.forward is nn.Module.forward:
+        return None
     return next(child for child in children if type(child) is block)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from stronghold.checkpoint.pretrained import check_save_folder, save_with_others
-from stronghold.device import Timeline, limit_memory
+from stronghold.device import Timeline, limit_memory, open_device
 from stronghold.engine.planning.given import check_plan
 from stronghold.errors import NonFiniteGradientError, ParallelError, StrongholdError
 from stronghold.lab.data.batches import Batches
@@ -112,7 +112,7 @@ def _train(settings: TrainSettings, plan: TrainingPlan | None, console: Console 
     torch.manual_seed(settings.seed)
     model, weights = _build_model(settings, console)
     if plan is not None:
-        check_plan(plan, model, torch.device(settings.device), getattr(torch, plan.dtype))
+        check_plan(plan, model, open_device(settings.device).torch_device, getattr(torch, plan.dtype))
     tokenizer = _load_tokenizer(settings, model)
     batches = _load_batches(settings, tokenizer, console)
     prepared = method.prepare(model, settings, checkpoints.open(weights, batches, tokenizer))
@@ -361,7 +361,8 @@ def _steps(
                 "to go on without such steps"
             ) from error
         except Exception as error:
-            raise TrainingError(f"step {step} failed: {str(error) or type(error).__name__}") from error
+            told = [str(error) or type(error).__name__, *getattr(error, "__notes__", ())]  # which Python 3.10 lacks
+            raise TrainingError(f"step {step} failed: {'; '.join(told)}") from error
         now = time.perf_counter()
         yield {
             "step": step,

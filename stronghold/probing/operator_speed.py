@@ -34,9 +34,17 @@ _ACCELERATOR = (
     3e12,
 )
 """Rows, (columns, inner dimension), and the most operations of a product that is measured."""
-_HOST_ATTENTION = ((8, 4, 64, 64), (8, 4, 256, 64), (2, 8, 256, 128), (2, 8, 1024, 64), (1, 8, 1024, 128))
+_HOST_ATTENTION = (
+    (8, 4, 64, 64),
+    (8, 4, 128, 64),
+    (8, 4, 256, 64),
+    (2, 8, 256, 128),
+    (2, 8, 1024, 64),
+    (1, 8, 1024, 128),
+)
 _ACCELERATOR_ATTENTION = ((8, 16, 512, 64), (8, 16, 1024, 128), (8, 32, 2048, 64), (2, 32, 4096, 128))
-"""Batch, heads, tokens and head size."""
+"""Batch, heads, tokens and head size. From 192 tokens on PyTorch's kernel for processors cuts queries otherwise: in bf16 its
+backward pass is then twice as fast."""
 
 
 class ProductSize(NamedTuple):

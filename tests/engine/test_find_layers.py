@@ -100,3 +100,14 @@ def test_nothing_is_computed_or_changed():
         model = Residual()
     find_layers(model)
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_lists_of_blocks_are_no_layers_and_the_rows_are_inside():
+    """PVT's and PoolFormer's stages were: nobody calls a list, and so no layer of theirs went through the window."""
+    stages = nn.ModuleList([nn.ModuleList(blocks(2)), nn.ModuleList(blocks(3))])
+    found = names(Holding(patches=nn.ModuleList(linears(2)), stages=stages))
+    assert found == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "stages.1.2"]
+    named = Holding(stages=nn.ModuleDict({"first": nn.ModuleDict({"a": Block(), "b": Block()}), "last": Block()}))
+    assert names(named) == ["stages.first.a", "stages.first.b"]
+    called = nn.ModuleList([nn.Sequential(*blocks(2)), nn.Sequential(*blocks(2))])
+    assert names(Holding(stages=called)) == ["stages.0", "stages.1"]

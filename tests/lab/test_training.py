@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -379,6 +380,21 @@ def test_gradients_that_are_not_finite_end_the_run_with_remedies_that_the_comman
         r"up longer \(--warmup\), or pass --nonfinite skip to go on without such steps",
         str(told.value),
     )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before")
+def test_what_the_engine_notes_beside_a_models_error_is_told(settings, monkeypatch):
+    """Of BLOOM under --micro-batch the command told 'The expanded size of the tensor (8) must match' alone."""
+
+    def fails(self, batch):
+        error = RuntimeError("the sizes must match")
+        error.add_note("layers.0 ran for one of 2 micro-batches")
+        raise error
+
+    monkeypatch.setattr(Prepared, "loss", fails)
+    with pytest.raises(TrainingError) as told:
+        run(settings)
+    assert str(told.value) == "step 1 failed: the sizes must match; layers.0 ran for one of 2 micro-batches"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -75,7 +75,7 @@ def process_bytes(model: nn.Module) -> int:
 
 
 def sizes(memory: ModelMemory, window: int | None, resident: int | None) -> dict[str, Any]:
-    """Returns which windows and numbers of resident layers may be chosen."""
+    """Returns which windows and numbers of resident layers may be chosen; beside those a window has what is left."""
     layers = len(memory.units.layers)
     for name, value, least, most in (("window", window, 1, layers), ("resident", resident, 0, layers)):
         if value is not None and not (isinstance(value, int) and least <= value <= most):
@@ -83,6 +83,8 @@ def sizes(memory: ModelMemory, window: int | None, resident: int | None) -> dict
                 f"{name} must be a number of layers from {least} to {most} (got {value!r}); pass one, or None"
             )
     residents: Sequence[int] = range(layers + 1) if resident is None else (resident,)
+    if window is not None and resident is not None:
+        window = min(window, max(1, layers - resident))  # as offload() takes it
     return {"residents": residents, "windows": None if window is None else (window,)}
 
 

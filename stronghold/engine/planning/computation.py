@@ -25,7 +25,7 @@ from stronghold.engine.planning.passed_on import output_and_items, pass_on
 from stronghold.engine.planning.quantised_layers import quantised_layers, without_values
 from stronghold.engine.planning.recording import Recording
 from stronghold.engine.planning.root_run import NOTHING, Released, RootRun, Stubs, dropped
-from stronghold.engine.planning.telling import explained
+from stronghold.engine.planning.telling import explained, explained_cut
 from stronghold.formats.kept_in_fp32 import computes_in
 from stronghold.planner.op_costs import Op
 from stronghold.window import input_sizes
@@ -92,7 +92,8 @@ class ModelComputation:
         if -1 in self.group_of:
             raise ValueError(
                 f"every layer of {type(model).__name__} must run in its forward pass (got none of layer "
-                f"{self.group_of.index(-1)}); pass inputs with which all do, or the layers that do as layers="
+                f"{self.group_of.index(-1)}); pass inputs with which all do, or the layers that do as layers=, or "
+                "offload it without a plan, by window and other settings (stronghold finetune --window N)"
             )
 
     def layer(self, number: int, samples: int | None = None) -> LayerRun:
@@ -101,7 +102,7 @@ class ModelComputation:
         samples = min(samples or self.batch, self.batch)
         runs, key = self._traces.runs, (self._alike[group], samples)
         if key not in runs:
-            with explained(self._model):
+            with explained(self._model), explained_cut(type(self._modules[group]).__name__, samples, self.batch):
                 runs[key] = self._run_layer(group, samples)
         run: LayerRun = runs[key]
         return run
@@ -192,6 +193,7 @@ class ModelComputation:
         compute = module if kept else partial(_computed_again, module)
         with (
             explained(self._model),
+            explained_cut(type(module).__name__, samples, self.batch),
             self._without_values(module),
             self._mode,
             self._recording() as recording,

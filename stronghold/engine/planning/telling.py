@@ -36,6 +36,25 @@ def explained(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def explained_cut(layer: str, samples: int, batch: int) -> Iterator[None]:
+    """Raises NotCutError in the place of what a layer raises over ``samples`` of a ``batch``, where they are fewer.
+
+    The layer has computed the whole batch before: what it cannot compute is the part.
+    """
+    try:
+        yield
+    except NotCutError:
+        raise
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        if samples >= batch:
+            raise
+        raise NotCutError(
+            f"micro_batch needs the batch as first dimension of what a layer gets, and of what it takes it from (got "
+            f"{layer}, over {samples} of {batch} samples: {type(error).__name__}: {error}); leave out micro_batch"
+        ) from error
+
+
 def _where(error: BaseException) -> str:
     """Returns the last line of the model's own that the error came by."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_MODELS)]

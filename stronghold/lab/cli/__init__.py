@@ -1,6 +1,7 @@
 """The command line: arguments to settings, nothing else. Each command has a file of its own."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,7 +24,14 @@ __all__ = ["FAILED", "INTERRUPTED", "WRONG_USAGE", "main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that ``arguments`` name (default: the process's own) and returns its exit code."""
+    _forget_no_columns()
     return run_command(_parser(), arguments, _tell)
+
+
+def _forget_no_columns() -> None:
+    """Removes COLUMNS=0, by which a terminal tells that it does not know its width: rich prints nothing into it."""
+    if (columns := os.environ.get("COLUMNS", "")).isdigit() and int(columns) == 0:
+        del os.environ["COLUMNS"]
 
 
 def _tell(error: Exception, options: argparse.Namespace) -> int:

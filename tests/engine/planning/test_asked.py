@@ -173,3 +173,33 @@ def test_the_budget_of_such_a_layer_is_told_in_numbers_and_a_micro_batch_is_refu
         stronghold.plan(model, machine=machine(), inputs=inputs, micro_batch="auto", device_memory="6MiB")
     with pytest.raises(ValueError, match=f"^micro_batch must be able to put {refusal}"):
         stronghold.plan(model, machine=machine(), inputs=inputs, micro_batch=2)
+
+
+class Paired(Vision):
+    """Gives its layers a tensor for each sample and head in one dimension, as BLOOM's alibi is."""
+
+    def forward(self, x):
+        heads = torch.ones(2 * len(x), 1, 1)
+        for layer in self.layers:
+            x = layer(x, heads)
+        return x.square().mean()
+
+
+class Weighted(nn.Module):
+    """A layer that takes the batch from what it is given beside its input, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, heads):
+        return x + self.inner(x) * heads.view(len(x), 2, 1).mean(1, keepdim=True)
+
+
+def test_a_layer_that_a_micro_batch_is_too_short_for_is_planned_with_the_whole_one():
+    """It ended in an error of the layer's own, of BLOOM: 'Target sizes: [8, 32, 32]. Tensor sizes: [16, 1, 32]'."""
+    model = Paired(Weighted, turned=False)
+    plan = stronghold.plan(model, machine=machine(), inputs=batch(), micro_batch="auto")
+    assert plan.settings.get("micro_batch") is None
+    with pytest.raises(ValueError, match=r"^micro_batch needs the batch as first .*Weighted, over 2 of 32 samples: .*"):
+        stronghold.plan(model, machine=machine(), inputs=batch(), micro_batch=2)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from stronghold.lab import cli
 from stronghold.planner.training_plan import TrainingPlan
@@ -54,6 +55,13 @@ def test_it_prints_the_table_and_writes_the_plan_and_its_picture(capsys):
     assert cli.main([*command, "--data", "text.txt", "--device", "cpu", "--out", "run"]) == 2
     assert "got plan.json with --device cuda, and --device cpu" in capsys.readouterr().err
     assert "One planned step" in Path("plan.html").read_text()
+
+
+def test_it_prints_the_table_where_there_are_no_columns(capsys, monkeypatch):
+    """Under COLUMNS=0 it printed nothing at all, and ended well."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert cli.main(["plan", *SHAPE, *STEP, "--machine", "gpu.json"]) == 0
+    assert re.search(r"window +│ \d", capsys.readouterr().out)
 
 
 def test_it_plans_for_a_card_by_its_maker_s_numbers(capsys):
@@ -163,6 +171,24 @@ def test_what_is_wrong_is_told_in_one_line(arguments, message, capsys):
     replace(TrainingPlan.read("plan.json"), machine="a processor that nobody has").write("elsewhere.json")
     capsys.readouterr()
     assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_a_plan_for_a_gpu_is_refused_where_there_is_none(capsys):
+    """It ended in 'AssertionError: Torch not compiled with CUDA enabled'."""
+    assert cli.main(["plan", *SHAPE, *STEP, "--machine", "gpu.json", "-o", "plan.json"]) == 0
+    capsys.readouterr()
+    error = refused(capsys, "train", *SHAPE, "--plan", "plan.json", "--data", "text.txt", "--out", "out")
+    assert error.startswith("stronghold: error: device 'cuda' needs a CUDA device")
+
+
+def test_a_window_beside_resident_layers_is_as_offload_takes_it(capsys):
+    """It said 'nothing fits: ; raise the budget'."""
+    for window, resident, taken in ((3, 3, 1), (3, 1, 2), (1, 2, 1)):
+        asked = ["--window", str(window), "--resident", str(resident), "-o", "plan.json"]
+        assert cli.main(["plan", *SHAPE, *STEP, "--machine", "gpu.json", *asked]) == 0
+        settings = TrainingPlan.read("plan.json").settings
+        assert (settings["window"], settings["resident"]) == (taken, resident)
 
 
 @pytest.mark.parametrize("device", ["", "xxxxx"])
