@@ -12,7 +12,7 @@ from stronghold.planner.step_costs import Resource
 
 RING_SLOTS = 4
 """Buffers that chunks of updates pass through: ``SLOTS`` of ``store/ring.py``."""
-CHUNK_BYTES = 48 * 2**20
+CHUNK_BYTES = 24 * 2**20
 """The most that a chunk has: ``SLOT_BYTES`` there."""
 FETCH, READ_AHEAD, PREFETCH, WRITE_BACK = range(4)
 """What goes first on the disk, as in ``native/disk_io.py``."""

@@ -19,7 +19,7 @@ from stronghold.store.unit_file import UnitFile
 
 SLOTS = 4
 """One is read, one updated, one written, and one is ready to be updated next."""
-SLOT_BYTES = 48 * 2**20
+SLOT_BYTES = 24 * 2**20
 """The most that a slot has: as much as the longest update, where that is less."""
 
 
