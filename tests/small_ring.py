@@ -11,7 +11,7 @@ SLOT_BYTES = 8 * 4096
 RING_BYTES = ring.SLOTS * SLOT_BYTES
 
 
-def make_the_ring_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has chunks of ``SLOT_BYTES`` at most, for the store and for what is planned."""
-    monkeypatch.setattr(ring, "SLOT_BYTES", SLOT_BYTES)
-    monkeypatch.setitem(vars(BUFFERS), "ring_slot_bytes", SLOT_BYTES)
+def make_the_ring_small(monkeypatch: pytest.MonkeyPatch, slot_bytes: int = SLOT_BYTES) -> None:
+    """Has chunks of ``slot_bytes`` at most, for the store and for what is planned."""
+    monkeypatch.setattr(ring, "SLOT_BYTES", slot_bytes)
+    monkeypatch.setitem(vars(BUFFERS), "ring_slot_bytes", slot_bytes)

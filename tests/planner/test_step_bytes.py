@@ -105,7 +105,7 @@ def test_ram_is_filled_by_the_optimizer_that_is_known(update, states, dtype):
     choice = Choice(window=2, update=update, states=states, store="disk")
     known = Known(update == "in_backward", states)
     all_on_disk = memory.taken(choice, memory.placed(choice, device_memory=0, host_memory=None, known=known))
-    host_memory = all_on_disk.host + all_on_disk.disk // 2
+    host_memory = all_on_disk.host + all_on_disk.disk * 2 // 3
 
     def left(known=UNKNOWN):
         placed = memory.placed(choice, device_memory=0, host_memory=host_memory, known=known)
