@@ -193,7 +193,9 @@ class ChosenBytes:
         return updated + self.passes(choice) * self.inputs(choice).disk
 
     def moved(self, placed: Placed, choice: Choice, number: int) -> dict[str, Any]:
-        """Returns the bytes that a unit moves and the elements that it updates."""
+        """Returns the bytes that a unit moves and the elements that it updates: none of a layer that does not run."""
+        if number in self._computation.idle:
+            return {"weight_bytes": 0, "gradient_bytes": 0, "elements": 0, "ring_bytes": 0}
         unit, there = self._memory.of(choice).units[number], placed.on_disk.get(number, frozenset())
         copied = unit.is_copied or not unit.is_root
         down = unit.gradients if copied else 0

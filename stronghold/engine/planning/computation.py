@@ -46,6 +46,9 @@ class LayerRun:
     backward: Counter[Op]
 
 
+_NO_OPS: Counter[Op] = Counter()
+
+
 class ModelComputation:
     """What ``model`` computes in a step: ``inputs`` are its arguments, tensors on any device, of which sizes count.
 
@@ -89,17 +92,20 @@ class ModelComputation:
         """The shapes of what has them as first dimension, of all layers."""
         with explained(model):
             self.root = self._run_root(inputs, loss)
-        if -1 in self.group_of:
+        self.idle = frozenset(number for number, group in enumerate(self.group_of) if group < 0)
+        """Layers that these inputs do not come by, as those of a vision tower with text alone."""
+        if len(self.idle) == len(self.group_of):
             raise ValueError(
-                f"every layer of {type(model).__name__} must run in its forward pass (got none of layer "
-                f"{self.group_of.index(-1)}); pass inputs with which all do, or the layers that do as layers=, or "
-                "offload it without a plan, by window and other settings (stronghold finetune --window N)"
+                f"layers of {type(model).__name__} must run in its forward pass (got none of {len(self.idle)}); pass "
+                "inputs with which they do, or the layers that do as layers="
             )
 
     def layer(self, number: int, samples: int | None = None) -> LayerRun:
         """Returns what the layer of this number does over a micro-batch, by default the whole batch."""
         group = self.group_of[number]
         samples = min(samples or self.batch, self.batch)
+        if number in self.idle:
+            return LayerRun(samples=samples, forward=_NO_OPS, before_gradients=_NO_OPS, backward=_NO_OPS)
         runs, key = self._traces.runs, (self._alike[group], samples)
         if key not in runs:
             with explained(self._model), explained_cut(type(self._modules[group]).__name__, samples, self.batch):
@@ -112,6 +118,8 @@ class ModelComputation:
 
         Its activations are ``kept``, or else it is computed again in the backward pass.
         """
+        if number in self.idle:
+            return LayerPasses(0, 0, 0, 0)
         group, released = self.group_of[number], self.root.released.get(number, NOTHING)
         run = min(samples or self.batch, self.batch), kept, released
         if whole:
@@ -126,7 +134,10 @@ class ModelComputation:
         """Returns the bytes of each layer's inputs that get gradients, of each of its runs over a micro-batch."""
         samples, found = min(samples or self.batch, self.batch), list[list[list[int]]]()
         with explained(self._model), self._mode, torch.enable_grad():
-            for group in self.group_of:
+            for number, group in enumerate(self.group_of):
+                if number in self.idle:
+                    found.append([])
+                    continue
                 # A part of a mixture has rows in samples' place, and no micro-batches.
                 call, module = self._calls[group], self._modules[group]
                 pieces = split(*call, samples, module) if samples < self.batch else [call]

@@ -59,23 +59,28 @@ class ModelPlanner:
         found = muon_assumed(self._machine, self.dtype) if choice.states == MUON else []
         if self._recompute == "disk" and choice.micro_batch is not None:
             found.append("a layer's inputs of all micro-batches go to disk and back at once")
+        if idle := len(self._computation.idle):
+            layers = f"{idle} of {len(self._computation.group_of)} layers"
+            found.append(f"{layers} do not run with such inputs, and take memory but no time")
         return found
 
     def work_of(self, choice: Choice, pace: Pace = "likely") -> Work:
         """Returns what a step of a choice consists of."""
         placed, _, _ = self.bytes.placed(choice)
-        sizes, count = self._memory.of(choice), len(self._computation.group_of)
+        sizes, of = self._memory.of(choice), self._computation
+        running = [number for number in range(len(of.group_of)) if number not in of.idle]
+        resident = [place for place, number in enumerate(running) if number in placed.resident]
         return Work(
-            layers=[self._layer_work(sizes, placed, choice, number, pace) for number in range(count)],
+            layers=[self._layer_work(sizes, placed, choice, number, pace) for number in running],
             machine=self._machine_of(choice, pace),
-            settings=self._settings(choice, sorted(number for number in placed.resident if number < count)),
+            settings=self._settings(choice, resident, streamed=len(running) - len(resident)),
             root=self._root(sizes, placed, choice, pace),
         )
 
-    def _settings(self, choice: Choice, resident: Sequence[int] = ()) -> StepSettings:
+    def _settings(self, choice: Choice, resident: Sequence[int] = (), streamed: int | None = None) -> StepSettings:
         of = self._computation
         return StepSettings(
-            window=choice.window,
+            window=choice.window if streamed is None else max(1, min(choice.window, streamed)),
             resident=resident,
             in_backward=choice.update == "in_backward",
             pieces=-(-of.batch // of.layer(0, choice.micro_batch).samples),
@@ -129,14 +134,14 @@ class ModelPlanner:
         """Returns what a replica has of the machine under a choice."""
         key = choice.micro_batch, choice.states, choice.store, self.bytes.passes(choice), pace
         if key not in self._machines:
-            count = len(self._computation.group_of)
-            runs = (self._computation.layer(number, choice.micro_batch) for number in range(count))
+            of = self._computation
+            runs = [of.layer(n, choice.micro_batch) for n in range(len(of.group_of)) if n not in of.idle]
             machine = machine_of(
                 self._machine,
                 dtype=self.dtype,
                 states=choice.states,
                 directories=self._directories if choice.store != "ram" else (),
-                layer_ops=sum(sum(run.forward.values()) for run in runs) / count,
+                layer_ops=sum(sum(run.forward.values()) for run in runs) / len(runs),
                 adds=self.bytes.passes(choice) > 1,
                 pace=pace,
             )

@@ -51,6 +51,8 @@ def alive(of: ModelComputation, micro_batch: int | None, kept: int) -> Alive:
     left = [one.saved_bytes if n in root.dropped else one.left_bytes for n, one in enumerate(passes)]
     most = held = 0  # what layers before have left
     for number, own in enumerate(passes):
+        if number in of.idle:
+            continue
         most = max(most, held + max(root.before_bytes[number], root.given_bytes[number] + own.forward_bytes))
         held += left[number]
     most = max(most, held + root.behind_bytes)
