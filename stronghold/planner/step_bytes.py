@@ -27,7 +27,7 @@ class Buffers:
     ring_slot_bytes: int
 
     def ring(self, update_bytes: int) -> int:
-        """Returns what the ring takes where the longest update reads and writes ``update_bytes`` on disk."""
+        """Returns what the ring takes where the unit with the most on disk has ``update_bytes``."""
         return self.ring_slots * min(self.ring_slot_bytes, update_bytes)
 
 
@@ -107,7 +107,7 @@ def resident_root(
 
 
 def update_bytes(unit: UnitBytes, there: Collection[Part], states: str) -> int:
-    """Returns what an update of a unit reads from disk and writes back, in whole pages, if its moments are there."""
+    """Returns what a unit has on disk, in whole pages, if its moments are there and pass through the ring."""
     if "moments" not in there or not unit.trained:
         return 0
     return sum(_pages(unit, part, states) for part in there)

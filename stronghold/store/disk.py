@@ -120,7 +120,7 @@ class DiskStore(Store):
 
     def missing_ring_bytes(self, needed_bytes: Mapping[Unit, int]) -> int:
         files = ((self._file_of(unit), length) for unit, length in needed_bytes.items())
-        longest = max((length if file is None else file.taken_bytes + length for file, length in files), default=0)
+        longest = max((length if file is None else file.held_bytes() + length for file, length in files), default=0)
         return self._ring.missing_bytes(longest) * self._replicas.local_world_size  # each has its own
 
     def input_file(self) -> InputFile:

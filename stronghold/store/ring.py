@@ -93,13 +93,18 @@ class Ring:
 
     def hold(self, update_bytes: int) -> None:
         """Makes slots as long as an update of ``update_bytes`` needs: those that are in use when they are free."""
-        if self.missing_bytes(update_bytes):
-            with self._lock:
-                self.slot_bytes = slot_bytes(update_bytes)
+        if not self.missing_bytes(update_bytes):
+            return
+        with self._lock:
+            before, self.slot_bytes = self.slot_bytes, max(self.slot_bytes, slot_bytes(update_bytes))
+            try:
                 for slot in self._slots:
                     if slot.chunk is None:
                         slot.drain()
                         self._lengthen(slot)
+            except BaseException:
+                self.slot_bytes = before  # what is longer by now does for what is shorter
+                raise
 
     def _lengthen(self, slot: _RingSlot) -> None:
         if slot.buffer.flat.numel() < self.slot_bytes:

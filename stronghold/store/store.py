@@ -133,16 +133,18 @@ class Store(ABC):
         MemoryError where the machine can never have it, StoreError where the disk does not; warns where the host's
         memory is not free now.
         """
-        if disk_bytes:
-            self.check_space(disk_bytes, what)
-            host_bytes += self.missing_ring_bytes(disk_bytes)
+        needed = disk_bytes or {}
+        if needed:
+            self.check_space(needed, what)
         if self._budget is None:
             return
         try:
-            self._budget.check(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
+            ring = self.missing_ring_bytes(needed)
+            self._budget.check(host_bytes=host_bytes + ring, device_bytes=device_bytes, what=what)
         except (BudgetError, MemoryError):
             gc.collect()  # a scheduler and its optimizer, which may have had it, refer to one another
-            self._budget.check(host_bytes=host_bytes, device_bytes=device_bytes, what=what)
+            ring = self.missing_ring_bytes(needed)
+            self._budget.check(host_bytes=host_bytes + ring, device_bytes=device_bytes, what=what)
 
     def check_inputs(self, *, host_bytes: int, what: str) -> None:
         """Raises BudgetError where the layers' inputs do not fit the budget; MemoryError where they never can."""

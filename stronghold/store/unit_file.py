@@ -136,6 +136,11 @@ class UnitFile:
         self._give_back()
         return max(0, self.taken_bytes + round_up(length_bytes, PAGE_BYTES) - self._used_once)
 
+    def held_bytes(self) -> int:
+        """Returns what of the file somebody has tensors over."""
+        self._give_back()
+        return self.taken_bytes
+
     def _give_back(self) -> None:
         while self._replicas.local_world_size == 1 and self._parts and self._parts[-1][1]() is None:
             self.taken_bytes, _ = self._parts.pop()

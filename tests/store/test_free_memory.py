@@ -14,6 +14,7 @@ import stronghold
 from stronghold import native
 from stronghold.engine import engine_of
 from stronghold.store import SLOTS
+from stronghold.store.ring import Ring
 from stronghold.unit import unit_of
 from tests.small import Residual, numbers, ordinary_loop
 
@@ -140,14 +141,40 @@ def test_a_ring_that_comes_late_is_counted(machine, tmp_path):
     ordinary_loop(model, optimizer, [batch.bfloat16() for batch in numbers(1)])
 
 
-def test_memory_of_an_optimizer_that_its_scheduler_refers_to_is_there_for_the_next_one():
+def test_a_ring_that_is_gone_is_made_anew_where_there_is_room(machine, tmp_path):
+    model = stronghold.offload(Residual(), device="cpu", window=1, store=tmp_path)
+    optimizer = stronghold.AdamW(model.parameters(), update="in_backward")
+    store, held = engine_of(model).store, stronghold.report(model).host_bytes
+    store._ring = Ring(store.device, *store.streams)
+    machine.total = machine.available = held - 1
+    with pytest.raises(MemoryError, match=r"the ring through which layers on disk are updated takes .* KiB of host"):
+        model(numbers(1)[0]).backward()
+    machine.total = machine.available = 2**36
+    optimizer.zero_grad()
+    ordinary_loop(model, optimizer, numbers(2))
+    assert stronghold.report(model).host_bytes == held
+
+
+def linears(**settings):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(16)))
-    stronghold.offload(model, device="cpu", window=1, host_memory="18MiB")
+    return stronghold.offload(model, device="cpu", window=1, **settings)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_memory_of_an_optimizer_that_its_scheduler_refers_to_is_there_for_the_next_one(on_disk, tmp_path):
+    """On disk the ring is no longer than the next one needs, either."""
+    settings, memory = {"store": tmp_path / "second"} if on_disk else {}, "18MiB"
+    if on_disk:
+        first = linears(store=tmp_path / "first")
+        optimizer = stronghold.AdamW(first.parameters())
+        memory = stronghold.report(first).host_bytes
+    model = linears(host_memory=memory, **settings)
     gc.disable()
     try:
         optimizer = stronghold.AdamW(model.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        optimizer.scheduler = scheduler  # with every torch
         del optimizer, scheduler
         stronghold.AdamW(model.parameters())
     finally:

@@ -7,6 +7,7 @@ import torch
 
 import stronghold
 from stronghold.device import CpuDevice
+from stronghold.planner.disk_play import CHUNK_BYTES, RING_SLOTS
 from stronghold.store.ring import SLOT_BYTES, SLOTS, Chunk, Ring
 from tests.small import Residual, numbers, ordinary_loop
 
@@ -78,3 +79,7 @@ def test_no_slot_is_longer_than_the_longest_there_may_be():
     assert (ring.missing_bytes(8192), ring.missing_bytes(10**12)) == (0, SLOTS * (SLOT_BYTES - 8192))
     ring.hold(10)
     assert ring.slot_bytes == 8192, "it never gets shorter"
+
+
+def test_the_step_model_s_ring_is_this_one():
+    assert (RING_SLOTS, CHUNK_BYTES) == (SLOTS, SLOT_BYTES)

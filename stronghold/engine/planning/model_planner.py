@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stronghold.engine.planning.chosen_bytes import ChosenBytes
@@ -17,11 +19,15 @@ from stronghold.planner.machine_rates import ADDED_BYTES, Pace, carried_s, machi
 from stronghold.planner.machine_share import all_reduce_s, reduced, share_of
 from stronghold.planner.model_bytes import ModelBytes
 from stronghold.planner.search import Work
+from stronghold.planner.step import StepTime
 from stronghold.planner.step_bytes import MUON, Placed
 from stronghold.planner.step_costs import LayerWork, Machine, RootWork, StepSettings
+from stronghold.spans import Span
 
 if TYPE_CHECKING:
     from stronghold.engine.planning.computation import ModelComputation
+
+_LAYER = re.compile(r"layer \d+")
 
 
 class ModelPlanner:
@@ -67,8 +73,7 @@ class ModelPlanner:
     def work_of(self, choice: Choice, pace: Pace = "likely") -> Work:
         """Returns what a step of a choice consists of."""
         placed, _, _ = self.bytes.placed(choice)
-        sizes, of = self._memory.of(choice), self._computation
-        running = [number for number in range(len(of.group_of)) if number not in of.idle]
+        sizes, running = self._memory.of(choice), self._running
         resident = [place for place, number in enumerate(running) if number in placed.resident]
         return Work(
             layers=[self._layer_work(sizes, placed, choice, number, pace) for number in running],
@@ -76,6 +81,18 @@ class ModelPlanner:
             settings=self._settings(choice, resident, streamed=len(running) - len(resident)),
             root=self._root(sizes, placed, choice, pace),
         )
+
+    def spans_of(self, step: StepTime) -> list[Span]:
+        """Returns what is under way in a step of the layers that run, under their numbers in the model."""
+        if not self._computation.idle:
+            return step.spans
+        names = {f"layer {place}": f"layer {number}" for place, number in enumerate(self._running)}
+        return [one._replace(name=_LAYER.sub(lambda found: names[found[0]], one.name)) for one in step.spans]
+
+    @cached_property
+    def _running(self) -> list[int]:
+        of = self._computation
+        return [number for number in range(len(of.group_of)) if number not in of.idle]
 
     def _settings(self, choice: Choice, resident: Sequence[int] = (), streamed: int | None = None) -> StepSettings:
         of = self._computation
@@ -135,7 +152,7 @@ class ModelPlanner:
         key = choice.micro_batch, choice.states, choice.store, self.bytes.passes(choice), pace
         if key not in self._machines:
             of = self._computation
-            runs = [of.layer(n, choice.micro_batch) for n in range(len(of.group_of)) if n not in of.idle]
+            runs = [of.layer(number, choice.micro_batch) for number in self._running]
             machine = machine_of(
                 self._machine,
                 dtype=self.dtype,

@@ -201,7 +201,7 @@ class PlannedModel:
             asked_tokens=tokens,
             others=[told.alternative(other) for other in found.plans[1:]],
             refused=[told.refused(one) for one in found.refused],
-            spans=best.step.spans,
+            spans=planner.spans_of(best.step),
             updated_by="AdamW" if best.choice.states != MUON else "Muon",
             update_bytes=planner.bytes.update_bytes(best.choice),
             assumed=[*self._assumed, *planner.assumed(best.choice)],

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _forget_no_columns() -> None:
     """Removes COLUMNS=0, by which a terminal tells that it does not know its width: rich prints nothing into it."""
-    if (columns := os.environ.get("COLUMNS", "")).isdigit() and int(columns) == 0:
+    if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns) == 0:
         del os.environ["COLUMNS"]
 
 

@@ -1,6 +1,7 @@
 """Plans for inputs that do not come by all layers, as text alone does not by a vision tower's."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -71,6 +72,8 @@ def test_time_and_activations_are_those_of_the_layers_that_run(settings):
     assert plans[0].step_s.likely == pytest.approx(plans[1].step_s.likely, rel=1e-9)
     if not settings["resident"]:  # else blocks beside their bytes count, too
         assert plans[0].activation_bytes == plans[1].activation_bytes
+    names = {name for span in plans[0].spans for name in re.findall(r"layer (\d+)", span.name)}
+    assert names == {"3", "4", "5", "6"}
     assert "3 of 7 layers do not run with such inputs, and take memory but no time" in plans[0].assumed
     assert not any("do not run" in one for one in plans[1].assumed)
 
