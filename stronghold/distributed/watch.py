@@ -76,7 +76,7 @@ class Watch:
         """Whether the thread has told why this process ends, and is about to end it."""
         self._told = False
         """Whether this process has an error of its own, which it tells."""
-        self._claimed = threading.RLock()
+        self._claimed = threading.Lock()
         """Taken for good by who tells of a lost process: a thread that waited for it, or the watch's own."""
         self._done = False
         """Whether it has ended in good order."""
@@ -206,11 +206,10 @@ class Watch:
         deadline, limit_s = time.monotonic() + LOST_S, 6 * BEAT_S
         while time.monotonic() < deadline:
             if (lost := self._lost(limit_s)) is not None:
-                while not self._claimed.acquire(timeout=BEAT_S):
-                    if self._ending is not None:  # another thread has it, whose error may wait for this one's end
-                        return self._ending
-                    # Else the watch's thread tells, and ends this process.
-                self._ending = LostProcessError(self._message(lost), ours=self._is_to_tell(lost, limit_s))
+                while self._ending is None:
+                    if self._claimed.acquire(timeout=BEAT_S):
+                        self._ending = LostProcessError(self._message(lost), ours=self._is_to_tell(lost, limit_s))
+                    # Else another thread is about to say so, or the watch's tells and ends this process.
                 return self._ending
             time.sleep(BEAT_S / 4)
         self.tell()

@@ -50,8 +50,12 @@ class Kept(dist.Store):
         return self.kept[key].encode()
 
 
-def test_all_threads_that_wait_for_a_lost_process_have_the_error_that_says_so(monkeypatch):
-    """A stream's thread may be told first, and the main thread wait for what that does."""
+@pytest.mark.parametrize("at_once", [True, False])
+def test_all_threads_that_wait_for_a_lost_process_have_the_error_that_says_so(monkeypatch, at_once):
+    """A stream's thread may be told first, and the main thread wait for what that does.
+
+    One that begins when another has ended may have its number.
+    """
     monkeypatch.setattr(watch, "BEAT_S", 0.02)
     own, found = watch.Watch(Gone(), 1, 2, [0, 1]), list[BaseException]()
 
@@ -65,6 +69,8 @@ def test_all_threads_that_wait_for_a_lost_process_have_the_error_that_says_so(mo
     threads = [threading.Thread(target=wait, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
+        if not at_once:
+            thread.join(20)
     for thread in threads:
         thread.join(20)
     assert len(found) == 3, "a thread waits for ever"
