@@ -8,7 +8,7 @@ from typing import Literal
 
 from stronghold.planner.host_work import host_work_of
 from stronghold.planner.machine_file import BESIDE_COMPUTE, PROCESSES, MachineFile, Spread
-from stronghold.planner.op_costs import OpRates, Rate
+from stronghold.planner.op_costs import OpRates, Rate, imbalance
 from stronghold.planner.step_bytes import MUON
 from stronghold.planner.step_costs import CORES_ARE_ONE, DEVICE_IS_ONE, LINK_UP_IS_ONE, Machine, Resource
 
@@ -34,11 +34,14 @@ def op_rates(machine: MachineFile, pace: Pace = "likely") -> OpRates:
         rates = flop_per_s.setdefault(("matmul", product.dtype), [])
         rates.append(Rate(tuple(product.sizes), _rate(product.flop_per_s, pace)))
     for one in machine.attention:
-        for kind, measured in (
-            ("attention", one.forward_flop_per_s),
-            ("attention backward", one.backward_flop_per_s),
+        batch, heads, *_ = one.sizes
+        unevenly = imbalance(batch * heads, machine.cores) if machine.is_host else 1.0
+        for kind, measured, held_up in (
+            ("attention", one.forward_flop_per_s, 1.0),
+            ("attention backward", one.backward_flop_per_s, unevenly),
         ):
-            flop_per_s.setdefault((kind, one.dtype), []).append(Rate(tuple(one.sizes), _rate(measured, pace)))
+            rate = Rate(tuple(one.sizes), held_up * _rate(measured, pace))
+            flop_per_s.setdefault((kind, one.dtype), []).append(rate)
     moved = {
         "other": machine.elementwise,
         "cached": machine.elementwise_cached,
@@ -54,6 +57,7 @@ def op_rates(machine: MachineFile, pace: Pace = "likely") -> OpRates:
         cache_bytes=machine.cache_bytes,
         op_s=_time(machine.op_s, pace),
         is_host=machine.is_host,
+        cores=machine.cores,
     )
 
 

@@ -21,6 +21,9 @@ class Op(NamedTuple):
     key; "transcendental" and a name for functions that arithmetic may bound, such as "transcendental gelu backward"; or
     "other". ``moved_bytes`` is what it reads and writes. The operations of attention are those without a mask, ten in
     its backward pass for each four in the forward one; with a causal mask half of them are computed.
+
+    ``parts`` is into how many a processor's cores share it, 0 for as many as they like. Attention's backward pass they
+    share by heads of keys (``cpu_flash_attention_backward`` in PyTorch's FlashAttentionKernel.cpp).
     """
 
     kind: str
@@ -28,6 +31,7 @@ class Op(NamedTuple):
     sizes: tuple[int, ...]
     flops: int
     moved_bytes: int
+    parts: int = 0
 
 
 class Rate(NamedTuple):
@@ -44,7 +48,8 @@ class OpRates:
     Products of a type that has no rates take those of type "", where there are any.
 
     "other" operators that move no more than ``cache_bytes`` do so at the rate of "cached" ones. Each operator takes
-    ``op_s`` at least; where the host computes itself (``is_host``), that is what a call takes, and comes on top.
+    ``op_s`` at least; where the host computes itself (``is_host``), that is what a call takes, and comes on top. Rates
+    are those with all its ``cores`` at work.
     """
 
     flop_per_s: Mapping[tuple[str, str], Sequence[Rate]]
@@ -52,6 +57,7 @@ class OpRates:
     cache_bytes: int = 0
     op_s: float = 0.0
     is_host: bool = False
+    cores: int = 1
 
     def seconds(self, ops: Mapping[Op, int]) -> float:
         """Returns what ``ops``, each so many times, take one after the other."""
@@ -63,6 +69,8 @@ class OpRates:
         works_s = self._moves_s(op) if known is None else op.flops / known.at(_shape(kind, op.sizes))
         if known is not None and kind != op.kind:
             works_s *= 2  # rates are those under a causal mask
+        if self.is_host and op.parts:
+            works_s *= imbalance(op.parts, self.cores)
         return self.op_s + works_s if self.is_host else max(self.op_s, works_s)
 
     def _moves_s(self, op: Op) -> float:
@@ -77,6 +85,11 @@ class OpRates:
             (kind, dtype): _Near([Rate(_shape(kind, rate.sizes), rate.flop_per_s) for rate in rates])
             for (kind, dtype), rates in self.flop_per_s.items()
         }
+
+
+def imbalance(parts: int, cores: int) -> float:
+    """Returns how many times as long so many equal parts take as if all cores could be at work until the end."""
+    return math.ceil(parts / cores) * cores / parts
 
 
 def _shape(kind: str, sizes: tuple[float, ...]) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stronghold.planner.machine_file import Attention, MachineFile, Product, Spread
+from stronghold.planner.op_costs import imbalance
 
 
 def with_cores(machine: MachineFile, cores: int) -> MachineFile:
@@ -29,7 +30,7 @@ def with_cores(machine: MachineFile, cores: int) -> MachineFile:
                 one.dtype,
                 one.sizes,
                 _time(one.forward_flop_per_s, faster),
-                _time(one.backward_flop_per_s, faster),
+                _time(one.backward_flop_per_s, faster * _evener(one, machine.cores, cores)),
             )
             for one in machine.attention
         ],
@@ -38,6 +39,12 @@ def with_cores(machine: MachineFile, cores: int) -> MachineFile:
         transcendental=_times(machine.transcendental, faster),
         device_update_ns=_times(machine.device_update_ns, 1 / faster),
     )
+
+
+def _evener(one: Attention, before: int, cores: int) -> float:
+    """Returns how many times as evenly ``cores`` share its backward pass as so many did ``before``."""
+    batch, heads, *_ = one.sizes
+    return imbalance(batch * heads, before) / imbalance(batch * heads, cores)
 
 
 def _times(each: Mapping[str, Spread], factor: float) -> dict[str, Spread]:

@@ -54,6 +54,24 @@ def test_attention_without_a_mask_takes_twice_as_long():
     assert isclose(rates.seconds({Op("attention backward without a mask", "float32", sizes, int(6e10), 1): 1}), 2.0)
 
 
+@pytest.mark.parametrize(("parts", "times"), [(32, 1.0), (3, 4 / 3), (1, 2.0), (0, 1.0)])
+def test_a_processor_s_cores_share_attention_s_backward_pass_by_its_parts(parts, times):
+    """With two cores, of which one has nothing to do while the other has one more."""
+    op = Op("attention backward", "float32", (4, 8, 512, 512, 64), int(6e10), 1, parts)
+    for is_host in (True, False):
+        rates = op_rates(laptop(is_host=is_host, cores=2, op_s=Spread(0.0, 0.0, 0.0)))
+        assert isclose(rates.seconds({op: 1}), times if is_host else 1.0)
+
+
+def test_so_they_do_what_was_measured():
+    measured = Attention("float32", (1, 3, 512, 512, 64), about(8e10), about(6e10))
+    rates = op_rates(laptop(attention=[measured], cores=2, op_s=Spread(0.0, 0.0, 0.0)))
+    ops = [Op("attention backward", "float32", measured.sizes, int(6e10), 1, parts) for parts in (3, 4)]
+    assert [rates.seconds({op: 1}) for op in ops] == [pytest.approx(1.0), pytest.approx(0.75)]
+    forward = Op("attention", "float32", measured.sizes, int(8e10), 1)
+    assert isclose(rates.seconds({forward: 1}), 1.0)
+
+
 def test_between_sizes_attention_goes_by_lengths_and_the_head_s_size_more_than_by_how_many_heads():
     short, wide = ("float32", (8, 4, 256, 256, 64), about(1e9)), ("float32", (2, 8, 256, 256, 128), about(4e9))
     machine = laptop(attention=[Attention(*one, one[2]) for one in (short, wide)], op_s=Spread(0.0, 0.0, 0.0))

@@ -4,9 +4,11 @@ from dataclasses import fields
 
 import pytest
 
-from stronghold.planner.machine_file import Spread
+from stronghold.planner.machine_file import Attention, Spread
+from stronghold.planner.machine_rates import op_rates
+from stronghold.planner.op_costs import Op
 from stronghold.planner.other_cores import cores_assumed, with_cores
-from tests.planner.machines import laptop, machine
+from tests.planner.machines import about, laptop, machine
 
 UPDATES = {"cores", "host_update_ns"}
 COMPUTING = {
@@ -36,6 +38,18 @@ def test_what_cores_do_takes_time_in_proportion(made, times):
         for one, other in zip(spreads(before), spreads(after), strict=True):
             assert other == pytest.approx(tuple(factor * value for value in one))
     assert found.cores == 8 * times
+
+
+def test_attention_is_as_fast_as_such_a_machine_would_have_been_measured_to_be():
+    """Its backward pass by heads: 3 of them take two cores as long as 4, and four cores half of that."""
+    measured = laptop(cores=2, attention=[Attention("float32", (1, 3, 64, 64, 64), about(1e10), about(1e10))])
+    found, wide = with_cores(measured, 4), with_cores(measured, 12)
+    assert found.attention[0].backward_flop_per_s.likely == pytest.approx(2e10)
+    assert wide.attention[0].backward_flop_per_s.likely == pytest.approx(6e10 / 3)  # 3 of 12 are at work, not 3 of 4
+    assert wide.attention[0].forward_flop_per_s.likely == pytest.approx(6e10)
+    op = Op("attention backward", "float32", (1, 24, 64, 64, 64), 10**10, 1, 24)
+    taken_s = [op_rates(one).seconds({op: 1}) - one.op_s.likely for one in (measured, found, wide)]
+    assert taken_s == pytest.approx([0.75, 0.75 / 2, 0.75 / 6])
 
 
 def test_what_is_assumed_is_said():

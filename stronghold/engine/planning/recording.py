@@ -198,6 +198,7 @@ def _op(func: Any, args: tuple, kwargs: dict, out: Any, given: list[Tensor], fou
     function = next((part for part in _TRANSCENDENTAL if part in name), None)
     kind = "other" if function is None else f"transcendental {function}{' backward' if 'backward' in name else ''}"
     sizes: tuple[int, ...] = ()
+    parts = 0
     if name == "dequantise":
         kind, moved = f"transcendental {args[-1]}", args[1] + out.numel() * out.element_size()
     if "scaled_dot_product" in name:
@@ -205,6 +206,7 @@ def _op(func: Any, args: tuple, kwargs: dict, out: Any, given: list[Tensor], fou
         query, key = given[1:3] if "backward" in name else given[:2]
         sizes = (*query.shape[:3], key.shape[2], query.shape[3])
         flops = (10 if "backward" in name else 4) * math.prod(sizes)
+        parts = math.prod(key.shape[:2]) if "backward" in name else 0
         kind += "" if _is_causal(func, args, kwargs) else " without a mask"
     elif name in _PRODUCTS:
         kind = "matmul"
@@ -214,4 +216,4 @@ def _op(func: Any, args: tuple, kwargs: dict, out: Any, given: list[Tensor], fou
         kind, rows = "matmul", max(1, found[0].numel() // found[0].shape[1])
         columns = found[0].shape[1]
         sizes = (1, rows, columns, max(1, flops // (2 * rows * columns)))
-    return Op(kind, dtype.removeprefix("torch."), sizes, flops, moved)
+    return Op(kind, dtype.removeprefix("torch."), sizes, flops, moved, parts)

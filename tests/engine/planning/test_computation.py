@@ -293,3 +293,22 @@ def test_attention_is_masked_where_it_is_in_training(padding, counted, monkeypat
     kinds = {op.kind for op in found.forward if op.kind.startswith("attention")}
     assert kinds == {"attention without a mask" if masked[0] else "attention"}
     assert masked[0] == (padding or counted)
+
+
+def test_cores_share_attention_s_backward_pass_by_heads_of_keys():
+    """Of a Llama with three of them for six of queries, and two samples."""
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.zeros((2, 8), dtype=torch.int64)
+    found = ModelComputation(model, model.model.layers, {"input_ids": ids, "labels": ids}).layer(0)
+    (forward,), (backward,) = ([op for op in ops if "attention" in op.kind] for ops in (found.forward, found.backward))
+    assert (forward.sizes, forward.parts) == ((2, 6, 8, 8, 4), 0)
+    assert (backward.sizes, backward.parts) == ((2, 6, 8, 8, 4), 6)
