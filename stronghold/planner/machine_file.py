@@ -79,11 +79,11 @@ class MachineFile(Shown):
     ``runs_behind`` that it computes on its own while the host issues more. Rates are per second: bytes that
     ``elementwise`` operators read and write, ``elementwise_cached`` ones over no more than ``cache_bytes``, and
     ``transcendental`` ones, each by dtype; some of the last are told apart ("float32 gelu backward"). ``op_s`` is the
-    least that an operator takes of the device and ``launch_s`` what issuing one takes of the host, in layers such as
-    models have. ``host_call_s`` is what a small one takes that the host computes itself, which tells how fast Python
-    is; None in files of older probes. ``host_update_ns`` is per element, by weights and moments ("bfloat16+8bit"),
-    alone and beside computing, and ``compute_beside_update`` how many times as long computing takes beside updates.
-    ``device_update_ns`` is the same of a resident layer.
+    least that an operator takes of the device (of a host, what calling one takes) and ``launch_s`` what issuing one
+    takes of the host, both in layers such as models have. ``host_call_s`` is what a small one takes that the host
+    computes itself, which tells how fast Python is; None in files of older probes. ``host_update_ns`` is per element,
+    by weights and moments ("bfloat16+8bit"), alone and beside computing, and ``compute_beside_update`` how many times
+    as long computing takes beside updates. ``device_update_ns`` is the same of a resident layer.
     ``disks`` are by directory. ``processes`` are two of this machine that send to one another, empty where that was not
     measured.
     """
