@@ -123,10 +123,18 @@ void checksums_of(Address memory, std::int64_t bytes, Address sums) {
   unlocked([&] { stronghold::checksums(at<const void>(memory), bytes, at<std::uint32_t>(sums)); });
 }
 
-std::uint32_t crc32c_of(Address memory, std::int64_t bytes, std::uint32_t crc) {
+std::uint32_t crc32c_of(Address memory, std::int64_t bytes, std::uint32_t crc, const std::string& way) {
+  const CrcWay by = way.empty() ? best_crc32c_way() : crc32c_way_named(way);
   std::uint32_t sum = 0;
-  unlocked([&] { sum = crc32c(at<const void>(memory), static_cast<std::size_t>(bytes), crc); });
+  unlocked([&] { sum = crc32c(at<const void>(memory), static_cast<std::size_t>(bytes), crc, by); });
   return sum;
+}
+
+void crc32c_of_each_page(Address memory, std::int64_t bytes, Address sums, const std::string& way) {
+  const CrcWay by = crc32c_way_named(way);
+  unlocked([&] {
+    crc32c_of_pages(at<const void>(memory), static_cast<std::size_t>(bytes), at<std::uint32_t>(sums), by);
+  });
 }
 
 }  // namespace
@@ -176,9 +184,11 @@ void bind_disk(py::module_& module) {
       .def("counters", &counters)
       .def("threads", &Disk::threads)
       .def("close", &close);
-  module.def("crc32c", &crc32c_of, py::arg("memory"), py::arg("bytes"), py::arg("crc"));
+  module.def("crc32c", &crc32c_of, py::arg("memory"), py::arg("bytes"), py::arg("crc"), py::arg("way") = "");
+  module.def("crc32c_of_pages", &crc32c_of_each_page, py::arg("memory"), py::arg("bytes"), py::arg("sums"),
+             py::arg("way"));
   module.def("checksums", &checksums_of, py::arg("memory"), py::arg("bytes"), py::arg("sums"));
-  module.def("crc32c_in_hardware", &crc32c_in_hardware);
+  module.def("crc32c_ways", &crc32c_ways);
 }
 
 }  // namespace stronghold

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -25,6 +26,10 @@ namespace stronghold {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr std::int64_t kTogether = 12;  // pages that are summed at once, a multiple of those that go side by side
+
+static_assert(kSumBytes == kCrcPage);
 
 // Counts the forks that led to this process.
 std::atomic<int> generation{0};
@@ -84,15 +89,20 @@ struct DiskCore {
 // Throws DiskError where a checksum that is known is another one's. Somebody may set them to 0 meanwhile: whoever means
 // to write what is being read does so first, and then nobody can say what should be there.
 void compare(const Piece& piece, const std::uint32_t* known) {
-  for (std::int64_t at = 0; at < piece.length; at += kSumBytes, ++known) {
-    const std::uint32_t expected = __atomic_load_n(known, __ATOMIC_ACQUIRE);
-    if (expected == 0) continue;
-    const std::int64_t bytes = std::min(kSumBytes, piece.length - at);
-    std::uint32_t found = 0;
-    checksums(piece.memory + at, bytes, &found);
-    if (found != expected && __atomic_load_n(known, __ATOMIC_ACQUIRE) == expected)
-      throw DiskError(
-          {Failure::Kind::altered, "read", piece.file.path(), piece.offset + at, bytes, 0, expected, found, 0});
+  for (std::int64_t from = 0; from < piece.length; from += kTogether * kSumBytes, known += kTogether) {
+    const std::int64_t bytes = std::min(kTogether * kSumBytes, piece.length - from);
+    const std::size_t count = static_cast<std::size_t>((bytes + kSumBytes - 1) / kSumBytes);
+    std::array<std::uint32_t, kTogether> expected{}, found{};
+    for (std::size_t page = 0; page < count; ++page) expected[page] = __atomic_load_n(known + page, __ATOMIC_ACQUIRE);
+    if (std::all_of(expected.begin(), expected.end(), [](std::uint32_t one) { return one == 0; })) continue;
+    checksums(piece.memory + from, bytes, found.data());
+    for (std::size_t page = 0; page < count; ++page) {
+      if (expected[page] == 0 || found[page] == expected[page]) continue;
+      if (__atomic_load_n(known + page, __ATOMIC_ACQUIRE) != expected[page]) continue;
+      const std::int64_t at = from + static_cast<std::int64_t>(page) * kSumBytes;
+      throw DiskError({Failure::Kind::altered, "read", piece.file.path(), piece.offset + at,
+                       std::min(kSumBytes, piece.length - at), 0, expected[page], found[page], 0});
+    }
   }
 }
 
@@ -277,9 +287,14 @@ std::int64_t Disk::piece_bytes() const { return core_->piece_bytes; }
 
 void checksums(const void* memory, std::int64_t length, std::uint32_t* sums) {
   const char* const data = static_cast<const char*>(memory);
-  for (std::int64_t at = 0; at < length; at += kSumBytes, ++sums) {
-    const std::uint32_t crc = crc32c(data + at, static_cast<std::size_t>(std::min(kSumBytes, length - at)));
-    *sums = crc != 0 ? crc : ~std::uint32_t{0};
+  std::array<std::uint32_t, kTogether> found{};
+  for (std::int64_t at = 0; at < length; at += kTogether * kSumBytes) {
+    const std::int64_t bytes = std::min(kTogether * kSumBytes, length - at);
+    crc32c_of_pages(data + at, static_cast<std::size_t>(bytes), found.data());
+    for (std::int64_t page = 0; page * kSumBytes < bytes; ++page) {  // once each: who sets one to 0 is not overwritten
+      const std::uint32_t crc = found[static_cast<std::size_t>(page)];
+      *sums++ = crc != 0 ? crc : ~std::uint32_t{0};
+    }
   }
 }
 

@@ -192,7 +192,7 @@ def check_optimizer(states: str, update: str, nonfinite: str, max_grad_norm: flo
         raise ValueError(
             f"max_grad_norm needs all gradients before the first update (got max_grad_norm={max_grad_norm} with "
             "update='in_backward', which updates each layer during the backward pass); use update='deferred', or no "
-            "clipping"
+            "clipping: max_grad_norm=None (--clip 0)"
         )
 
 

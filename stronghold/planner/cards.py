@@ -45,9 +45,12 @@ _DRIVE = {"read": 6e9, "write": 4.5e9, "read_beside_write": 3e9, "write_beside_r
 
 
 def card_named(name: str) -> Card:
-    """Returns the card with all words of ``name`` in its own, such as "4090". Raises ValueError for none or several."""
+    """Returns the card that is meant by ``name``, such as "4090" or "rtx4090". Raises ValueError for none or several.
+
+    All words of the name are in the card's, or several of those are written as one.
+    """
     words = _words(name)
-    found = [card for card in CARDS if words and words <= _words(card.name)]
+    found = [card for card in CARDS if words and ({*words} <= {*_words(card.name)} or "".join(words) in _runs(card))]
     if len(found) != 1:
         known = ", ".join(card.name for card in CARDS)
         raise ValueError(
@@ -120,5 +123,11 @@ def _taking(time: float) -> Spread:
     return Spread(time / 1.1, time, time / 0.75)
 
 
-def _words(name: str) -> set[str]:
-    return set(re.findall("[a-z0-9]+", name.lower()))
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", name.lower())
+
+
+def _runs(card: Card) -> set[str]:
+    """Returns the words of its name that follow one another, as one."""
+    words = _words(card.name)
+    return {"".join(words[begin:end]) for begin in range(len(words)) for end in range(begin + 1, len(words) + 1)}

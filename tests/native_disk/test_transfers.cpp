@@ -13,6 +13,7 @@
 namespace {
 
 using stronghold::Call;
+using stronghold::CrcWay;
 using stronghold::Disk;
 using stronghold::DiskError;
 using stronghold::Failure;
@@ -21,9 +22,14 @@ using stronghold::FaultySystem;
 using stronghold::Transfer;
 using stronghold::Wrong;
 
+std::uint32_t by_table(const void* data, std::size_t n) { return stronghold::crc32c(data, n, 0, CrcWay::table); }
+
 const Added crc("CRC-32C of known vectors (RFC 3720, B.4)", [](const std::string&) {
   unsigned char bytes[32];
-  for (const auto sum : {stronghold::crc32c, stronghold::crc32c_by_table}) {
+  for (const std::string& way : stronghold::crc32c_ways()) {
+    const auto sum = [&](const void* data, std::size_t n, std::uint32_t before) {
+      return stronghold::crc32c(data, n, before, stronghold::crc32c_way_named(way));
+    };
     CHECK(sum("123456789", 9, 0) == 0xE3069283);
     CHECK(sum("", 0, 0) == 0);
     std::fill(bytes, bytes + 32, 0);
@@ -37,15 +43,22 @@ const Added crc("CRC-32C of known vectors (RFC 3720, B.4)", [](const std::string
   }
 });
 
-const Added crc_ways("CRC-32C is the same by instruction, by table and in parts", [](const std::string&) {
+const Added crc_ways("CRC-32C is the same in all ways, in parts and by pages", [](const std::string&) {
   const Memory memory(70000, 3);
   memory.number(7);
   for (const std::size_t begin : {0u, 1u, 5u})
     for (const std::size_t n : {0u, 1u, 7u, 8u, 9u, 4096u, 12287u, 12288u, 12289u, 40000u, 69990u}) {
-      const std::uint32_t whole = stronghold::crc32c_by_table(memory.data() + begin, n);
-      CHECK(stronghold::crc32c(memory.data() + begin, n) == whole);
-      const std::uint32_t first = stronghold::crc32c(memory.data() + begin, n / 3);
-      CHECK(stronghold::crc32c(memory.data() + begin + n / 3, n - n / 3, first) == whole);
+      const std::uint32_t whole = by_table(memory.data() + begin, n);
+      for (const std::string& name : stronghold::crc32c_ways()) {
+        const CrcWay way = stronghold::crc32c_way_named(name);
+        CHECK(stronghold::crc32c(memory.data() + begin, n, 0, way) == whole);
+        const std::uint32_t first = stronghold::crc32c(memory.data() + begin, n / 3, 0, way);
+        CHECK(stronghold::crc32c(memory.data() + begin + n / 3, n - n / 3, first, way) == whole);
+        std::vector<std::uint32_t> pages((n + 4095) / 4096);
+        stronghold::crc32c_of_pages(memory.data() + begin, n, pages.data(), way);
+        for (std::size_t i = 0; i < pages.size(); ++i)
+          CHECK(pages[i] == by_table(memory.data() + begin + i * 4096, std::min<std::size_t>(4096, n - i * 4096)));
+      }
     }
 });
 
@@ -68,7 +81,7 @@ const Added shapes("memory, offset and length of every kind", [](const std::stri
           write.sums = read.sums = sums.data();
           disk.submit(write).wait();
           for (std::size_t i = 0; i < sums.size(); ++i)
-            CHECK(sums[i] == stronghold::crc32c_by_table(data.data() + i * 4096, std::min<std::size_t>(4096, length - i * 4096)));
+            CHECK(sums[i] == by_table(data.data() + i * 4096, std::min<std::size_t>(4096, length - i * 4096)));
           read.verify = true;
           disk.submit(read).wait();
           CHECK(same(data, back));

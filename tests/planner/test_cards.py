@@ -11,7 +11,16 @@ from stronghold.planner.op_costs import Op
 
 
 @pytest.mark.parametrize(
-    ("name", "found"), [("4090", "RTX 4090"), ("rtx-4090", "RTX 4090"), ("A100", "A100 80GB"), ("h200", "H200 SXM")]
+    ("name", "found"),
+    [
+        ("4090", "RTX 4090"),
+        ("rtx-4090", "RTX 4090"),
+        ("rtx4090", "RTX 4090"),
+        ("A100", "A100 80GB"),
+        ("A100-80GB", "A100 80GB"),
+        ("h200", "H200 SXM"),
+        ("H100SXM", "H100 SXM"),
+    ],
 )
 def test_a_name_may_be_a_part_of_it(name: str, found: str) -> None:
     assert card_named(name).name == found
